@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agents.network.minibatches import Minibatch, Schedule, make_schedule
+from agents.network.minibatches import Minibatch, make_schedule
 from agents.network.pieces import Plan
 from agents.network.sequences import state_after
 from rl_dist.errors import UserError
@@ -251,7 +251,8 @@ class PPO:
 
             # one gradient step per minibatch
             tally.epoch_kl.zero_()
-            for minibatch, plans in schedule.minibatches(sequences, epoch):
+            for numbers, plans in schedule[epoch]:
+                minibatch = sequences.pick(Tensor.index_select, numbers)
                 parts, grad_norm, stepped = self.step(minibatch, plans)
                 self.world.heartbeat()
                 tally.add(parts, grad_norm, stepped, self.strategy.overflowed)
@@ -265,7 +266,7 @@ class PPO:
         self.share_parameters()
         return self._report(tally, batch)
 
-    def _schedule(self, batch: Batch) -> Schedule:
+    def _schedule(self, batch: Batch) -> list[list[tuple[Tensor, list[Plan]]]]:
         """Plan the pieces of all minibatches before the first step, where `forward` takes them."""
         plans_ahead = self.takes_plans and self.strategy.takes_plans
         return make_schedule(

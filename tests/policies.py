@@ -1,10 +1,12 @@
 """Policies of all forms, and inputs for them."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from gymnasium import spaces
 
-from agents.network.pieces import plan_pieces, plans_to_device
+from agents.network.pieces import plan_pieces
 from agents.policy import Policy, PolicyConfig
 from envs.vector.layout import Layout, Part
 
@@ -80,11 +82,15 @@ def run_stepwise(network, obs, state, episode_start):
     return tuple(torch.cat(parts) for parts in zip(*steps, strict=True))
 
 
+def planned(starts, call_steps, resets_inside=False):
+    plan = plan_pieces(starts.numpy(), call_steps, resets_inside)
+    return replace(plan, table=torch.from_numpy(plan.table))
+
+
 def plans_of(policy, starts):
     """None, and pieces in the rows of one call where a policy can reset its state inside."""
     if not policy.resets_inside or policy.config.stateless:
         return [None]
-    batch = np.arange(starts.shape[1])
-    plans, _ = plans_to_device(plan_pieces(starts.numpy(), [batch], 1e9, True), starts.device)
-    assert plans[0].packed
-    return [None, *plans]
+    plan = planned(starts, 1e9, True)
+    assert plan.packed
+    return [None, plan]

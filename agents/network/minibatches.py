@@ -1,16 +1,17 @@
-"""Minibatches of sequences, and the schedule of an update over them."""
+"""Minibatches of sequences, and the schedule of an update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agents.network.pieces import Plan, plan_pieces, plans_to_device
+from agents.network.pieces import Plan, plan_pieces, to_device
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Minibatch:
 
     def pick(self, how: Callable[..., Tensor], *which: Any) -> Minibatch:
         """Return some sequences: how(field, axis of sequences, *which) of each field."""
-        axes = {item.name: 1 for item in fields(self)} | {"lstm_state": 0}
+        axes = {item.name: int(item.name != "lstm_state") for item in fields(self)}
         picked = {name: how(getattr(self, name), axis, *which) for name, axis in axes.items()}
         return Minibatch(**picked)
 
@@ -44,44 +45,25 @@ def to_sequences(values: Tensor, bptt_steps: int) -> Tensor:
     return values.unflatten(0, (-1, bptt_steps)).transpose(0, 1).flatten(1, 2)
 
 
-@dataclass
-class Schedule:
-    """The sequences of an update's minibatches, and the plans of microbatches."""
-
-    order: Tensor  # [epochs, minibatches, sequences]
-    plans: list[Plan]  # by epoch, minibatch and microbatch; empty: none are made ahead
-    num_microbatches: int
-
-    def minibatches(
-        self, sequences: Minibatch, epoch: int
-    ) -> Iterator[tuple[Minibatch, list[Plan]]]:
-        """Yield an epoch's minibatches of a rollout's sequences, with their plans."""
-        first = epoch * self.order.shape[1]
-        for number, index in enumerate(self.order[epoch], first):
-            begin = number * self.num_microbatches
-            plans = self.plans[begin : begin + self.num_microbatches]
-            yield sequences.pick(Tensor.index_select, index), plans
-
-
 def make_schedule(
-    starts: np.ndarray,
-    order: np.ndarray,
+    starts: np.ndarray,  # [L, K * B] episode starts
+    order: np.ndarray,  # [epochs, minibatches, sequences]
     num_microbatches: int,
     device: torch.device,
-    call_steps: float | None = None,
+    call_steps: float | None = None,  # of `plan_pieces`; None: no plans are made
     resets_inside: bool = False,
-) -> Schedule:
-    """Return the schedule of an update; all its tables reach the device by one copy.
+) -> list[list[tuple[Tensor, list[Plan]]]]:
+    """Return numbers of sequences, and plans of microbatches, by epoch and minibatch.
 
-    Args:
-        starts: [L, K * B] episode starts.
-        order: [epochs, minibatches, sequences] by `agents.network.noise.sequence_orders`.
-        call_steps: of `plan_pieces`; None: no plans are made.
-        resets_inside: of `plan_pieces`.
+    All of them reach the device by one copy.
     """
     plans: list[Plan] = []
     if call_steps is not None:
-        batches = order.reshape(-1, order.shape[2] // num_microbatches)
-        plans = plan_pieces(starts, list(batches), call_steps, resets_inside)
-    plans, (index,) = plans_to_device(plans, device, order)
-    return Schedule(index, plans, num_microbatches)
+        microbatches = order.reshape(-1, order.shape[2] // num_microbatches)
+        plans = [plan_pieces(starts[:, part], call_steps, resets_inside) for part in microbatches]
+    index, *tables = to_device([order, *(plan.table for plan in plans)], device)
+    moved = (replace(plan, table=table) for plan, table in zip(plans, tables, strict=True))
+    return [
+        [(sequences, list(islice(moved, num_microbatches))) for sequences in epoch]
+        for epoch in index
+    ]

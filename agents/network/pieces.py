@@ -1,102 +1,99 @@
-"""Plans of dense calls: sequences cut into pieces, which are grouped or packed.
+"""Plans of dense calls for sequences that episode starts cut into pieces.
 
-Only dense `nn.LSTM` calls without per-step masks run at full speed. A sequence is therefore cut at
-every episode start into pieces that begin from zero state. Pieces of similar length are padded
-together, one dense call each; or, if a network can reset its state by a step in between, all lie
-one after the other in the rows of a single call.
+A recurrent network is fast on blocks of cells [steps, rows]. Pieces of similar length share a
+block, one in each row, padded to the longest. If the network can reset its state between two
+steps, all pieces share one block instead, and a row holds several.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-PACKING = 1.07  # time of a step in packed rows, for its share of copying and of resets
+PACKING = 1.07  # time of a step in packed rows relative to others: cells are copied, states reset
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The dense calls of N sequences of T steps; none: there is nothing to cut.
+    """The dense calls of N sequences of T steps. No calls: the sequences need no cut.
 
-    A call pads pieces to the longest. Its table [4, pieces] has rows: the sequence that a piece
-    was cut from, flat index t * N + n of its first cell, its length - 1, and 1 if it starts from
-    the sequence's stored state, else 0.
-
-    Packed pieces are one call of three tables: [T * N] place step * rows + row of each cell; places
-    of the steps that reset; [2, rows] a sequence, and 1 if its stored state begins the row, else 0.
+    The blocks of all calls lie one after the other. The table has four parts: for each cell
+    t * N + n its place in the blocks, [T * N]; for each row the sequence of its first piece, and 1
+    if that sequence's stored state begins the row, else 0; the places of the steps that reset.
     """
 
-    tables: list[Any]  # int64 arrays, or tensors where the sequences are
-    lengths: list[int]  # steps of each call
-    packed: bool = False
+    calls: list[tuple[int, int]]  # steps and rows of each block
+    table: Any  # int64 array, or a tensor on the device of the sequences
+    packed: bool = False  # rows hold several pieces, with resets in between
 
 
 def plan_pieces(
-    episode_start: np.ndarray,
-    batches: Sequence[np.ndarray],
-    call_steps: float = 0.0,
-    resets_inside: bool = False,
-) -> list[Plan]:
-    """Cut batches of sequences at episode starts; group the pieces, or pack them.
+    episode_start: np.ndarray,  # [T, N] bool
+    call_steps: float = 0.0,  # overhead of a call, in single-row steps
+    resets_inside: bool = False,  # the network takes resets: pieces are packed where it is faster
+) -> Plan:
+    """Cut sequences at episode starts; group the pieces by length, or pack them.
 
     Groups are whole sequences, then lengths in (T/2, T), (T/4, T/2], ...: padding costs less than
     half of a group. Neighbours join where that costs less than a call.
-
-    Args:
-        episode_start: [T, S] bool.
-        batches: columns of it, [N] each.
-        call_steps: overhead of a call, in single-row steps.
-        resets_inside: the network takes resets: pieces are packed where that costs less.
     """
-    # pieces of all sequences: column, first step and length of each
+    # the pieces: sequence, first step, length, and whether the stored state precedes
     num_steps, num_columns = episode_start.shape
     begins = episode_start.copy()
     begins[0] = True
-    columns, starts = np.nonzero(begins.T)  # [pieces] each, sorted by column, then time
-    next_starts = np.append(starts[1:], num_steps)
-    last_of_column = np.append(columns[1:] != columns[:-1], True)
-    lengths = np.where(last_of_column, num_steps, next_starts) - starts
+    firsts = np.flatnonzero(begins.T)  # n * T + t of each piece's first cell
+    if len(firsts) == num_columns:
+        return Plan([], np.zeros(0, np.int64))
+    lengths = np.diff(np.append(firsts, begins.size))
+    level = np.floor(np.log2(num_steps / lengths)).astype(np.int8) + (lengths < num_steps)
+    order = np.argsort(level, kind="stable")
+    lengths = lengths[order]
+    columns, starts = np.divmod(firsts[order], num_steps)
     stateful = (starts == 0) & ~episode_start[0, columns]
-    level = np.floor(np.log2(num_steps / lengths)).astype(np.int8)
-    level[lengths == num_steps] = -1
-    counts = np.bincount(columns, minlength=num_columns)  # [S] pieces of each column
-    firsts = np.cumsum(counts) - counts
 
-    # the pieces of each batch, by level
-    plans = []
-    for batch in batches:
-        batch_counts = counts[batch]  # [N]
-        ends = np.cumsum(batch_counts)
-        if ends[-1] == len(batch):
-            plans.append(Plan([], []))
-            continue
-        pieces = np.repeat(firsts[batch] - ends + batch_counts, batch_counts) + np.arange(ends[-1])
-        order = np.argsort(level[pieces], kind="stable")
-        pieces = pieces[order]
-        column = np.repeat(np.arange(len(batch)), batch_counts)[order]
-        first_cells = starts[pieces] * len(batch) + column
-        table = np.stack([column, first_cells, lengths[pieces] - 1, stateful[pieces]])
-        bounds = np.flatnonzero(np.diff(level[pieces], prepend=-2, append=99))  # between levels
-        longest = np.maximum.reduceat(table[2], bounds[:-1]) + 1
-        splits = cheapest_splits(np.diff(bounds).tolist(), longest.tolist(), call_steps)
-        groups = np.split(table, bounds[splits[1:]], axis=1)
-        plan = Plan(groups, longest[splits].tolist())
-        if resets_inside:
-            cells = [n * group.shape[1] for n, group in zip(plan.lengths, groups, strict=True)]
-            most = int((sum(cells) + call_steps * (len(groups) - 1)) / PACKING)
-            plan = pack_rows(table, num_steps * len(batch), most) or plan
-        plans.append(plan)
-    return plans
+    # groups of levels: every piece has a row
+    counts = np.bincount(level)
+    counts = counts[counts > 0]  # pieces of each level
+    longest = np.maximum.reduceat(lengths, np.cumsum(counts) - counts)
+    splits = cheapest_splits(counts.tolist(), longest.tolist(), call_steps)
+    num_rows = np.add.reduceat(counts, splits)
+    block_steps = longest[splits]
+    row, begin = np.arange(len(order)), np.zeros(len(order), np.int64)
+
+    # or one block, if that takes less time
+    packed = False
+    most = (block_steps @ num_rows + call_steps * (len(splits) - 1)) / PACKING  # cells
+    if resets_inside and begins.size <= most:
+        best_row, best_begin = best_fit(lengths, stateful)
+        packed = bool(longest[0] * (best_row.max() + 1) <= most)
+        if packed:
+            row, begin = best_row, best_begin
+            num_rows, block_steps = row.max(keepdims=True) + 1, longest[:1]
+
+    # places of all cells: those of a piece are one row of the block apart
+    call = np.repeat(np.arange(len(num_rows)), num_rows)[row]  # of each piece
+    sizes = block_steps * num_rows
+    first_places = (np.cumsum(sizes) - sizes - np.cumsum(num_rows) + num_rows)[call]
+    first_places += begin * num_rows[call] + row
+    step = np.arange(begins.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    cells = np.repeat(starts * num_columns + columns, lengths) + step * num_columns
+    places = np.empty(begins.size, np.int64)
+    places[cells] = np.repeat(first_places, lengths) + step * np.repeat(num_rows[call], lengths)
+    rows = np.zeros((2, num_rows.sum()), np.int64)
+    rows[:, row[begin == 0]] = np.stack([columns, stateful])[:, begin == 0]
+    resets = (first_places - num_rows[call])[begin > 0]
+    calls = list(zip(block_steps.tolist(), num_rows.tolist(), strict=True))
+    return Plan(calls, np.concatenate([places, rows.ravel(), resets]), packed)
 
 
 def cheapest_splits(counts: list[int], longest: list[int], call_steps: float) -> list[int]:
-    """Return the first levels of the groups whose calls take the least time together.
+    """Return the first levels of the groups that take the least time together.
 
     Args:
         counts: pieces of each level, the level of the longest first.
@@ -112,78 +109,44 @@ def cheapest_splits(counts: list[int], longest: list[int], call_steps: float) ->
     return best[-1][1]
 
 
-def pack_rows(table: np.ndarray, num_cells: int, most: int) -> Plan | None:
-    """Pack the pieces into rows as long as the longest; None: over `most` cells."""
-    if num_cells > most:
-        return None
-    columns, first_cells, last, stateful = table
-    lengths = last + 1
-    num_steps, num_columns = int(lengths.max()), int(columns.max()) + 1
-    row, begin, num_rows = best_fit(lengths.tolist(), stateful.tolist(), num_steps)
-    if num_steps * num_rows > most:
-        return None
-    # every cell of a piece lies one row of cells behind the cell before it, here as there
-    step = np.arange(num_cells) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    place = np.empty(num_cells, np.int64)
-    cells = np.repeat(first_cells, lengths) + step * num_columns
-    place[cells] = np.repeat(begin * num_rows + row, lengths) + step * num_rows
-    first = np.zeros((2, num_rows), np.int64)
-    first[:, row[stateful > 0]] = table[[0, 3]][:, stateful > 0]
-    resets = ((begin - 1) * num_rows + row)[begin > 0]
-    return Plan([place, resets, first], [num_steps], packed=True)
+def best_fit(lengths: np.ndarray, stateful: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Put pieces into rows as long as the longest, a step apart.
 
-
-def best_fit(
-    lengths: list[int], stateful: list[int], num_steps: int
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Put pieces into rows of num_steps, a step apart.
-
-    A stateful piece begins a row; the others follow, the longest first, where least is left.
-    Returns the row of each, its first step there, and the number of rows.
+    A stateful piece begins a row; the others follow, the longest first, where least room is left.
+    Returns the row of each piece, and its first step there.
     """
     row, begin = np.zeros((2, len(lengths)), np.int64)
-    rows_with: dict[int, list[int]] = {}  # rows by steps left; an empty row has one for free
-    waiting: dict[int, list[int]] = {}  # pieces by length
+    whole = int(lengths.max()) + 1  # room of an empty row; its first piece needs no reset before
     num_rows = 0
-    for piece, length in enumerate(lengths):
+    rows_by_room: dict[int, list[int]] = defaultdict(list)
+    waiting: dict[int, list[int]] = defaultdict(list)  # pieces by length
+    for piece, length in enumerate(lengths.tolist()):
         if stateful[piece]:
             row[piece] = num_rows
-            rows_with.setdefault(num_steps - length, []).append(num_rows)
+            rows_by_room[whole - length - 1].append(num_rows)
             num_rows += 1
         else:
-            waiting.setdefault(length, []).append(piece)
+            waiting[length].append(piece)
     for length in sorted(waiting, reverse=True):
         pieces = waiting[length]
         while pieces:
-            left = min((n for n, rows in rows_with.items() if n > length and rows), default=0)
-            if not left:  # new rows, filled with these
-                left = num_steps + 1
-                count = -(-len(pieces) // (left // (length + 1)))
-                rows_with[left] = list(range(num_rows, num_rows + count))
+            room = min((n for n, rows in rows_by_room.items() if n > length and rows), default=0)
+            if not room:  # new rows, filled with these pieces
+                room = whole
+                count = -(-len(pieces) // (whole // (length + 1)))
+                rows_by_room[whole] = list(range(num_rows, num_rows + count))
                 num_rows += count
-            rows = rows_with[left][: len(pieces)]
-            row[pieces[: len(rows)]], begin[pieces[: len(rows)]] = rows, num_steps + 1 - left
-            rows_with[left] = rows_with[left][len(rows) :]
-            rows_with.setdefault(left - length - 1, []).extend(rows)
+            rows = rows_by_room[room][: len(pieces)]
+            del rows_by_room[room][: len(rows)]
+            rows_by_room[room - length - 1] += rows
+            row[pieces[: len(rows)]] = rows
+            begin[pieces[: len(rows)]] = whole - room
             pieces = pieces[len(rows) :]
-    return row, begin, num_rows
-
-
-def plans_to_device(
-    plans: list[Plan], device: torch.device, *others: np.ndarray
-) -> tuple[list[Plan], list[Tensor]]:
-    """Move plans, and other integer arrays, to a device by one copy."""
-    tables = [table for plan in plans for table in plan.tables]
-    moved = iter(to_device([*others, *tables], device))
-    placed_others = list(islice(moved, len(others)))
-    placed = [replace(plan, tables=list(islice(moved, len(plan.tables)))) for plan in plans]
-    return placed, placed_others
+    return row, begin
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Move integer arrays to a device as int64; the host does not wait for it."""
-    if not arrays:
-        return []
+    """Copy integer arrays to a device as int64, in one transfer without waiting."""
     packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays], dtype=np.int64))
     if device.type == "cuda":
         packed = packed.pin_memory().to(device, non_blocking=True)
@@ -192,10 +155,10 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
-    """Read tensors as arrays; the host waits for a GPU once, for all of them."""
-    if not tensors[0].is_cuda:
-        return [tensor.numpy() for tensor in tensors]
-    packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    parts = zip(packed.cpu().split(sizes), tensors, strict=True)
-    return [part.clone().view(like.dtype).view(like.shape).numpy() for part, like in parts]
+    """Read flags and float64 numbers as arrays; the host waits for a GPU once."""
+    packed = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu()
+    parts = packed.split([tensor.numel() for tensor in tensors])
+    return [
+        part.to(tensor.dtype).view(tensor.shape).numpy()
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]

@@ -3,83 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agents.network.pieces import Plan, plan_pieces, plans_to_device
+from agents.network.pieces import Plan, plan_pieces, to_device
 
-# (obs [L,N,F], state [N,S,H]) -> (outputs, each [L,N,...], state after the last step [N,S,H]); it
-# may take resets [L,N,1], too: 1 at a step that leaves the state zero
+# Maps obs [L, N, F] and the state [N, S, H] before them to outputs, each [L, N, ...], and the state
+# after them. Networks of packed plans also take resets [L, N, 1]: 1 where a step zeroes the state.
 Network = Callable[..., tuple[tuple[Tensor, ...], Tensor]]
 
 
 def run_sequence(
     network: Network,
-    obs: Tensor,
-    state: Tensor,
-    episode_start: Tensor,
-    plan: Plan | None = None,
+    obs: Tensor,  # [T, N, F]
+    state: Tensor,  # [N, S, H] before the first step
+    episode_start: Tensor,  # [T, N] bool; the observation is the first of its episode
+    plan: Plan | None = None,  # of `plan_pieces`; None: made here, which waits for a GPU
 ) -> tuple[Tensor, ...]:
     """Run a recurrent network over [T, N] steps, reset at every episode start.
 
-    Args:
-        network: maps (obs [L, N, F], state [N, S, H]) to (outputs, each [L, N, ...], new state);
-            for packed rows it takes resets [L, N, 1], too.
-        obs: [T, N, F].
-        state: [N, S, H] state before the first step.
-        episode_start: [T, N] bool; True where the observation is the first of its episode.
-        plan: of `plan_pieces` for these sequences; None: made here, which waits for a GPU.
-
-    Returns:
-        The network's outputs, each [T, N, ...]. No gradient crosses an episode start.
+    Returns the network's outputs, each [T, N, ...]. No gradient crosses an episode start.
     """
-    num_steps, num_columns = episode_start.shape
     if plan is None:
-        plans = plan_pieces(episode_start.cpu().numpy(), [np.arange(num_columns)])
-        (plan,), _ = plans_to_device(plans, obs.device)
-    if plan.packed:
-        return _run_packed(network, obs, state, plan)
-    if not plan.tables:  # the whole block is one dense call
+        plan = plan_pieces(episode_start.cpu().numpy())
+        plan = replace(plan, table=to_device([plan.table], obs.device)[0])
+    if not plan.calls:  # one dense call takes all sequences as they are
         return network(obs, state * ~episode_start[0][:, None, None])[0]
 
-    # one dense call per group of pieces
-    flat_obs = obs.flatten(0, 1)
-    steps = torch.arange(num_steps, device=obs.device)[:, None]  # [T, 1]
-    results, places = [], []
-    for table, longest in zip(plan.tables, plan.lengths, strict=True):
-        columns, first_cells, last, stateful = table
-        times = steps[:longest]
-        # padding repeats the piece's last cell: finite values, whose outputs go to a cell behind
-        # all others, which nobody reads
-        cells = first_cells.add(torch.minimum(times, last), alpha=num_columns)  # [longest, pieces]
-        places.append(cells.masked_fill(times > last, num_steps * num_columns).flatten())
-        group_obs = flat_obs.index_select(0, cells.flatten()).unflatten(0, cells.shape)
-        before = state.index_select(0, columns) * stateful[:, None, None]
-        results.append(network(group_obs, before)[0])
+    # Cells go to their blocks. Padding and steps that reset see zeros: large numbers would open
+    # the gates that a reset shuts.
+    num_rows = [rows for _, rows in plan.calls]
+    sizes = [episode_start.numel(), sum(num_rows), sum(num_rows)]
+    places, columns, stateful, reset_places = plan.table.tensor_split(np.cumsum(sizes).tolist())
+    block_sizes = [steps * rows for steps, rows in plan.calls]
+    cells = obs.new_zeros(sum(block_sizes), obs.shape[-1])
+    cells = cells.index_copy(0, places, obs.flatten(0, 1))
+    before = state.index_select(0, columns) * stateful[:, None, None]
+    resets = []
+    if plan.packed:
+        flags = obs.new_zeros(len(cells), 1).index_fill_(0, reset_places, 1.0)
+        resets = [flags.unflatten(0, plan.calls[0])]
 
-    # the outputs of all groups, put back in their places
-    place = torch.cat(places)
+    # one call for each block, then the outputs back in their order
+    blocks = zip(plan.calls, cells.split(block_sizes), before.split(num_rows), strict=True)
+    results = [
+        network(block.unflatten(0, shape), block_state, *resets)[0]
+        for shape, block, block_state in blocks
+    ]
     outputs = []
     for parts in zip(*results, strict=True):
         flat = torch.cat([part.flatten(0, 1) for part in parts])
-        whole = flat.new_empty(num_steps * num_columns + 1, *flat.shape[1:])
-        outputs.append(whole.index_copy_(0, place, flat)[:-1].unflatten(0, episode_start.shape))
+        outputs.append(flat.index_select(0, places).unflatten(0, episode_start.shape))
     return tuple(outputs)
-
-
-def _run_packed(network: Network, obs: Tensor, state: Tensor, plan: Plan) -> tuple[Tensor, ...]:
-    """Run all pieces in one call that resets the state inside."""
-    place, reset_places, (columns, stateful) = plan.tables
-    shape = (*plan.lengths, len(columns))  # [steps, rows]
-    # a step that resets, or pads, sees zeros: large numbers would open the gates it shuts
-    rows = obs.new_zeros(shape[0] * shape[1], obs.shape[-1])
-    rows = rows.index_copy(0, place, obs.flatten(0, 1)).unflatten(0, shape)
-    resets = obs.new_zeros(shape[0] * shape[1], 1).index_fill_(0, reset_places, 1.0)
-    before = state.index_select(0, columns) * stateful[:, None, None]
-    outputs, _ = network(rows, before, resets.unflatten(0, shape))
-    return tuple(out.flatten(0, 1)[place].unflatten(0, obs.shape[:2]) for out in outputs)
 
 
 @torch.no_grad()
