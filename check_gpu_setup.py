@@ -29,57 +29,50 @@ EPILOG = """examples:
   python check_gpu_setup.py --json > setup.json              docs/check_gpu_setup.schema.json
 exit codes: 0 it can train (warnings included), 1 it cannot, or --strict and a warning, 2 bad usage,
 130 and 143 stopped by INT and TERM"""
-OWN_FLAGS = {
-    "json": "print one JSON object, see docs/check_gpu_setup.schema.json",
-    "strict": "exit with 1 on a warning, too",
-}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this command, and those of training outside its sections."""
     group = parser.add_argument_group("check")
-    for name, meaning in OWN_FLAGS.items():
-        group.add_argument(f"--{name}", action="store_true", help=meaning)
+    schema = "docs/check_gpu_setup.schema.json"
+    group.add_argument("--json", action="store_true", help=f"print one JSON object, see {schema}")
+    group.add_argument("--strict", action="store_true", help="exit with 1 on a warning, too")
     add_run_flags(parser)
 
 
 @explains_errors
 def main() -> int:
-    """Run the command; returns the exit code."""
+    """Run the command; return the exit code."""
     parsed = parse_flags(SECTIONS, description=DESCRIPTION, epilog=EPILOG, extra=add_flags)
-    for name in ("resume", "interactive"):
-        if getattr(parsed.extra, name):
-            raise UserError(f"--{name} is no flag to check: give the flags of a new run")
-    in_json, flags = parsed.extra.json, without(sys.argv[1:], tuple(OWN_FLAGS))
+    if parsed.extra.resume or parsed.extra.interactive:
+        raise UserError("--resume and --interactive are no flags to check: give those of a new run")
+    flags = without(sys.argv[1:], ("json", "strict"))
     checks: list[Check] = []
     figures: dict[str, Any] = {}
     with ExitStack() as held:
-        if in_json:
+        if parsed.extra.json:
             held.enter_context(redirect_stdout(sys.stderr))
         chosen = choose_run(parsed, held)
         train = chosen.config.train
         budget = (train.num_episodes, "episodes")
         if train.total_steps:
             budget = (train.total_steps, "steps")
-        for check in check_setup(
-            chosen.config.launch, flags, chosen.run_dir or RUNS, budget, figures
-        ):
+        run_dir = chosen.run_dir or RUNS
+        for check in check_setup(chosen.config.launch, flags, run_dir, budget, figures):
             checks.append(check)
             print(f"{check.verdict:<8} {check.name:<12} {check.measured}", flush=True)
             if check.fix:
                 print(f"{'':<21} -> {check.fix}")
     command = shlex.join(["python", str(SCRIPT), *flags])
-    verdicts = [check.verdict for check in checks]
-    verdict = worst(verdicts)
+    verdict = worst(check.verdict for check in checks)
     code = int(verdict == PROBLEM or (verdict == WARNING and parsed.extra.strict))
-    if in_json:
-        report = {"version": 6, "verdict": verdict, "exit_code": code, "command": command}
-        lines = [dataclasses.asdict(check) for check in checks]
-        print(json.dumps(report | {"checks": lines} | figures, indent=2))
+    if parsed.extra.json:
+        report = {"version": 7, "verdict": verdict, "exit_code": code, "command": command}
+        report["checks"] = [dataclasses.asdict(check) for check in checks]
+        print(json.dumps(report | figures, indent=2))
     else:
-        counts = f"{verdicts.count(PROBLEM)} problem(s), {verdicts.count(WARNING)} warning(s)"
         can_train = "cannot train like this" if verdict == PROBLEM else "can train"
-        print(f"\n{can_train}: {counts}. The command:\n{command}")
+        print(f"\n{can_train} ({verdict}). The command:\n{command}")
     return code
 
 

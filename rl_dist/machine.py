@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import errno
 import gc
+import math
 import os
-import platform
 import resource
-import shutil
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +26,15 @@ OUT_OF_MEMORY = (  # in the text of a RuntimeError, in lower case
     "cannot allocate memory",  # the kernel, through any library
     *("alloc_failed", "bad_alloc"),  # cuBLAS and cuDNN, C++ libraries
 )
-VARIABLES = ("CUDA", "NCCL", "RCCL", "HIP", "ROCR", "OMP", "MKL", "KMP", "GLOO", "TORCH", "MASTER")
+# Names in /proc/self/cgroup: the files of the limit and of the use, and the cache in memory.stat.
+CGROUPS = {
+    "": ("memory.max", "memory.current", "inactive_file"),  # version 2
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+UNITS = (  # of durations: the smallest one that is too long, seconds, name
+    (1e-3, 1e-6, "us"), (1, 1e-3, "ms"), (60, 1, "s"), (3600, 60, "min"),
+    (48 * 3600, 3600, "h"), (math.inf, 86400, "days"),
+)  # fmt: skip
 
 # ---- GPUs
 
@@ -183,41 +189,31 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     """Return the memory within all control groups; cached files count as free."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
-    # the groups of this process, by version; a container sees its own one at the top
-    groups = {"": "/", "memory": "/"}
-    with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            groups |= {kind: path for kind in kinds.split(",") if kind in groups}
-    for kind, limit_file, use_file, cache in (
-        ("", "memory.max", "memory.current", "inactive_file"),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        group = Path(groups[kind].lstrip("/"))
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controller, path = line.split(":", 2)
+        if controller not in CGROUPS:
+            continue
+        limit_file, use_file, cache = CGROUPS[controller]
+        group = root / "sys/fs/cgroup" / controller / path.lstrip("/")
+        # a container may see its own group at the top instead
         for folder in (group, *group.parents):
-            place = root / "sys/fs/cgroup" / kind / folder
-            try:
-                limit, used = (int((place / name).read_text()) for name in (limit_file, use_file))
-                lines = (place / "memory.stat").read_text().splitlines()
-            except (OSError, ValueError):  # it does not exist, is not readable, or is "max"
-                continue
-            if limit < machine.total:
-                cached = int(dict(line.split() for line in lines).get(cache, 0))
-                total = min(total, limit)
-                available = min(available, max(0, limit - max(0, used - cached)))
+            with suppress(OSError, ValueError):  # it does not exist, is not readable, or is "max"
+                limit, used = (int((folder / name).read_text()) for name in (limit_file, use_file))
+                if limit < machine.total:
+                    lines = (folder / "memory.stat").read_text().splitlines()
+                    cached = int(dict(line.split() for line in lines).get(cache, 0))
+                    total = min(total, limit)
+                    available = min(available, max(0, limit - max(0, used - cached)))
     return HostMemory(total, available)
 
 
 def available_cores() -> int:
     """Return the CPU cores of this process, cut to the container's quota."""
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # there is no quota
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        cores = max(1, min(cores, round(quota / period)))
+    return cores
 
 
 def cpu_has_bf16() -> bool:
@@ -261,55 +257,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-# ---- everything that the setup checker's rules look at
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts that the setup checker reads before it measures; None: unknown."""
-
-    software: dict[str, str]  # versions by name
-    gpu: GpuInfo
-    nvidia_gpus: int  # known to the NVIDIA driver, with or without torch
-    cores: int  # allowed to this process
-    load: float  # processes that wanted a core in the last minute
-    memory_total_gib: float  # cut to the container's limit
-    shm_free_gib: float  # in /dev/shm
-    folder: str  # existing folder in which the run would be
-    disk_free_gib: float
-    disk_error: str  # why nothing can be written there
-    environment: dict[str, str]  # variables that change how ranks start and communicate
-
-
-def read_facts(run_dir: Path) -> Facts:
-    """Look at this machine; takes well under a second without a GPU."""
-    path = run_dir.absolute()
-    folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
-    disk_error = ""
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        disk_error = error.strerror or str(error)
-    devices = Path("/proc/driver/nvidia/gpus")
-    return Facts(
-        software={"Python": platform.python_version(), "torch": torch.__version__},
-        gpu=get_gpu_info(),
-        nvidia_gpus=len(list(devices.iterdir())) if devices.is_dir() else 0,
-        cores=available_cores(),
-        load=os.getloadavg()[0],
-        memory_total_gib=host_memory().total / GIB,
-        shm_free_gib=shutil.disk_usage("/dev/shm").free / GIB,
-        folder=str(folder),
-        disk_free_gib=shutil.disk_usage(folder).free / GIB,
-        disk_error=disk_error,
-        environment={k: v for k, v in sorted(os.environ.items()) if k.startswith(VARIABLES)},
-    )
-
-
 def duration(seconds: float) -> str:
     """Return seconds as text with a fitting unit."""
-    units = ((1e-3, 1e-6, "us"), (1, 1e-3, "ms"), (60, 1, "s"), (3600, 60, "min"))
-    for most, size, unit in (*units, (48 * 3600, 3600, "h")):
-        if seconds < most:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 86400:.3g} days"
+    size, unit = next((size, unit) for limit, size, unit in UNITS if seconds < limit)
+    return f"{seconds / size:.3g} {unit}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -17,17 +18,14 @@ from rl_dist.errors import UserError, table
 from rl_dist.launch.child import without
 from rl_dist.machine import duration
 from rl_dist.run_dir import RunDir
-from rl_dist.speedup.measure import Measurements, measure
+from rl_dist.speedup.measure import MeasuredJob
 from rl_dist.speedup.model import (
     CARDS,
-    CARDS_PER_MACHINE,
     PRICES_OF,
-    UPDATE,
-    Card,
-    Network,
     Prediction,
     bottleneck,
     predict,
+    steps_per_episode,
 )
 
 COLUMNS = ("ranks", "scaling", "theoretical", "predicted (95 %)", "efficiency", "lost most in",
@@ -78,28 +76,70 @@ def estimate_training_speedup(
         UserError: impossible arguments, in one line.
         ChildError: a short run failed, or its rate kept changing.
     """
+    # the job
     if min(gpus, default=0) < 1:
         raise UserError(f"--gpus must be numbers from 1, got {list(gpus)}")
     if gpu and gpu not in CARDS:
         raise UserError(f"--gpu {gpu!r} is not known; choose from {', '.join(CARDS)}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no CUDA GPU on this machine; use --device cpu")
+    card = CARDS.get(gpu)
+    if card and not price_per_hour:
+        price_per_hour = card.usd_per_hour
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    job = list(flags)
+    job_flags = list(flags)
     if run_dir:
         saved = _job_of(RunDir(run_dir), flags)
-        job = [*(f"--{name}={value}" for name, value in saved.items()), *flags]
+        job_flags = [*(f"--{name}={value}" for name, value in saved.items()), *flags]
         if not num_episodes and not total_steps:
             num_episodes, total_steps = int(saved["num_episodes"]), int(saved["total_steps"])
+    numbers = sorted({1, *gpus})
+    job = MeasuredJob(job_flags, device, numbers[-1], rate_is_known=bool(sps))
+    env_steps = total_steps or (num_episodes or EPISODES) * steps_per_episode(job.records)
+
+    # a prediction for each number of ranks
+    network = job.network()
+    if card:
+        network = card.network
+        processor_tflops = _fp32_tflops(device)
     scalings = ("strong", "weak") if scaling == "both" else (scaling,)
-    measured = measure(job, gpus, scalings, device, rate_is_known=bool(sps))
-    env_steps = total_steps or (num_episodes or EPISODES) * measured.steps_per_episode
-    return report_of(measured, gpu, sps=sps, env_steps=env_steps, price_per_hour=price_per_hour)
+    rows, notes = [], []
+    one: Prediction | None = None  # of one rank
+    slower = 1.0  # factor from the measured to the given rate
+    for way, ranks in itertools.product(scalings, numbers):
+        divisor = ranks if way == "strong" else 1
+        if any(size % divisor for size in job.sizes.values()):
+            sizes = " and ".join(f"{name} {size}" for name, size in job.sizes.items())
+            fix = f"choose multiples of {ranks}, or --scaling weak"
+            notes.append(f"{sizes} do not divide over {ranks} ranks: {fix}")
+            continue
+        share = job.share(ranks, divisor)
+        work, crowding = share.work, share.crowding
+        source = "measured" if share.is_measured else "modelled"
+        if card:  # its ranks do not share cores
+            ratio = share.processors * processor_tflops / card.fp32_tflops
+            work, crowding, source = work.scaled(1.0, ratio), 1.0, "estimate"
+        if sps and not one:
+            slower = work.env_steps / sps / work.seconds
+        work = work.scaled(crowding * slower, crowding * slower)
+        communication_s = network.iteration_s(work.gradient_steps, job.gradient_bytes, ranks)
+        prediction = predict(work, ranks, communication_s * crowding)
+        one = one or prediction
+        row = {"scaling": way, "source": source} | _speedup(prediction, one)
+        rows.append(row | _time(prediction if sps or not card else None, env_steps, price_per_hour))
 
-
-def _has(flags: Sequence[str], name: str) -> bool:
-    return without(flags, [name]) != list(flags)
+    # the report
+    if card:
+        notes.append(
+            f"{gpu}: an estimate by data sheet and the lowest list price of {PRICES_OF} in US "
+            "dollars: rollouts as measured here, the rest scaled by peak fp32 rates, "
+            "8 cards to a machine, InfiniBand NDR between machines"
+        )
+    if card and not sps:
+        notes.append(f"no time or cost: give --sps N, the steps/s of a run on one {gpu}")
+    if math.isnan(env_steps):
+        notes.append("no time or cost: no episode ended in the short runs; give --total_steps")
+    title = f"{job.title}; {gpu or job.hardware}, {time.strftime('%Y-%m-%d')}"
+    return SpeedupReport(title, rows, notes)
 
 
 def _job_of(run: RunDir, flags: Sequence[str]) -> dict[str, str]:
@@ -108,8 +148,9 @@ def _job_of(run: RunDir, flags: Sequence[str]) -> dict[str, str]:
     if not {"env", "core", "num_episodes", "total_steps"} <= saved.keys():
         raise UserError(f"{run.config_path} names no env, core and length: give flags instead")
     for section, name in (("task", "env"), ("policy", "core")):
-        own = {name: saved[name]} | {k: v for k, v in saved.items() if k == f"{name}_kwargs"}
-        check_named(run.path, section, own, saved[name] if _has(flags, name) else None)
+        settings = {key: saved[key] for key in (name, f"{name}_kwargs") if key in saved}
+        is_given = without(flags, [name]) != list(flags)
+        check_named(run.path, section, settings, saved[name] if is_given else None)
     return saved
 
 
@@ -121,68 +162,7 @@ def print_training_speedup_estimates(flags: Sequence[str] = (), **options: Any) 
     print(as_text(estimate_training_speedup(flags, **options)))
 
 
-# ---- the report
-
-
-def report_of(
-    measured: Measurements,
-    gpu: str = "",
-    *,
-    sps: float = 0.0,
-    env_steps: float = math.nan,
-    price_per_hour: float = 0.0,
-) -> SpeedupReport:
-    """Return rows for this machine, or for a card; see `estimate_training_speedup`.
-
-    Args:
-        env_steps: length of the training; NaN: unknown.
-    """
-    card, notes = CARDS.get(gpu), list(measured.notes)
-    predictions = _predict(measured, card, sps)
-    one = predictions[0]
-    if card and not price_per_hour:
-        price_per_hour = card.usd_per_hour
-    is_known = bool(sps) or (measured.is_steady and not card)
-    rows = []
-    for point, prediction in zip(measured.points, predictions, strict=True):
-        source = "measured" if point.is_measured else "modelled"
-        row = {"scaling": point.scaling, "source": "estimate" if card else source}
-        row |= _speedup(prediction, one)
-        rows.append(row | _time(prediction if is_known else None, env_steps, price_per_hour))
-    machine = gpu or measured.hardware
-    if card:
-        notes.append(
-            f"{gpu}: an estimate by data sheet and the lowest list price of {PRICES_OF} in US "
-            "dollars: rollouts as measured here, the rest scaled by peak fp32 rates, "
-            f"{CARDS_PER_MACHINE} cards to a machine, InfiniBand NDR between machines"
-        )
-    if not is_known:
-        notes.append(f"no time or cost: give --sps N, the steps/s of a run on one {machine}")
-    if math.isnan(env_steps):
-        notes.append("no time or cost: no episode ended in the short runs; give --total_steps")
-    title = f"{measured.job}; {machine}, {time.strftime('%Y-%m-%d')}"
-    return SpeedupReport(title, rows, notes)
-
-
-def _predict(measured: Measurements, card: Card | None, sps: float) -> list[Prediction]:
-    """Predict all points here or on cards, at a rate of one rank unless it is 0."""
-    network = Network(measured.link, measured.ranks_per_machine)
-    if card:
-        network = Network(card.link, CARDS_PER_MACHINE)
-    thread_tflops = _fp32_tflops(measured.device_type) if card else 0.0
-    predictions: list[Prediction] = []
-    slower = 1.0
-    for point in measured.points:
-        work, crowding = point.work, point.crowding
-        if card:  # its ranks share no cores
-            threads = point.threads if measured.device_type == "cpu" else 1
-            work, crowding = work.times(thread_tflops * threads / card.fp32_tflops, UPDATE), 1.0
-        if sps and not predictions:
-            slower = work.env_steps / sps / work.seconds
-        talk_s = network.iteration_s(work.gradient_steps, measured.gradient_bytes, point.ranks)
-        work = work.times(crowding * slower)
-        predictions.append(predict(work, point.ranks, talk_s * crowding))
-    return predictions
+# ---- the rows of the report
 
 
 def _fp32_tflops(device_type: str) -> float:
@@ -194,10 +174,9 @@ def _fp32_tflops(device_type: str) -> float:
 
 def _speedup(prediction: Prediction, one: Prediction) -> dict[str, Any]:
     speedup = prediction.steps_per_s / one.steps_per_s
-    where, fix, margin = "", "", 0.0
-    if prediction.ranks > 1:
-        where, fix = bottleneck(one, prediction)
-        margin = min(0.9, 1.96 * math.hypot(one.relative_error, prediction.relative_error))
+    where, fix = bottleneck(one, prediction)
+    error = math.hypot(one.relative_error, prediction.relative_error)
+    margin = min(0.9, 1.96 * error) if prediction.ranks > 1 else 0.0
     return {
         "gpus": prediction.ranks,
         "speedup": speedup,
@@ -209,14 +188,14 @@ def _speedup(prediction: Prediction, one: Prediction) -> dict[str, Any]:
     }
 
 
-def _time(prediction: Prediction | None, env_steps: float, price_per_hour: float) -> dict[str, Any]:
+def _time(prediction: Prediction | None, env_steps: float, usd_per_hour: float) -> dict[str, Any]:
     """Return rate, time and cost of a training; None: unknown."""
     times: dict[str, Any] = dict.fromkeys(("steps_per_s", "iteration_s", "hours", "cost"))
     if prediction:
         times |= {"steps_per_s": prediction.steps_per_s, "iteration_s": prediction.iteration_s}
         if not math.isnan(env_steps):
             times["hours"] = hours = env_steps / prediction.steps_per_s / 3600
-            times["cost"] = hours * prediction.ranks * price_per_hour or None
+            times["cost"] = hours * prediction.ranks * usd_per_hour or None
     return times
 
 

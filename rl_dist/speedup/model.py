@@ -11,16 +11,14 @@ as normal and independent between ranks. Reductions follow latency and bandwidth
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from statistics import NormalDist, fmean, harmonic_mean, median, stdev
 from typing import Any
 
 MODEL_ERROR = 0.1  # assumed standard error of an iteration that was not measured, as a share
 SMALL_COLLECTIVES = 3  # per iteration: SUMS and GATHERS of rl_dist.launch.bench
-UPDATE = ("update_s", "update_spread_s")
-ITERATION = (*UPDATE, "collect_s", "collect_spread_s")
 # The parts of an iteration: the name of what is lost there, and how to lose less.
 LOSSES = {
     "rollouts": (
@@ -55,13 +53,15 @@ class RankCost:
         """Return the seconds of the whole iteration, alone."""
         return self.collect_s + self.update_s
 
-    def times(self, factor: float, names: Sequence[str] = ITERATION) -> RankCost:
-        """Return the cost with these times multiplied."""
-        return replace(self, **{name: getattr(self, name) * factor for name in names})  # type: ignore[arg-type]
-
-    def modelled(self) -> RankCost:
-        """Return the cost with a relative error of at least MODEL_ERROR."""
-        return replace(self, relative_error=max(self.relative_error, MODEL_ERROR))
+    def scaled(self, collect: float, update: float) -> RankCost:
+        """Return the cost with the times of the rollout and of the update multiplied."""
+        return replace(
+            self,
+            collect_s=self.collect_s * collect,
+            collect_spread_s=self.collect_spread_s * collect,
+            update_s=self.update_s * update,
+            update_spread_s=self.update_spread_s * update,
+        )
 
 
 def rank_cost(records: Sequence[Mapping[str, Any]]) -> RankCost:
@@ -78,23 +78,22 @@ def rank_cost(records: Sequence[Mapping[str, Any]]) -> RankCost:
     update_s = [entry["time/update_own_s"] for entry in entries]
     iteration_s = [sum(parts) for parts in zip(collect_s, update_s, strict=True)]
     error_s = _spread(iteration_s) / math.sqrt(len(entries))
-    steps = round(statistics.fmean(record["optim/steps"] for record in records))
-    step_spread_s = statistics.fmean(entry["time/step_spread_s"] for entry in entries)
-    # The variation that single steps do not explain: whole updates are slow or fast.
-    slow_updates = max(0.0, _spread(update_s) ** 2 - steps * step_spread_s**2)
+    steps = round(fmean(record["optim/steps"] for record in records))
+    step_spread_s = fmean(entry["time/step_spread_s"] for entry in entries)
     return RankCost(
         env_steps=round(steps_per_iteration(records) / len(records[0]["ranks"])),
         gradient_steps=steps,
-        collect_s=statistics.fmean(collect_s),
-        update_s=statistics.fmean(update_s),
+        collect_s=fmean(collect_s),
+        update_s=fmean(update_s),
         collect_spread_s=_spread(collect_s),
-        update_spread_s=math.hypot(steps * step_spread_s, math.sqrt(slow_updates)),
-        relative_error=error_s / statistics.fmean(iteration_s),
+        # either single steps vary, or whole updates are slow or fast
+        update_spread_s=max(steps * step_spread_s, _spread(update_s)),
+        relative_error=error_s / fmean(iteration_s),
     )
 
 
 def _spread(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+    return stdev(values) if len(values) > 1 else 0.0
 
 
 def steps_per_iteration(records: Sequence[Mapping[str, Any]]) -> float:
@@ -163,50 +162,49 @@ NETWORK = Link(BASE_S, 14e-6, 0.8 * 50e9)  # InfiniBand NDR: 400 Gbit/s for each
 class Network:
     """The connections between all ranks."""
 
-    inside: Link  # between ranks of one machine
-    ranks_per_machine: int
+    inside: Link  # between the ranks of a machine
+    ranks_per_machine: int = 8
     between: Link = NETWORK  # between machines, one for each rank
 
     def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
-        """Return the seconds of sums within machines, then of shares between them."""
-        here = min(ranks, self.ranks_per_machine)
+        """Return the seconds of sums within machines, then of their shares between machines."""
+        local_ranks = min(ranks, self.ranks_per_machine)
         machines = math.ceil(ranks / self.ranks_per_machine)
-        inside_s = self.inside.all_reduce_s(num_bytes, here)
-        return inside_s + self.between.all_reduce_s(num_bytes / here, machines)
+        inside_s = self.inside.all_reduce_s(num_bytes, local_ranks)
+        return inside_s + self.between.all_reduce_s(num_bytes / local_ranks, machines)
 
     def iteration_s(self, gradient_steps: int, gradient_bytes: int, ranks: int) -> float:
-        """Return the seconds of an iteration's communication once all ranks are there."""
+        """Return the seconds that an iteration communicates once all ranks have arrived."""
         gradients_s = gradient_steps * self.all_reduce_s(gradient_bytes, ranks)
         return gradients_s + SMALL_COLLECTIVES * self.all_reduce_s(64, ranks)
 
 
-# ---- cards that one does not own
+# ---- cards that are not in this machine
 
 PRICES_OF = "2026-11"
-CARDS_PER_MACHINE = 8
 
 
 @dataclass(frozen=True)
 class Card:
-    """One kind of GPU: data-sheet rates and list prices."""
+    """One kind of GPU: data-sheet rates and a list price."""
 
     fp32_tflops: float  # peak, without sparsity
-    link: Link  # between cards of one machine
-    usd_per_hour: float  # the lowest found
+    network: Network
+    usd_per_hour: float  # the lowest price that was found
 
 
 # Rates: the makers' pages, checked in November 2026 on the pages named; the others are from memory.
 # Prices: providers' pages from August to November 2026.
 CARDS = {
     # NVLink 3, 600 GB/s both ways; https://hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200
-    "A100": Card(19.5, Link(BASE_S, NVLINK_HOP_S, 0.8 * 300e9), 1.39),
+    "A100": Card(19.5, Network(Link(BASE_S, NVLINK_HOP_S, 0.8 * 300e9)), 1.39),
     # NVLink 4, 900 GB/s; https://glennklockwood.com/garden/processors/h100
-    "H100 SXM": Card(67, Link(BASE_S, NVLINK_HOP_S, 0.8 * 450e9), 2.40),
+    "H100 SXM": Card(67, Network(Link(BASE_S, NVLINK_HOP_S, 0.8 * 450e9)), 2.40),
     # NVLink 5, 1800 GB/s
-    "B200": Card(75, Link(BASE_S, NVLINK_HOP_S, 0.8 * 900e9), 5.00),
+    "B200": Card(75, Network(Link(BASE_S, NVLINK_HOP_S, 0.8 * 900e9)), 5.00),
     # PCIe 4 through the host, without peer access: 10 GB/s in torch/_inductor/comm_analysis.py
     # https://www.grafikkarten.com/de/news/nvidia-rtx-6000-grafikkarte-der-ada-generation
-    "RTX 4090": Card(82.6, Link(15e-6, 10e-6, 10e9), 0.29),
+    "RTX 4090": Card(82.6, Network(Link(15e-6, 10e-6, 10e9)), 0.29),
 }
 
 
@@ -235,16 +233,16 @@ class Prediction:
 
 def predict(work: RankCost, ranks: int, communication_s: float) -> Prediction:
     """Predict an iteration of `ranks` ranks that each do `work`."""
-    parts_s = {
-        "rollouts": work.collect_s,
-        "update": work.update_s,
-        "communication": communication_s,
-        "waiting": expected_maximum(ranks) * (work.collect_spread_s + work.update_spread_s),
-    }
+    spread_s = work.collect_spread_s + work.update_spread_s
     return Prediction(
         ranks=ranks,
         env_steps=work.env_steps * ranks,
-        parts_s=parts_s,
+        parts_s={
+            "rollouts": work.collect_s,
+            "update": work.update_s,
+            "communication": communication_s,
+            "waiting": expected_maximum(ranks) * spread_s,
+        },
         relative_error=work.relative_error,
     )
 
@@ -254,18 +252,19 @@ def expected_maximum(count: int) -> float:
 
     Tukey's plotting position of the largest: at most 1.4 % from the exact integral for 2 to 256.
     """
-    return statistics.NormalDist().inv_cdf((count - 1 / 3) / (count + 1 / 3))
+    return NormalDist().inv_cdf((count - 1 / 3) / (count + 1 / 3))
 
 
 def bottleneck(one: Prediction, many: Prediction) -> tuple[str, str]:
     """Return where N ranks lose most of their time and the fix, or "" twice."""
     if many.steps_per_s > 0.9 * many.ranks * one.steps_per_s:
         return "", ""
-    ideal = many.env_steps / many.ranks / one.env_steps  # a rank's part of one rank's iteration
-    lost_s = {name: many.parts_s[name] - one.parts_s[name] * ideal for name in LOSSES}
-    worst = max(LOSSES, key=lambda part: lost_s[part])
-    where, fix = LOSSES[worst]
-    return f"{where} {lost_s[worst] / many.iteration_s:.0%}", fix
+    # a perfect split of one rank's iteration has this share of its work on each rank
+    share = many.env_steps / many.ranks / one.env_steps
+    lost_s = {name: many.parts_s[name] - one.parts_s[name] * share for name in LOSSES}
+    worst = max(LOSSES, key=lambda name: lost_s[name])
+    label, fix = LOSSES[worst]
+    return f"{label} {lost_s[worst] / many.iteration_s:.0%}", fix
 
 
 # ---- the audit at the end of a run on several ranks
@@ -275,12 +274,13 @@ def audit(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Compare predicted and measured steps/s; None: one rank, or few iterations.
 
     The model predicts from the run's own figures: the times of the ranks, how much they varied, and
-    the duration of a reduction once all ranks are there. The difference is what it cannot explain.
+    the duration of a reduction once all ranks have arrived. The difference is its error.
     """
-    with suppress(LookupError, TypeError, ValueError, ArithmeticError):  # records of other programs
+    with suppress(LookupError, TypeError, ValueError, ArithmeticError):  # of foreign metrics
         ranks = len(records[-1]["ranks"])
         same = [record for record in records if len(record["ranks"]) == ranks][WARM_UP:][-LATEST:]
-        return _compare(same, ranks) if ranks > 1 and same else None
+        if ranks > 1:
+            return _compare(same, ranks)
     return None
 
 
@@ -288,10 +288,10 @@ def _compare(records: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, Any]
     work = rank_cost(records)
     # The rank that comes last to a reduction waits for the transfer only.
     reductions = [min(entry["time/reduction_s"] for entry in record["ranks"]) for record in records]
-    gradients_s = work.gradient_steps * statistics.median(reductions)
+    gradients_s = work.gradient_steps * median(reductions)
     small_s = min(record["time/sync_s"] for record in records)
     prediction = predict(work, ranks, gradients_s + small_s)
-    measured = statistics.harmonic_mean([record["time/sps"] for record in records])
+    measured = harmonic_mean([record["time/sps"] for record in records])
     return {
         "ranks": ranks,
         "iterations": len(records),

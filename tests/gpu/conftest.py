@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpu_jobs import DEVICE, world_on
 
-from rl_dist.machine import read_facts
+from rl_dist.machine import get_multi_gpu_status
 
 
 def pytest_collection_modifyitems(items):
@@ -44,10 +44,9 @@ def pytest_terminal_summary(terminalreporter):
     path = os.environ.get("GPU_REPORT")
     if not path:
         return
-    facts = read_facts(Path.cwd())
     lines = [f"# GPU tests, {time.strftime('%Y-%m-%d %H:%M')}", ""]
-    lines += [f"- {gpu}" for gpu in facts.gpu.gpus]
-    lines += [f"- {facts.software}, {platform.platform()}", ""]
+    lines += [f"- {gpu}" for gpu in get_multi_gpu_status()]
+    lines += [f"- torch {torch.__version__}, {platform.platform()}", ""]
     lines += ["| test | result | seconds | figures |", "|---|---|---|---|"]
     for result in ("passed", "failed", "error", "skipped"):
         for report in terminalreporter.stats.get(result, []):

@@ -1,16 +1,16 @@
 """The setup checker: its rules on facts and figures, and the command as a user runs it."""
 
-import dataclasses
 import json
 import os
 import signal
-import socket
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jsonschema
 import psutil
 import pytest
+import torch
 from fake_gpus import CARD, pretend_gpus
 from train_runs import (
     PATIENCE_S,
@@ -28,87 +28,61 @@ import check_gpu_setup
 from rl_dist import setup_check
 from rl_dist.launch.child import ChildError, is_steady
 from rl_dist.launch.config import ResolvedLaunch
-from rl_dist.machine import Facts, GpuInfo, duration, get_gpu_info, read_facts
-from rl_dist.setup_check import check_facts, check_figures, figures_of
+from rl_dist.setup_check import check_facts, check_figures, figures_of, read_facts
 
 SCHEMA = json.loads((REPO / "docs/check_gpu_setup.schema.json").read_text())
 CPU = ResolvedLaunch(num_ranks=2, device_type="cpu", message="")
-CUDA = ResolvedLaunch(num_ranks=2, device_type="cuda", message="")
-NO_GPU = GpuInfo((), "no driver")
-FACTS = Facts(
-    software={"torch": "2.13.0+cpu"}, gpu=NO_GPU, nvidia_gpus=0, cores=8, load=0.1,
-    memory_total_gib=64, shm_free_gib=1, folder="/data", disk_free_gib=100,
-    disk_error="", environment={},
-)  # fmt: skip
+CUDA = replace(CPU, device_type="cuda")
+ONE, SECOND = replace(CUDA, num_ranks=1), replace(CUDA, num_ranks=1, gpu_ids=(1,))
+OTHER = SimpleNamespace(**vars(CARD) | {"name": "Old 1"})
+BUDGET = (2000, "episodes")
+GOOD = {"nvidia_gpus": 2, "cores": 8, "load": 0.1, "memory_total_gib": 64, "shm_free_gib": 1,
+        "disk_free_gib": 100}  # fmt: skip
 
 
-def verdicts(checks):
-    """Verdicts by name; every complaint has its fix, nothing else has one."""
+@pytest.fixture
+def facts_with(monkeypatch, tmp_path):
+    """Facts of two idle GPUs, read where the run would be; by default they break no rule."""
+
+    def facts(**changes):
+        answers = {name: changes.pop(name) for name in list(changes) if hasattr(torch.cuda, name)}
+        pretend_gpus(monkeypatch, **{"utilization": 0} | answers)
+        found = read_facts(tmp_path / "not" / "there")
+        assert found.folder == str(tmp_path) and list(tmp_path.iterdir()) == []
+        return replace(found, **GOOD | changes)
+
+    return facts
+
+
+def complaints(checks):
+    """The verdicts by name that are not ok; they alone have a fix."""
     checks = list(checks)
     assert all(bool(check.fix) == (check.verdict != "ok") for check in checks)
-    return {check.name: check.verdict for check in checks}
+    return {check.name: check.verdict for check in checks if check.verdict != "ok"}
 
 
 @pytest.mark.parametrize(
-    ("name", "verdict", "changes"),
+    ("plan", "changes", "expected"),
     [
-        ("versions", "problem", {"software": {"torch": "2.9rc1"}}),
-        ("GPUs", "warning", {"nvidia_gpus": 2}),
-        ("cores", "warning", {"cores": 1}),
-        ("cores", "warning", {"load": 7.0}),
-        ("disk", "problem", {"disk_error": "Read-only file system"}),
-        ("disk", "warning", {"disk_free_gib": 0.5}),
-        ("NCCL_P2P_DISABLE", "warning", {"environment": {"NCCL_P2P_DISABLE": "1"}}),
-        ("disk", "ok", {"environment": {"NCCL_P2P_DISABLE": "0"}}),
+        (CUDA, {}, {}),
+        (CPU, {"cores": 1}, {"cores": "warning"}),
+        (CPU, {"load": 7.0}, {"cores": "warning"}),
+        (CPU, {"disk_error": "Read-only file system"}, {"disk": "problem"}),
+        (CPU, {"disk_free_gib": 0.5}, {"disk": "warning"}),
+        (CUDA, {"shm_free_gib": 0.1}, {"/dev/shm": "warning"}),  # enough for one rank
+        (ONE, {"shm_free_gib": 0.1}, {}),
+        (CUDA, {"temperature": [90, 40]}, {"GPU 0": "warning"}),
+        (CUDA, {"utilization": [RuntimeError("NVML is silent"), 0]}, {"GPU 0": "warning"}),
+        (CUDA, {"utilization": [0, 60]}, {"GPU 1": "warning"}),
+        (ONE, {"utilization": [0, 60]}, {}),  # not needed
+        (SECOND, {"utilization": [60, 60]}, {"GPU 1": "warning"}),
+        (CPU, {"utilization": [60, 60]}, {}),
+        (CUDA, {"get_device_properties": [CARD, OTHER]}, {"models": "warning"}),
+        (CPU, {"init": RuntimeError("no driver")}, {"GPUs": "warning"}),  # the machine has some
     ],
 )
-def test_every_fact_has_its_verdict(name, verdict, changes):
-    assert set(verdicts(check_facts(FACTS, CPU)).values()) == {"ok"}
-    found = verdicts(check_facts(dataclasses.replace(FACTS, **changes), CPU))
-    assert found.pop(name) == verdict and set(found.values()) == {"ok"}
-
-
-ONE = dataclasses.replace(CUDA, num_ranks=1)
-SECOND = dataclasses.replace(ONE, gpu_ids=(1,))
-OTHER = SimpleNamespace(**vars(CARD) | {"name": "Old 1"})
-
-
-@pytest.mark.parametrize(
-    ("name", "plan", "answers"),
-    [
-        ("", CUDA, {}),
-        ("GPU 0", CUDA, {"temperature": [90, 40]}),
-        ("GPU 0", CUDA, {"utilization": [60, 0]}),
-        ("GPU 0", CUDA, {"utilization": [RuntimeError("NVML is silent"), 0]}),
-        ("GPU 1", CUDA, {"utilization": [0, 60]}),
-        ("", ONE, {"utilization": [0, 60]}),  # not needed
-        ("GPU 1", SECOND, {"utilization": [60, 60]}),
-        ("", CPU, {"utilization": [60, 60]}),
-        ("models", CUDA, {"get_device_properties": [CARD, OTHER]}),
-    ],
-)
-def test_every_gpu_that_is_needed_has_its_verdict(monkeypatch, name, plan, answers):
-    pretend_gpus(monkeypatch, **{"utilization": 0} | answers)
-    facts = dataclasses.replace(FACTS, gpu=get_gpu_info())
-    found = verdicts(check_facts(facts, plan))
-    assert [name for name, verdict in found.items() if verdict != "ok"] == [name] * bool(name)
-    facts = dataclasses.replace(facts, shm_free_gib=0.1)  # enough for one rank
-    assert verdicts(check_facts(facts, CUDA))["/dev/shm"] == "warning"
-
-
-def test_facts_are_read_where_the_run_would_be(tmp_path):
-    facts = read_facts(tmp_path / "not" / "there")
-    assert facts.folder == str(tmp_path) and not facts.disk_error
-    assert facts.disk_free_gib > 0 and list(tmp_path.iterdir()) == []
-    assert facts.memory_total_gib > 0
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(2e-6, "2 us"), (0.0251, "25.1 ms"), (59, "59 s"), (600, "10 min"), (864_000, "10 days")],
-)
-def test_durations(seconds, text):
-    assert duration(seconds) == text
+def test_every_fact_has_its_verdict(facts_with, plan, changes, expected):
+    assert complaints(check_facts(facts_with(**changes), plan)) == expected
 
 
 # ---- figures of a short run
@@ -124,34 +98,33 @@ def record(number, **changes):
     } | changes  # fmt: skip
 
 
+FULL = {"ram/used_gib": 9.0, "ram/free_gib": 1.0}
+FULL_GPU = {"gpu/memory_peak_gib": 70.0, "gpu/memory_free_gib": 5.0}
+
+
 @pytest.mark.parametrize(
-    ("name", "total_s", "changes"),
+    ("complaint", "budget", "total_s", "last", "changes"),
     [
-        ("", 100.0, {}),  # 2,000 episodes of 50 steps
-        ("training", None, {"episode/count": 0}),
-        ("memory", 100.0, {"ranks": [{"ram/used_gib": 9.0, "ram/free_gib": 1.0}]}),
-        ("GPU memory", 100.0,
-         {"ranks": [{"gpu/memory_peak_gib": 70.0, "gpu/memory_free_gib": 5.0}]}),
-        ("spent on", 100.0, {"time/idle_share": 0.5}),
-        ("spent on", 100.0, {"time/collect_s": 0.9}),
+        (None, BUDGET, 100.0, 5, {}),  # 2,000 episodes of 50 steps
+        (None, (5000, "steps"), 5.0, 5, {}),
+        ("training", BUDGET, None, 5, {"episode/count": 0}),
+        ("memory", BUDGET, 100.0, 5, {"ranks": [FULL]}),
+        ("GPU memory", BUDGET, 100.0, 5, {"ranks": [FULL_GPU]}),
+        (None, BUDGET, 100.0, 5, {"ranks": [{"ram/used_gib": None}]}),
+        ("spent on", BUDGET, 100.0, 5, {"time/idle_share": 0.5}),
+        ("spent on", BUDGET, 100.0, 5, {"time/collect_s": 0.9}),
+        ("pace", BUDGET, None, 3, {"time/sps": 300.0, "time/collect_s": 0.1}),  # after the first
     ],
-)  # fmt: skip
-def test_every_figure_has_its_verdict_and_no_time_is_guessed(monkeypatch, name, total_s, changes):
-    pretend_gpus(monkeypatch)
-    facts, budget = dataclasses.replace(FACTS, gpu=get_gpu_info()), (2000, "episodes")
-    figures = figures_of([record(number, **changes) for number in (3, 4, 5)], budget)
-    found = verdicts(check_figures(figures, facts, budget, on_gpu=True))
-    assert [name for name, verdict in found.items() if verdict != "ok"] == [name] * bool(name)
+)
+def test_every_figure_has_its_verdict_and_no_time_is_guessed(
+    facts_with, complaint, budget, total_s, last, changes
+):
+    figures = figures_of(
+        [record(number, **changes if number >= 8 - last else {}) for number in (3, 4, 5)], budget
+    )
+    found = complaints(check_figures(figures, facts_with(), budget, on_gpu=True))
+    assert found == ({complaint: "warning"} if complaint else {})
     assert figures["total_s"] == total_s
-
-
-def test_a_rate_that_differs_between_rounds_gives_no_time_and_no_memory_is_quoted_unseen():
-    slow = {"time/sps": 300.0, "ranks": [{"ram/used_gib": None}]}
-    figures = figures_of([record(3, ranks=[]), record(4, **slow), record(5, **slow)], (1, "steps"))
-    found = verdicts(check_figures(figures, FACTS, (1, "steps"), on_gpu=False))
-    assert figures["total_s"] is None and found == {"pace": "warning", "spent on": "ok"}
-    steady = figures_of([record(3), record(4)], (5000, "steps"))
-    assert (steady["total_s"], steady["memory_gib"]) == (5.0, {"memory": (2.0, 40.0)})
 
 
 # ---- the command
@@ -163,19 +136,13 @@ def check_here(monkeypatch, capfd, *argv):
     return code, *capfd.readouterr()
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def test_what_it_measured_is_what_was_asked_and_as_documented(tmp_path, monkeypatch):
     flags = ("--num_gpus", "2", "--total_steps", "128", "--env", "faulty_envs:Chatty-v0", "--json")
-    folder = tmp_path_factory.mktemp("two_ranks")
-    with pytest.MonkeyPatch.context() as patch, output_in(folder):
-        patch.setattr(setup_check, "REDUCED_BYTES", (1024, 2**16))
-        patch.setenv("PYTHONPATH", str(REPO / "tests"))
-        code = run_here(check_gpu_setup.main, [*RECALL[2:], *flags], patch)
-    return code, json.loads((folder / "out").read_text())
-
-
-def test_what_it_measured_is_what_was_asked_and_as_documented(two_ranks):
-    code, found = two_ranks
+    monkeypatch.setattr(setup_check, "REDUCED_BYTES", (1024, 2**16))
+    monkeypatch.setenv("PYTHONPATH", str(REPO / "tests"))
+    with output_in(tmp_path):
+        code = run_here(check_gpu_setup.main, [*RECALL[2:], *flags], monkeypatch)
+    found = json.loads((tmp_path / "out").read_text())
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.validate(found, SCHEMA)
     assert code == found["exit_code"] == 0 and found["verdict"] in ("ok", "warning")
@@ -188,48 +155,40 @@ def test_what_it_measured_is_what_was_asked_and_as_documented(two_ranks):
     assert measured["total_s"] == (total_s if is_steady(measured["rates"]) else None)
 
 
-def test_ranks_that_cannot_be_are_a_problem_and_nothing_is_measured(monkeypatch, capfd):
+@pytest.mark.parametrize("flags", [["--device", "cuda"], ["--strategy", "dp"]])
+def test_ranks_that_cannot_be_are_a_problem_and_nothing_is_measured(monkeypatch, capfd, flags):
     monkeypatch.setattr(setup_check, "measure_short_runs", None)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        for flags in (["--num_gpus", "2"], ["--device", "cuda"], ["--strategy", "dp"]):
-            code, out, _ = check_here(monkeypatch, capfd, *RECALL, *flags, "--json")
-            found = json.loads(out)
-            jsonschema.validate(found, SCHEMA)
-            problems = [check["name"] for check in found["checks"] if check["verdict"] == "problem"]
-            assert code == 1 and problems == ["ranks"] and found["measured"] is None
+    code, out, _ = check_here(monkeypatch, capfd, *RECALL, *flags, "--json")
+    found = json.loads(out)
+    jsonschema.validate(found, SCHEMA)
+    problems = [check["name"] for check in found["checks"] if check["verdict"] == "problem"]
+    assert code == 1 and problems == ["ranks"] and found["measured"] is None
+
+
+@pytest.mark.parametrize("flags", [["--num_env", "4"], ["--resume", "auto"], ["--interactive"]])
+def test_bad_flags_are_one_line_and_exit_code_2(flags, monkeypatch, capfd):
+    code, out, err = check_here(monkeypatch, capfd, *flags)
+    assert code == 2 and out == "" and flags[0] in only_error(err)
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("broken", "flags", "name"),
     [
-        (["--num_env", "4"], "--num_envs"),
-        (["--resume", "auto"], "--resume"),
-        (["--interactive"], "--interactive"),
+        ("measure_short_runs", [], "short run"),
+        ("time_reductions", ["--num_gpus", "2"], "reductions"),
     ],
 )
-def test_bad_flags_are_one_line_and_exit_code_2(argv, words, monkeypatch, capfd):
-    code, out, err = check_here(monkeypatch, capfd, *argv)
-    assert code == 2 and out == "" and words in only_error(err)
-
-
-def test_short_runs_and_reductions_that_fail_are_problems_and_strict_counts_warnings(
-    monkeypatch, capfd
-):
+def test_short_runs_and_reductions_that_fail_are_problems(monkeypatch, capfd, broken, flags, name):
     def fail(*_, **__):
         raise ChildError("a rank hung")
 
-    def train(*_, **__):
-        raise ChildError("out of memory")
+    monkeypatch.setattr(setup_check, broken, fail)
+    code, out, _ = check_here(monkeypatch, capfd, *RECALL, *flags, "--json")
+    *_, last = json.loads(out)["checks"]
+    assert (code, last["name"], last["measured"]) == (1, name, "a rank hung")
 
-    monkeypatch.setattr(setup_check, "measure_short_runs", train)
-    code, out, _ = check_here(monkeypatch, capfd, *RECALL)
-    assert code == 1 and "problem  short run    out of memory" in out
-    monkeypatch.setattr(setup_check, "time_reductions", fail)
-    code, out, _ = check_here(monkeypatch, capfd, *RECALL, "--num_gpus", "2")
-    assert code == 1 and "problem  reductions   a rank hung" in out and "short run" not in out
+
+def test_strict_counts_warnings(monkeypatch, capfd):
     warning = setup_check.check("disk", "slow", (True, "warning", "save less often"))
     monkeypatch.setattr(check_gpu_setup, "check_setup", lambda *_: [warning])
     assert check_here(monkeypatch, capfd, *RECALL)[0] == 0
