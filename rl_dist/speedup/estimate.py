@@ -22,6 +22,7 @@ from rl_dist.speedup.measure import MeasuredJob
 from rl_dist.speedup.model import (
     CARDS,
     PRICES_OF,
+    Card,
     Prediction,
     bottleneck,
     predict,
@@ -96,38 +97,14 @@ def estimate_training_speedup(
     job = MeasuredJob(job_flags, device, numbers[-1], rate_is_known=bool(sps))
     env_steps = total_steps or (num_episodes or EPISODES) * steps_per_episode(job.records)
 
-    # a prediction for each number of ranks
-    network = job.network()
-    if card:
-        network = card.network
-        processor_tflops = _fp32_tflops(device)
+    # the report
     scalings = ("strong", "weak") if scaling == "both" else (scaling,)
-    rows, notes = [], []
-    one: Prediction | None = None  # of one rank
-    slower = 1.0  # factor from the measured to the given rate
-    for way, ranks in itertools.product(scalings, numbers):
-        divisor = ranks if way == "strong" else 1
-        if any(size % divisor for size in job.sizes.values()):
-            sizes = " and ".join(f"{name} {size}" for name, size in job.sizes.items())
-            fix = f"choose multiples of {ranks}, or --scaling weak"
-            notes.append(f"{sizes} do not divide over {ranks} ranks: {fix}")
-            continue
-        share = job.share(ranks, divisor)
-        work, crowding = share.work, share.crowding
-        source = "measured" if share.is_measured else "modelled"
-        if card:  # its ranks do not share cores
-            ratio = share.processors * processor_tflops / card.fp32_tflops
-            work, crowding, source = work.scaled(1.0, ratio), 1.0, "estimate"
-        if sps and not one:
-            slower = work.env_steps / sps / work.seconds
-        work = work.scaled(crowding * slower, crowding * slower)
-        communication_s = network.iteration_s(work.gradient_steps, job.gradient_bytes, ranks)
-        prediction = predict(work, ranks, communication_s * crowding)
-        one = one or prediction
+    predictions, notes = _predict(job, numbers, scalings, card, sps)
+    (_, _, one), *_ = predictions
+    rows = []
+    for way, source, prediction in predictions:
         row = {"scaling": way, "source": source} | _speedup(prediction, one)
         rows.append(row | _time(prediction if sps or not card else None, env_steps, price_per_hour))
-
-    # the report
     if card:
         notes.append(
             f"{gpu}: an estimate by data sheet and the lowest list price of {PRICES_OF} in US "
@@ -162,7 +139,45 @@ def print_training_speedup_estimates(flags: Sequence[str] = (), **options: Any) 
     print(as_text(estimate_training_speedup(flags, **options)))
 
 
-# ---- the rows of the report
+# ---- predictions
+
+
+def _predict(
+    job: MeasuredJob, numbers: Sequence[int], scalings: Sequence[str], card: Card | None, sps: float
+) -> tuple[list[tuple[str, str, Prediction]], list[str]]:
+    """Predict every number of ranks here or on cards, that of one rank first.
+
+    Args:
+        sps: rate of one rank; 0: as measured.
+
+    Returns:
+        The scaling, the source and the prediction; and notes on what cannot be predicted.
+    """
+    network = card.network if card else job.network()
+    processor_tflops = _fp32_tflops(job.device_type) if card else 0.0
+    predictions: list[tuple[str, str, Prediction]] = []
+    notes = []
+    slower = 1.0  # factor from the measured to the given rate
+    for scaling, ranks in itertools.product(scalings, numbers):
+        divisor = ranks if scaling == "strong" else 1
+        if any(size % divisor for size in job.sizes.values()):
+            sizes = " and ".join(f"{name} {size}" for name, size in job.sizes.items())
+            fix = f"choose multiples of {ranks}, or --scaling weak"
+            notes.append(f"{sizes} do not divide over {ranks} ranks: {fix}")
+            continue
+        share = job.share(ranks, divisor)
+        work, crowding = share.work, share.crowding
+        source = "measured" if share.is_measured else "modelled"
+        if card:  # its ranks do not share cores
+            ratio = share.processors * processor_tflops / card.fp32_tflops
+            work, crowding, source = work.scaled(1.0, ratio), 1.0, "estimate"
+        if sps and not predictions:
+            slower = work.env_steps / sps / work.seconds
+        work = work.scaled(crowding * slower, crowding * slower)
+        communication_s = network.iteration_s(work.gradient_steps, job.gradient_bytes, ranks)
+        prediction = predict(work, ranks, communication_s * crowding)
+        predictions.append((scaling, source, prediction))
+    return predictions, notes
 
 
 def _fp32_tflops(device_type: str) -> float:
@@ -170,6 +185,9 @@ def _fp32_tflops(device_type: str) -> float:
     matrix = torch.randn(768, 768, device=device_type)
     timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=1)
     return 2 * 768**3 / timer.timeit(8).median / 1e12
+
+
+# ---- the rows of the report
 
 
 def _speedup(prediction: Prediction, one: Prediction) -> dict[str, Any]:
