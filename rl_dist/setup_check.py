@@ -63,7 +63,7 @@ def worst(verdicts: Iterable[str]) -> str:
 
 
 def check(name: str, measured: str, *rules: tuple[object, str, str]) -> Check:
-    """Return the check of a figure: the gravest verdict and all fixes of broken rules.
+    """Return a figure's check: the gravest verdict, and the fixes of broken rules.
 
     Args:
         rules: for each one if it is broken, its verdict, and the fix.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -19,19 +18,16 @@ from rl_dist.launch.child import without
 from rl_dist.machine import duration
 from rl_dist.run_dir import RunDir
 from rl_dist.speedup.measure import MeasuredJob
-from rl_dist.speedup.model import (
-    CARDS,
-    PRICES_OF,
-    Card,
-    Prediction,
-    bottleneck,
-    predict,
-    steps_per_episode,
-)
+from rl_dist.speedup.model import CARDS, Prediction, bottleneck, predict, steps_per_episode
 
 COLUMNS = ("ranks", "scaling", "theoretical", "predicted (95 %)", "efficiency", "lost most in",
            "source", "steps/s", "time", "cost")  # fmt: skip
 EPISODES = 5000  # default length of a training
+CARD_ESTIMATE = (
+    "an estimate by data sheet and the lowest list price of 2026-11 in US dollars: rollouts as "
+    "measured here, the rest scaled by peak fp32 rates, 8 cards to a machine, InfiniBand NDR "
+    "between machines"
+)
 
 
 @dataclass(frozen=True)
@@ -87,36 +83,42 @@ def estimate_training_speedup(
         price_per_hour = card.usd_per_hour
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    job_flags = list(flags)
-    if run_dir:
-        saved = _job_of(RunDir(run_dir), flags)
-        job_flags = [*(f"--{name}={value}" for name, value in saved.items()), *flags]
-        if not num_episodes and not total_steps:
-            num_episodes, total_steps = int(saved["num_episodes"]), int(saved["total_steps"])
-    numbers = sorted({1, *gpus})
-    job = MeasuredJob(job_flags, device, numbers[-1], rate_is_known=bool(sps))
-    env_steps = total_steps or (num_episodes or EPISODES) * steps_per_episode(job.records)
+    saved = _job_of(RunDir(run_dir), flags) if run_dir else {}
+    job_flags = [*(f"--{name}={value}" for name, value in saved.items()), *flags]
+    if not num_episodes and not total_steps:
+        num_episodes = int(saved.get("num_episodes", EPISODES))
+        total_steps = int(saved.get("total_steps", 0))
+    job = MeasuredJob(job_flags, device, gpus, rate_is_known=bool(sps))
+    env_steps = total_steps or num_episodes * steps_per_episode(job.records)
+
+    # a row for each number of ranks
+    rows = []
+    one: Prediction | None = None  # of one rank
+    slower = 1.0  # factor from the measured to the given rate
+    network = card.network if card else job.network()
+    ratio = _fp32_tflops(device) / card.fp32_tflops if card else 1.0
+    for share in job.shares(("strong", "weak") if scaling == "both" else (scaling,)):
+        work = share.work.scaled(1.0, share.processors * ratio) if card else share.work
+        crowding = 1.0 if card else share.crowding  # the ranks of cards do not share cores
+        if sps and not one:
+            slower = work.env_steps / sps / work.seconds
+        work = work.scaled(crowding * slower, crowding * slower)
+        talk_s = network.iteration_s(work.gradient_steps, job.gradient_bytes, share.ranks)
+        prediction = predict(work, share.ranks, talk_s * crowding)
+        one = one or prediction
+        row = {"scaling": share.scaling, "source": "estimate" if card else share.source}
+        row |= _speedup(prediction, one)
+        rows.append(row | _time(prediction if sps or not card else None, env_steps, price_per_hour))
 
     # the report
-    scalings = ("strong", "weak") if scaling == "both" else (scaling,)
-    predictions, notes = _predict(job, numbers, scalings, card, sps)
-    (_, _, one), *_ = predictions
-    rows = []
-    for way, source, prediction in predictions:
-        row = {"scaling": way, "source": source} | _speedup(prediction, one)
-        rows.append(row | _time(prediction if sps or not card else None, env_steps, price_per_hour))
     if card:
-        notes.append(
-            f"{gpu}: an estimate by data sheet and the lowest list price of {PRICES_OF} in US "
-            "dollars: rollouts as measured here, the rest scaled by peak fp32 rates, "
-            "8 cards to a machine, InfiniBand NDR between machines"
-        )
+        job.notes.append(f"{gpu}: {CARD_ESTIMATE}")
     if card and not sps:
-        notes.append(f"no time or cost: give --sps N, the steps/s of a run on one {gpu}")
+        job.notes.append(f"no time or cost: give --sps N, the steps/s of a run on one {gpu}")
     if math.isnan(env_steps):
-        notes.append("no time or cost: no episode ended in the short runs; give --total_steps")
+        job.notes.append("no time or cost: no episode ended in the short runs; give --total_steps")
     title = f"{job.title}; {gpu or job.hardware}, {time.strftime('%Y-%m-%d')}"
-    return SpeedupReport(title, rows, notes)
+    return SpeedupReport(title, rows, job.notes)
 
 
 def _job_of(run: RunDir, flags: Sequence[str]) -> dict[str, str]:
@@ -139,45 +141,7 @@ def print_training_speedup_estimates(flags: Sequence[str] = (), **options: Any) 
     print(as_text(estimate_training_speedup(flags, **options)))
 
 
-# ---- predictions
-
-
-def _predict(
-    job: MeasuredJob, numbers: Sequence[int], scalings: Sequence[str], card: Card | None, sps: float
-) -> tuple[list[tuple[str, str, Prediction]], list[str]]:
-    """Predict every number of ranks here or on cards, that of one rank first.
-
-    Args:
-        sps: rate of one rank; 0: as measured.
-
-    Returns:
-        The scaling, the source and the prediction; and notes on what cannot be predicted.
-    """
-    network = card.network if card else job.network()
-    processor_tflops = _fp32_tflops(job.device_type) if card else 0.0
-    predictions: list[tuple[str, str, Prediction]] = []
-    notes = []
-    slower = 1.0  # factor from the measured to the given rate
-    for scaling, ranks in itertools.product(scalings, numbers):
-        divisor = ranks if scaling == "strong" else 1
-        if any(size % divisor for size in job.sizes.values()):
-            sizes = " and ".join(f"{name} {size}" for name, size in job.sizes.items())
-            fix = f"choose multiples of {ranks}, or --scaling weak"
-            notes.append(f"{sizes} do not divide over {ranks} ranks: {fix}")
-            continue
-        share = job.share(ranks, divisor)
-        work, crowding = share.work, share.crowding
-        source = "measured" if share.is_measured else "modelled"
-        if card:  # its ranks do not share cores
-            ratio = share.processors * processor_tflops / card.fp32_tflops
-            work, crowding, source = work.scaled(1.0, ratio), 1.0, "estimate"
-        if sps and not predictions:
-            slower = work.env_steps / sps / work.seconds
-        work = work.scaled(crowding * slower, crowding * slower)
-        communication_s = network.iteration_s(work.gradient_steps, job.gradient_bytes, ranks)
-        prediction = predict(work, ranks, communication_s * crowding)
-        predictions.append((scaling, source, prediction))
-    return predictions, notes
+# ---- the rows of the report
 
 
 def _fp32_tflops(device_type: str) -> float:
@@ -185,9 +149,6 @@ def _fp32_tflops(device_type: str) -> float:
     matrix = torch.randn(768, 768, device=device_type)
     timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=1)
     return 2 * 768**3 / timer.timeit(8).median / 1e12
-
-
-# ---- the rows of the report
 
 
 def _speedup(prediction: Prediction, one: Prediction) -> dict[str, Any]:

@@ -7,8 +7,9 @@ cores and memory as ranks do. `rl_dist.speedup.model` predicts the rest.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -32,14 +33,16 @@ ENOUGH_S = 12.0  # seconds on one rank after which two ended iterations are enou
 FIT_FACTORS = (1 / 64, 1, 4)  # sizes relative to the gradient, to separate latency from bandwidth
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Share:
     """The work of one of several ranks that share the job."""
 
+    ranks: int
+    scaling: str  # strong: the job's sizes are totals; weak: they are per rank
     work: RankCost  # of a rank that shares its cores with no other
     processors: int  # of a rank: CPU threads, or one GPU
     crowding: float  # factor by which missing cores slow the ranks down
-    is_measured: bool  # one copy ran for each rank
+    source: str  # measured: one copy ran for each rank; or modelled
 
 
 class MeasuredJob:
@@ -47,7 +50,7 @@ class MeasuredJob:
 
     Args:
         flags: of the training script.
-        most_ranks: largest number of ranks that matters.
+        gpus: numbers of ranks to measure beside 1.
         rate_is_known: accept an unsteady rate.
 
     Raises:
@@ -56,7 +59,7 @@ class MeasuredJob:
     """
 
     def __init__(
-        self, flags: Sequence[str], device_type: str, most_ranks: int, rate_is_known: bool
+        self, flags: Sequence[str], device_type: str, gpus: Sequence[int], rate_is_known: bool
     ) -> None:
         self.flags = flags
         self.device_type = device_type
@@ -82,8 +85,11 @@ class MeasuredJob:
         self.hardware = (
             f"{self.cores} CPU core(s)" if self.on_cpu else torch.cuda.get_device_name(0)
         )
+        self.numbers = sorted({1, *gpus})
+        most_ranks = self.numbers[-1]
         self.ranks_here = most_ranks if self.on_cpu else min(most_ranks, torch.cuda.device_count())
         self.most_copies = min(self.ranks_here, self.cores) if self.on_cpu else self.ranks_here
+        self.notes: list[str] = []
         # measured costs by divisor of the sizes, threads, copies
         self._works = {(1, self.threads, 1): work}
 
@@ -97,24 +103,34 @@ class MeasuredJob:
         seconds = time_reductions(ranks, num_bytes, self.device_type).gradients_s
         return Network(fit_link(ranks, seconds), self.ranks_here)
 
-    def share(self, ranks: int, divisor: int) -> Share:
+    def shares(self, scalings: Sequence[str]) -> Iterator[Share]:
         """Measure one rank's share beside as many others as this machine has room for.
 
-        Args:
-            divisor: of the job's sizes.
+        Numbers of ranks that the job's sizes do not divide over leave a note.
         """
-        threads = min(threads_per_rank(min(ranks, self.ranks_here)), self.threads)
-        copies = min(ranks, self.most_copies)
-        key = divisor, threads, copies
-        if key not in self._works:
-            logger.info("measuring %d x 1/%d of the job", copies, divisor)
-            sizes = [f"--{name}={size // divisor}" for name, size in self.sizes.items()]
-            runs = self.train([*self.flags, "--strategy=ddp", *sizes], copies, threads)
-            self._works[key] = rank_cost(sum(runs.records, []))
-        work, is_measured = self._works[key], copies == ranks
-        if not is_measured:
-            work = replace(work, relative_error=max(work.relative_error, MODEL_ERROR))
-        crowding = max(1.0, ranks * threads / self.cores)
-        if not self.on_cpu:
-            threads, crowding = 1, 1.0
-        return Share(work, threads, crowding, is_measured)
+        for scaling, ranks in itertools.product(scalings, self.numbers):
+            divisor = ranks if scaling == "strong" else 1
+            if any(size % divisor for size in self.sizes.values()):
+                sizes = " and ".join(f"{name} {size}" for name, size in self.sizes.items())
+                fix = f"choose multiples of {ranks}, or --scaling weak"
+                self.notes.append(f"{sizes} do not divide over {ranks} ranks: {fix}")
+                continue
+            threads = min(threads_per_rank(min(ranks, self.ranks_here)), self.threads)
+            copies = min(ranks, self.most_copies)
+            key = divisor, threads, copies
+            if key not in self._works:
+                logger.info("measuring %d x 1/%d of the job", copies, divisor)
+                smaller = [f"--{name}={size // divisor}" for name, size in self.sizes.items()]
+                runs = self.train([*self.flags, "--strategy=ddp", *smaller], copies, threads)
+                self._works[key] = rank_cost(sum(runs.records, []))
+            work = self._works[key]
+            if copies < ranks:
+                work = replace(work, relative_error=max(work.relative_error, MODEL_ERROR))
+            yield Share(
+                ranks=ranks,
+                scaling=scaling,
+                work=work,
+                processors=threads if self.on_cpu else 1,
+                crowding=max(1.0, ranks * threads / self.cores) if self.on_cpu else 1.0,
+                source="modelled" if copies < ranks else "measured",
+            )

@@ -167,7 +167,7 @@ class Network:
     between: Link = NETWORK  # between machines, one for each rank
 
     def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
-        """Return the seconds of sums within machines, then of their shares between machines."""
+        """Return the seconds of sums within machines, then of shares between them."""
         local_ranks = min(ranks, self.ranks_per_machine)
         machines = math.ceil(ranks / self.ranks_per_machine)
         inside_s = self.inside.all_reduce_s(num_bytes, local_ranks)
@@ -180,8 +180,6 @@ class Network:
 
 
 # ---- cards that are not in this machine
-
-PRICES_OF = "2026-11"
 
 
 @dataclass(frozen=True)
