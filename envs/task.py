@@ -41,9 +41,9 @@ class TaskConfig:
     env_restarts: int = Field(0, ge=0, le=10**9)
     """Largest number of rebuilds of a Python environment that raised, hung or returned NaN."""
     env_workers: Annotated[int, or_auto(AUTO)] = Field(0, ge=AUTO, le=1024)
-    """Step the environments in this many processes of each rank, which pays where a step of all of
-    them takes some 5 ms or more; 0: in the rank itself; auto: the fastest of 0, one per core and
-    four per core, measured before training."""
+    """Step the environments in this many processes of each rank and group, which pays where a step
+    of all of them takes some 5 ms or more; 0: in the rank itself; auto: the fastest of 0, one per
+    core and four per core, measured before training."""
     env_groups: int = Field(1, ge=1, le=2)
     """With workers: 2 halves of a rank's environments, so that the policy acts for one while the
     workers step the other."""

@@ -22,6 +22,9 @@ from rl_dist.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    # observations, rewards, terminated, truncated and info, see `TorchEnv.step`
+    StepResult = tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]
+
 # vector: normalised by running statistics; plain: passed on as it is, such as one-hots;
 # image: [C, H, W] in [0, 1], for a convolutional encoder; mask: 1 where an action is allowed
 Kind = Literal["vector", "plain", "image", "mask"]
@@ -129,7 +132,7 @@ class TorchEnv:
         """Start all environments; return observations [B, F] and an empty info."""
         raise NotImplementedError
 
-    def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
+    def step(self, actions: Tensor) -> StepResult:
         """Step all environments by actions [B] or [B, A].
 
         Returns observations [B, F] float32, rewards [B] float64, terminated [B], truncated [B] and
@@ -142,7 +145,7 @@ class TorchEnv:
         """Give a group its actions [rows of the group, ...] without waiting for its step."""
         self._sent = actions
 
-    def recv(self, group: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
+    def recv(self, group: int = 0) -> StepResult:
         """Return what `step` returns, of a group that got its actions by `send`."""
         return self.step(self._sent)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,48 +19,39 @@ from torch import Tensor
 from envs.vector.guards import GRACE_S, EnvironmentFaultError
 from envs.vector.tensors import TensorVectorEnv, to_tensors
 from envs.workers.host import WorkerProcess
-from envs.workers.worker import NO_ROW, STATUS, row_fields, shared_rows
+from envs.workers.worker import STATUS, STEP_FIELDS, row_fields, shared_rows
+
+if TYPE_CHECKING:
+    from envs.vector.layout import StepResult
 
 _LOGGER = logging.getLogger(__name__)
-CLOSE_S = 10.0  # for environments to close
+CLOSE_S = 10.0  # longest time for environments to close
+TIMEOUT_MARGIN_S = GRACE_S + 1.0  # a worker that can interrupt a hanging call does it earlier
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
-    """A process, and the environments of each group that it holds."""
+    """A process and its environments."""
 
-    index: int
-    process: WorkerProcess
-    rows: list[slice]  # of each group
-    unanswered: list[_Question] = field(default_factory=list)  # in the order of their answers
-    beats: int = 0  # seen last
-    since_s: float = 0.0  # time of the last beat
-    problem: str = ""  # the reason why it was killed
-    last_words: str = ""
-
-
-@dataclass
-class _Question:
-    """A question to a worker about a group (None: about all), and its reply."""
-
-    worker: _Worker
-    name: str
-    group: int | None
-    args: tuple[Any, ...]
-    reply: tuple[Any, Any] | None = None  # a problem or None, and a value
+    rows: slice
+    process: WorkerProcess = field(init=False)
+    status: Any = field(init=False)  # see `worker.STATUS`
+    question: tuple[Any, ...] = ("begin",)  # the last one: a method's name and its arguments
+    beats: int = 0  # number of beats at the last look
+    since_s: float = 0.0  # time of the question or of the last new beat
+    last_words: str = ""  # reason why the process was ended
 
 
 class WorkerEnv(TensorVectorEnv):
-    """Environments in processes, each with a contiguous part of every group.
+    """Environments in processes; every group has `num_workers` of them.
 
     A worker does what `TorchVectorEnv` does in place, with the same numbers, seeds, guards and
     snapshots, so the results are the same bit for bit. Arrays lie in shared memory; a step is one
-    short message to and from each worker, where Gymnasium's AsyncVectorEnv sends two for every
-    environment, has one process for each, and ends with EOFError when one is killed.
+    short message to and from each worker.
 
-    A worker that dies, or hangs where nothing can interrupt it, is a fault of its environments. The
-    fault is named; or, with restarts left for all of them, they begin again in a new process, which
-    first answers the questions that the dead one left unanswered.
+    If a worker dies, or hangs in a call that cannot be interrupted, its environments have failed.
+    The fault is named; or, with restarts left, the environments begin again in a new process, which
+    then answers the question that the old one left open.
     """
 
     def __init__(
@@ -80,37 +72,38 @@ class WorkerEnv(TensorVectorEnv):
         """Start the workers and make the environments; options: see `make_vector_env`."""
         self.num_envs = num_envs
         self.device = torch.device(device)
-        self._name = f"{kind} {env_id}"
         self.env_offset = env_offset
-        self._timeout_s = env_timeout
-        self._max_restarts = env_restarts
+        self._name = f"{kind} {env_id}"
         self._heartbeat = heartbeat
-        self._num_questions = 0
-        self._groups = _split(slice(0, num_envs), min(num_groups, num_envs))
+        self._limit_text = f"did not come back within {env_timeout:g} s (--env_timeout)"
         options |= {"env_id": env_id, "env_offset": env_offset, "kind": kind}
         self._options = options | {"env_timeout": env_timeout, "env_restarts": env_restarts}
 
-        # files in memory, the workers, their environments, and the rows that these need
-        num_workers = min(num_workers, *(rows.stop - rows.start for rows in self._groups))
-        shares = [_split(rows, num_workers) for rows in self._groups]
-        self._files = [os.memfd_create("status"), os.memfd_create("environments")]
-        self._status = shared_rows(self._files[0], num_workers, STATUS)
-        self._rows: np.ndarray | None = None
-        self._steps: dict[int, list[_Question]] = {}  # steps of each group
-        self._workers: list[_Worker] = []
+        # while the environments are first made, nothing is timed or restarted
+        self._limit_s = math.inf
+        self._max_restarts = 0
+        self._rows = np.zeros(num_envs, [("restarts", "i8"), ("lifetime_step", "i8")])
+
+        self._groups = _split(slice(0, num_envs), min(num_groups, num_envs))
+        self._file = os.memfd_create("environments")
+        self._workers: list[list[_Worker]] = []  # of each group
         try:
-            for index in range(num_workers):
-                process = WorkerProcess(*self._files)
-                rows = [share[index] for share in shares]
-                self._workers.append(_Worker(index, process, rows))
-            facts = self._answers([self._begin(worker, num_workers) for worker in self._workers])
+            for group in self._groups:
+                count = min(num_workers, group.stop - group.start)
+                self._workers.append([_Worker(rows) for rows in _split(group, count)])
+            for worker in self._all_workers:
+                self._start(worker)
+            facts = self._answers(self._all_workers)
         except BaseException:
             self.close()
             raise
         layout, actions, self.spaces_json, self.can_snapshot = facts[0]
         self.set_spaces(layout, actions)
-        self._rows = shared_rows(self._files[1], num_envs, row_fields(self))
-        _LOGGER.info("%s in %d worker processes", env_id, num_workers)
+        self._rows = shared_rows(self._file, num_envs, row_fields(self))
+        self._max_restarts = env_restarts
+        if env_timeout:
+            self._limit_s = env_timeout + TIMEOUT_MARGIN_S
+        _LOGGER.info("%s in %d worker processes", env_id, len(self._all_workers))
 
     @property
     def groups(self) -> list[slice]:
@@ -120,17 +113,17 @@ class WorkerEnv(TensorVectorEnv):
     @property
     def restarts(self) -> list[int]:
         """Number of times that each environment was made again, [B]."""
-        return self._column("restarts").tolist()
+        return self._rows["restarts"].tolist()
 
     @property
     def process_ids(self) -> list[int]:
         """Process of each worker."""
-        return [worker.process.pid for worker in self._workers]
+        return [worker.process.pid for worker in self._all_workers]
 
-    def _column(self, name: str) -> np.ndarray:
-        """Return a column of the shared rows, [B, ...]."""
-        assert self._rows is not None
-        return self._rows[name]
+    @property
+    def _all_workers(self) -> list[_Worker]:
+        """All workers, in the order of their environments."""
+        return [worker for workers in self._workers for worker in workers]
 
     # ---- what a vector environment does
 
@@ -139,40 +132,37 @@ class WorkerEnv(TensorVectorEnv):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Start all environments, as `TorchVectorEnv` does."""
         if seed is not None:
-            self._column("life_seeds")[:] = seed
-            self._column("lifetime_step")[:] = 0
-        self._on_all("reset", lambda rows: (seed and seed[rows],))
-        return to_tensors([self._column("obs").copy()], self.device)[0], {}
+            self._rows["life_seeds"] = seed
+            self._rows["lifetime_step"] = 0
+        self._ask_all("reset", lambda rows: seed and seed[rows])
+        return to_tensors([self._rows["obs"].copy()], self.device)[0], {}
 
-    def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
+    def step(self, actions: Tensor) -> StepResult:
         """Step all environments, as `TorchVectorEnv` does."""
         for group, rows in enumerate(self._groups):
             self.send(actions[rows], group)
-        questions = [question for sent in self._steps.values() for question in sent]
-        return self._outcome(questions, slice(0, self.num_envs))
+        return self._result(self._all_workers, slice(0, self.num_envs))
 
     def send(self, actions: Tensor, group: int = 0) -> None:
-        """Let a group step by its actions [rows of it, ...], and return before it has."""
-        self._column("actions")[self._groups[group]] = actions.detach().cpu().numpy()
-        self._steps[group] = self._on_group(group, "step")
+        """Give a group its actions [rows of the group, ...] without waiting for its step."""
+        self._rows["actions"][self._groups[group]] = actions.detach().cpu().numpy()
+        for worker in self._workers[group]:
+            self._ask(worker, "step")
 
-    def recv(self, group: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
+    def recv(self, group: int = 0) -> StepResult:
         """Wait for a group's step; return what `step` returns for its environments."""
-        return self._outcome(self._steps[group], self._groups[group])
+        return self._result(self._workers[group], self._groups[group])
 
-    def _outcome(
-        self, questions: Sequence[_Question], rows: slice
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        self._answers(questions)
-        names = ("obs", "rewards", "terminated", "truncated", "final_obs")
-        arrays = [self._column(name)[rows].copy() for name in names]
+    def _result(self, workers: Sequence[_Worker], rows: slice) -> StepResult:
+        self._answers(workers)
+        arrays = [self._rows[name][rows].copy() for name in STEP_FIELDS]
         obs, rewards, terminated, truncated, final_obs = to_tensors(arrays, self.device)
         return obs, rewards, terminated, truncated, {"final_obs": final_obs}
 
     def take_metrics(self) -> dict[str, tuple[float, int]]:
         """Return sum and count of each metric since the last call."""
         metrics: dict[str, tuple[float, int]] = {}
-        for reported in self._on_all("take_metrics"):
+        for reported in self._ask_all("take_metrics"):
             for name, (total, count) in reported.items():
                 before = metrics.get(name, (0.0, 0))
                 metrics[name] = before[0] + total, before[1] + count
@@ -180,7 +170,7 @@ class WorkerEnv(TensorVectorEnv):
 
     def get_state(self) -> dict[str, Tensor]:
         """Return all the future depends on: CPU tensors [B, ...], float64 or int64."""
-        states = self._on_all("get_state")
+        states = self._ask_all("get_state")
         return {
             name: torch.from_numpy(np.concatenate([state[name] for state in states]))
             for name in states[0]
@@ -188,152 +178,124 @@ class WorkerEnv(TensorVectorEnv):
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue exactly where `get_state` was called, on any number of workers."""
-        self._on_all(
-            "set_state", lambda rows: ({name: t[rows].numpy() for name, t in state.items()},)
+        self._ask_all(
+            "set_state", lambda rows: {name: t[rows].numpy() for name, t in state.items()}
         )
 
     def close_extras(self, **kwargs: Any) -> None:
         """Let the workers close their environments; kill those that take too long."""
-        until_s = time.monotonic() + CLOSE_S
-        for worker in self._workers:
-            self._ask(worker, "close", None)
-        for worker in self._workers:
-            while self._receive(worker, partial(self._hurry, worker, until_s)):
+        for worker in self._all_workers:
+            self._ask(worker, "close")
+        self._limit_s = CLOSE_S
+        self._limit_text = "did not close"
+        for worker in self._all_workers:
+            while self._receive(worker):
                 pass
             worker.process.end()
-        for file in self._files:
-            os.close(file)
-
-    def _hurry(self, worker: _Worker, until_s: float) -> None:
-        self._heartbeat()
-        if time.monotonic() > until_s:
-            _LOGGER.warning("%s: worker process %d did not close", self._name, worker.process.pid)
-            worker.process.kill()
+            if worker.last_words:
+                _LOGGER.warning("%s", worker.last_words)
+        os.close(self._file)
 
     # ---- questions and answers
 
-    def _on_all(self, name: str, args: Callable[[slice], tuple] = lambda rows: ()) -> list[Any]:
-        """Ask all workers about all groups; return their answers in the order of environments."""
-        groups = range(len(self._groups))
-        return self._answers([q for group in groups for q in self._on_group(group, name, args)])
+    def _ask_all(self, name: str, argument: Callable[[slice], Any] | None = None) -> list[Any]:
+        """Ask all workers; return their answers in the order of environments."""
+        for worker in self._all_workers:
+            self._ask(worker, name, *([] if argument is None else [argument(worker.rows)]))
+        return self._answers(self._all_workers)
 
-    def _on_group(
-        self, group: int, name: str, args: Callable[[slice], tuple] = lambda rows: ()
-    ) -> list[_Question]:
-        return [self._ask(w, name, group, *args(w.rows[group])) for w in self._workers]
+    def _ask(self, worker: _Worker, name: str, *args: Any) -> None:
+        worker.question = name, *args
+        worker.since_s = time.monotonic()
+        worker.process.send(worker.question)
 
-    def _ask(self, worker: _Worker, name: str, group: int | None, *args: Any) -> _Question:
-        question = _Question(worker, name, group, args)
-        worker.unanswered.append(question)
-        worker.process.send((name, group, args))
-        return question
-
-    def _answers(self, questions: Sequence[_Question]) -> list[Any]:
-        """Return all answers; of several faults the one of the first environment is raised."""
-        answers, faults = [], []
-        for question in questions:
+    def _answers(self, workers: Sequence[_Worker]) -> list[Any]:
+        """Return all answers; of several problems the first environment's is raised."""
+        answers, problems = [], []
+        for worker in workers:
             try:
-                answers.append(self._answer(question))
-            except EnvironmentFaultError as fault:
-                faults.append(fault)
-        if faults:
-            raise faults[0]
+                answers.append(self._answer(worker))
+            except (EnvironmentFaultError, ValueError) as problem:
+                problems.append(problem)
+        if problems:
+            raise problems[0]
         return answers
 
-    def _answer(self, question: _Question, *, may_restart: bool = True) -> Any:
+    def _answer(self, worker: _Worker) -> Any:
         """Wait for an answer and return it; a new process answers if the worker has died."""
-        worker = question.worker
-        worker.since_s = time.monotonic()
-        while question.reply is None:
-            if not self._receive(worker, partial(self._look_after, worker)):
-                self._begin_again(question, may_restart)
-        problem, value = question.reply
+        while (reply := self._receive(worker)) is None:
+            self._replace(worker)
+        problem, value = reply
         if problem is not None:
             raise problem
         return value
 
-    def _receive(self, worker: _Worker, meanwhile: Callable[[], None]) -> bool:
-        """Wait for a worker's next message and handle it; return False if the worker has ended."""
-        message = worker.process.receive(meanwhile)
-        if message is None:
-            return False
-        kind, first, second = message
-        if kind == "reply":
-            worker.unanswered.pop(0).reply = first, second
-        elif kind == "log":
-            logging.getLogger(first).log(*second)
-        else:
-            worker.last_words = second
-        return True
+    def _receive(self, worker: _Worker) -> tuple[Exception | None, Any] | None:
+        """Return a worker's reply, a problem or None and a value; None if the worker has ended."""
+        while message := worker.process.receive(partial(self._look_after, worker)):
+            kind, content = message
+            if kind == "reply":
+                return content
+            if kind == "log":
+                logging.getLogger(content.name).handle(content)
+            else:
+                worker.last_words = content
+        return None
 
     # ---- workers that end
 
     def _look_after(self, worker: _Worker) -> None:
         """Report a worker's progress to the rank; kill a worker that makes none."""
-        beats = int(self._status["beats"][worker.index])
+        beats = int(worker.status["beats"])
         now_s = time.monotonic()
         if beats != worker.beats:
             worker.beats = beats
             worker.since_s = now_s
             self._heartbeat()
-        limit_s = self._timeout_s + GRACE_S + 1.0  # the worker itself knows sooner, if it can
-        is_timed = self._rows is not None and self._timeout_s
-        if is_timed and now_s - worker.since_s > limit_s:
-            worker.problem = f"did not come back within {self._timeout_s:g} s (--env_timeout)"
-            worker.process.kill()
+        if now_s - worker.since_s > self._limit_s:
+            worker.last_words = self._named(worker, self._limit_text)
+            worker.process.end()
 
-    def _fault(self, question: _Question) -> EnvironmentFaultError:
-        """Return why a worker has ended without an answer, in one line."""
-        worker = question.worker
-        how = worker.process.end()
-        if worker.last_words:
-            return EnvironmentFaultError(worker.last_words)
-        step = int(question.name == "step")
-        if self._rows is not None:
-            step += int(self._rows["lifetime_step"][worker.rows[question.group or 0].start])
-        row = int(self._status["row"][worker.index])
-        numbers = self._numbers(worker)
-        number = f"one of {numbers}" if row == NO_ROW else str(row)
-        problem = f"its worker process {worker.process.pid} (environments {numbers}) {how}"
-        return EnvironmentFaultError(
-            f"{self._name} number {number} at its step {step}: {worker.problem or problem}"
-        )
+    def _named(self, worker: _Worker, problem: str) -> str:
+        """Return a worker's problem, with its environment and step, in one line."""
+        number = int(worker.status["number"]) - 1
+        which = f"one of {self._numbers(worker)}" if number < 0 else str(number)
+        step = int(self._rows["lifetime_step"][worker.rows.start]) + (worker.question[0] == "step")
+        return f"{self._name} number {which} at its step {step}: {problem}"
 
     def _numbers(self, worker: _Worker) -> str:
         """Return the global numbers of a worker's environments."""
-        first = self.env_offset
-        ranges = [f"{first + rows.start}..{first + rows.stop - 1}" for rows in worker.rows]
-        return " and ".join(ranges)
+        return f"{self.env_offset + worker.rows.start}..{self.env_offset + worker.rows.stop - 1}"
 
-    def _begin_again(self, question: _Question, may_restart: bool) -> None:
-        """Replace a worker's process, which has ended, or raise its fault."""
-        worker = question.worker
-        fault = self._fault(question)
-        if self._rows is None or not may_restart:
-            raise fault
-        restarts = self._rows["restarts"]
-        used = max(int(restarts[rows].max()) for rows in worker.rows)
-        if used >= self._max_restarts:
-            again = f" (after {used} restarts, --env_restarts)" if used else ""
-            raise EnvironmentFaultError(f"{fault}{again}")
-        _LOGGER.warning("%s; %s are made again in a new process", fault, self._numbers(worker))
-        self._status["row"][worker.index] = NO_ROW
-        unanswered = worker.unanswered
-        worker.unanswered = []
-        worker.process = WorkerProcess(*self._files)
-        worker.problem = worker.last_words = ""
-        self._answer(self._begin(worker, len(self._workers)), may_restart=False)
-        for group, rows in enumerate(worker.rows):
-            restarts[rows] += 1
-            self._answer(self._ask(worker, "begin_again", group), may_restart=False)
-        worker.unanswered = unanswered
-        for left in unanswered:
-            worker.process.send((left.name, left.group, left.args))
+    def _replace(self, worker: _Worker) -> None:
+        """Let a new process take the place of one that has ended, or raise its fault."""
+        numbers = self._numbers(worker)
+        restarts = self._rows["restarts"][worker.rows]
+        reply = None
+        while reply is None:  # every attempt takes a restart
+            how = worker.process.end()
+            problem = f"its worker process {worker.process.pid} (environments {numbers}) {how}"
+            fault = worker.last_words or self._named(worker, problem)
+            if (used := restarts.max()) >= self._max_restarts:
+                again = f" (after {used} restarts, --env_restarts)" * bool(used)
+                raise EnvironmentFaultError(f"{fault}{again}")
+            _LOGGER.warning("%s; %s are made again in a new process", fault, numbers)
+            restarts += 1
+            self._start(worker, again=True)
+            reply = self._receive(worker)
+        if reply[0] is not None:
+            raise reply[0]
+        worker.process.send(worker.question)
 
-    def _begin(self, worker: _Worker, num_workers: int) -> _Question:
-        """Let a worker make its environments; its answer holds facts about them."""
-        args = worker.index, num_workers, self.num_envs, worker.rows, self._options
-        return self._ask(worker, "begin", None, *args)
+    def _start(self, worker: _Worker, again: bool = False) -> None:
+        """Let a process make the environments of a worker, or make them again."""
+        status_file = os.memfd_create("status")
+        worker.process = WorkerProcess([status_file, self._file])
+        worker.status = shared_rows(status_file, 1, STATUS)[0]
+        os.close(status_file)
+        worker.since_s = time.monotonic()
+        worker.last_words = ""
+        worker.process.send(("begin", worker.rows, self.num_envs, self._options, again))
 
 
 def _split(rows: slice, count: int) -> list[slice]:

@@ -14,57 +14,45 @@ import signal
 import socket
 import subprocess
 import sys
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from envs.vector.guards import EnvironmentFaultError
 from rl_dist.process_group.process_ends import STOP_SIGNALS, die_with_parent, how_it_ended
 
 LOOK_S = 0.2  # between two looks at a worker that the rank waits for
-ANSWER_S = 120.0  # longest time for an answer of the host, which first imports what workers need
-_MAX_BYTES = 64  # in a message
+_MAX_BYTES = 64  # in a message to or from the host
+_NUM_FILES = 3  # that a worker gets
 
 
 class WorkerHost:
     """The host as its rank sees it."""
 
     def __init__(self) -> None:
-        self._owner = os.getpid()
         self._socket, theirs = socket.socketpair()
         code = "from envs.workers.host import serve; serve()"
         # -P: Python looks for modules in the current directory only if the rank does, too
         command = [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(os.getpid())]
         with theirs:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
             )
 
-    @property
-    def lives(self) -> bool:
-        """True if this process may ask it for workers."""
-        return self._owner == os.getpid() and self._process.poll() is None
-
-    def ask(self, pid: int, *descriptors: int) -> int:
+    def ask(self, pid: int, files: Sequence[int] = ()) -> int:
         """Kill a worker and return its exit code, or, for pid 0, fork one.
 
-        The new worker gets the descriptors; its process id is returned. The exit code of a worker
-        that a signal has ended is minus its number.
+        The new worker gets the files; its process id is returned. The exit code of a worker that a
+        signal has ended is minus the signal's number.
         """
-        self._socket.settimeout(ANSWER_S)
-        try:
-            socket.send_fds(self._socket, [b"%d" % pid], descriptors)
-            return int(self._socket.recv(_MAX_BYTES))
-        except (OSError, ValueError):  # no answer in time, or none because the host has ended
-            self._process.kill()
-            self._process.wait()
-        problem = f"the host of worker processes (process {self._process.pid}) ended or hung"
-        raise EnvironmentFaultError(f"{problem}: see the lines above")
+        socket.send_fds(self._socket, [b"%d" % pid], files)
+        answer = self._socket.recv(_MAX_BYTES)
+        if not answer:
+            raise ConnectionError("the host of worker processes has ended: see the lines above")
+        return int(answer)
 
 
 _host: WorkerHost | None = None
@@ -73,7 +61,7 @@ _host: WorkerHost | None = None
 def host() -> WorkerHost:
     """Return this process's host, started when it is first needed."""
     global _host
-    if _host is None or not _host.lives:
+    if _host is None or _host.process.poll() is not None:
         _host = WorkerHost()
     return _host
 
@@ -81,12 +69,12 @@ def host() -> WorkerHost:
 class WorkerProcess:
     """One worker as its rank sees it; knows nothing of environments."""
 
-    def __init__(self, *descriptors: int) -> None:
+    def __init__(self, files: Sequence[int]) -> None:
         ours, theirs = socket.socketpair()
         self._end = ""
         self._host = host()
         with theirs:
-            self.pid = self._host.ask(0, theirs.fileno(), *descriptors)
+            self.pid = self._host.ask(0, [theirs.fileno(), *files])
         self._connection = Connection(ours.detach())
         self._poll = select.poll()
         self._poll.register(self._connection.fileno(), select.POLLIN)
@@ -105,18 +93,13 @@ class WorkerProcess:
         except (OSError, EOFError):
             return None
 
-    def kill(self) -> None:
-        """End the worker; `receive` then returns None."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-
     def end(self) -> str:
-        """Make sure that the worker has ended and say how; frees its process id."""
+        """End the worker and say how it ended; `receive` then returns None."""
         if not self._end:
             self._connection.close()
             try:
                 self._end = how_it_ended(self._host.ask(self.pid))
-            except EnvironmentFaultError:
+            except OSError:
                 self._end = "ended with its host"
         return self._end
 
@@ -125,41 +108,30 @@ class WorkerProcess:
 
 
 def serve() -> None:
-    """Fork workers and wait for those that end, until the rank is gone."""
+    """Fork workers and end them, until the rank is gone."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
+    host_pid = os.getpid()
     die_with_parent(int(sys.argv[2]), signal.SIGKILL)
-    from envs.workers.worker import Worker
+    from envs.workers.worker import Worker  # after the lines above: it takes seconds
 
     channel = socket.socket(fileno=int(sys.argv[1]))
     while True:
-        data, descriptors, _, _ = socket.recv_fds(channel, _MAX_BYTES, 8)
+        data, files, _, _ = socket.recv_fds(channel, _MAX_BYTES, _NUM_FILES)
         if not data:
             return
         if pid := int(data):
             os.kill(pid, signal.SIGKILL)
             answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         else:
-            answer = _fork(channel, Worker, descriptors)
+            answer = os.fork()
+            if not answer:
+                die_with_parent(host_pid, signal.SIGKILL)
+                channel.close()
+                Worker(files).run()
+                with suppress(Exception):  # an environment may have closed it
+                    sys.stdout.flush()
+                os._exit(0)
+            for file in files:
+                os.close(file)
         channel.sendall(b"%d" % answer)
-
-
-def _fork(channel: socket.socket, worker: Callable[..., Any], descriptors: list[int]) -> int:
-    host_pid = os.getpid()
-    pid = os.fork()
-    if pid:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        return pid
-    code = 1
-    try:
-        die_with_parent(host_pid, signal.SIGKILL)
-        channel.close()
-        worker(*descriptors).run()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with suppress(Exception):  # an environment may have closed it
-            sys.stdout.flush()
-        os._exit(code)
