@@ -64,7 +64,7 @@ class Run:
                 threads=self.resolved.threads,
             )
         finally:
-            if code and self.is_new and self.directory.lock and self.directory.is_in_place():
+            if code and self.is_new:
                 close_logging()
                 self.directory.discard_unstarted(code)
         return code
