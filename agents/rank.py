@@ -8,6 +8,7 @@ import signal
 import socket
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -191,9 +192,9 @@ def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None
         from agents.evaluate.markets import market_validation
 
         return market_validation(task, world)
-    from agents.evaluate.episodes import validation
+    from agents.evaluate.episodes import validate
 
-    return validation(task, config, world)
+    return partial(validate, task, config, world)
 
 
 def agree(run: Run, world: World) -> Run:

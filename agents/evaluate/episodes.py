@@ -95,29 +95,28 @@ def shard(count: int, world: World) -> range:
 
 
 def evaluate_episodes(
-    make_env: Callable[[int, int], TorchEnv],
+    task: GymTask,
     controller: Controller,
     num_episodes: int,
     seed: int,
     world: World,
     stream: int = EVALUATION_STREAM,
-) -> dict[str, list[float]]:
+) -> np.ndarray:
     """Run whole episodes, one environment each, over all ranks; each counts once.
 
     Seed, number and stream determine the episodes; validation has another stream. An episode that
     does not end is cut after MAX_EPISODE_STEPS. If its environment was restarted after a fault, an
-    episode is repeated. Returns "return", "length" and "restarts" of every episode, in order.
+    episode is repeated. Returns return, length and number of restarts of every episode, [N, 3].
     """
     numbers = shard(num_episodes, world)
-    results: dict[str, list[float]] = {"return": [], "length": [], "restarts": []}
+    local_rows: list[list[float]] = []
     if numbers:
-        env = make_env(len(numbers), numbers.start)
+        env = task.evaluation_env(len(numbers), numbers.start, str(world.device))
         obs, _ = env.reset(seed=stream_seeds(seed, stream, numbers.start, len(numbers)))
-        start = torch.ones(len(numbers), dtype=torch.bool, device=obs.device)  # [B]
-        alive = start.clone()
-        total = torch.zeros(len(numbers), dtype=torch.float64, device=obs.device)
-        length = total.clone()
-        all_restarts = restarts = torch.tensor(env.restarts, device=obs.device)
+        shape = 3, len(numbers)
+        total, length, restarts = torch.zeros(shape, dtype=torch.float64, device=obs.device)
+        alive = start = length == 0  # [B], all True
+        all_restarts = restarts  # also those after the end of an episode
         for _ in range(MAX_EPISODE_STEPS):
             if not alive.any():
                 break
@@ -131,62 +130,51 @@ def evaluate_episodes(
             length = (length + alive) * ~again
             start = terminated | truncated
             alive = alive & (~start | again)
-        columns = {"return": total, "length": length, "restarts": restarts}
-        results = {name: column.tolist() for name, column in columns.items()}
+        local_rows = torch.stack([total, length, restarts], dim=1).tolist()
         env.close()
-    ranks = all_gather_json(results, world)
-    return {name: [value for rank in ranks for value in rank[name]] for name in results}
+    return np.array([row for rows in all_gather_json(local_rows, world) for row in rows])
 
 
 def episode_figures(
     task: GymTask,
     config: RunConfig,
-    policy: Policy,
-    normalizer: Normalizer,
+    controller: PolicyController,
     world: World,
     stream: int = EVALUATION_STREAM,
 ) -> dict[str, float]:
     """Return the figures of a policy over whole episodes of a Gymnasium task."""
-    episodes = evaluate_episodes(
-        lambda count, first: task.evaluation_env(count, first, str(world.device)),
-        PolicyController(policy, normalizer),
-        config.task.eval_episodes,
-        config.train.seed,
-        world,
-        stream,
-    )
-    returns, lengths = np.array(episodes["return"]), np.array(episodes["length"])
-    return {
-        "return": float(returns.mean()),
-        "return_std": float(returns.std()),
-        "return_min": float(returns.min()),
-        "length": float(lengths.mean()),
-        "episodes_cut": float((lengths >= MAX_EPISODE_STEPS).sum()),
-        "episodes": float(len(returns)),
-        "env_restarts": float(sum(episodes["restarts"])),
+    num_episodes, seed = config.task.eval_episodes, config.train.seed
+    episodes = evaluate_episodes(task, controller, num_episodes, seed, world, stream)
+    returns, lengths, restarts = np.ascontiguousarray(episodes.T)
+    figures = {
+        "return": returns.mean(),
+        "return_std": returns.std(),
+        "return_min": returns.min(),
+        "length": lengths.mean(),
+        "episodes_cut": (lengths >= MAX_EPISODE_STEPS).sum(),
+        "episodes": len(episodes),
+        "env_restarts": restarts.sum(),
     }
+    return {name: float(value) for name, value in figures.items()}
 
 
-def validation(
-    task: GymTask, config: RunConfig, world: World
-) -> Callable[[Policy, Normalizer], dict[str, float]]:
-    """Return the source of `valid/` figures in a training."""
-
-    def validate(policy: Policy, normalizer: Normalizer) -> dict[str, float]:
-        figures = episode_figures(task, config, policy, normalizer, world, VALIDATION_STREAM)
-        return {f"valid/{name}": value for name, value in figures.items()}
-
-    return validate
+def validate(
+    task: GymTask, config: RunConfig, world: World, policy: Policy, normalizer: Normalizer
+) -> dict[str, float]:
+    """Return the `valid/` figures of a training."""
+    controller = PolicyController(policy, normalizer)
+    figures = episode_figures(task, config, controller, world, VALIDATION_STREAM)
+    return {f"valid/{name}": value for name, value in figures.items()}
 
 
-def episode_text(figures: dict[str, float]) -> str:
-    """Return one line of `episode_figures`."""
-    text = (
-        "{episodes:.0f} episodes without noise: mean return {return:.2f} (sd {return_std:.2f}, min "
-        "{return_min:.2f}), mean length {length:.1f}"
+def compare_on_episodes(
+    task: GymTask, config: RunConfig, agents: dict[str, PolicyController], world: World
+) -> tuple[dict[str, dict[str, float]], str]:
+    """Return the figures of agents over the same episodes, and a line about each."""
+    figures = {name: episode_figures(task, config, agents[name], world) for name in agents}
+    line = (
+        "{}: {episodes:.0f} episodes without noise: mean return {return:.2f} (sd {return_std:.2f}, "
+        "min {return_min:.2f}), mean length {length:.1f}, {episodes_cut:.0f} cut, "
+        "{env_restarts:.0f} restarts of environments"
     )
-    if figures["episodes_cut"]:
-        text += f", {{episodes_cut:.0f}} cut after {MAX_EPISODE_STEPS} steps"
-    if figures["env_restarts"]:
-        text += ", {env_restarts:.0f} restarts of environments"
-    return text.format_map(figures)
+    return figures, "\n".join(line.format(name, **figures[name]) for name in agents)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agents.config import RunConfig
-from agents.evaluate.episodes import episode_figures, episode_text, until_stopped
+from agents.evaluate.episodes import PolicyController, compare_on_episodes, until_stopped
 from agents.run.limits import EVALUATING
 from agents.run.saved import LoadedAgent, load_agent, share_checkpoint
 from envs.task import GymTask
@@ -35,7 +35,11 @@ def evaluate_and_finish(
         if isinstance(task, GymTask):
             summary, text = evaluate_last_and_best(config, task, training, run_dir)
         else:
-            summary, text = evaluate_on_markets(task, training, run_dir)
+            from agents.evaluate.markets import report  # pandas, 0.4 s
+
+            picture = path_to_write(run_dir, "plots/equity.png")
+            agents = {"policy": PolicyController(training.policy, training.normalizers.obs)}
+            summary, text = report(task, agents, training.world, run_dir, picture)
         if training.world.is_main_process:
             finish(config, run_dir, training, summary, text)
 
@@ -43,36 +47,18 @@ def evaluate_and_finish(
     return until_stopped(evaluate, training.world, run_dir)
 
 
-def evaluate_on_markets(
-    task: TradingTask, training: Training, run_dir: Path
-) -> tuple[dict[str, Any], str]:
-    """Evaluate on markets; the test span of real prices stays closed."""
-    from agents.evaluate.markets import open_spans, report
-
-    agents = {"policy": (training.policy, training.normalizers.obs)}
-    picture = path_to_write(run_dir, "plots/equity.png")
-    markets, spans = task.markets("test"), open_spans(task)
-    figures, text = report(task, markets, spans, agents, training.world, run_dir, picture)
-    return figures, f"last checkpoint, iteration {training.iteration}\n\n{text}"
-
-
 def evaluate_last_and_best(
     config: RunConfig, task: GymTask, training: Training, run_dir: Path
 ) -> tuple[dict[str, Any], str]:
     """Evaluate the last policy in whole episodes, and best.pt if it differs."""
-    world = training.world
-    last = episode_figures(task, config, training.policy, training.normalizers.obs, world)
-    summary: dict[str, Any] = {"test": last}
-    figures = {"last": last}
-    if best := load_best(training, run_dir):
-        if best.iteration == training.iteration:
-            figures = {"last, which is best.pt": last}
-        else:
-            of_best = episode_figures(task, config, best.policy, best.normalizer, world)
-            figures[f"best.pt (iteration {best.iteration})"] = of_best
-            summary["best"] = {"iteration": best.iteration, **of_best}
-    lines = [f"{name}: {episode_text(values)}" for name, values in figures.items()]
-    return summary, "\n".join(lines)
+    agents = {"test": PolicyController(training.policy, training.normalizers.obs)}
+    best = load_best(training, run_dir)
+    if best and best.iteration != training.iteration:
+        agents["best"] = PolicyController(best.policy, best.normalizer)
+    summary, text = compare_on_episodes(task, config, agents, training.world)
+    if best and "best" in summary:
+        summary["best"]["iteration"] = best.iteration
+    return summary, text
 
 
 def load_best(training: Training, run_dir: Path) -> LoadedAgent | None:
@@ -101,12 +87,12 @@ def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, 
 
     counters = {name: getattr(training, name) for name in ("iteration", "global_step", "episodes")}
     summary = counters | {"parameter_sha256": parameter_hash(training.policy)} | summary
-    if training.ppo.strategy.mode == "ddp" and training.world.size > 1:
+    if training.ppo.strategy.mode == "ddp":
         from rl_dist.speedup.model import audit, describe
 
         if scaling := audit(directory.records()):
             summary["scaling"] = scaling
             text += f"\n{describe(scaling)}"
     directory.write_summary(summary)
-    print(f"\n{text}\n")
+    print(f"\niteration {training.iteration}\n{text}\n")
     print(f"run directory: {run_dir} (plots/, metrics.jsonl, summary.json, checkpoints/)")

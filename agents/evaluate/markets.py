@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor
 
 from agents.evaluate.episodes import Controller, PolicyController, shard
 from agents.network.inputs import Normalizer
@@ -22,106 +24,85 @@ from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 
 TRADING_DAYS = 252  # per year
-MIN_ANNUAL_DAYS = 60  # fewer days say nothing about a year
+MIN_ANNUAL_DAYS = 60  # figures of a shorter span are not scaled to a year
 BLOCK_DAYS = 21  # of the block bootstrap: about a month, longer than volatility's short memory
 RESAMPLES = 2000
+NO_RISK = 1e-12  # a smaller deviation of returns is rounding noise
 EQUAL_WEIGHT = "equal weight"  # bought on the first day: the baseline of every comparison
 ZEROED = "ablation: policy, state zeroed"
-ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # of a day
-NAME_WIDTH = 34
-COLUMNS = {  # heading: (figure, format)
-    "gap closed": ("gap_closed", "{:.0%}"),
-    "Sharpe": ("sharpe", "{:.2f}"),
-    "return": ("cumulative_return", "{:.1%}"),
-    "annual": ("annual_return", "{:.1%}"),
-    "volatility": ("annual_volatility", "{:.1%}"),
-    "Sortino": ("sortino", "{:.2f}"),
-    "max DD": ("max_drawdown", "{:.1%}"),
-    "turnover": ("turnover", "{:.1f}"),
-    "trades": ("num_trades", "{:.0f}"),
-    "fees $": ("fees_usd", "{:.0f}"),
-    "exposure": ("exposure", "{:.0%}"),
-}
-# simulated returns are planted, so none of them is shown in percent or dollars
-SIMULATED_HEADINGS = ("gap closed", "Sharpe", "max DD", "turnover", "exposure")
-REAL_HEADINGS = tuple(COLUMNS)[1:]
+AGAINST = "against_equal_weight"
+ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # figures of a day
+STOCKS = {"weights": "weight", "trades_usd": "usd"}  # of each stock: figure and column of the file
+COLUMNS = (  # of the printed table: figures without a unit, then those of money
+    "gap_closed", "sharpe", "max_drawdown", "turnover", "exposure",
+    "cumulative_return", "annual_return", "annual_volatility", "fees_usd",
+)  # fmt: skip
+SIMULATED = "memory benchmark: SIMULATED markets never trained on"
 SPANS = {
     "train": "training span, in sample: the policy has learned from these days",
     "valid": "validation span: choose on these days",
     "test": "test span",
-    "days": "other data: held out only if the policy was neither trained nor chosen on it",
 }
 NO_VALIDATION = (
     "\nThere is no validation span: all figures are of days that the policy has learned. Give "
     "--test_start alone, and a fifth of the days before it validates; or --valid_start."
 )
-Interval = tuple[float, float, float]  # a value, and the ends of its 95 % interval
+
+# One pass over M markets of D + 1 days: "values" [M, D+1] of the portfolio in USD, ACCOUNTS [M, D],
+# and for policies STOCKS [M, D, n].
+Record = dict[str, np.ndarray]
 
 
 # ---- one pass over markets
 
 
-# One policy's pass over M markets of D + 1 days: "values" [M, D+1] of the portfolio in USD and
-# ACCOUNTS [M, D]; with a DiaryController also "weights" and "trades_usd" of the stocks [M, D, n]
-Record = dict[str, np.ndarray]
-
-
-class DiaryController(PolicyController):
-    """A policy for which the weights and trades of every stock are recorded."""
-
-
-def run_markets(
-    env: Any, controller: Controller, on_step: Callable[[], None] = lambda: None
-) -> Record:
+def run_markets(env: Any, controller: Controller, on_step: Callable[[], None]) -> Record:
     """Make one pass over all markets; a ruined portfolio keeps its last value."""
     obs, _ = env.reset(seed=[0] * env.num_envs)
     start = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     alive = start.clone()
-    days = {"values": [env.portfolio_value]}
+    names = [*ACCOUNTS, *(STOCKS if isinstance(controller, PolicyController) else ())]
+    values = [env.portfolio_value]
+    days: dict[str, list[Tensor]] = {name: [] for name in names}
     for _ in range(env.num_days - 1):
         obs, _, terminated, truncated, info = env.step(controller(env, obs, start))
         on_step()
-        day = {name: info[name] * alive for name in ACCOUNTS}
-        day["values"] = torch.where(alive, info["portfolio_value"], days["values"][-1])
-        if isinstance(controller, DiaryController):
-            day |= {name: info[name] * alive[:, None] for name in ("weights", "trades_usd")}
-        for name, value in day.items():
-            days.setdefault(name, []).append(value)
+        values.append(torch.where(alive, info["portfolio_value"], values[-1]))
+        for name in names:
+            days[name].append((info[name].T * alive).T)
         start = terminated | truncated
         alive = alive & ~start
-    return {name: torch.stack(values, dim=1).cpu().numpy() for name, values in days.items()}
+    days["values"] = values
+    return {name: torch.stack(column, dim=1).cpu().numpy() for name, column in days.items()}
 
 
 def evaluate_markets(
-    markets: Sequence[Any],
-    make_env: Callable[[Sequence[Any]], Any],
-    controllers: dict[str, Controller],  # fresh ones: each makes one pass
+    task: TradingTask,
+    markets: Sequence[Market],
+    span: Span,
+    traders: dict[str, Controller],
     world: World,
 ) -> dict[str, Record]:
-    """Run every controller over all markets, which the ranks divide among themselves.
+    """Let every trader make a pass over all markets.
 
-    Returns the records of all M markets, in order, the same on every rank.
+    The ranks divide the markets among themselves. Returns the records of all M markets, in order,
+    the same on every rank.
     """
     local_markets = [markets[index] for index in shard(len(markets), world)]
+
+    @cache  # traders share an environment: its tables cost more than a pass
+    def make_env(held: bool) -> Any:
+        return task.evaluation_env(local_markets, span, held=held, device=world.device)
+
     local_records: dict[str, dict[str, list]] = {}
-    if local_markets:
-        env = make_env(local_markets)  # shared: its tables cost more than a pass
-        for name, controller in controllers.items():
-            record = run_markets(env, controller, on_step=world.heartbeat)
-            local_records[name] = {key: column.tolist() for key, column in record.items()}
+    for name, trader in traders.items() if local_markets else ():
+        record = run_markets(make_env(trader is buy_equal_weight), trader, world.heartbeat)
+        local_records[name] = {key: column.tolist() for key, column in record.items()}
     ranks = [rank for rank in all_gather_json(local_records, world) if rank]
     return {
         name: {key: np.concatenate([rank[name][key] for rank in ranks]) for key in record}
         for name, record in ranks[0].items()
     }
-
-
-def equal_weight(
-    task: TradingTask, markets: Sequence[Market], span: Span, world: World
-) -> dict[str, Record]:
-    """Buy equal weight on the first day and hold it."""
-    make_env = partial(task.evaluation_env, span=span, device=world.device, held=True)
-    return evaluate_markets(markets, make_env, {EQUAL_WEIGHT: buy_equal_weight}, world)
 
 
 def market_validation(
@@ -132,16 +113,17 @@ def market_validation(
     if span is None:
         return None
     markets = task.markets("valid")
-    make_env = partial(task.evaluation_env, span=span, device=world.device)
-    # the same at every validation
-    baseline = performance(equal_weight(task, markets, span, world)[EQUAL_WEIGHT])["sharpe"]
+
+    def figures_of(trader: Controller) -> dict[str, np.ndarray]:
+        return performance(evaluate_markets(task, markets, span, {"": trader}, world)[""])
+
+    baseline = figures_of(buy_equal_weight)["sharpe"]  # the same at every validation
 
     def validate(policy: Policy, normalizer: Normalizer) -> dict[str, float]:
-        policies: dict[str, Controller] = {"policy": PolicyController(policy, normalizer)}
-        measured = performance(evaluate_markets(markets, make_env, policies, world)["policy"])
-        figures = {name: measured[name] for name in ("sharpe", "annual_return", "exposure")}
+        figures = figures_of(PolicyController(policy, normalizer))
         figures["equal_weight_sharpe"] = baseline
-        return {f"valid/{name}": float(value.mean()) for name, value in figures.items()}
+        names = ("sharpe", "annual_return", "exposure", "equal_weight_sharpe")
+        return {f"valid/{name}": float(figures[name].mean()) for name in names}
 
     return validate
 
@@ -161,7 +143,7 @@ def sharpe_ratio(returns: np.ndarray) -> np.ndarray:
 
 
 def _ratio(gain: np.ndarray, risk: np.ndarray) -> np.ndarray:
-    return np.divide(gain, risk, out=np.zeros_like(gain), where=risk >= 1e-12)
+    return np.where(risk >= NO_RISK, gain / np.maximum(risk, NO_RISK), 0.0)
 
 
 def _deviation(returns: np.ndarray) -> np.ndarray:
@@ -206,64 +188,45 @@ def performance(record: Record) -> dict[str, np.ndarray]:
     }
 
 
-def mean_interval(samples: np.ndarray) -> Interval:
-    """Return the mean of independent samples [M] and its normal interval."""
-    mean, half = samples.mean(), 1.96 * samples.std(ddof=1) / np.sqrt(len(samples))
-    return float(mean), float(mean - half), float(mean + half)
+def difference(record: Record, baseline: Record, name: str) -> list[float]:
+    """Return the difference of a figure to the baseline and its 95 % interval.
 
-
-def bootstrap_interval(
-    returns: np.ndarray,  # [D] daily returns of the policy
-    baseline: np.ndarray,  # [D] of the baseline on the same days
-    seed: int = 0,
-) -> dict[str, Interval]:
-    """Return differences to the baseline on one market, by resampled blocks of days.
-
-    Source: circular block bootstrap, Politis and Romano (1992).
+    The interval is given by its two ends. Several markets are independent samples. On one market,
+    blocks of days are resampled. Source: circular block bootstrap, Politis and Romano (1992).
     """
+    if len(record["values"]) > 1:
+        samples = performance(record)[name] - performance(baseline)[name]
+        value, half = samples.mean(), 1.96 * samples.std(ddof=1) / np.sqrt(len(samples))
+        return [float(value), float(value - half), float(value + half)]
+    figure = {"sharpe": sharpe_ratio, "annual_return": annual_growth}[name]
+    returns, held = daily_returns(record)[0], daily_returns(baseline)[0]
     days = len(returns)
-    rng = np.random.default_rng(seed)
-    starts = rng.integers(0, days, (RESAMPLES, -(-days // BLOCK_DAYS)))
-    index = ((starts[:, :, None] + np.arange(BLOCK_DAYS)) % days).reshape(RESAMPLES, -1)[:, :days]
-    intervals = {}
-    for name, figure in (("sharpe", sharpe_ratio), ("annual_return", annual_growth)):
-        value = figure(returns) - figure(baseline)
-        low, high = np.quantile(figure(returns[index]) - figure(baseline[index]), [0.025, 0.975])
-        intervals[name] = (float(value), float(low), float(high))
-    return intervals
+    starts = np.random.default_rng(0).integers(0, days, (RESAMPLES, -(-days // BLOCK_DAYS), 1))
+    index = ((starts + np.arange(BLOCK_DAYS)) % days).reshape(RESAMPLES, -1)[:, :days]
+    ends = np.quantile(figure(returns[index]) - figure(held[index]), [0.025, 0.975])
+    return [float(figure(returns) - figure(held)), *ends.tolist()]
 
 
 def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
     """Return mean figures of records, and intervals against equal weight."""
-    figures = {name: performance(record) for name, record in records.items()}
-    baseline = figures[EQUAL_WEIGHT]
-    num_markets = len(baseline["sharpe"])
     policies: dict[str, dict[str, Any]] = {}
-    for name, values in figures.items():
-        policies[name] = {key: float(value.mean()) for key, value in values.items()}
-        if name == EQUAL_WEIGHT:
-            continue
-        if num_markets > 1:
-            differences = {
-                key: mean_interval(values[key] - baseline[key])
-                for key in ("sharpe", "annual_return")
+    for name, record in records.items():
+        policies[name] = {key: float(value.mean()) for key, value in performance(record).items()}
+        if name != EQUAL_WEIGHT:
+            policies[name][AGAINST] = {
+                figure: difference(record, records[EQUAL_WEIGHT], figure)
+                for figure in ("sharpe", "annual_return")
             }
-        else:
-            returns = [daily_returns(records[which])[0] for which in (name, EQUAL_WEIGHT)]
-            differences = bootstrap_interval(returns[0], returns[1])
-        policies[name]["against_equal_weight"] = {
-            key: list(interval) for key, interval in differences.items()
-        }
 
     # share of the gap to the reference that each closes, if there is a gap beyond chance
     if reference := policies.get("reference"):
         sharpe = policies[EQUAL_WEIGHT]["sharpe"]
         gap = reference["sharpe"] - sharpe
-        is_gap = reference["against_equal_weight"]["sharpe"][1] > 0.1
+        is_gap = reference[AGAINST]["sharpe"][1] > 0.1
         for entry in policies.values():
             entry["gap_closed"] = (entry["sharpe"] - sharpe) / gap if is_gap else None
     return {
-        "markets": num_markets,
+        "markets": len(records[EQUAL_WEIGHT]["values"]),
         "days": [str(dates[0]), str(dates[-1])],
         "num_days": len(dates) - 1,  # with a return
         "ablation": {name: policies.pop(name) for name in {ZEROED} & policies.keys()},
@@ -274,89 +237,78 @@ def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
 # ---- report
 
 
-def open_spans(task: TradingTask) -> dict[str, Span]:
-    """Return the spans that are open: on real prices all but the test span."""
-    if task.real is None:
-        return {"test": task.spans.test}
-    return {name: span for name, span in vars(task.spans).items() if span and name != "test"}
-
-
 def report(
     task: TradingTask,
-    markets: Sequence[Market],
-    spans: dict[str, Span],
-    agents: dict[str, tuple[Policy, Normalizer]],
+    agents: dict[str, PolicyController],
     world: World,
     run_dir: Path,
     picture: Path,
+    *,
+    open_test: bool = False,
+    num_worlds: int | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """Compare agents on some spans; return a summary of each span and a table of all.
+    """Compare agents on the open spans; return summaries and a text with tables.
 
     Writes the daily figures of every span, and the equity curves of the last one. A cascade named
     "policy" also runs without its memory.
     """
     simulated = task.real is None
+    spans = {name: span for name, span in vars(task.spans).items() if span and name != "test"}
+    if simulated or open_test:
+        spans = {"test": task.spans.test}
+    markets = task.markets("test", num_worlds)
+    # policies and rules that trade every day, as in training
+    traders: dict[str, Controller] = {**agents}
+    if agents["policy"].policy.config.policy == "clstm":
+        traders[ZEROED] = replace(agents["policy"], zero_state=True)
+    if simulated and task.trading.order_unit == "value":
+        traders["reference"] = ReferencePolicy(task.simulated)
+        traders["memoryless rule"] = MemorylessRule()
+    traders[EQUAL_WEIGHT] = buy_equal_weight
     summaries: dict[str, Any] = {}
-    paths = [path_to_write(run_dir, f"evaluation/{name}.csv") for name in spans]
-    for path, (name, span) in zip(paths, spans.items(), strict=True):
-        # policies and rules that trade every day, as in training
-        traders: dict[str, Controller] = {n: DiaryController(*agent) for n, agent in agents.items()}
-        if agents["policy"][0].config.policy == "clstm":
-            traders[ZEROED] = PolicyController(*agents["policy"], zero_state=True)
-        if simulated and task.trading.order_unit == "value":
-            traders["reference"] = ReferencePolicy(task.simulated)
-            traders["memoryless rule"] = MemorylessRule()
-        make_env = partial(task.evaluation_env, span=span, device=world.device)
-        records = evaluate_markets(markets, make_env, traders, world)
-        records |= equal_weight(task, markets, span, world)
+    text = ""
+    for name, span in spans.items():
+        path = path_to_write(run_dir, f"evaluation/{name}.csv")
         dates = markets[0].dates[span.first : span.last + 1]
+        records = evaluate_markets(task, markets, span, traders, world)
         summaries[name] = summarize(records, dates)
+        text += (
+            f"{SIMULATED if simulated else SPANS[name]}\n{text_table(summaries[name], simulated)}\n"
+        )
         records.pop(ZEROED, None)  # an ablation is no strategy
         if world.is_main_process:
             from agents.evaluate.pictures import plot_equity  # matplotlib: half a second
 
             write_daily(path, records, markets, dates)
             plot_equity(records, dates, picture, name, simulated)
-    text = (
-        f"{text_table(summaries, simulated)}\n\n"
+    text += (
         "[95 % interval] over markets, or over resampled blocks of days of one market\n"
         "risk-free rate 0, no interest on cash; turnover: purchases plus sales (two-sided) a year, "
         f"by the mean value; costs: {task.trading.fee_bps:g} bps of every purchase and sale; "
         f"fills: whole shares at the {task.trading.execution.replace('_', ' ')}\n"
-        f"daily returns, weights and trades: {', '.join(map(str, paths))}"
-        f"\nequity curves: {picture}"
+        f"daily figures: {run_dir / 'evaluation'}\nequity curves: {picture}"
     )
-    if task.real and spans == open_spans(task):
+    if "test" not in spans:
         text += "" if task.spans.valid else NO_VALIDATION
         text += "\nThe test span stays closed until all choices are made. To open it:\n"
         text += f"  python -m agents.evaluate {run_dir} --open_test"
     return summaries, text
 
 
-def text_table(summaries: dict[str, dict[str, Any]], simulated: bool) -> str:
-    """Return the summaries of all spans as one table."""
-    headings = SIMULATED_HEADINGS if simulated else REAL_HEADINGS
-    titles = "".join(f"{heading:>11}" for heading in headings)
-    lines = [f"{'':{NAME_WIDTH}}{titles}   difference to equal weight"]
-    for span, summary in summaries.items():
-        about, num_days = SPANS[span], summary["num_days"]
-        if simulated:
-            about = f"memory benchmark, {summary['markets']} SIMULATED markets never trained on"
-        lines.append(f"{about} ({' to '.join(summary['days'])}, {num_days} days)")
-        for name, entry in (summary["policies"] | summary["ablation"]).items():
-            line = f"  {name:<{NAME_WIDTH - 2}}"
-            for key, form in (COLUMNS[heading] for heading in headings):
-                value = entry.get(key)
-                line += f"{'-' if value is None else form.format(value):>11}"
-            if differences := entry.get("against_equal_weight"):
-                line += "   Sharpe {:+.2f} [{:+.2f}, {:+.2f}]".format(*differences["sharpe"])
-                if not simulated:
-                    annual_return = differences["annual_return"]
-                    line += ", annual return {:+.1%} [{:+.1%}, {:+.1%}]".format(*annual_return)
-            lines.append(line)
-        if num_days < MIN_ANNUAL_DAYS:
-            lines.append(f"  fewer than {MIN_ANNUAL_DAYS} days: nothing is annualised")
-    return "\n".join(lines)
+def text_table(summary: dict[str, Any], simulated: bool) -> str:
+    """Return the summary of a span as a table."""
+    entries = summary["policies"] | summary["ablation"]
+    # simulated returns are planted, so none of them is shown
+    columns = COLUMNS[:5] if simulated else COLUMNS[1:]
+    table = pd.DataFrame.from_dict(entries, orient="index").reindex(columns=[*columns, AGAINST])
+    table[AGAINST] = [
+        "{:+.2f} [{:+.2f}, {:+.2f}]".format(*entry[AGAINST]["sharpe"]) if AGAINST in entry else "-"
+        for entry in entries.values()
+    ]
+    heading = f"{' to '.join(summary['days'])}, {summary['num_days']} days"
+    if summary["num_days"] < MIN_ANNUAL_DAYS:
+        heading += f"; fewer than {MIN_ANNUAL_DAYS}: nothing is annualised"
+    return f"{heading}\n{table.to_string(float_format='{:.2f}'.format, na_rep='-')}"
 
 
 def write_daily(
@@ -373,13 +325,12 @@ def write_daily(
     index = pd.MultiIndex.from_product([names, dates[1:]], names=["market", "date"])
     tables = {}
     for name, record in records.items():
-        columns = {"return": daily_returns(record).ravel()}
-        for head, key in {"weight": "weights", "usd": "trades_usd"}.items():
-            if key in record:
-                rows = record[key].reshape(len(index), -1).T + 0.0  # no -0
-                tickers = [f"{head}:{ticker}" for ticker in markets[0].tickers]
-                columns |= dict(zip(tickers, rows, strict=True))
-        tables[name] = pd.DataFrame(columns, index)
+        tables[name] = pd.DataFrame({"return": daily_returns(record).ravel()}, index)
+        for figure, heading in STOCKS.items():
+            if figure in record:
+                columns = [f"{heading}:{ticker}" for ticker in markets[0].tickers]
+                # adding 0 turns -0 into 0
+                tables[name][columns] = record[figure].reshape(len(index), -1) + 0.0
     text = pd.concat(tables, names=["strategy"]).to_csv(float_format="%.8g")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, text)

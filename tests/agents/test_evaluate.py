@@ -1,4 +1,4 @@
-"""The evaluation command: worlds, days, episodes, films, refusals."""
+"""The evaluation command: worlds, days, episodes, a film, refusals."""
 
 import json
 import shutil
@@ -53,9 +53,7 @@ for name, kwargs in (("Fading-v0", {}), ("FadingNan-v0", {"nan_at": 2})):
 def runs(tmp_path_factory):
     """Four finished runs, in one folder with the bars they need."""
     folder = tmp_path_factory.mktemp("runs")
-    for name, bars in {"five": daily_bars(5), "four": daily_bars(4)}.items():
-        bars.to_csv(folder / f"{name}.csv", index=False)
-    daily_bars(5, seed=1).to_csv(folder / "other.csv", index=False)
+    daily_bars(5).to_csv(folder / "five.csv", index=False)
     csv = [*SIZES, "--num_episodes", "40", "--data", folder / "five.csv", "--episode_days", "20"]
     jobs = {
         "simulated": [*SMALL, *BRIEF],
@@ -84,82 +82,67 @@ def evaluated(runs, tmp_path, monkeypatch, capsys):
     return call
 
 
-def summary_of(run_dir):
-    return json.loads((run_dir / "summary.json").read_text())
-
-
-def test_the_table_shows_the_policy_beside_baselines_on_worlds_never_seen(runs, evaluated):
+def test_worlds_never_seen_compare_the_policy_with_rules_and_its_zeroed_state(runs, evaluated):
     text, figures = evaluated("simulated", "--num_worlds", "3")
-    policies, ablation = figures["test"]["policies"], figures["test"]["ablation"]
-    assert figures["test"]["markets"] == 3 and figures["test"]["days"][0] == "2019-06-03"
+    summary = figures["test"]
+    assert summary["markets"] == 3 and summary["days"][0] == "2019-06-03"
+    policies = summary["policies"]
     assert set(policies) == {"policy", "equal weight", "reference", "memoryless rule"}
-    assert len(ablation) == 1
-    for name, entry in (policies | ablation).items():
-        (row,) = (line for line in text.splitlines() if line.startswith(f"  {name}  "))
-        assert f"{entry['sharpe']:.2f}" in row.split() and f"{entry['gap_closed']:.0%}" in row
-        if name != "equal weight":
-            assert (
-                "{:+.2f} [{:+.2f}, {:+.2f}]".format(*entry["against_equal_weight"]["sharpe"]) in row
-            )
-    assert policies["equal weight"]["exposure"] > 0.9
+    for name, entry in (policies | summary["ablation"]).items():
+        (row,) = (line for line in text.splitlines() if line.startswith(f"{name} "))
+        assert f"{entry['sharpe']:.2f}" in row and f"{entry['gap_closed']:.2f}" in row
+        low = entry.get("against_equal_weight", {"sharpe": [0.0]})["sharpe"][-1]
+        assert (f"{low:+.2f}]" in row) == (name != "equal weight")
+    assert len(summary["ablation"]) == 1 and policies["equal weight"]["exposure"] > 0.9
     assert policies["reference"]["gap_closed"] == pytest.approx(1.0)
     assert "SIMULATED" in text and "$" not in text and "annual" not in text
     assert (runs / "simulated" / "plots" / "evaluation.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize(
-    ("run", "spans"), [("csv", ["train", "valid"]), ("csv_mlp", ["train"]), ("simulated", ["test"])]
-)
-def test_the_command_repeats_the_figures_at_the_end_of_training(run, spans, runs, evaluated):
-    summary = summary_of(runs / run)
-    text, figures = evaluated(run, "--num_worlds", "4")
-    assert figures == {span: summary[span] for span in spans}
-    assert ("test" in summary) == (run == "simulated") != ("--open_test" in text)
-    assert ("no validation span" in text) == (run == "csv_mlp")
-    assert ("fewer than 60 days" in text) == (run == "csv")
-
-
-def test_two_ranks_give_the_figures_of_one(runs, evaluated, tmp_path):
-    expected = evaluated("simulated", "--num_worlds", "3")[1]
+def test_the_command_repeats_the_figures_at_the_end_of_training_on_two_ranks_too(
+    runs, evaluated, tmp_path
+):
+    spans = {"csv": ["train", "valid"], "csv_mlp": ["train"], "simulated": ["test"]}
+    for run, names in spans.items():
+        summary = json.loads((runs / run / "summary.json").read_text())
+        text, figures = evaluated(run, "--num_worlds", "4")
+        assert figures == {span: summary[span] for span in names}
+        assert ("test" in summary) == (run == "simulated") != ("--open_test" in text)
+        assert ("no validation span" in text) == (run == "csv_mlp")
+        assert ("nothing is annualised" in text) == (run == "csv")
     path = tmp_path / "figures_of_two.json"
-    flags = ["--num_gpus", "2", "--num_worlds", "3", "--json", path]
+    flags = ["--num_gpus", "2", "--num_worlds", "4", "--json", path]
     command = start("-m", "agents.evaluate", runs / "simulated", *flags)
     _, errors = command.communicate(timeout=100)
     assert command.returncode == 0, errors
-    assert json.loads(path.read_text()) == expected
+    assert json.loads(path.read_text()) == figures
 
 
 def test_every_look_at_the_test_span_of_real_prices_is_kept(runs, evaluated, monkeypatch, capsys):
     path, config = runs / "csv" / LOOKS, json.loads((runs / "csv" / "config.json").read_text())
     assert (runs / "csv" / "checkpoints" / "best.pt").exists()
-    for number in (1, 2):
-        text, figures = evaluated("csv", "--open_test")
-        assert "/iteration_" in text.splitlines()[0]  # the last, not the best by its validation
-        assert f"look number {number} " in text and list(figures) == ["test"]
-
-    def interrupted(*parts):
-        raise KeyboardInterrupt
-
+    text, figures = evaluated("csv", "--open_test")
+    assert "/iteration_" in text.splitlines()[0]  # the last, not the best by its validation
+    assert "look number 1 " in text and list(figures) == ["test"]
     with monkeypatch.context() as patched:
-        patched.setattr(markets, "report", interrupted)
+        patched.setattr(markets, "evaluate_markets", None)
         assert evaluate_here(monkeypatch, runs / "csv", "--open_test") == 1
-    looks = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [look["span"] for look in looks] == [figures["test"]["days"]] * 3
-    for look in looks:
-        assert look["data_digest"] == config["data"]["data_digest"] and look["iteration"] > 0
+        looks = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [look["span"] for look in looks] == [figures["test"]["days"]] * 2
+        for look in looks:
+            assert look["data_digest"] == config["data"]["data_digest"] and look["iteration"] > 0
 
-    # a look that cannot be recorded does not begin
-    capsys.readouterr()
-    path.unlink()
-    path.mkdir()
-    monkeypatch.setattr(markets, "report", None)
-    assert evaluate_here(monkeypatch, runs / "csv", "--open_test") == 2
-    assert str(path) in only_error(capsys.readouterr().err)
-    path.rmdir()
+        # a look that cannot be recorded does not begin
+        capsys.readouterr()
+        path.unlink()
+        path.mkdir()
+        assert evaluate_here(monkeypatch, runs / "csv", "--open_test") == 2
+        assert str(path) in only_error(capsys.readouterr().err)
+        path.rmdir()
 
 
 def test_daily_returns_weights_and_trades_give_the_figures_of_the_table(runs):
-    summary = summary_of(runs / "csv")["train"]
+    summary = json.loads((runs / "csv" / "summary.json").read_text())["train"]
     table = pd.read_csv(runs / "csv" / "evaluation" / "train.csv")
     for name, days in table.groupby("strategy"):
         assert days["date"].iloc[-1] == summary["days"][1] and len(days) == summary["num_days"]
@@ -174,7 +157,7 @@ def test_daily_returns_weights_and_trades_give_the_figures_of_the_table(runs):
 
 
 def test_equal_weight_on_real_bars_earns_the_mean_of_the_stocks_less_the_fee(runs):
-    valid = summary_of(runs / "csv")["valid"]
+    valid = json.loads((runs / "csv" / "summary.json").read_text())["valid"]
     held = valid["policies"]["equal weight"]
     bars = pd.read_csv(runs / "five.csv")
     bars = bars[(bars["date"] > valid["days"][0]) & (bars["date"] <= valid["days"][1])]
@@ -193,15 +176,6 @@ def test_a_run_does_not_continue_with_prices_that_have_changed(runs, monkeypatch
     finally:
         prices.write_text(before)
     assert str(prices) in only_error(capsys.readouterr().err)
-
-
-def test_other_bars_are_evaluated_on_every_tradable_day(runs, evaluated):
-    other = ["--data", runs / "other.csv", "--open_test"]
-    days = evaluated("csv", *other)[1]["days"]["days"]
-    assert days[1] == "2019-07-12" and days[0] < "2018-06-01"
-    assert evaluated("simulated", *other)[1]["days"]["days"] == days
-    # the same file is that of the run
-    assert set(evaluated("csv", "--data", runs / "five.csv")[1]) == {"train", "valid"}
 
 
 def test_policies_are_compared_in_one_table(runs, evaluated):
@@ -224,89 +198,63 @@ def test_a_checkpoint_copied_elsewhere_is_drawn_there(runs, evaluated, tmp_path,
     assert evaluate_here(monkeypatch, copy) == 2  # nothing is drawn through a link
 
 
-def test_a_film_shows_every_step_of_the_episodes_that_are_evaluated(runs, evaluated, tmp_path):
+def test_a_film_shows_every_step_of_the_first_episode_that_is_evaluated(
+    runs, evaluated, tmp_path, monkeypatch
+):
     folder = tmp_path / "new" / "films"
-    text, figures = evaluated("fading", "--episodes", "3", "--video", folder)
-    lengths = []
-    for number in range(3):
-        with Image.open(folder / f"episode_{number}.gif") as film:
-            assert film.size == (400, 13) and film.info["duration"] == 50
-            lengths.append(film.n_frames)
-            for age in range(film.n_frames):
-                film.seek(age)
-                assert (np.asarray(film.convert("RGB")) == 10 * age).all()
-    assert len(list(folder.iterdir())) == 3 and len(set(lengths)) > 1
-    returns = 2.0 * np.array(lengths)
-    expected = {"return": returns.mean(), "return_std": returns.std(), "return_min": returns.min()}
-    expected |= {"length": np.mean(lengths), "episodes": 3, "episodes_cut": 0, "env_restarts": 0}
-    assert figures["policy"] == pytest.approx(expected)
-    assert f"3 episodes without noise: mean return {returns.mean():.2f}" in text
-
-
-def test_an_episode_without_end_is_cut(evaluated, monkeypatch):
+    figures = evaluated("fading", "--episodes", "1", "--video", folder)[1]["policy"]
+    (path,) = folder.iterdir()
+    with Image.open(path) as film:
+        assert film.size == (400, 13)
+        length = film.n_frames
+        for age in range(length):
+            film.seek(age)
+            assert (np.asarray(film.convert("RGB")) == 10 * age).all()
+    expected = {"return": 2.0 * length, "return_std": 0, "return_min": 2.0 * length}
+    expected |= {"length": length, "episodes": 1, "episodes_cut": 0, "env_restarts": 0}
+    assert figures == pytest.approx(expected)
     monkeypatch.setattr(episodes, "MAX_EPISODE_STEPS", 2)
-    text, figures = evaluated("fading", "--episodes", "4")
-    assert "4 cut after 2 steps" in text and figures["policy"]["length"] == 2.0
-
-
-@pytest.mark.parametrize("method", ["render", "__init__"])
-def test_what_cannot_be_drawn_is_one_line(method, runs, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(FadingEnv, method, lambda self: None)
-    assert evaluate_here(monkeypatch, runs / "fading", "--video", tmp_path / "films") == 2
-    assert "render" in only_error(capsys.readouterr().err)
-    assert not (tmp_path / "films").exists()
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_signal_ends_an_evaluation_in_one_line(signum, runs, monkeypatch, capsys):
-    def interrupted(*args):
-        signal.raise_signal(signum)
-
-    run_dir = runs / "fading"
-    summary = summary_of(run_dir)
-    with monkeypatch.context() as patched:
-        patched.setattr(episodes, "policy_input", interrupted)
-        assert evaluate_here(monkeypatch, run_dir) == 128 + signum
-        lines = capsys.readouterr().out.splitlines()
-        assert [line for line in lines if "stop" in line] == [f"stopped by {signum.name}"]
-        assert train_here(monkeypatch, "--resume", run_dir) == 128 + signum
-        last = capsys.readouterr().out.splitlines()[-1]
-        assert f"stopped by {signum.name}" in last and f"--resume {run_dir}" in last
-    assert train_here(monkeypatch, "--resume", run_dir) == 0
-    assert summary_of(run_dir) == summary
+    figures = evaluated("fading", "--episodes", "4")[1]["policy"]
+    assert figures["episodes_cut"] == 4 and figures["length"] == 2.0
 
 
 REFUSED = [
-    ("csv", "--data {}/four.csv --open_test", "trades 5 stocks"),
-    ("csv", "--data no_such.csv", "no_such.csv"),
-    ("csv", "--data {}/other.csv", "--open_test"),
     ("fading", "--compare {}/csv", "trained on observations of parts"),
     ("csv", "--num_gpus 0", "num_gpus"),
     ("nothing", "", "does not exist"),
     ("five.csv", "", "no checkpoint"),
+    ("fading", "--video {}/films", "render"),
+    ("nan.pt", "--env FadingNan-v0", "FadingNan-v0 number 0 at its step 2"),
 ]
 
 
 @pytest.mark.parametrize(
     ("run", "flags", "expected"), REFUSED, ids=[f"{run} {flags}" for run, flags, _ in REFUSED]
 )
-def test_bad_arguments_are_one_line(run, flags, expected, runs, monkeypatch, capsys):
+def test_what_cannot_be_evaluated_is_one_line(run, flags, expected, runs, monkeypatch, capsys):
+    state = load_checkpoint(latest_checkpoint(runs / "fading"))
+    state["config"] = state["config"].replace("Fading-v0", "FadingNan-v0")
+    save_checkpoint(runs, state, iteration=1, keep=1).rename(runs / "nan.pt")
+    monkeypatch.setattr(FadingEnv, "render", lambda self: None)
     before = sorted(runs.rglob("*"))
     assert evaluate_here(monkeypatch, runs / run, *flags.format(runs).split()) in (1, 2)
     assert expected in only_error(capsys.readouterr().err)
     assert sorted(runs.rglob("*")) == before
 
 
-def test_a_failing_environment_is_named_in_one_line(runs, tmp_path, monkeypatch, capsys):
-    state = load_checkpoint(latest_checkpoint(runs / "fading"))
-    state["config"] = state["config"].replace("Fading-v0", "FadingNan-v0")
-    path = save_checkpoint(tmp_path, state, iteration=1, keep=1)
-    assert evaluate_here(monkeypatch, path, "--env", "FadingNan-v0") == 1
-    assert "FadingNan-v0 number 0 at its step 2" in only_error(capsys.readouterr().err)
-
-
-def test_a_damaged_best_checkpoint_leaves_the_last_one_evaluated(runs, tmp_path, monkeypatch):
-    run_dir = shutil.copytree(runs / "fading", tmp_path / "run")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_signal_ends_an_evaluation_in_one_line(signum, runs, monkeypatch, capsys):
+    run_dir = runs / "fading"
+    summary = json.loads((run_dir / "summary.json").read_text())
+    with monkeypatch.context() as patched:
+        patched.setattr(episodes, "policy_input", lambda *args: signal.raise_signal(signum))
+        assert evaluate_here(monkeypatch, run_dir, "--which", "last") == 128 + signum
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if "stop" in line] == [f"stopped by {signum.name}"]
+        assert train_here(monkeypatch, "--resume", run_dir) == 128 + signum
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert f"stopped by {signum.name}" in last and f"--resume {run_dir}" in last
+    # a damaged best checkpoint leaves the last one evaluated
     (run_dir / "checkpoints" / "best.pt").write_bytes(b"torn")
     assert train_here(monkeypatch, "--resume", run_dir) == 0
-    assert summary_of(run_dir) == summary_of(runs / "fading")
+    assert json.loads((run_dir / "summary.json").read_text()) == summary

@@ -15,11 +15,9 @@ from agents.evaluate import episodes, markets
 from agents.evaluate.episodes import PolicyController, evaluate_episodes
 from agents.evaluate.markets import (
     ACCOUNTS,
-    bootstrap_interval,
+    difference,
     evaluate_markets,
-    mean_interval,
     performance,
-    run_markets,
 )
 from agents.network.inputs import Normalizer
 from agents.network.seeds import EVALUATION_STREAM, stream_seeds
@@ -81,17 +79,23 @@ def over_ranks(call, size, monkeypatch):
     return [call(world) for world in worlds]
 
 
-def test_ruin_freezes_the_value_and_ends_trading():
-    record = run_markets(Paths([[100, 5, 100, 200], [100, 90, 80, 70]]), idle)
+def run_paths(paths, world, traders=("one",)):
+    """Records of idle traders on markets with these portfolio values."""
+    task = SimpleNamespace(evaluation_env=lambda paths, span, **options: Paths(paths))
+    return evaluate_markets(task, paths, None, dict.fromkeys(traders, idle), world)
+
+
+def test_ruin_freezes_the_value_and_ends_trading(world):
+    record = run_paths([[100, 5, 100, 200], [100, 90, 80, 70]], world)["one"]
     assert record["values"].tolist() == [[100, 5, 5, 5], [100, 90, 80, 70]]
     assert record["fees_usd"].tolist() == [[1, 0, 0], [1, 2, 3]]  # the ruinous day still counts
     assert record["exposure"].tolist() == [[1, 0, 0], [1, 2, 3]]
 
 
-@pytest.mark.parametrize(("count", "size"), [(5, 2), (4, 2), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("count", "size"), [(5, 2), (1, 2), (2, 3)])
 def test_markets_spread_over_ranks_give_what_one_rank_gives(count, size, world, monkeypatch):
     paths = [[100.0, 100.0 + m, 100.0 + 7 * m] for m in range(count)]
-    together = functools.partial(evaluate_markets, paths, Paths, {"one": idle, "two": idle})
+    together = functools.partial(run_paths, paths, traders=("one", "two"))
     alone = together(world)
     assert alone["one"]["values"].tolist() == paths
     for records in over_ranks(together, size, monkeypatch):
@@ -107,7 +111,7 @@ class Numbered(ScriptedEnv):
     made: list = []
     restarts = ()
 
-    def __init__(self, count, first, faulty=False):
+    def __init__(self, count, first, device, faulty=False):
         ends = [(3, TERMINATED), (5, TRUNCATED), (1, TERMINATED), (4, TERMINATED), (2, TRUNCATED)]
         super().__init__([[end] for end in ends[first : first + count]])
         self.first, self.closed, self.num_steps = first, False, 0
@@ -133,9 +137,10 @@ class Numbered(ScriptedEnv):
         self.closed = True
 
 
-# the second episode ends in step 5: two steps of its first try, three of its second
-REPEATED = {"return": [0, 3, 2, 12, 8], "length": [3, 3, 1, 4, 2], "restarts": [0, 1, 0, 0, 0]}
-WHOLE = {"return": [0, 5, 2, 12, 8], "length": [3, 5, 1, 4, 2], "restarts": [0] * 5}
+# columns: return, length, restarts; the second episode ends in step 5: two steps of its first try,
+# three of its second
+WHOLE = [[0, 3, 0], [5, 5, 0], [2, 1, 0], [12, 4, 0], [8, 2, 0]]
+REPEATED = [[0, 3, 0], [3, 3, 1], [2, 1, 0], [12, 4, 0], [8, 2, 0]]
 
 
 @pytest.mark.parametrize(("faulty", "expected"), [(False, WHOLE), (True, REPEATED)])
@@ -143,12 +148,12 @@ def test_every_episode_counts_once_and_is_repeated_after_a_restart(
     faulty, expected, world, monkeypatch
 ):
     seeds = stream_seeds(1, EVALUATION_STREAM, 0, 5)
-    make_env = functools.partial(Numbered, faulty=faulty)
-    call = functools.partial(evaluate_episodes, make_env, idle, 5, 1)
-    for size in (1, 2, 3, 8):
+    task = SimpleNamespace(evaluation_env=functools.partial(Numbered, faulty=faulty))
+    call = functools.partial(evaluate_episodes, task, idle, 5, 1)
+    for size in (1, 2, 8):
         Numbered.made.clear()
         results = [call(world)] if size == 1 else over_ranks(call, size, monkeypatch)
-        assert results == [expected] * size
+        assert [rows.tolist() for rows in results] == [expected] * size
         envs = Numbered.made[: min(size, 5)]
         assert [seed for env in envs for seed in env.seeds] == seeds
         assert all(env.closed for env in envs)
@@ -228,19 +233,28 @@ def test_figures_are_those_of_a_year_or_of_a_span_below_60_days(repeats, period)
     assert {name: computed[name] for name in expected} == pytest.approx(expected)
 
 
-def test_intervals_hold_the_differences_and_repeat():
-    half = 1.96 * math.sqrt(5 / 3) / 2  # 1.96 standard errors
-    interval = mean_interval(np.array([1.0, 2.0, 3.0, 4.0]))
-    assert interval == pytest.approx((2.5, 2.5 - half, 2.5 + half))
+def record_of(returns):
+    """The record of daily returns [M, D], with nothing traded."""
+    values = 100.0 * np.cumprod(
+        np.pad(1.0 + returns, ((0, 0), (1, 0)), constant_values=1.0), axis=1
+    )
+    return {"values": values} | dict.fromkeys(ACCOUNTS, np.zeros_like(returns))
+
+
+@pytest.mark.parametrize("num_markets", [1, 4])
+def test_intervals_hold_the_differences_and_repeat(num_markets):
     rng = np.random.default_rng(1)
-    baseline = 0.01 * rng.standard_normal(500)
-    policy = baseline + 0.001 + 0.002 * rng.standard_normal(500)
-    intervals = bootstrap_interval(policy, baseline)
-    assert intervals == bootstrap_interval(policy, baseline)
-    expected = {
-        "annual_return": lambda x: math.prod(1 + x) ** (252 / len(x)) - 1,
-        "sharpe": lambda x: math.sqrt(252) * x.mean() / x.std(ddof=1),
+    baseline = 0.01 * rng.standard_normal((num_markets, 500))
+    policy = baseline + 0.001 + 0.002 * rng.standard_normal(baseline.shape)
+    functions = {
+        "annual_return": lambda x: np.prod(1 + x, axis=1) ** (252 / 500) - 1,
+        "sharpe": lambda x: math.sqrt(252) * x.mean(1) / x.std(1, ddof=1),
     }
-    for name, (difference, low, high) in intervals.items():
-        assert low < difference < high
-        assert difference == pytest.approx(expected[name](policy) - expected[name](baseline))
+    for name, function in functions.items():
+        interval = difference(record_of(policy), record_of(baseline), name)
+        assert interval == difference(record_of(policy), record_of(baseline), name)
+        expected, (value, low, high) = function(policy) - function(baseline), interval
+        assert value == pytest.approx(expected.mean()) and low < value < high
+        if num_markets > 1:  # 1.96 standard errors
+            half = 1.96 * expected.std(ddof=1) / math.sqrt(num_markets)
+            assert high - value == value - low == pytest.approx(half)
