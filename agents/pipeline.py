@@ -1,9 +1,10 @@
 """PPO on pairs of ranks: strategy hybrid that cuts the cascade into two stages.
 
 The first rank of a pair trains the feature LSTM, the second one actor and critic. A pair works on
-the sequences of both its ranks, as microbatches that `torch.distributed.pipelining` moves from
-stage to stage; a stage's gradients are averaged over the pairs. While collecting, every rank acts
-with the whole policy: after an update, a pair exchanges the parameters of its stages.
+the sequences of both its ranks, cut into parts: the first rank sends the features of a part and
+gets their gradient back, while it computes the features of the next part. A stage's gradients are
+averaged over the pairs. While collecting, every rank acts with the whole policy: after an update,
+a pair exchanges the parameters of its stages.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from torch.nn.utils.convert_parameters import parameters_to_vector
 from agents.network.minibatches import Minibatch
 from agents.network.pieces import Plan
 from agents.network.sequences import run_sequence
-from agents.ppo import PPO, LossParts, PPOConfig, ppo_loss
+from agents.ppo import PPO, LossParts, ppo_loss
 from rl_dist.errors import UserError
 from rl_dist.process_group.join import devices_differ
 from rl_dist.process_group.world import World
@@ -33,8 +33,6 @@ from rl_dist.strategies.mesh import make_mesh
 from rl_dist.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
-    from torch.distributed.pipelining import Schedule1F1B
-
     from agents.policy import Policy
 
 STAGES = 2
@@ -45,11 +43,6 @@ NEEDED = (
     ("actions", "logprobs", "values", "advantages", "returns", "episode_start", "lstm_state"),
 )
 logger = logging.getLogger(__name__)
-
-
-def stage_of(name: str) -> int:
-    """Return which stage trains the policy's parameter of this name."""
-    return FEATURES if name.startswith("feature_") else DECISIONS
 
 
 class StageStrategy(Strategy):
@@ -74,10 +67,9 @@ class StageStrategy(Strategy):
                 "hybrid_form pipeline cuts a cascade of LSTMs without masks of actions in two: "
                 "use --policy clstm, or --strategy ddp"
             )
-        named = list(module.named_parameters())
-        self.stages = tuple(
-            [p for name, p in named if stage_of(name) == stage] for stage in range(STAGES)
-        )
+        features = [p for name, p in module.named_parameters() if name.startswith("feature_")]
+        others = [p for name, p in module.named_parameters() if not name.startswith("feature_")]
+        self.stages = (features, others)
         self.parameters = list(module.parameters())
         self.local = self.stages[self.stage]
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in self.local)
@@ -93,7 +85,8 @@ class StageStrategy(Strategy):
         self, optimizer: torch.optim.Optimizer, max_grad_norm: float = math.inf
     ) -> tuple[Tensor, Tensor]:
         """Clip by the norm over both stages and step this one, on all ranks or on none."""
-        self._forget_other_stage(optimizer)
+        for parameter in self.stages[1 - self.stage]:
+            optimizer.state.pop(parameter, None)  # of a resume or a save, to free the memory
         grad_norm = self.agreed_norm(self.grad_norm)
         stepped = torch.isfinite(grad_norm)  # the same on all ranks
         if stepped:
@@ -113,49 +106,115 @@ class StageStrategy(Strategy):
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the whole `state_dict`, of both stages; all ranks must call."""
-        first = self.local[0]
-        names = list(optimizer.state.get(first, {}))  # none as long as neither stage has stepped
-        with self.world.waiting("exchange of optimizer state") if names else nullcontext():
-            for stage, parameters in enumerate(self.stages):
-                for parameter in parameters if names else ():
-                    self._exchange_state(optimizer, stage, parameter, names)
-        whole = optimizer.state_dict()
-        self._forget_other_stage(optimizer)
-        return whole
+        with self.world.waiting("exchange of optimizer state"):
+            # empty as long as neither stage has stepped
+            for name, example in optimizer.state.get(self.local[0], {}).items():
+                for stage, parameters in enumerate(self.stages):
+                    for parameter in parameters:
+                        state = optimizer.state[parameter]
+                        if name not in state:
+                            state[name] = torch.empty_like(parameter if example.ndim else example)
+                        moved = state[name].to(self.world.device)  # Adam may count on the CPU
+                        dist.broadcast(moved, group=self.pair, group_src=stage)
+                        state[name].copy_(moved)
+        return optimizer.state_dict()
 
-    def _exchange_state(
-        self,
-        optimizer: torch.optim.Optimizer,
-        stage: int,
-        parameter: nn.Parameter,
-        names: list[str],
-    ) -> None:
-        state, first = optimizer.state[parameter], self.local[0]
-        for name in names:
-            if stage != self.stage:
-                value = optimizer.state[first][name]
-                like = parameter if value.shape == first.shape else value
-                state[name] = torch.empty_like(like, dtype=value.dtype)
-            moved = state[name].to(self.world.device)  # Adam may count on the CPU
-            dist.broadcast(moved, group=self.pair, group_src=stage)
-            state[name].copy_(moved)
-
-    def _forget_other_stage(self, optimizer: torch.optim.Optimizer) -> None:
-        for parameter in self.stages[1 - self.stage]:
-            optimizer.state.pop(parameter, None)
+    def swap(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """Send tensors to the other rank of the pair and receive its tensors."""
+        peer: dict[str, Any] = {"group": self.pair, "group_peer": 1 - self.stage}
+        calls = [dist.P2POp(dist.isend, tensor.detach(), **peer) for tensor in sent]
+        calls += [dist.P2POp(dist.irecv, tensor, **peer) for tensor in received]
+        for work in dist.batch_isend_irecv(calls):
+            work.wait()
 
 
-class Stage(nn.Module):
-    """This rank's half of the policy; finds its inputs by a microbatch's number."""
+class PipelinePPO(PPO):
+    """PPO whose forward and backward passes move through two stages on two ranks."""
 
-    def __init__(self, policy: Policy, config: PPOConfig, world: World) -> None:
-        super().__init__()
-        self.policy = policy
-        self.config = config
-        self.world = world
-        self.microbatches: Sequence[Minibatch] = ()
+    takes_plans = False
+    strategy: StageStrategy
 
-    def run(
+    def gradients(self, minibatch: Minibatch, plans: Sequence[Plan]) -> LossParts:
+        """Add this stage's gradient of the mean loss over all ranks' minibatches.
+
+        All ranks have equally many sequences, and cut them into equally many parts. A loss that is
+        not finite makes the gradient NaN, which all ranks see.
+        """
+        strategy, stage = self.strategy, self.strategy.stage
+        theirs = self._partners(minibatch)
+        pair = (minibatch, theirs) if stage == FEATURES else (theirs, minibatch)
+        parts = [part for half in pair for part in half.into_microbatches(self.num_microbatches)]
+        with self.world.reduction_context("pipeline"):
+            run_stage = self._train_features if stage == FEATURES else self._train_decisions
+            terms = run_stage(parts)
+
+            # the mean of this stage's gradients over all parts and pairs
+            self.world.gradients_ready()
+            gradients = [p.grad for p in strategy.local if p.grad is not None]
+            flat = parameters_to_vector(gradients) / len(parts)
+            dist.all_reduce(flat, group=strategy.replicas)
+            copy_from(flat / strategy.num_pairs, gradients)
+
+            # the norm over both stages, and the terms on the rank that does not know them
+            square = get_total_norm(gradients).double().square()
+            shared = torch.cat([square[None], terms.double().flatten()])
+            dist.all_reduce(shared, group=strategy.pair)
+        strategy.grad_norm = shared[0].sqrt()
+        self.clock.mark("backward")
+        terms = shared[1:].unflatten(0, (STAGES, self.num_microbatches, -1))
+        return LossParts(*terms[stage].mean(0))
+
+    def share_parameters(self) -> None:
+        """Give each rank of a pair the parameters that the other one has trained."""
+        self.strategy.exchange_parameters()
+
+    def _partners(self, minibatch: Minibatch) -> Minibatch:
+        """Return the partner's minibatch; fields that this stage does not need are not received."""
+        stage = self.strategy.stage
+        received = {name: torch.empty_like(getattr(minibatch, name)) for name in NEEDED[stage]}
+        with self.world.waiting("exchange of sequences"):
+            sent = [getattr(minibatch, name) for name in NEEDED[1 - stage]]
+            self.strategy.swap(sent, list(received.values()))
+        return replace(minibatch, **received)
+
+    def _train_features(self, parts: Sequence[Minibatch]) -> Tensor:
+        """Add the feature LSTM's gradient of all parts; return zeros for their loss terms."""
+        waiting: list[Tensor] = []  # the features whose gradient has not come back
+        for number in range(len(parts) + 1):
+            new = [self._features(part) for part in parts[number : number + 1]]
+            gradients = [torch.empty_like(features) for features in waiting]
+            self.strategy.swap(new, gradients)
+            torch.autograd.backward(waiting, gradients)
+            waiting = new
+        return gradients[0].new_zeros(len(parts), len(LossParts._fields))
+
+    def _train_decisions(self, parts: Sequence[Minibatch]) -> Tensor:
+        """Add the gradient of actor and critic of all parts; return the terms of their loss."""
+        terms: list[Tensor] = []
+        gradients: list[Any] = []  # of the features of the part before
+        size = self.policy.config.hidden_size
+        for part in parts:
+            features = part.lstm_state.new_empty(*part.episode_start.shape, size)
+            self.strategy.swap(gradients, [features])
+            losses = self._losses(features.requires_grad_(), part)
+            (losses.total * (losses.total.detach() * 0.0 + 1.0)).backward()  # NaN if not finite
+            gradients = [features.grad]
+            terms.append(torch.stack(losses).detach())
+        self.strategy.swap(gradients, [])
+        return torch.stack(terms)
+
+    def _features(self, part: Minibatch) -> Tensor:
+        """Return the features [L, N, H] of a part."""
+        state = part.lstm_state[:, self.policy.num_decision_states :]
+        return self._run(self.policy.features, part.obs, state, part.episode_start)[0]
+
+    def _losses(self, features: Tensor, part: Minibatch) -> LossParts:
+        """Return the losses of a part, for its features [L, N, H]."""
+        state = part.lstm_state[:, : self.policy.num_decision_states]
+        actor, values = self._run(self.policy.decisions, features, state, part.episode_start)
+        return ppo_loss(self.policy.evaluate(actor, values, part.actions), part, self.config)
+
+    def _run(
         self, half: Callable[..., Any], inputs: Tensor, state: Tensor, episode_start: Tensor
     ) -> tuple[Tensor, ...]:
         """Run `Policy.features` or `decisions` over inputs [L, N, ...]."""
@@ -168,127 +227,6 @@ class Stage(nn.Module):
         if not self.policy.config.memory:  # the state is zeroed before every step
             episode_start = torch.ones_like(episode_start)
         return run_sequence(network, inputs, state, episode_start)
-
-
-class FeatureStage(Stage):
-    """The feature LSTM and its layer."""
-
-    def forward(self, number: Tensor) -> Tensor:
-        """Return the features [L, N, H] of the microbatch of a number [1]."""
-        part = self.microbatches[int(number)]
-        state = part.lstm_state[:, self.policy.num_decision_states :]
-        return self.run(self.policy.features, part.obs, state, part.episode_start)[0]
-
-
-class DecisionStage(Stage):
-    """Actor, critic and loss."""
-
-    def forward(self, features: Tensor, *, number: Tensor) -> Tensor:
-        """Return the LossParts [K] of a microbatch for its features [L, N, H]."""
-        part = self.microbatches[int(number)]
-        state = part.lstm_state[:, : self.policy.num_decision_states]
-        actor, values = self.run(self.policy.decisions, features, state, part.episode_start)
-        evaluation = self.policy.evaluate(actor, values, part.actions)
-        return torch.stack(ppo_loss(evaluation, part, self.config))
-
-
-def first_term(terms: Tensor, number: Tensor) -> Tensor:
-    """Return the loss to minimise; if it is not finite, its gradient is NaN."""
-    one = torch.ones_like(terms[0])
-    return terms[0] * torch.where(torch.isfinite(terms[0]), one, one * torch.nan)
-
-
-class PipelinePPO(PPO):
-    """PPO whose forward and backward passes move through two stages on two ranks."""
-
-    takes_plans = False
-    strategy: StageStrategy
-
-    def __init__(
-        self, policy: Policy, config: PPOConfig, strategy: StageStrategy, num_microbatches: int = 1
-    ) -> None:
-        super().__init__(policy, config, strategy, num_microbatches)
-        kind = (FeatureStage, DecisionStage)[strategy.stage]
-        self.half = kind(policy, config, self.world)
-        self._schedules: dict[tuple[int, ...], Schedule1F1B] = {}
-
-    def gradients(self, minibatch: Minibatch, plans: Sequence[Plan]) -> LossParts:
-        """Add this stage's gradient of the mean loss over all ranks' minibatches.
-
-        All ranks have equally many sequences, and cut them into equally many microbatches. A loss
-        that is not finite makes the gradient NaN, which all ranks see.
-        """
-        stage, local = self.strategy.stage, self.strategy.local
-        num_terms = len(LossParts._fields)
-        theirs = self._exchange(minibatch)
-        pair = (minibatch, theirs) if stage == FEATURES else (theirs, minibatch)
-        parts = [part for half in pair for part in half.into_microbatches(self.num_microbatches)]
-        self.half.microbatches = parts
-        numbers = torch.arange(len(parts))
-        schedule = self._pipeline(len(parts), parts[0].episode_start.shape)
-        with self.world.reduction_context("pipeline"):
-            # forward and backward; only the second stage knows the terms
-            if stage == FEATURES:
-                schedule.step(numbers)
-                terms = local[0].new_zeros(len(parts) * num_terms)
-            else:
-                terms = schedule.step(number=numbers, target=numbers).detach()
-            self.half.microbatches = ()
-            # the mean of this stage's gradients over all pairs
-            self.world.gradients_ready()
-            gradients = [p.grad for p in local if p.grad is not None]
-            if self.strategy.num_pairs > 1:
-                flat = parameters_to_vector(gradients)
-                dist.all_reduce(flat, group=self.strategy.replicas)
-                copy_from(flat / self.strategy.num_pairs, gradients)
-            # the norm over both stages
-            square = get_total_norm(gradients).double().square()
-            shared = torch.cat([square[None], terms.double()])
-            dist.all_reduce(shared, group=self.strategy.pair)
-        self.strategy.grad_norm = shared[0].sqrt()
-        self.clock.mark("backward")
-        terms = shared[1:].unflatten(0, (STAGES, self.num_microbatches, num_terms))
-        return LossParts(*terms[stage].mean(0))
-
-    def share_parameters(self) -> None:
-        """Give each rank of a pair the parameters that the other one has trained."""
-        self.strategy.exchange_parameters()
-
-    def _exchange(self, minibatch: Minibatch) -> Minibatch:
-        """Return the partner's minibatch; fields that this stage does not need are not received."""
-        stage = self.strategy.stage
-        peer: dict[str, Any] = {"group": self.strategy.pair, "group_peer": 1 - stage}
-        sent = (getattr(minibatch, name) for name in NEEDED[1 - stage])
-        received = {name: torch.empty_like(getattr(minibatch, name)) for name in NEEDED[stage]}
-        calls = [dist.P2POp(dist.isend, tensor, **peer) for tensor in sent]
-        calls += [dist.P2POp(dist.irecv, tensor, **peer) for tensor in received.values()]
-        with self.world.waiting("exchange of sequences"):
-            for work in dist.batch_isend_irecv(calls):
-                work.wait()
-        return replace(minibatch, **received)
-
-    def _pipeline(self, count: int, shape: torch.Size) -> Schedule1F1B:
-        """Return the schedule, forward and backward in turns, of `count` microbatches [L, N]."""
-        from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # seconds to import
-
-        key = (count, *shape)
-        if key not in self._schedules:
-            like = self.strategy.local[0].to("meta")
-            number = torch.empty(1, dtype=torch.int64, device="meta")
-            features = like.new_empty(*shape, self.policy.config.hidden_size, requires_grad=True)
-            terms = like.new_empty(len(LossParts._fields), requires_grad=True)
-            boundary = ((number,), (features,), (terms,))
-            stage = PipelineStage(
-                self.half,
-                self.strategy.stage,
-                STAGES,
-                self.world.device,
-                input_args=boundary[self.strategy.stage],
-                output_args=boundary[self.strategy.stage + 1],
-                group=self.strategy.pair,
-            )
-            self._schedules[key] = Schedule1F1B(stage, count, loss_fn=first_term)
-        return self._schedules[key]
 
 
 def copy_from(flat: Tensor, tensors: Sequence[Tensor]) -> None:

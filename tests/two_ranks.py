@@ -39,9 +39,7 @@ EXERCISES: dict[str, Callable[[str], Any]] = {
     "test_example_images": classify_images,
     "test_faults": faults_ranks.survived,
     "test_grad_accumulation": speed_ranks.exercise,
-    "test_pipeline": partial(
-        pipeline_ranks.exercise, labels=pipeline_ranks.BRIEFLY, everything=True
-    ),
+    "test_pipeline": partial(pipeline_ranks.exercise, labels=pipeline_ranks.BRIEFLY),
     "test_rl_dist_ranks": rl_dist_ranks.exercise,
     "test_measure": strategy_ranks.choose,
     "test_supervised": supervised_ranks.exercise,
