@@ -5,7 +5,6 @@ Run it as `python check_gpu_setup.py [flags of train_distributed.py]`.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shlex
@@ -13,10 +12,9 @@ import sys
 from contextlib import ExitStack, redirect_stdout
 from typing import Any
 
-from agents.config import SECTIONS
-from agents.run.choice import RUNS, add_run_flags, choose_run
+from agents.run.choice import ALL_SECTIONS, RUNS, choose_run
 from rl_dist.errors import UserError, explains_errors, outlive_readers
-from rl_dist.flags import parse_flags
+from rl_dist.flags import configuration, parse_flags
 from rl_dist.launch.child import SCRIPT, leave_at_signals, without
 from rl_dist.setup_check import PROBLEM, WARNING, Check, check_setup, worst
 
@@ -31,33 +29,33 @@ exit codes: 0 it can train (warnings included), 1 it cannot, or --strict and a w
 130 and 143 stopped by INT and TERM"""
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this command, and those of training outside its sections."""
-    group = parser.add_argument_group("check")
-    schema = "docs/check_gpu_setup.schema.json"
-    group.add_argument("--json", action="store_true", help=f"print one JSON object, see {schema}")
-    group.add_argument("--strict", action="store_true", help="exit with 1 on a warning, too")
-    add_run_flags(parser)
+@configuration
+class CheckFlags:
+    """Flags of this command."""
+
+    json: bool = False
+    """Print one JSON object, see docs/check_gpu_setup.schema.json."""
+    strict: bool = False
+    """Exit with 1 on a warning, too."""
 
 
 @explains_errors
 def main() -> int:
     """Run the command; return the exit code."""
-    parsed = parse_flags(SECTIONS, description=DESCRIPTION, epilog=EPILOG, extra=add_flags)
-    if parsed.extra.resume or parsed.extra.interactive:
+    sections = {"check": CheckFlags(), **ALL_SECTIONS}
+    parsed = parse_flags(sections, description=DESCRIPTION, epilog=EPILOG)
+    own: CheckFlags = parsed.configs["check"]
+    if parsed.configs["run"].resume or parsed.configs["run"].interactive:
         raise UserError("--resume and --interactive are no flags to check: give those of a new run")
     flags = without(sys.argv[1:], ("json", "strict"))
     checks: list[Check] = []
     figures: dict[str, Any] = {}
     with ExitStack() as held:
-        if parsed.extra.json:
+        if own.json:
             held.enter_context(redirect_stdout(sys.stderr))
         chosen = choose_run(parsed, held)
-        train = chosen.config.train
-        budget = (train.num_episodes, "episodes")
-        if train.total_steps:
-            budget = (train.total_steps, "steps")
-        run_dir = chosen.run_dir or RUNS
+        budget = chosen.config.train.budget
+        run_dir = chosen.directory.path if chosen.directory else RUNS
         for check in check_setup(chosen.config.launch, flags, run_dir, budget, figures):
             checks.append(check)
             print(f"{check.verdict:<8} {check.name:<12} {check.measured}", flush=True)
@@ -65,8 +63,8 @@ def main() -> int:
                 print(f"{'':<21} -> {check.fix}")
     command = shlex.join(["python", str(SCRIPT), *flags])
     verdict = worst(check.verdict for check in checks)
-    code = int(verdict == PROBLEM or (verdict == WARNING and parsed.extra.strict))
-    if parsed.extra.json:
+    code = int(verdict == PROBLEM or (verdict == WARNING and own.strict))
+    if own.json:
         report = {"version": 7, "verdict": verdict, "exit_code": code, "command": command}
         report["checks"] = [dataclasses.asdict(check) for check in checks]
         print(json.dumps(report | figures, indent=2))

@@ -12,30 +12,28 @@ if __name__ == "__main__":  # before anything slow is imported
     supervise()
 
 import sys
-from contextlib import ExitStack
 
 from agents.rank import run_rank
+from agents.run.choice import parse_training
+from agents.run.start import start
 from rl_dist.errors import explains_errors, outlive_readers
-from rl_dist.flags import ParsedFlags
 from rl_dist.launch.supervisor import imports_done
 from rl_dist.process_group.process_ends import report
 
 
-def train_several(parsed: ParsedFlags) -> int:
-    """Train once with each of --seeds; return the exit code."""
-    from agents.api import seeds
-
-    return seeds.train_several(parsed)
-
-
 @explains_errors
 def main() -> int:
-    """Choose a run, start its ranks, and return the exit code."""
-    from agents.run.start import prepare
+    """Start the run, or the runs, that the command line means; return the exit code."""
+    parsed = parse_training()
+    if parsed.configs["run"].interactive:
+        from agents.run.interactive import ask_user
 
-    with ExitStack() as held:  # the run's lock
-        run = prepare(held, several_seeds=train_several)
-        return run if isinstance(run, int) else run.launch(run_rank)
+        parsed = ask_user(parsed, sys.argv[1:])
+    if parsed.configs["run"].seeds:
+        from agents.api.seeds import train_several
+
+        return train_several(parsed)
+    return start(parsed, run_rank)
 
 
 if __name__ == "__main__":

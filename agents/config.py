@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from gymnasium import spaces
@@ -16,7 +15,7 @@ from agents.policy import Policy, PolicyConfig
 from agents.ppo import PPOConfig
 from envs.task import GymTask, TaskConfig
 from envs.trading.config import DataConfig, SimulatedMarketConfig, TradingConfig
-from envs.vector.layout import Layout
+from envs.vector.layout import Layout, TorchEnv
 from rl_dist.errors import UserError
 from rl_dist.files import read_plain
 from rl_dist.flags import (
@@ -163,12 +162,15 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         named_loggers(self.loggers)
-        if self.pretrained and self.init_from:
-            raise ValueError("init_from brings all weights: omit pretrained")
-        if self.callback and not all(self.callback.partition(":")):
-            raise ValueError(f"callback must be module:function, got {self.callback!r}")
-        if self.stop_at:
-            self._check_stop()
+        if self.pretrained and (self.init_from or not self.normalize_obs):
+            raise ValueError("pretrained needs normalize_obs, and replaces init_from: omit one")
+        try:
+            _ = self.stop
+        except ValueError:
+            raise ValueError(
+                f"stop_at must be a metric and a value, such as valid/return 475, got "
+                f"{self.stop_at!r}"
+            ) from None
         if self.num_steps % self.bptt_steps:
             near = max(1, round(self.num_steps / self.bptt_steps)) * self.bptt_steps
             raise ValueError(
@@ -176,15 +178,16 @@ class TrainConfig:
                 f"try --num_steps {near}"
             )
 
-    def _check_stop(self) -> None:
-        name, _, value = self.stop_at.partition(" ")
-        try:
-            float(value)
-        except ValueError:
-            raise ValueError(
-                f"stop_at must be a metric and a value, such as valid/return 475, got "
-                f"{self.stop_at!r}"
-            ) from None
+    @property
+    def stop(self) -> tuple[str, float]:
+        """Return the metric of stop_at and the value that ends the run; ("", 0): neither."""
+        name, _, value = (self.stop_at or " 0").partition(" ")
+        return name, float(value)
+
+    @property
+    def budget(self) -> tuple[int, Literal["steps", "episodes"]]:
+        """Return the length of the run and its unit."""
+        return (self.total_steps, "steps") if self.total_steps else (self.num_episodes, "episodes")
 
     @property
     def sequences_per_step(self) -> int:
@@ -194,7 +197,7 @@ class TrainConfig:
     @property
     def named_metrics(self) -> dict[str, str]:
         """Return the metric named in each flag that names one."""
-        named = {"stop_at": self.stop_at.split(" ")[0], "keep_best": self.keep_best}
+        named = {"stop_at": self.stop[0], "keep_best": self.keep_best}
         return {flag: name for flag, name in named.items() if name not in ("", "auto", "off")}
 
     @property
@@ -297,59 +300,25 @@ def with_threads(config: RunConfig) -> RunConfig:
     return replace(config, launch=replace(config.launch, threads=1))
 
 
-def with_digest(config: DataConfig) -> DataConfig:
-    """Return the data of a run that begins, by which a changed file is known later."""
-    return replace(config, data_digest=data_digest(config))
-
-
 def data_digest(config: DataConfig) -> str:
     """Return a digest by which a changed price file is noticed; "": no file."""
     if config.data == "simulated":
         return ""
-    try:
-        content = read_plain(Path(config.data).expanduser(), most=None)
-    except (OSError, ValueError):  # the code that loads the file reports the error
-        return ""
+    content = read_plain(Path(config.data).expanduser(), most=None)
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def probe_env(task: TradingTask | GymTask) -> Any:
-    """Make the smallest environment of a task, to look at its spaces."""
+def probe(task: TradingTask | GymTask) -> TorchEnv:
+    """Make the smallest environment of a task and close it; its spaces can be read."""
     if isinstance(task, GymTask):
-        return task.probe_env()
-    return task.evaluation_env(task.markets("train", 1), task.spans.train)
-
-
-class Probed(NamedTuple):
-    """Spaces of a task's environment, and whether its state can be saved."""
-
-    layout: Layout
-    action_space: spaces.Space
-    can_snapshot: bool
-
-    def empty_policy(self, config: RunConfig) -> Policy:
-        """Return a run's policy without weights; refuse what it cannot be made of."""
-        with torch.device("meta"):
-            policy = Policy(config.policy, self.layout, self.action_space)
-        return policy.to(config.launch.dtype)
-
-
-def probe(task: TradingTask | GymTask) -> Probed:
-    """Make an environment of a task and look at it; of a Gymnasium task only once."""
-    return _probe_gym(task.config) if isinstance(task, GymTask) else _look_at(probe_env(task))
-
-
-@functools.cache
-def _probe_gym(config: TaskConfig) -> Probed:
-    return _look_at(GymTask(config).probe_env())
-
-
-def forget_probed() -> None:
-    """Clear the cache of probed environments: ids may have been registered again."""
-    _probe_gym.cache_clear()
-
-
-def _look_at(env: Any) -> Probed:
-    found = Probed(env.layout, env.single_action_space, env.can_snapshot)
+        env = task.probe_env()
+    else:
+        env = task.evaluation_env(task.markets("train", 1), task.spans.train)
     env.close()
-    return found
+    return env
+
+
+def empty_policy(config: RunConfig, layout: Layout, action_space: spaces.Space) -> Policy:
+    """Return a run's policy without weights; refuse spaces that do not fit."""
+    with torch.device("meta"):
+        return Policy(config.policy, layout, action_space).to(config.launch.dtype)

@@ -13,7 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from agents.config import AUTO, RunConfig
+from agents.config import RunConfig
+from agents.run.auto import choose
 from agents.run.limits import check_rollouts, explained_faults
 from agents.run.saved import initial_weights, load_newest, share_checkpoint
 from agents.run.start import Run
@@ -79,18 +80,6 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
         return evaluate_and_finish(run.config, task, training, run.path)
 
 
-def choose(run: Run, world: World) -> Run:
-    """Return the run with a measured value for every auto; all ranks call."""
-    config = run.config
-    measured = config.train.batch_size == AUTO or config.task.env_workers < 0
-    has_auto = measured or "auto" in (config.launch.precision, config.launch.strategy)
-    if not any(all_gather_json(has_auto, world)):
-        return run
-    from agents.run.auto import choose
-
-    return choose(run, world)
-
-
 def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Training:
     """Return a new training, or the one of the checkpoint."""
     config = run.config
@@ -133,15 +122,15 @@ def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Tr
 
 def open_run_writer(run: Run, training: Training) -> NullWriter:
     """Open the writer of metrics; on other ranks than 0 it writes nothing."""
-    train = run.config.train
+    total, unit = run.config.train.budget
     writer = open_writer(
         run.directory,
         training.world,
-        train.total_steps or train.num_episodes,
-        "steps" if train.total_steps else "episodes",
-        start=training.global_step if train.total_steps else training.episodes,
+        total,
+        unit,
+        start=training.done,
         purge_step=training.global_step + 1,
-        loggers=named_loggers(train.loggers),
+        loggers=named_loggers(run.config.train.loggers),
         config=run.config.to_dict(),
     )
     writer.update_state(

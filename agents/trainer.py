@@ -120,7 +120,7 @@ class Training:
     @property
     def progress(self) -> float:
         """Fraction of the run that is done, 0 to 1."""
-        return min(self.done / (self.job.train.total_steps or self.job.train.num_episodes), 1.0)
+        return min(self.done / self.job.train.budget[0], 1.0)
 
     def warm_up_normalizers(self) -> None:
         """Fill the normalisers by one initial rollout; all environments then reset."""
@@ -134,7 +134,7 @@ class Training:
             sums = self.normalizers.sums(rollout.raw_obs, rollout.discounted_returns)
             self.normalizers.merge(all_reduce_sum(sums, self.world))
         if self.job.pretrained:
-            self.job.pretrained.set_moments(self.normalizers.obs, self.normalizers.rewards)
+            self.job.pretrained.set_moments(self.normalizers)
         self.carry = self._reset()
         self.env.take_metrics()  # those of the warm-up do not count
 

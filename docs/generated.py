@@ -24,7 +24,7 @@ from agents.config import DEFAULTS, PRESETS, QUICK, SECTIONS
 from agents.evaluate import command as evaluate
 from agents.export import command as export
 from agents.pretrain import command as pretrain
-from agents.run.choice import CHANGEABLE, add_run_flags
+from agents.run.choice import ALL_SECTIONS, CHANGEABLE
 from agents.run.metric_table import METRICS
 from agents.run.saved import load_agent
 from rl_dist import resume_check, status
@@ -51,6 +51,7 @@ OWN_SECTIONS = {
 }
 API = {"load_agent": load_agent} | {name: getattr(rl_dist, name) for name in rl_dist.__all__}
 TITLES = {
+    "run": "The run",
     "launch": "Ranks, devices and strategies",
     "train": "Length, sizes, checkpoints",
     "ppo": "PPO",
@@ -87,8 +88,7 @@ def generate(name: str) -> str:
     """Return the Markdown that stands for a mark; an unknown name is a KeyError."""
     kind, _, rest = name.partition(" ")
     return {
-        "flags": lambda: _stacked("flags", flag_tables(SECTIONS)),
-        "run_flags": run_flags,
+        "flags": lambda: _stacked("flags", flag_tables(ALL_SECTIONS)),
         "own_flags": lambda: _stacked("flags", flag_tables(OWN_SECTIONS[rest])),
         "presets": preset_table,
         "changeable": lambda: ", ".join(f"`--{name}`" for name in sorted(CHANGEABLE)),
@@ -119,28 +119,6 @@ def flag_tables(sections: Mapping[str, Any]) -> str:
 
 def _flag(name: str, field: Any) -> str:
     return f"`--{name}`" + (f", `--no-{name}`" if field.annotation is bool else "")
-
-
-def run_flags() -> str:
-    """Return the table of the flags that belong to no section."""
-    found = _Recorder()
-    add_run_flags(found)  # type: ignore[arg-type]
-    return _table(
-        ("flag", "meaning"), [(f"`{name}`", options["help"]) for name, options in found.added]
-    )
-
-
-class _Recorder:
-    """Stands for a parser and remembers the flags that are added to it."""
-
-    def __init__(self) -> None:
-        self.added: list[tuple[str, dict[str, Any]]] = []
-
-    def add_argument_group(self, name: str) -> "_Recorder":
-        return self
-
-    def add_argument(self, name: str, **options: Any) -> None:
-        self.added.append((name, options))
 
 
 def preset_table() -> str:

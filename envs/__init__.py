@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from envs.vector.adapter import TorchVectorEnv
 
 TRADING_ID = "StockTrading-v0"
+MEMORY_IDS = ("Recall-v0", "CartPolePositions-v1", "MountainCarPositions-v0")
 # Gymnasium's own batch has one generator for all its environments
 OUR_CART_POLE = "envs.memory_tasks:CartPoleVectorEnv"
 
@@ -27,7 +28,7 @@ _LOGGER = logging.getLogger(__name__)
 _ENTRY_POINTS = {
     TRADING_ID: ("trading.task:StockTradingEnv", "trading.task:make_trading_vector_env"),
 }
-for _env_id in ("Recall-v0", "CartPolePositions-v1", "MountainCarPositions-v0"):
+for _env_id in MEMORY_IDS:
     _name = f"memory_tasks:{_env_id.partition('-')[0]}"
     _ENTRY_POINTS[_env_id] = (f"{_name}Env", f"{_name}VectorEnv")
 for _env_id, (_single, _batch) in _ENTRY_POINTS.items():

@@ -245,9 +245,11 @@ class RunDir(AbstractContextManager["RunDir"]):
         return set(self.path.iterdir()) <= {self.logs}
 
     def discard_unstarted(self, exit_code: int) -> None:
-        """Remove a held run without an iteration; after exit code 1 the logs stay."""
-        held = self.lock and self.is_in_place()
-        if not held or self.checkpoints.exists() or self.records(last=1):
+        """Remove the files of a run that failed before its first iteration ended.
+
+        The logs hold the traceback; they stay if the exit code is 1.
+        """
+        if not self.path.is_dir() or self.checkpoints.exists() or self.records(last=1):
             return
         if exit_code != 1:
             for path in self.logs.glob("rank_*.log"):

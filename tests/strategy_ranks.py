@@ -21,7 +21,6 @@ from rl_dist.errors import UserError
 from rl_dist.launch.config import LaunchConfig
 from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.process_group.world import close_world, open_world
-from rl_dist.run_dir import RunDir
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.measure import Candidate, fastest, fastest_batch_size
 from rl_dist.strategies.strategy import Strategy
@@ -61,7 +60,7 @@ def jobs_steps(world, mode):
     policy, task = PolicyConfig(hidden_size=8), TaskConfig(env="Recall-v0")
     launch = LaunchConfig(device="cpu", strategy=mode)
     config = RunConfig(train=train, policy=policy, task=task, launch=launch)
-    return Trials(config.prepare_task(), (), RunDir("."), world).steps(config)
+    return Trials(config.prepare_task(), (), world).steps(config, together=True)
 
 
 def batch_step(size):

@@ -100,11 +100,11 @@ def score_intervals(scores: np.ndarray) -> dict[str, Interval]:
 
 def train_several(parsed: ParsedFlags) -> int:
     """Train with each of --seeds; return the exit code."""
-    extra = vars(parsed.extra)
-    if "RANK" in os.environ or "seed" in parsed.given or extra["resume"]:
+    given: dict[str, Any] = dict(parsed.given)
+    seeds, run_dir = given.pop("seeds"), given.pop("run_dir", "")
+    if "RANK" in os.environ or given.keys() & {"seed", "resume"}:
         raise UserError("--seeds starts new runs: use neither --seed, --resume nor torchrun")
-    settings = parsed.given | {"preset": extra["preset"] or None, "quick": extra["quick"] or None}
-    print(train_seeds(extra["seeds"], extra["run_dir"], **settings))
+    print(train_seeds([int(seed) for seed in seeds.split()], run_dir, **given))
     return 0
 
 

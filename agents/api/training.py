@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ from typing import Any
 from agents.api.policy import LoadedPolicy, load_policy
 from agents.rank import run_rank
 from agents.run.callbacks import Callback
-from agents.run.start import prepare
-from rl_dist.errors import UserError, reported
+from agents.run.choice import parse_training
+from agents.run.start import start
+from rl_dist.errors import UserError, explains_errors, reported
 from rl_dist.launch.child import as_flags
 from rl_dist.process_group.process_ends import SCRIPT_RAN_AGAIN
 from rl_dist.run_dir import RunDir
@@ -87,23 +87,15 @@ def train(
     for name, value in flags.items():
         if isinstance(value, list | tuple):  # stop_at=("valid/return", 475)
             flags[name] = " ".join(map(str, value))
-    reported.pop("error", None)  # of an earlier training
-
-    def failure(code: int) -> UserError:
+    reported.clear()  # it may hold the error of an earlier training
+    try:
+        parsed = parse_training(as_flags(flags))
+        code = explains_errors(start)(parsed, run_rank, callbacks)
+    except SystemExit as leaving:  # a flag that cannot be read
+        raise leaving.__cause__ or UserError("the settings do not fit") from None
+    finally:
+        close_logging()
+    if 0 < code < 128:
         # under torchrun only some ranks print the error
-        return UserError(reported.get("error", "the lines above say why"), exit_code=code)
-
-    with ExitStack() as held:
-        try:
-            run = prepare(held, as_flags(flags))
-        except SystemExit as leaving:  # a flag that cannot be read
-            raise leaving.__cause__ or UserError("the settings do not fit") from None
-        if isinstance(run, int):
-            raise failure(run)
-        try:
-            code = run.launch(run_rank, callbacks)
-        finally:
-            close_logging()
-        if 0 < code < 128:
-            raise failure(code)
-        return TrainedRun(run_dir=run.path.absolute(), exit_code=code)
+        raise UserError(reported.get("error", "the lines above say why"), exit_code=code)
+    return TrainedRun(run_dir=Path(reported["run_dir"]).absolute(), exit_code=code)

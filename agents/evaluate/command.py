@@ -105,7 +105,7 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
     # a step of an evaluation is no larger than one of its training
     torch.set_num_threads(min(config.launch.threads or 1, torch.get_num_threads()))
     say = print if world.is_main_process else lambda text: None
-    say(f"{agent.path}, iteration {agent.iteration}{agent.chosen_by}")
+    say(f"{agent.path}, iteration {agent.iteration}")
     saved = {"env": config.task.env, "env_kwargs": config.task.env_kwargs}
     check_named(agent.run_dir, "task", saved, options.env)
     task = config.prepare_task(world.heartbeat)

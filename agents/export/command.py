@@ -213,7 +213,7 @@ def main() -> int:
     parser.add_argument("--core", metavar="MODULE:CLASS", help=core)
     args = parser.parse_args()
     agent = load_agent(args.path, which=args.which, core=args.core)
-    print(f"{agent.path}, iteration {agent.iteration}{agent.chosen_by}")
+    print(f"{agent.path}, iteration {agent.iteration}")
     path, contract = export(agent, Path(args.output or path_to_write(agent.run_dir, FOLDER)))
     check = contract["check"]
     print(

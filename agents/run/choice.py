@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from gymnasium import spaces
 
@@ -23,21 +21,19 @@ from agents.config import (
     TrainConfig,
     data_digest,
     probe,
-    with_digest,
 )
-from agents.run.saved import check_shapes, load_newest, load_saved, spaces_of
+from agents.policy import Policy
+from agents.run.saved import check_shapes, differences, load_newest, load_saved, spaces_of
 from agents.run.sizes import shard_sizes
-from envs import find_spec
+from envs import MEMORY_IDS
 from envs.task import GymTask, TaskConfig
-from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found, find_latest_run
+from envs.vector.layout import TorchEnv
+from rl_dist.checkpoint.store import Found, find_latest_run
 from rl_dist.checkpoint.trust import check_named, import_from_here
 from rl_dist.errors import UserError
-from rl_dist.flags import ParsedFlags, parse_flags
+from rl_dist.flags import Field, ParsedFlags, Text, configuration, parse_flags
 from rl_dist.process_group.join import MAX_RESTARTS, elastic_count
 from rl_dist.run_dir import RunDir, runs_below
-
-if TYPE_CHECKING:
-    from envs.trading.task import TradingTask
 
 RUNS = Path("runs")
 DESCRIPTION = "Train a cascaded-LSTM PPO policy, on one rank or many, with the same learning curve."
@@ -82,58 +78,41 @@ CHANGEABLE = {
     "on_event", "sync_check_every", "monitor_every", "profile",
 }  # fmt: skip
 KEPT_CHOICES = (("batch_size", "auto"), ("precision", "auto"))
+# Fields that name code to import, each with fields that the code gets, by section.
+NAMED_MODULES = {"task": ("env", "env_kwargs"), "policy": ("core",), "train": ("callback",)}
 
 
-def add_run_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that belong to no component."""
-    group = parser.add_argument_group("run")
-    group.add_argument(
-        "--run_dir", default="", metavar="DIR", help="directory to write (default: runs/DATE_TIME)"
-    )
-    group.add_argument(
-        "--resume",
-        default="",
-        metavar="DIR",
-        help="continue the run in this directory from its newest checkpoint; auto: in run_dir, "
-        "else the newest, else a new run",
-    )
-    group.add_argument(
-        "--quick",
-        action="store_true",
-        help="a complete small run in half a minute, too short to learn",
-    )
-    group.add_argument(
-        "--preset",
-        default="",
-        choices=PRESETS,
-        help="defaults for a kind of task; by itself trading for StockTrading-v0, control for Box "
-        "actions, small for others, memory for the memory tasks; paper: the settings of arXiv "
-        "2212.02721",
-    )
-    group.add_argument(
-        "--seeds",
-        nargs="+",
-        type=int,
-        default=[],
-        metavar="N",
-        help="train once with each of these seeds, and report means and their intervals",
-    )
-    group.add_argument(
-        "--interactive",
-        action="store_true",
-        help="ask for the main flags in the terminal, then start",
-    )
+@configuration
+class RunFlags:
+    """Flags that belong to no component."""
+
+    run_dir: Text = ""
+    """Directory to write; none: runs/DATE_TIME."""
+    resume: Text = ""
+    """Continue the run in this directory from its newest checkpoint; auto: in run_dir, else the
+    newest, else a new run."""
+    quick: bool = False
+    """A complete small run in half a minute, too short to learn."""
+    preset: Literal["auto", "trading", "small", "control", "memory", "paper"] = "auto"
+    """Defaults for a kind of task; auto: trading for StockTrading-v0, memory for the memory tasks,
+    control for Box actions, small for others; paper: the settings of arXiv 2212.02721."""
+    seeds: Text = Field("", json_schema_extra={"nargs": "+"})
+    """Train once with each of these seeds, and report means and their intervals."""
+    interactive: bool = False
+    """Ask for the main flags in the terminal, then start."""
+
+
+ALL_SECTIONS = {"run": RunFlags(), **SECTIONS}
 
 
 def parse_training(argv: Sequence[str] | None = None) -> ParsedFlags:
     """Parse the command line of train_distributed.py."""
     return parse_flags(
-        SECTIONS,
+        ALL_SECTIONS,
         argv,
         description=DESCRIPTION,
         epilog=EPILOG,
-        extra=add_run_flags,
-        main=MAIN_FLAGS,
+        main=MAIN_FLAGS | vars(RunFlags()).keys(),
         other_names=OTHER_NAMES,
     )
 
@@ -147,9 +126,8 @@ class ChosenRun(NamedTuple):
     """A run to start."""
 
     config: RunConfig
-    run_dir: Path | None  # None: a new one below runs/
+    directory: RunDir | None  # locked if it holds a run already; None: a new one below runs/
     found: Found | None  # the checkpoint to continue from; None: the run begins
-    lock: RunDir | None  # on a directory that holds a run already
 
 
 def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
@@ -157,48 +135,46 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
 
     The lock is taken before the checkpoint is chosen, so that no other training can save another.
     """
-    extra, resume = parsed.extra, parsed.extra.resume
-    run_dir = Path(extra.run_dir) if extra.run_dir else None
-    if elastic_count(MAX_RESTARTS) and not resume:
-        resume = "auto"
-    if resume == "auto" and not run_dir and elastic_count(MAX_RESTARTS):
+    flags: RunFlags = parsed.configs["run"]
+    resume = flags.resume
+    path: str | Path | None = flags.run_dir
+    if elastic_count(MAX_RESTARTS):
+        resume = resume or "auto"
+        if resume == "auto" and not path:
+            raise UserError(
+                "torchrun --max-restarts needs --run_dir DIR: a restart must find its run again"
+            )
+    if resume:
+        path = path or find_latest_run(RUNS) if resume == "auto" else resume
+    directory = RunDir(path) if path else None
+    found: Found | None = None
+    if directory and resume:
+        if resume != "auto" and not directory.checkpoints.is_dir():
+            fix = runs_below(directory.path) or "give the directory of a run"
+            raise UserError(f"--resume needs a folder {directory.checkpoints}: {fix}")
+        holds_run = directory.config_path.exists() or directory.checkpoints.is_dir()
+        if is_first() and holds_run:
+            held.enter_context(directory.hold())
+        found = load_newest(directory.path) if resume == "auto" else load_saved(directory.path)
+    elif directory and is_first() and not directory.is_unused():
         raise UserError(
-            "torchrun --max-restarts needs --run_dir DIR: a restart must find its run again"
-        )
-    if resume == "auto":
-        run_dir = run_dir or find_latest_run(RUNS)
-    elif resume:
-        run_dir = Path(resume)
-        if not (run_dir / CHECKPOINT_DIR).is_dir():
-            fix = runs_below(run_dir) or "give the directory of a run"
-            raise UserError(f"--resume needs a folder {run_dir / CHECKPOINT_DIR}: {fix}")
-    elif run_dir and is_first() and not RunDir(run_dir).is_unused():
-        raise UserError(
-            f"run_dir {run_dir} is not empty: continue its run with --resume {run_dir}, or name "
-            "another directory"
+            f"run_dir {path} is not empty: continue its run with --resume {path}, or name another "
+            "directory"
         )
 
-    lock: RunDir | None = None
-    found: Found | None = None
-    if resume and run_dir:
-        run = RunDir(run_dir)
-        if is_first() and (run.config_path.exists() or run.checkpoints.is_dir()):
-            lock = held.enter_context(run.hold())
-        found = load_newest(run_dir) if resume == "auto" else load_saved(run_dir)
-    if found and run_dir:
-        config = config_to_resume(found, run_dir, parsed)
+    given = parsed.given.keys() - ({"run_dir"} if resume == "auto" else set())
+    if directory and found:
+        config = config_to_resume(found, directory.path, parsed.given)
+        idle = [*config.idle_flags(), "preset", "quick", "run_dir"]
     else:
         config = fresh_config(parsed)
+        idle = config.idle_flags()
         if resume and is_first():
             print("nothing to resume: starting a fresh run")
-
-    idle = [name for name in config.idle_flags() if name in parsed.given]
-    if found:  # the checkpoint decides
-        names = ("preset", "quick") if resume == "auto" else ("preset", "quick", "run_dir")
-        idle += [name for name in names if getattr(extra, name)]
-    if idle and is_first():
-        print(f"no effect here: {', '.join(f'--{name}' for name in idle)}")
-    return ChosenRun(config, run_dir, found, lock)
+    named = ", ".join(f"--{name}" for name in idle if name in given)
+    if named and is_first():
+        print(f"no effect here: {named}")
+    return ChosenRun(config, directory, found)
 
 
 # ---- a new run
@@ -206,11 +182,12 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
 
 def fresh_config(parsed: ParsedFlags) -> RunConfig:
     """Return the configuration of a new run: defaults, preset, --quick, flags."""
-    given, config = parsed.given, RunConfig(**parsed.configs)
+    given, config = parsed.given, RunConfig().changed(parsed.given)
+    flags: RunFlags = parsed.configs["run"]
     import_from_here(config.task.env, config.policy.core, config.train.callback)
-    kind = parsed.extra.preset or kind_of_task(config.task)
+    kind = kind_of_task(config.task) if flags.preset == "auto" else flags.preset
     if (kind in ("trading", "paper")) != config.task.is_trading:
-        raise UserError(f"--preset {kind} does not fit --env {config.task.env}: omit it")
+        raise UserError(f"preset {kind} does not fit env {config.task.env}: omit --preset")
     preset = PRESETS[kind] | {"chosen_preset": kind}
     # sizes follow from those that are given
     if "bptt_steps" in given:
@@ -219,12 +196,12 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
         preset.pop("num_envs", None)
     if "num_episodes" in given:
         preset.pop("total_steps", None)
-    if parsed.extra.quick:
+    if flags.quick:
         preset |= QUICK
     config = RunConfig().changed(preset | given).without_idle()
     if "batch_size" in given:
         _refuse_batch_of_steps(config.train)
-    return dataclasses.replace(config, data=with_digest(config.data))
+    return config.changed({"data_digest": data_digest(config.data)})
 
 
 def _refuse_batch_of_steps(train: TrainConfig) -> None:
@@ -245,41 +222,29 @@ def kind_of_task(task: TaskConfig) -> str:
     """Return the preset for a task, by its environment."""
     if task.is_trading:
         return "trading"
-    if str(find_spec(task.env).entry_point).startswith("envs.memory_tasks:"):
+    if task.env in MEMORY_IDS:
         return "memory"
-    is_box = isinstance(probe(GymTask(task)).action_space, spaces.Box)
-    return "control" if is_box else "small"
-
-
-def describe_preset(config: RunConfig) -> str:
-    """Return one line that names the preset and its values that hold."""
-    kind = config.train.chosen_preset
-    values = config.values
-    held = [f"{name} {value}" for name, value in PRESETS[kind].items() if values[name] == value]
-    return f"preset {kind}: {', '.join(held) or 'all by flags'} (--preset chooses another)"
+    action_space = probe(GymTask(task)).single_action_space
+    return "control" if isinstance(action_space, spaces.Box) else "small"
 
 
 # ---- a run that continues
 
 
-def config_to_resume(found: Found, run_dir: Path, parsed: ParsedFlags) -> RunConfig:
+def config_to_resume(found: Found, run_dir: Path, given: Mapping[str, str]) -> RunConfig:
     """Return the saved configuration with the flags that may change."""
-    config = resumed_config(RunConfig.from_dict(json.loads(found.state["config"])), parsed.given)
+    config = resumed_config(RunConfig.from_dict(json.loads(found.state["config"])), given)
     data = config.data
-    if data.data_digest and data_digest(data) not in ("", data.data_digest):
+    if data.data_digest and data_digest(data) != data.data_digest:
         raise UserError(
             f"--data {data.data} has changed since this run began: bring the file back, or begin a "
             f"run with --init_from {run_dir}"
         )
     # own modules may lie in the current directory; a foreign run must not name others
-    task, core, callback = config.task, config.policy.core, config.train.callback
-    import_from_here(task.env, core, callback)
-    for section, saved in (
-        ("task", {"env": task.env, "env_kwargs": task.env_kwargs}),
-        ("policy", {"core": core}),
-        ("train", {"callback": callback}),
-    ):
-        check_named(run_dir, section, saved, parsed.given.get(next(iter(saved))))
+    values = config.values
+    import_from_here(config.task.env, config.policy.core, config.train.callback)
+    for section, names in NAMED_MODULES.items():
+        check_named(run_dir, section, {name: values[name] for name in names}, given.get(names[0]))
     return config
 
 
@@ -288,9 +253,9 @@ def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
     old, new = saved.values, RunConfig().changed(given).values
     changes = {
         name: new[name]
-        for name, text in given.items()
+        for name in new.keys() & given.keys()
         # the value that auto chose when the run began stays
-        if new[name] != old[name] and (name, text) not in KEPT_CHOICES
+        if new[name] != old[name] and (name, given[name]) not in KEPT_CHOICES
     }
     reset: dict[str, Any] = {}  # fields that mean nothing on other ranks or with another strategy
     if "gpu_ids" in changes and "num_gpus" not in changes:
@@ -305,41 +270,29 @@ def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
     changeable = CHANGEABLE
     if config.train.sequences_per_step == saved.train.sequences_per_step:
         changeable = changeable | {"batch_size", "grad_accumulation"}
-    refuse_differences(
-        [f"--{n} {v} (it has {old[n]})" for n, v in changes.items() if n not in changeable],
+    refused = changes.keys() - changeable
+    _refuse(
+        differences(*({f"--{n}": values[n] for n in refused} for values in (changes, old))),
         "omit what differs, or start a fresh run",
     )
     return config.without_idle()
 
 
 def check_resumable(
-    state: dict[str, Any], config: RunConfig, task: TradingTask | GymTask, num_ranks: int
+    state: dict[str, Any], config: RunConfig, policy: Policy, env: TorchEnv
 ) -> None:
     """Raise UserError if a checkpoint does not fit today's environments."""
-    check_shapes(state, config.policy, config.launch.dtype)
-    saved_envs = len(state["carry"]["obs"])
-    probed = probe(task)
-    policy = probed.empty_policy(config)
+    check_shapes(state, config)
     names = ("num_obs", "num_actions", "discrete", "action_sizes")
-    compared = {name: (policy.shapes()[name], state[name]) for name in names}
-    compared["observations"] = (policy.layout.kinds(), spaces_of(state)[0].kinds())
-    num_envs = shard_sizes(config.train, 0, num_ranks, saved_envs).global_num_envs
-    compared[f"environments on {num_ranks} rank(s)"] = (num_envs, saved_envs)
+    now = {name: policy.shapes()[name] for name in names}
+    now |= {"observations": policy.layout.kinds(), "snapshots": env.can_snapshot}
+    before = {name: state[name] for name in names}
+    before |= {"observations": spaces_of(state)[0].kinds(), "snapshots": env.can_snapshot}
     if state["environments"] is not None:
-        compared["snapshots of environments"] = (probed.can_snapshot, True)
-    refuse_differences(
-        [
-            f"{name} {now} (it has {before})"
-            for name, (now, before) in compared.items()
-            if now != before
-        ],
-        "use the environment, sizes and version it was trained with",
-    )
+        before["snapshots"] = True
+    _refuse(differences(now, before), "use the environment and version it was trained with")
 
 
-def refuse_differences(differing: list[str], fix: str) -> None:
-    """Raise UserError if something differs from the run to resume."""
+def _refuse(differing: list[str], fix: str) -> None:
     if differing:
-        raise UserError(
-            f"this differs from the run to resume: {', '.join(sorted(differing))}; {fix}"
-        )
+        raise UserError(f"this differs from the run to resume: {', '.join(differing)}; {fix}")

@@ -1,20 +1,19 @@
-"""Limits of memory and disk, and one line where they are met."""
+"""Limits of memory and disk, and one line for a run that meets them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from agents.config import RunConfig, TrainConfig
+from agents.config import RunConfig
 from agents.policy import Policy
-from agents.run.sizes import in_ranks, shard_sizes, shares_out
+from agents.run.sizes import shard_sizes
 from envs.vector.guards import EnvironmentFaultError
-from rl_dist.checkpoint.store import last_checkpoint, latest_checkpoint
+from rl_dist.checkpoint.store import last_checkpoint
 from rl_dist.errors import CLOSED_DISK, FULL_DISK, UserError, one_line, unwritable
 from rl_dist.machine import free_memory_bytes, is_out_of_memory, peak_memory_bytes
 from rl_dist.process_group.world import World
@@ -55,7 +54,7 @@ def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> N
 def explained_faults(config: RunConfig, run_dir: Path, world: World) -> Iterator[None]:
     """Turn faults of environments, memory and disk into a UserError of one line.
 
-    Nothing is imported here: that may fail where memory has run out.
+    Nothing is imported here: an import may fail when memory has run out.
     """
     try:
         yield
@@ -74,30 +73,19 @@ def explained_faults(config: RunConfig, run_dir: Path, world: World) -> Iterator
 
 
 def _out_of_memory(error: BaseException, config: RunConfig, run_dir: Path, world: World) -> str:
-    """Return phase, sizes and peak, the flags to change, and the error."""
+    """Return phase, sizes and peak, what to change, and the error."""
     train, phase = config.train, world.doing.phase
-    advice = "a fresh run needs less with a smaller --num_envs, --num_steps or --hidden_size"
-    if phase == EVALUATING:
-        command = f"python -m agents.evaluate {run_dir}"
-        advice = f"training is saved: {command} evaluates it, with fewer --num_worlds or --episodes"
-    elif phase == "update" and (smaller := smaller_parts(train, world.size)):
-        resumed = f"--resume {run_dir} " if latest_checkpoint(run_dir) else ""
-        advice = f"the same gradient steps in less memory: {resumed}{smaller}"
+    advice = {
+        EVALUATING: f"training is saved: evaluate it with python -m agents.evaluate {run_dir}",
+        "update": "the same gradient steps take less memory with a smaller --batch_size and a "
+        "--grad_accumulation that is larger by the same factor, also after --resume",
+    }
+    fresh = "a new run needs less with a smaller --num_envs, --num_steps or --hidden_size"
     return (
         f"rank {world.rank} ran out of memory in {phase}, with num_envs "
         f"{train.num_envs or 'by default'}, batch_size {train.batch_size or 'auto'}, bptt_steps "
-        f"{train.bptt_steps}, hidden_size {config.policy.hidden_size}, {in_ranks(world.size)}, "
+        f"{train.bptt_steps}, hidden_size {config.policy.hidden_size}, {world.size} rank(s), "
         f"after a peak of {peak_memory_bytes(world.device) / GIB:.2f} GiB on {world.device}; "
-        f"{advice}; {last_checkpoint(run_dir)}; the error was {one_line(error, 220)}"
+        f"{advice.get(phase, fresh)}; {last_checkpoint(run_dir)}; the error was "
+        f"{one_line(error, 220)}"
     )
-
-
-def smaller_parts(train: TrainConfig, num_ranks: int) -> str:
-    """Return flags that cut minibatches into parts; "": none divide."""
-    for parts in range(2, train.batch_size + 1):
-        batch_size = train.batch_size // parts
-        accumulation = train.grad_accumulation * parts
-        smaller = replace(train, batch_size=batch_size, grad_accumulation=accumulation)
-        if train.batch_size % parts == 0 and shares_out(smaller, num_ranks):
-            return f"--batch_size {batch_size} --grad_accumulation {accumulation}"
-    return ""

@@ -1,4 +1,4 @@
-"""Sizes of a training, shared out over ranks and checked before the start."""
+"""Sizes of a training: each rank's share, and near sizes if they do not divide."""
 
 from __future__ import annotations
 
@@ -35,51 +35,48 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
     """
     if config.batch_size == AUTO:
         raise UserError("batch_size auto is measured when a training starts: name a number here")
-
-    # totals over all ranks: those of the flags, or a multiple of them
     sequences_per_env = config.num_steps // config.bptt_steps
-    unit_envs, unit = _units(config, num_ranks, saved_num_envs)
-    batch_size = config.sequences_per_step * unit
-    num_envs = unit_envs * unit
-    if saved_num_envs not in (0, num_envs):
-        raise UserError(f"the checkpoint holds {saved_num_envs} environments, not {num_envs}")
-    if not _fits(config, unit, num_ranks, unit_envs, config.batch_size):
+    num_envs = config.num_envs or _default_num_envs(config, config.batch_size)
+    # With weak scaling the flags count what each rank had when the run began.
+    unit = 1 if config.scaling == "strong" else saved_num_envs // num_envs or num_ranks
+    global_num_envs = num_envs * unit
+    global_batch_size = config.sequences_per_step * unit
+    if saved_num_envs not in (0, global_num_envs):
+        raise UserError(
+            f"the checkpoint holds {saved_num_envs} environments, not {global_num_envs}"
+        )
+    if not _fits(config, unit, num_ranks, num_envs, config.batch_size):
         if saved_num_envs:
-            common = math.gcd(num_envs, config.batch_size * unit)
-            ranks = _nearest(num_ranks, common, lambda n: common % n == 0)
+            common = math.gcd(global_num_envs, config.batch_size * unit)
+            ranks = _nearest(num_ranks, common, lambda number: common % number == 0)
             proposals = [f"--num_gpus {number}" for number in ranks]
         else:
-            proposals = _proposals(config, unit, num_ranks, unit_envs)
+            proposals = _proposals(config, unit, num_ranks, num_envs)
         raise UserError(
-            f"num_envs {num_envs} and batch_size {config.batch_size * unit} of all ranks, with "
-            f"num_steps {config.num_steps}, bptt_steps {config.bptt_steps} and grad_accumulation "
-            f"{config.grad_accumulation}, do not divide into whole minibatches over "
-            f"{in_ranks(num_ranks)}: try {' or '.join(proposals)}"
+            f"num_envs {global_num_envs} and batch_size {config.batch_size * unit} of all ranks, "
+            f"with num_steps {config.num_steps}, bptt_steps {config.bptt_steps} and "
+            f"grad_accumulation {config.grad_accumulation}, do not divide into whole minibatches "
+            f"over {num_ranks} rank(s): "
+            f"try {' or '.join(proposals) or f'multiples of {num_ranks} for both'}"
         )
     return Sizes(
-        num_envs=num_envs // num_ranks,
-        env_offset=rank * (num_envs // num_ranks),
-        batch_size=batch_size // num_ranks,
+        num_envs=global_num_envs // num_ranks,
+        env_offset=rank * (global_num_envs // num_ranks),
+        batch_size=global_batch_size // num_ranks,
         sequences_per_env=sequences_per_env,
-        num_minibatches=num_envs * sequences_per_env // batch_size,
-        global_num_envs=num_envs,
-        global_batch_size=batch_size,
+        num_minibatches=global_num_envs * sequences_per_env // global_batch_size,
+        global_num_envs=global_num_envs,
+        global_batch_size=global_batch_size,
         num_microbatches=config.grad_accumulation,
         learning_rate_factor=learning_rate_factor(unit, config.lr_scaling),
     )
 
 
-def shares_out(config: TrainConfig, num_ranks: int) -> bool:
-    """Return True if these sizes divide over the ranks."""
-    unit_envs, unit = _units(config, num_ranks, 0)
-    return _fits(config, unit, num_ranks, unit_envs, config.batch_size)
-
-
-def _units(config: TrainConfig, num_ranks: int, saved_num_envs: int) -> tuple[int, int]:
-    """Return num_envs as the flags mean it, and how many times that all ranks have together."""
-    unit_envs = config.num_envs or _default_num_envs(config, config.batch_size)
-    strong = config.scaling == "strong"
-    return unit_envs, 1 if strong else saved_num_envs // unit_envs or num_ranks
+def batch_fits(config: TrainConfig, num_ranks: int, batch_size: int) -> bool:
+    """Return True if this value of batch_size divides over the ranks of a fresh run."""
+    unit = 1 if config.scaling == "strong" else num_ranks
+    num_envs = config.num_envs or _default_num_envs(config, batch_size)
+    return _fits(config, unit, num_ranks, num_envs, batch_size)
 
 
 def _fits(config: TrainConfig, unit: int, num_ranks: int, num_envs: int, batch_size: int) -> bool:
@@ -103,11 +100,6 @@ def learning_rate_factor(growth: float, rule: str) -> float:
     return {"none": 1.0, "sqrt": math.sqrt(growth), "linear": float(growth)}[rule]
 
 
-def in_ranks(number: int) -> str:
-    """Return a number of ranks with its noun."""
-    return f"{number} rank" + "s" * (number > 1)
-
-
 def _default_num_envs(config: TrainConfig, batch_size: int) -> int:
     """Return environments for two minibatches per epoch, on any number of ranks."""
     sequences_per_env = config.num_steps // config.bptt_steps
@@ -117,27 +109,21 @@ def _default_num_envs(config: TrainConfig, batch_size: int) -> int:
 
 
 def _proposals(config: TrainConfig, unit: int, num_ranks: int, num_envs: int) -> list[str]:
-    """Return flags with the nearest sizes that fit, found by trying."""
-
-    def fits(envs: int, batch_size: int) -> bool:
-        return _fits(config, unit, num_ranks, envs, batch_size)
-
-    def follows(batch_size: int) -> bool:
-        return fits(_default_num_envs(config, batch_size), batch_size)
-
-    flags: list[str] = []
+    """Return the flags with the nearest sizes that fit, found by trying."""
     most = config.sequences_per_step * num_ranks * config.num_steps // config.bptt_steps
+    sizes = _nearest(
+        config.batch_size,
+        config.batch_size + most,
+        lambda size: batch_fits(config, num_ranks, size),
+    )
+    envs: list[int] = []
     if config.batch_size * unit % num_ranks == 0:  # else no number of environments helps
-        envs = _nearest(num_envs, num_envs + most, lambda n: fits(n, config.batch_size))
-        flags = [f"--num_envs {number}" for number in envs]
-    following = _nearest(config.batch_size, config.batch_size + most, follows)
-    if not config.num_envs:
-        return flags + [f"--batch_size {number}" for number in following]
-    limit = config.num_envs * config.num_steps // config.bptt_steps
-    batches = _nearest(config.batch_size, limit, lambda n: fits(config.num_envs, n))
-    flags += [f"--batch_size {number}" for number in batches]
-    both = [f"--batch_size {n} --num_envs {_default_num_envs(config, n)}" for n in following]
-    return flags or both
+        envs = _nearest(
+            num_envs,
+            num_envs + most,
+            lambda number: _fits(config, unit, num_ranks, number, config.batch_size),
+        )
+    return [f"--num_envs {n}" for n in envs] + [f"--batch_size {n}" for n in sizes]
 
 
 def _nearest(asked: int, most: int, fits: Callable[[int], bool]) -> list[int]:

@@ -1,8 +1,7 @@
-"""--batch_size auto in real runs, and runs that are out of memory."""
+"""Flags that are auto in real runs, and runs that are out of memory."""
 
 import itertools
 import json
-import re
 import shlex
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,8 +17,6 @@ from agents.config import RunConfig, TrainConfig
 from agents.evaluate import final
 from agents.ppo import PPO
 from agents.run import auto, limits
-from agents.run.auto import allowed_batch_sizes
-from agents.run.limits import smaller_parts
 from agents.run.sizes import shard_sizes
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import UserError
@@ -40,10 +37,8 @@ def train(monkeypatch, run_dir, flags):
     return train_here(monkeypatch, *TINY, *SIZES, *flags.split(), "--run_dir", run_dir)
 
 
-def proposed(error):
-    """Return the flags that an error proposes."""
-    words = re.search(r"((?:--resume|--batch_size|--num_envs) [^;]*);", error)[1]
-    return shlex.split(words)
+def fail():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
 
 # ---- auto
@@ -53,24 +48,14 @@ def proposed(error):
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"num_envs": 48}, {"grad_accumulation": 3}], ids=str)
 def test_every_size_that_auto_may_choose_shares_out_over_the_ranks(scaling, num_ranks, options):
-    train = TrainConfig(scaling=scaling, batch_size=0, **options)
-    tried = list(itertools.islice(doublings(allowed_batch_sizes(train, num_ranks)), 8))
+    config = TrainConfig(scaling=scaling, batch_size=0, **options)
+    with pytest.raises(UserError, match="batch_size auto"):
+        shard_sizes(config, 0, num_ranks)
+    tried = list(itertools.islice(doublings(auto.allowed_batch_sizes(config, num_ranks)), 8))
     for size in tried:
-        share = shard_sizes(replace(train, batch_size=size), 0, num_ranks)
+        share = shard_sizes(replace(config, batch_size=size), 0, num_ranks)
         assert share.batch_size // share.num_microbatches >= 8
     assert len(tried) == 8 or "num_envs" in options
-
-
-def test_what_no_batch_divides_is_refused_and_so_is_auto_where_nothing_is_measured(
-    tmp_path, monkeypatch, capsys
-):
-    flags = ["--env", "Recall-v0", "--device", "cpu", "--run_dir", tmp_path / "run"]
-    flags += ["--num_steps", "16", "--bptt_steps", "16", "--num_envs", "7"]
-    flags += ["--batch_size", "auto", "--grad_accumulation", "2"]
-    assert train_here(monkeypatch, *flags) == 1
-    assert "batch_size auto" in only_error(capsys.readouterr().err)
-    with pytest.raises(UserError, match="measured when a training starts"):
-        shard_sizes(TrainConfig(batch_size=0), 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -109,41 +94,22 @@ def test_auto_trains_as_its_value_would_writes_it_down_and_resumes_with_it(
     assert f"{flag} auto" not in capsys.readouterr().out and chosen() == value
 
 
-@pytest.mark.parametrize(("units", "chosen"), [(True, "bf16"), (False, None)])
-def test_bf16_is_tried_where_a_cpu_has_units_for_it(units, chosen, tmp_path, monkeypatch, capsys):
-    def fp32_fails(precision):
-        return torch.bfloat16 if precision == "bf16" else fail()
-
-    monkeypatch.setattr(auto, "cpu_has_bf16", lambda: units)
-    monkeypatch.setattr(auto, "autocast_dtype", fp32_fails)
-    code = train(monkeypatch, tmp_path / "auto", "--batch_size 16 --precision auto")
-    assert code == (0 if chosen else 1)
-    assert (f"precision auto: {chosen} " in capsys.readouterr().out) == bool(chosen)
-
-
-def test_auto_avoids_sizes_that_do_not_fit(tmp_path, monkeypatch, capsys):
-    step = PPO.step
-
-    def of_a_small_gpu(ppo, minibatch, *plans):
+def test_auto_takes_only_sizes_that_fit_and_ends_where_none_does(tmp_path, monkeypatch, capsys):
+    def on_a_small_gpu(ppo, minibatch, *plans, step=PPO.step):
         return fail() if minibatch.obs.shape[1] > 10 else step(ppo, minibatch, *plans)
 
-    monkeypatch.setattr(PPO, "step", of_a_small_gpu)
+    monkeypatch.setattr(PPO, "step", on_a_small_gpu)
     assert train(monkeypatch, tmp_path / "run", "--batch_size auto") == 0
     assert "batch_size auto: 8 " in capsys.readouterr().out
-    monkeypatch.setattr(PPO, "step", lambda *_: fail())
-    assert train(monkeypatch, tmp_path / "none", "--batch_size auto") == 1
-    assert "CUDA out of memory" in only_error(capsys.readouterr().err)
-    assert [path.name for path in (tmp_path / "none").iterdir()] == ["logs"]
-
-
-def test_on_a_cpu_sizes_are_refused_before_linux_ends_the_process(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(auto, "free_for_each_rank", lambda *_: 50_000)
-    assert train(monkeypatch, tmp_path / "none", "--batch_size auto") == 1
-    assert "GiB are free" in only_error(capsys.readouterr().err)
-
-
-def fail():
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+    for reason, owner, name, value in (
+        ("CUDA out of memory", PPO, "step", lambda *_: fail()),
+        ("GiB are free", auto, "free_for_each_rank", lambda *_: 50_000),  # else Linux ends it
+        ("no value divides", auto, "allowed_batch_sizes", lambda *_: []),
+    ):
+        monkeypatch.setattr(owner, name, value)
+        assert train(monkeypatch, tmp_path / "none", "--batch_size auto") == 1
+        assert reason in only_error(capsys.readouterr().err)
+        assert [path.name for path in (tmp_path / "none").iterdir()] == ["logs"]
 
 
 # ---- out of memory
@@ -160,7 +126,7 @@ def test_a_training_under_a_real_limit_of_memory_ends_with_one_line_that_names_w
     error = run.communicate(timeout=300)[1].splitlines()[-1]
     assert run.returncode == 1
     assert "out of memory in update, with num_envs 1024, batch_size 1024, bptt_steps 32" in error
-    assert proposed(error) == ["--batch_size", "512", "--grad_accumulation", "2"]
+    assert "--grad_accumulation" in error
 
 
 @pytest.mark.parametrize(("ranks", "refused"), [(1, False), (4, True)])
@@ -173,72 +139,38 @@ def test_cpu_ranks_share_the_memory_in_which_their_rollouts_must_fit(ranks, refu
         limits.check_rollouts(config, torch.device("cpu"), ranks)
 
 
-def end_in(phase, monkeypatch):
-    """Run out of memory in the third iteration, or before or after training."""
-    owner, name, fails_at = {
-        "start-up": (rank, "Training", 1),
-        "collect": (agents.trainer, "collect", 4),  # the first one is the normalisers'
-        "update": (PPO, "step", 6),
-        "final evaluation": (final, "evaluate_last_and_best", 1),
-    }[phase]
+FAILURES = {  # phase: the function that fails, in which call, and what the error advises
+    "start-up": (rank, "Training", 1, "--num_envs"),
+    "collect": (agents.trainer, "collect", 4, "--num_envs"),  # the first is the normalisers'
+    "update": (PPO, "step", 6, "--grad_accumulation"),
+    "final evaluation": (final, "evaluate_last_and_best", 1, "python -m agents.evaluate"),
+}
+
+
+@pytest.mark.parametrize("phase", FAILURES)
+def test_out_of_memory_names_the_phase_and_what_to_change(phase, tmp_path, monkeypatch, capsys):
+    run_dir = tmp_path / "run"
+    owner, name, fails_at, advice = FAILURES[phase]
     function, calls = getattr(owner, name), itertools.count(1)
 
     def exhausted(*args, **options):
         return fail() if next(calls) == fails_at else function(*args, **options)
 
-    monkeypatch.setattr(owner, name, exhausted)
-
-
-@pytest.mark.parametrize("phase", ["start-up", "collect", "update", "final evaluation"])
-def test_out_of_memory_names_the_phase_and_the_flags_it_proposes_work(
-    phase, tmp_path, monkeypatch, capsys
-):
-    run_dir = tmp_path / "run"
     with monkeypatch.context() as failing:
-        end_in(phase, failing)
+        failing.setattr(owner, name, exhausted)
         assert train(failing, run_dir, "--batch_size 16") == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert f"rank 0 ran out of memory in {phase}, with num_envs 16, batch_size 16" in error
-    assert "OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB" in error
+    assert "OutOfMemoryError: CUDA out of memory." in error and advice in error
     if phase == "final evaluation":
-        assert f"training is saved: python -m agents.evaluate {run_dir}" in error
         assert latest_checkpoint(run_dir).name == "iteration_00000003.pt"
     elif phase == "update":
-        parts = ["--batch_size", "8", "--grad_accumulation", "2"]
-        assert proposed(error) == ["--resume", str(run_dir), *parts]
-        assert train_here(monkeypatch, *proposed(error)) == 0
+        smaller = ["--batch_size", "8", "--grad_accumulation"]
+        resume = ["--resume", run_dir, "--total_steps", "768"]
+        assert train_here(monkeypatch, *resume, *smaller, "4") == 2
+        assert train_here(monkeypatch, *resume, *smaller, "2") == 0
         assert train(monkeypatch, tmp_path / "whole", "--batch_size 16") == 0
         ended, whole = (
             load_checkpoint(latest_checkpoint(path)) for path in (run_dir, tmp_path / "whole")
         )
         torch.testing.assert_close(ended["policy"], whole["policy"], rtol=1e-4, atol=1e-6)
-    else:
-        assert "--num_envs" in error
-
-
-def test_a_resumed_run_may_not_change_the_slots_of_a_gradient_step(tmp_path, monkeypatch, capsys):
-    run_dir = tmp_path / "run"
-    assert train(monkeypatch, run_dir, "--batch_size 16") == 0
-    capsys.readouterr()
-    for flags in (["--batch_size", "8"], ["--batch_size", "8", "--grad_accumulation", "4"]):
-        assert train_here(monkeypatch, "--resume", run_dir, *flags, "--total_steps", "1024") == 2
-        assert "--batch_size 8 (it has 16)" in only_error(capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 4])
-@pytest.mark.parametrize(
-    "options", [{}, {"num_envs": 12, "batch_size": 24}, {"scaling": "weak"}], ids=str
-)
-def test_sizes_that_are_proposed_share_out_and_parts_keep_the_step(num_ranks, options):
-    train = TrainConfig(**options)
-
-    def with_flags(text):
-        pairs = re.findall(r"--(\w+) (\d+)", text)
-        return replace(train, **{name: int(number) for name, number in pairs})
-
-    parts = with_flags(smaller_parts(train, num_ranks))
-    assert (
-        parts.sequences_per_step == train.sequences_per_step and parts.batch_size < train.batch_size
-    )
-    shard_sizes(parts, 0, num_ranks)
-    assert smaller_parts(TrainConfig(batch_size=7, num_envs=28), 7) == ""

@@ -1,47 +1,17 @@
-"""The first steps with an own environment: help, presets, the best checkpoint, initial weights."""
+"""Own cores and callbacks, the best checkpoint, and initial weights."""
 
 import json
-import re
 import shutil
 import sys
 
 import pytest
-from train_runs import REPO, evaluate_here, only_error, records, run_here, train_here
+from train_runs import REPO, evaluate_here, only_error, records, train_here
 
-import train_distributed
-from agents.config import OWNERS, RunConfig
-from agents.run.choice import OTHER_NAMES, fresh_config, parse_training
-from agents.run.sizes import shard_sizes
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 
 TINY = "--num_envs 4 --num_steps 16 --bptt_steps 8 --batch_size 4 --hidden_size 8 --device cpu"
 CARTPOLE = [*TINY.split(), "--env", "CartPole-v1", "--eval_episodes", "2"]
 SHORT = [*CARTPOLE, "--total_steps", 192, "--validate_every", 1]
-
-
-def test_help_shows_the_fifteen_flags_that_matter(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        parse_training(["--help"])
-    shown = re.findall(r"^  --(\w+)", capsys.readouterr().out, re.MULTILINE)
-    of_the_run = {"help_all", "run_dir", "resume", "quick", "preset", "seeds", "interactive"}
-    main = [name for name in shown if name not in of_the_run]
-    assert len(main) == len(set(main)) == 15
-    assert {"threads", "policy", "gamma", "device", "stop_at", "num_gpus", "batch_size"} <= set(
-        main
-    )
-    with pytest.raises(SystemExit, match="0"):
-        parse_training(["--help_all"])
-    assert set(re.findall(r"^  --(\w+)", capsys.readouterr().out, re.MULTILINE)) > OWNERS.keys() - {
-        "chosen_preset", "chosen_strategy", "chosen_on", "data_digest",
-    }  # fmt: skip
-
-
-def test_a_name_of_another_program_leads_to_our_flag(monkeypatch, capsys):
-    assert set(OTHER_NAMES.values()) <= OWNERS.keys() | {"run_dir"}
-    assert not OTHER_NAMES.keys() & OWNERS.keys()
-    for word, flag in {"--lr": "learning_rate", "--n-envs": "num_envs"}.items():
-        assert run_here(train_distributed.main, [word, "3"], monkeypatch) == 2
-        assert f"--{flag}?" in only_error(capsys.readouterr().err)
 
 
 def test_a_core_and_a_callback_lie_in_the_current_directory_as_an_environment_may(
@@ -58,35 +28,6 @@ def test_a_core_and_a_callback_lie_in_the_current_directory_as_an_environment_ma
         monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
         assert train_here(monkeypatch, *words) == 0
     assert [line["iteration"] for line in records("run")] == [1, 2]
-
-
-# ---- presets
-
-
-@pytest.mark.parametrize(
-    ("flags", "kind", "expected"),
-    [  # total_steps, num_episodes, batch_size, num_envs, num_steps, learning_rate, gae_lambda
-        ("", "trading", (0, 5000, 128, 0, 128, 1e-3, 0.5, 128)),
-        ("--preset paper", "paper", (0, 5000, 128, 0, 128, 3e-4, 0.95, 128)),
-        ("--env CartPole-v1", "small", (200_000, 5000, 8, 16, 64, 7e-4, 0.95, 64)),
-        ("--env Pendulum-v1 --total_steps 9", "control", (9, 5000, 8, 16, 64, 7e-4, 0.95, 64)),
-        ("--env Recall-v0 --num_episodes 9", "memory", (0, 9, 8, 32, 64, 7e-4, 0.9, 64)),
-        ("--env Recall-v0 --policy mlp", "memory", (200_000, 5000, 8, 32, 64, 7e-4, 0.9, 64)),
-        ("--env Recall-v0 --preset small", "small", (200_000, 5000, 8, 16, 64, 7e-4, 0.95, 64)),
-        ("--env Recall-v0 --quick", "memory", (0, 96, 64, 32, 64, 7e-4, 0.9, 64)),
-        ("--env CartPole-v1 --batch_size 9", "small", (200_000, 5000, 9, 0, 64, 7e-4, 0.95, 64)),
-        ("--env CartPole-v1 --bptt_steps 128", "small", (200_000, 5000, 8, 0, 128, 7e-4, 0.95, 64)),
-    ],
-)
-def test_a_preset_follows_from_the_task_and_flags_win(flags, kind, expected):
-    config = fresh_config(parse_training(flags.split()))
-    train, values = config.train, config.values
-    names = ("total_steps", "num_episodes", "batch_size", "num_envs", "num_steps")
-    names += ("learning_rate", "gae_lambda", "hidden_size")
-    assert (train.chosen_preset, tuple(values[name] for name in names)) == (kind, expected)
-    shard_sizes(train, 0, 1)
-    assert RunConfig.from_dict(config.to_dict()) == config
-    assert config.ppo.refresh_states == (kind == "memory" and not config.policy.stateless)
 
 
 # ---- the best checkpoint, and initial weights
@@ -153,4 +94,4 @@ def test_a_run_starts_from_the_weights_and_statistics_of_another(
     capsys.readouterr()
     assert train_here(monkeypatch, *flags, "--hidden_size", 16, "--run_dir", tmp_path / "no") == 2
     error = only_error(capsys.readouterr().err)
-    assert f"--init_from {finished}" in error and "--hidden_size" in error
+    assert "actor_core" in error and "--hidden_size" in error

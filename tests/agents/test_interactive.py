@@ -12,90 +12,68 @@ from train_runs import SIZES, only_error, train_here
 
 from agents.config import RunConfig, with_threads
 from agents.run.choice import fresh_config, parse_training
-from agents.run.interactive import ask_user
+
+CARTPOLE = ["--env", "CartPole-v1", "--eval_episodes", "2", *SIZES[2:], "--device", "cpu"]
 
 
 class Keyboard(io.StringIO):
-    """Lines that a user types; after them Ctrl-C, if asked for, else the end of input."""
+    """Lines that a user types, and then the end of input or Ctrl-C."""
 
-    def __init__(self, *lines, interrupt=False):
-        super().__init__("".join(f"{line}\n" for line in lines))
-        self.interrupt = interrupt
+    interrupts = False
 
     def isatty(self):
         return True
 
-    def readline(self):
-        line = super().readline()
-        if not line and self.interrupt:
+    def readline(self, *size):
+        line = super().readline(*size)
+        if not line and self.interrupts:
             raise KeyboardInterrupt
         return line
 
 
-def type_lines(monkeypatch, *lines, **keys):
-    monkeypatch.setattr(sys, "stdin", Keyboard(*lines, **keys))
+def converse(monkeypatch, lines, *flags, interrupts=False):
+    """Return the exit code of the command in a dialogue."""
+    keyboard = Keyboard("".join(f"{line}\n" for line in lines))
+    keyboard.interrupts = interrupts
+    monkeypatch.setattr(sys, "stdin", keyboard)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-
-
-def converse(monkeypatch, run_dir, *lines, **keys):
-    """The exit code of the command in a dialogue."""
-    type_lines(monkeypatch, *lines, **keys)
-    flags = ["--env", "CartPole-v1", "--eval_episodes", "2", *SIZES[2:], "--device", "cpu"]
-    flags += ["--run_dir", run_dir]
     return train_here(monkeypatch, "--interactive", *flags)
 
 
 def test_answers_with_mistakes_become_a_command_line_and_a_training(monkeypatch, capsys, tmp_path):
     run_dir = tmp_path / "a run"
-    answers = ["Nope-v9", "", "two", "1", "sideways", "", "6", "33", "", "", "3", "", "256"]
-    assert converse(monkeypatch, run_dir, *answers, "perhaps", "yes") == 0
+    answers = ["Nope-v9", "", "two", "1", "sideways", "", "6", "33", "", "", "", "256"]
+    flags = [*CARTPOLE, "--run_dir", run_dir]
+    assert converse(monkeypatch, [*answers, "perhaps", "yes"], *flags) == 0
     out, err = capsys.readouterr()
-    for part in ("Nope-v9", "CPU cores", "multiple of bptt_steps", "(1..8192) [8]", "--num_envs 4"):
+    for part in ("Nope-v9", "CPU cores", "multiple of bptt_steps", "(1..8192) [8]"):
         assert part in out, part
     assert "num_gpus" in err and "'two'" in err and "strategy" in err and "'sideways'" in err
     (command,) = re.findall(r"  python train_distributed.py (.*)", out)
     saved = RunConfig.from_dict(json.loads((run_dir / "config.json").read_text()))
     assert with_threads(fresh_config(parse_training(shlex.split(command)))) == saved
-    held = (saved.policy.hidden_size, saved.train.total_steps, saved.launch.num_gpus)
-    assert held == (6, 256, 1)
+    assert (saved.policy.hidden_size, saved.train.total_steps) == (6, 256)
 
 
 @pytest.mark.parametrize(
-    ("lines", "keys", "code"),
+    ("lines", "interrupts", "code"),
     [
-        ([""], {}, 128 + signal.SIGINT),
-        ([""], {"interrupt": True}, 128 + signal.SIGINT),
-        ([*[""] * 8, "no"], {}, 0),
+        ([""], False, 128 + signal.SIGINT),
+        ([""], True, 128 + signal.SIGINT),
+        ([*[""] * 8, "no"], False, 0),
     ],
 )
-def test_a_dialogue_that_is_left_writes_nothing(monkeypatch, tmp_path, lines, keys, code):
-    assert converse(monkeypatch, tmp_path / "run", *lines, **keys) == code
+def test_a_dialogue_that_is_left_writes_nothing(monkeypatch, tmp_path, lines, interrupts, code):
+    flags = [*CARTPOLE, "--run_dir", tmp_path / "run"]
+    assert converse(monkeypatch, lines, *flags, interrupts=interrupts) == code
     assert list(tmp_path.iterdir()) == []
 
 
-def test_enter_alone_changes_nothing_and_sizes_follow_from_answers(monkeypatch):
-    words = ["--env", "CartPole-v1", "--device", "cpu", "--no-anneal_lr", "--seed", "3"]
-    parsed = parse_training(words)
-    type_lines(monkeypatch, *[""] * 9)
-    assert ask_user(parsed, words) == words
-    type_lines(monkeypatch, "", "3", "none", "ddp", "", "", "8", "9", "", "", "")
-    config = fresh_config(parse_training(ask_user(parsed, words)))
-    assert (config.launch.num_gpus, config.launch.strategy) == (3, "ddp")
-    assert config.train.batch_size == 9
-
-
-@pytest.mark.parametrize(
-    ("flags", "variables"),
-    [([], {}), (["--resume", "auto"], {}), ([], {"RANK": "0", "WORLD_SIZE": "1"})],
-)
-def test_where_nobody_can_answer_it_is_refused_in_one_line(
-    flags, variables, monkeypatch, capsys, tmp_path
-):
+@pytest.mark.parametrize("flags", [["--resume", "auto"], []])
+def test_nobody_can_answer_for_a_resume_or_under_torchrun(flags, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    if flags or variables:
-        type_lines(monkeypatch)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert train_here(monkeypatch, "--interactive", *flags) == 2
-    assert "--interactive needs" in only_error(capsys.readouterr().err)
+    if not flags:
+        monkeypatch.setenv("RANK", "0")
+    assert converse(monkeypatch, [], *flags) == 2
+    assert "--interactive" in only_error(capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []

@@ -125,7 +125,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_again(run_dir, ref
     for path in (run_dir / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:-100])
     err = refusal(run_dir, *TINY, "--run_dir", run_dir, resume="auto")
-    assert "holds checkpoints, but none is valid" in err
+    assert "holds no valid checkpoint" in err
 
 
 def test_output_that_nobody_reads_any_more_is_no_error(monkeypatch):

@@ -109,7 +109,6 @@ def test_ranks_that_start_again_find_their_choices_in_the_configuration(
         config=config,
         resolved=resolve(config.launch),
         resume_from="",
-        is_new=False,
     )
     assert choose(run, world).config == chosen
 
