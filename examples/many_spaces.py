@@ -17,10 +17,11 @@ from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from envs.vector.batched import pack_generator, unpack_generator
 
 MOST_PUSHES = 5  # pushes in a row to the same side
+QUESTION = 5  # step at which the two memory tasks ask
 
 
 class Snapshots:
-    """The two methods of exact resume, for environments that name all their changing attributes."""
+    """The two methods of exact resume, for environments that name what changes in them."""
 
     changing: tuple[str, ...] = ()
 
@@ -31,15 +32,15 @@ class Snapshots:
 
     def set_state(self: Any, state: dict[str, Any]) -> None:
         """Continue from `get_state`."""
+        unpack_generator(self.np_random, state["rng"])
         for name in self.changing:
             setattr(self, name, state[name])
-        unpack_generator(self.np_random, state["rng"])
 
 
 class MaskedCartPole(Snapshots, CartPoleEnv):
-    """CartPole-v1 with a third action that ends it, and a limit of pushes the same way.
+    """CartPole-v1 with a third action that ends it, and a limit of pushes to one side.
 
-    info["action_mask"] forbids the third action always, and a sixth push the same way.
+    info["action_mask"] always forbids the third action, and a sixth push to the same side.
     """
 
     changing = ("state", "pushes")
@@ -47,71 +48,86 @@ class MaskedCartPole(Snapshots, CartPoleEnv):
     def __init__(self) -> None:
         super().__init__()
         self.action_space = spaces.Discrete(3)  # type: ignore[assignment]
-        self.pushes = np.zeros(2, np.int64)  # the same way until now, by direction
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(self, **options: Any) -> tuple[np.ndarray, dict[str, Any]]:
         """Begin an episode."""
-        obs, _ = super().reset(seed=seed, options=options)
-        self.pushes = np.zeros(2, np.int64)
-        return obs, self._info()
+        obs, _ = super().reset(**options)
+        self.pushes = np.zeros(2, np.int64)  # in a row until now, to the left or to the right
+        return obs, self.info()
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Push left (0) or right (1); anything forbidden ends the episode."""
-        allowed = self._info()["action_mask"][action]
+        allowed = self.info()["action_mask"][action]
         obs, reward, terminated, truncated, _ = super().step(min(int(action), 1))
         self.pushes = np.where(np.arange(2) == action, self.pushes + 1, 0)
-        return obs, float(reward) * allowed, terminated or not allowed, truncated, self._info()
+        return obs, float(reward) * allowed, terminated or not allowed, truncated, self.info()
 
-    def _info(self) -> dict[str, Any]:
+    def info(self) -> dict[str, Any]:
+        """Return the mask of the next action."""
         return {"action_mask": np.array([*(self.pushes < MOST_PUSHES), False], np.int8)}
 
 
-class PatchRecall(Snapshots, gymnasium.Env[Any, Any]):
-    """Say in which quarter of the first image the bright patch was.
+class MemoryTask(Snapshots, gymnasium.Env[Any, Any]):
+    """The first observation shows something, and the answer to the last one counts."""
 
-    Images of 12 x 12 bytes follow each other: one of noise with a patch of 3 x 3 white pixels,
-    `delay` of noise alone, and a white one, at which the action earns 1 if it is the quarter.
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode."""
+        super().reset(seed=seed)
+        self.age = 0
+        self.draw()
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Wait; after the question, score the answer and end the episode."""
+        over = self.age == QUESTION
+        self.age += 1
+        return self.observe(), self.score(action) * over, over, False, {}
+
+    def draw(self) -> None:
+        """Draw what is to be remembered."""
+
+    def observe(self) -> Any:
+        """Return the observation of this step."""
+
+    def score(self, action: Any) -> float:
+        """Return the reward of an answer."""
+        raise NotImplementedError
+
+
+class PatchRecall(MemoryTask):
+    """Name the quarter of the first image that had the bright patch.
+
+    All images are noise, with a white patch of 3 x 3 pixels in the first; the last is white.
     """
 
     changing = ("age", "quarter")
     observation_space = spaces.Box(0, 255, (12, 12, 1), np.uint8)
     action_space = spaces.Discrete(4)
 
-    def __init__(self, delay: int = 4) -> None:
-        self.delay = delay
-        self.age = self.quarter = 0
+    def draw(self) -> None:
+        """Draw the quarter."""
+        self.quarter = int(self.np_random.integers(4))
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Show the patch."""
-        super().reset(seed=seed)
-        self.age, self.quarter = 0, int(self.np_random.integers(4))
-        image = self._noise()
-        row, column = self.np_random.integers(0, 4, 2) + 6 * np.array(divmod(self.quarter, 2))
-        image[row : row + 3, column : column + 3] = 255
-        return image, {}
-
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Show the next image; the answer to the last one counts."""
-        self.age += 1
-        over = self.age > self.delay + 1
-        image = self._noise()
-        if self.age == self.delay + 1:
+    def observe(self) -> np.ndarray:
+        """Return an image."""
+        image = self.np_random.integers(0, 128, (12, 12, 1), np.uint8)
+        if self.age == 0:
+            row, column = self.np_random.integers(0, 4, 2) + 6 * np.array(divmod(self.quarter, 2))
+            image[row : row + 3, column : column + 3] = 255
+        if self.age == QUESTION:
             image[:] = 255
-        return image, float(over and action == self.quarter), over, False, {}
+        return image
 
-    def _noise(self) -> np.ndarray:
-        return self.np_random.integers(0, 128, (12, 12, 1), np.uint8)
+    def score(self, action: Any) -> float:
+        """Return 1 for the right quarter."""
+        return float(action == self.quarter)
 
 
-class Orders(Snapshots, gymnasium.Env[Any, Any]):
-    """Deliver the size and the colour that were ordered `delay` steps ago.
+class Orders(MemoryTask):
+    """Deliver the size and the colour that were ordered.
 
-    The first observation shows the order; the last one asks for it, and each of the two right
-    choices earns 0.5. One wrong size and one wrong colour are out of stock: the mask forbids them.
+    The first observation shows the order, and each of the two right choices earns 0.5. One wrong
+    size and one wrong colour are out of stock: the mask forbids them.
     """
 
     changing = ("age", "order", "missing")
@@ -123,35 +139,23 @@ class Orders(Snapshots, gymnasium.Env[Any, Any]):
     )
     action_space = spaces.MultiDiscrete(SIZES)
 
-    def __init__(self, delay: int = 5) -> None:
-        self.delay, self.age = delay, 0
-        self.order = self.missing = np.zeros(2, np.int64)
-
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Show a new order."""
-        super().reset(seed=seed)
-        self.age = 0
+    def draw(self) -> None:
+        """Draw an order, and what is out of stock."""
         self.order = self.np_random.integers(self.SIZES)
         self.missing = (self.order + self.np_random.integers(1, self.SIZES)) % self.SIZES
-        return self._observe(), {}
 
-    def step(self, action: np.ndarray) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Wait, or deliver at the last step."""
-        over = self.age == self.delay
-        reward = float((np.asarray(action) == self.order).mean()) * over
-        self.age += 1
-        return self._observe(), reward, over, False, {}
-
-    def _observe(self) -> dict[str, Any]:
+    def observe(self) -> dict[str, Any]:
+        """Return order, door and mask."""
         mask = np.ones(int(self.SIZES.sum()), np.int8)
         mask[[self.missing[0], self.SIZES[0] + self.missing[1]]] = 0
-        shown = self.order + 1 if self.age == 0 else np.zeros(2, np.int64)
-        return {"order": shown, "door": int(self.age == self.delay), "action_mask": mask}
+        shown = (self.order + 1) * (self.age == 0)
+        return {"order": shown, "door": int(self.age == QUESTION), "action_mask": mask}
+
+    def score(self, action: Any) -> float:
+        """Return the share of right choices."""
+        return float((action == self.order).mean())
 
 
-_LIMITS = {"MaskedCartPole": 500, "PatchRecall": None, "Orders": None}
-for _name, _limit in _LIMITS.items():
-    if f"{_name}-v0" not in gymnasium.registry:
-        gymnasium.register(f"{_name}-v0", f"{__name__}:{_name}", max_episode_steps=_limit)
+gymnasium.register("MaskedCartPole-v0", f"{__name__}:MaskedCartPole", max_episode_steps=500)
+gymnasium.register("PatchRecall-v0", f"{__name__}:PatchRecall")
+gymnasium.register("Orders-v0", f"{__name__}:Orders")
