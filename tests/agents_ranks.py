@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import gymnasium
 import numpy as np
@@ -25,7 +24,6 @@ from envs.trading.features import first_tradable_day
 from envs.trading.market_data import Span
 from envs.trading.simulated_market import simulate_markets, world_seeds
 from envs.vector.batched import pack_generator, unpack_generator
-from rl_dist.checkpoint import store
 from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.process_group.world import StopFlag, close_world, open_world
 from rl_dist.run_dir import RunDir
@@ -73,36 +71,20 @@ JOBS = {
     "levers, own core, masks of info": Case("levers", OWN),
     "brief, squashed lstm, pink noise, refreshed": Case("brief", SQUASHED, REFRESHED),
 }
-PAIRS = {  # of forms and tasks, which no job above has
-    "levers, window, masks of info": Case("levers", WINDOW, REFRESHED),
-    "levers, mlp, masks of info": Case("levers", MLP, STOPPING),
-    "orders, own core, refreshed": Case("orders", OWN, REFRESHED),
-    "patches, clstm, refreshed": Case("patches", CLSTM, REFRESHED),
-    "brief, mingrus, squashed, pink noise": Case("brief", replace(SQUASHED, policy="mingru")),
-    "brief, own cores, pink noise": Case(
-        "brief", replace(OWN, separate_trunks=True, noise_color=1.0), REFRESHED
-    ),
-}
-CARTPOLE = {
+MORE_JOBS = {
     "cartpole, clstm": Case("cartpole", CLSTM, iterations=ITERATIONS),
-    "cartpole, mlp": Case("cartpole", MLP, iterations=ITERATIONS),
+    "trading, clstm, fp32": Case("trading", CLSTM, dtype=torch.float32),
+    "cartpole, clstm, fp32": Case("cartpole", CLSTM, dtype=torch.float32),
 }
-SINGLE = {
-    f"{task}, {policy.policy}, fp32": Case(task, policy, dtype=torch.float32)
-    for task in ("trading", "cartpole")
-    for policy in (CLSTM, MLP)
-}
-NORMALIZED_BY_NOTHING = {"normalize_obs": False, "normalize_rewards": False}
-RAW = replace(CLIPPED, norm_adv=False)
-TERSE = {"num_steps": 1, "bptt_steps": 1}
-LENGTHY = {"num_steps": 64}
-BY_EPISODES = {"total_steps": 0, "num_episodes": 80}
-OPTIONS = {
-    "trading, window": Case("trading", WINDOW),
-    "brief, refreshed states": Case("brief", GRU, REFRESHED),
+SLOW_JOBS = {
     "trading, no memory": Case("trading", replace(CLSTM, memory=False)),
     "trading, KL stop": Case("trading", CLSTM, STOPPING),
-    "trading, nothing normalised": Case("trading", CLSTM, RAW, options=NORMALIZED_BY_NOTHING),
+    "trading, nothing normalised": Case(
+        "trading",
+        CLSTM,
+        replace(CLIPPED, norm_adv=False),
+        options={"normalize_obs": False, "normalize_rewards": False},
+    ),
     "trading, sequences of one step": Case(
         "trading", CLSTM, options={"bptt_steps": 1}, batch_size=64
     ),
@@ -110,12 +92,18 @@ OPTIONS = {
         "trading", CLSTM, batch_size=4, options={"bptt_steps": 16}
     ),
     "cartpole, warm-up, annealed by episodes": Case(
-        "cartpole", CLSTM, replace(CLIPPED, warmup=3), options=BY_EPISODES
+        "cartpole",
+        CLSTM,
+        replace(CLIPPED, warmup=3),
+        options={"total_steps": 0, "num_episodes": 80},
     ),
-    "brief, clstm": Case("brief", CLSTM, iterations=ITERATIONS),
-    "brief, mlp, strata of 2": Case("brief", MLP, batch_size=4),
-    "brief, sums that lose digits": Case("brief", MLP, batch_size=64, options=LENGTHY),
-    "brief, rollouts of one step": Case("brief", CLSTM, batch_size=4, options=TERSE),
+    "brief, own cores, pink noise": Case(
+        "brief", replace(OWN, separate_trunks=True, noise_color=1.0), REFRESHED
+    ),
+    "brief, sums that lose digits": Case("brief", MLP, batch_size=64, options={"num_steps": 64}),
+    "brief, rollouts of one step": Case(
+        "brief", CLSTM, batch_size=4, options={"num_steps": 1, "bptt_steps": 1}
+    ),
 }
 TWELVE = {  # environments, which powers of two do not divide
     "twelve, cartpole, strata of 4": Case(
@@ -132,7 +120,7 @@ WEAK = Case(
     iterations=4,
     options={"scaling": "weak", "num_envs": 4, "lr_scaling": "linear"},
 )
-CASES = JOBS | PAIRS | CARTPOLE | SINGLE | OPTIONS | TWELVE | {"weak": WEAK}
+CASES = JOBS | MORE_JOBS | SLOW_JOBS | TWELVE | {"weak": WEAK}
 
 
 @functools.cache
@@ -330,27 +318,15 @@ class Recording(Training):
 
 
 def record_of(name, world, run_dir=None, **options):
-    """Train a job and return what it did; with `run_dir`, its metrics and checkpoints lie there."""
-    job = make_job(name, run_dir or "nowhere", **options)  # where nothing is saved, see below
-    writer = (
-        open_writer(RunDir(run_dir), world, job.train.total_steps, "steps")
-        if run_dir
-        else NullWriter()
-    )
-    saved: list[int] = []
-
-    def save_checkpoint(directory, state, *, iteration, **options):
-        saved.append(iteration)
-        if run_dir:
-            return original(directory, state, iteration=iteration, **options)
-        return Path(directory, f"iteration_{iteration}.pt")
-
-    original = store.save_checkpoint
+    """Train a job and return what it did; with `run_dir`, it writes its metrics there."""
+    job = make_job(name, run_dir or "", **options)
+    writer = NullWriter()
+    if run_dir:
+        writer = open_writer(RunDir(run_dir), world, job.train.total_steps, "steps")
     training = Recording(job, world)
-    with mock.patch.object(store, "save_checkpoint", save_checkpoint):
-        train(training, writer, StopFlag())
+    train(training, writer, StopFlag())
     writer.close()
-    return training.record() | {"saved": saved, "writer": type(writer).__name__}
+    return training.record() | {"writer": type(writer).__name__}
 
 
 def train_all(out_dir, names_by_size):
@@ -377,13 +353,9 @@ def train_in_world(out_dir, names):
     world = open_world("cpu", timeout_s=60)
     records = {}
     for name in names:
+        files = {"run_dir": out_dir / name, "checkpoint_every": 2 if name == "weak" else 3}
         with_files = world.size == 2 and name in (WITH_FILES, "weak")
-        options = (
-            {"run_dir": out_dir / name, "checkpoint_every": 2 if name == "weak" else 3}
-            if with_files
-            else {}
-        )
-        records[name] = record_of(name, world, **options)
+        records[name] = record_of(name, world, **files if with_files else {})
     torch.save(records, out_dir / f"{world.size}_rank_{world.rank}.pt")
     close_world(world)
 

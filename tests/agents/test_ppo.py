@@ -3,30 +3,20 @@
 import itertools
 import json
 import math
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
-from agents_ranks import JOBS, Recording, make_job
+from agents_ranks import JOBS, Recording, make_job, parameters_of
 from torch import nn
 
 from agents.advantages import explained_variance, gae, normalize_advantages, rollout_sums
 from agents.network.minibatches import Minibatch
-from agents.network.noise import sequence_orders
-from agents.policy import Evaluation, PolicyConfig
-from agents.ppo import (
-    PPO,
-    Batch,
-    NonFiniteGradientError,
-    PPOConfig,
-    learning_rate,
-    ppo_loss,
-    refreshed_states,
-)
+from agents.policy import Evaluation
+from agents.ppo import NonFiniteGradientError, PPOConfig, learning_rate, ppo_loss, refreshed_states
 from agents.trainer import train
 from rl_dist.process_group.world import StopFlag
-from rl_dist.strategies.config import StrategyConfig
-from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import NullWriter
 
@@ -71,17 +61,15 @@ def test_advantages_are_normalised_by_their_deviation_or_by_the_least(least, dev
 @pytest.mark.parametrize(
     ("values", "returns", "explained"),
     [
-        ([1.0, 2.0, 3.0, 6.0], [1.0, 2.0, 3.0, 6.0], 1.0),
         ([-4.0, -3.0, -2.0, 1.0], [1.0, 2.0, 3.0, 6.0], 1.0),  # an offset is no variance
-        ([9.0] * 4, [1.0, 2.0, 3.0, 6.0], 0.0),
         ([-1.0, -2.0, -3.0, -6.0], [1.0, 2.0, 3.0, 6.0], -3.0),
         ([1.0, 2.0, 3.0, 6.0], [1.0] * 4, 0.0),
     ],
 )
 def test_explained_variance_is_1_for_a_perfect_critic(values, returns, explained):
     values, returns = torch.tensor(values), torch.tensor(returns)
-    found = explained_variance(rollout_sums(returns, values, returns))
-    assert float(found) == pytest.approx(explained)
+    variance = explained_variance(rollout_sums(returns, values, returns))
+    assert float(variance) == pytest.approx(explained)
 
 
 # ---- the loss
@@ -141,120 +129,21 @@ def test_losses_are_those_computed_by_hand(given, part, expected):
     assert getattr(loss_of(**given), part).item() == pytest.approx(expected)
 
 
-RATES = [  # anneal_lr, warmup, iteration, remaining, factor, rate of 0.1 by hand
-    (True, 0, 7, 0.5, 1.0, 0.05),
-    (True, 0, 9, -0.1, 1.0, 0.0),
-    (False, 0, 7, 0.0, 2.0, 0.2),
-    (False, 4, 3, 0.5, 1.0, 0.075),
-    (False, 4, 5, 0.5, 1.0, 0.1),
-    (True, 4, 4, 0.6, 3.0, 0.18),
-]
-
-
-@pytest.mark.parametrize(("anneal_lr", "warmup", "iteration", "remaining", "factor", "rate"), RATES)
-def test_the_learning_rate_rises_falls_and_scales(
-    anneal_lr, warmup, iteration, remaining, factor, rate
-):
-    config = PPOConfig(learning_rate=0.1, anneal_lr=anneal_lr, warmup=warmup)
+@pytest.mark.parametrize(
+    ("config", "iteration", "remaining", "factor", "rate"),
+    [
+        ({}, 7, 0.5, 1.0, 0.05),
+        ({}, 9, -0.1, 1.0, 0.0),
+        ({"anneal_lr": False, "warmup": 4}, 3, 0.5, 1.0, 0.075),
+        ({"warmup": 4}, 4, 0.6, 3.0, 0.18),
+    ],
+)
+def test_the_learning_rate_rises_falls_and_scales(config, iteration, remaining, factor, rate):
+    config = PPOConfig(learning_rate=0.1, **config)
     assert learning_rate(config, iteration, remaining, factor) == pytest.approx(rate, rel=1e-12)
 
 
-# ---- the update of a policy of one parameter
-
-
-class Line(nn.Module):
-    """Value = parameter, log-probability = 0."""
-
-    config = PolicyConfig(policy="mlp")
-    discrete = resets_inside = False
-
-    def __init__(self, value=2.0):
-        super().__init__()
-        self.value = nn.Parameter(torch.tensor(value, dtype=torch.float64))
-
-    def forward(self, obs, actions, state, episode_start):
-        values = self.value.expand(obs.shape[:2])
-        return Evaluation(values * 0.0, values.detach() * 0.0, values)
-
-
-def updating(world, policy, num_minibatches=1, number=8, **config):
-    """A PPO, and its update with sequences of 4 environments that have these returns."""
-    ppo = PPO(policy, PPOConfig(**config), Strategy(StrategyConfig(), world))
-
-    def update(returns=1.0):
-        zeros = torch.zeros(2, number, dtype=torch.float64)
-        marks = torch.arange(number).double().expand(2, number)
-        sequences = Minibatch(
-            obs=marks[..., None],
-            actions=zeros[..., None],
-            logprobs=zeros,
-            values=zeros,
-            advantages=zeros,
-            returns=zeros + returns,
-            episode_start=zeros > 0,
-            lstm_state=torch.zeros(number, 0, 1, dtype=torch.float64),
-        )
-        epochs = ppo.config.update_epochs
-        batch = Batch(
-            sequences=sequences,
-            starts=sequences.episode_start.numpy(),
-            order=sequence_orders((1, 1), epochs, 0, 4, number // 4, num_minibatches),
-            num_envs=4,
-            explained_variance=torch.zeros(()),
-            statistics={},
-        )
-        return ppo.update(batch)
-
-    return ppo, update
-
-
-def test_every_epoch_uses_every_sequence_once_in_another_order(world):
-    line, seen = Line(), []
-    line.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0][0, :, 0]))
-    _, update = updating(world, line, num_minibatches=2, number=32, update_epochs=4)
-    assert update()["optim/steps"] == 8 == len(seen)
-    epochs = torch.stack(seen).view(4, 32)
-    assert epochs.sort(dim=1).values.unique(dim=0).tolist() == [list(range(32))]
-    assert len(epochs.unique(dim=0)) == 4
-
-
-def test_the_reported_norm_is_of_the_gradient_before_it_is_clipped(world):
-    """Gradient of vf_coef * 0.5 * (value - 1000)^2 at 0 is -500."""
-    line = Line(0.0)
-    _, update = updating(world, line, update_epochs=1, max_grad_norm=0.25)
-    assert update(1000.0)["optim/grad_norm"] == pytest.approx(500.0)
-    assert line.value.grad.item() == pytest.approx(-0.25, rel=1e-6)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_bad_gradients_are_skipped_and_counted_until_there_are_too_many(world, bad, tmp_path):
-    line = Line()
-    ppo, update = updating(world, line, max_bad_steps=10)
-    events.configure(f"cat > {tmp_path}/event", tmp_path)
-    metrics = update(bad)
-    events.close()
-    event = json.loads((tmp_path / "event").read_text())
-    assert (event["event"], event["skipped"]) == ("bad_steps", 4)
-    assert metrics["optim/skipped_steps"] == ppo.bad_in_a_row == 4 and metrics["optim/steps"] == 0
-    assert line.value.item() == 2.0 and not ppo.optimizer.state
-    assert update()["optim/skipped_steps"] == ppo.bad_in_a_row == 0
-    assert line.value.item() != 2.0
-    kept = [line.value.item(), str(ppo.optimizer.state_dict())]
-    for _ in range(2):
-        update(bad)
-    with pytest.raises(NonFiniteGradientError, match="11 steps .* --max_bad_steps 10"):
-        update(bad)
-    assert [line.value.item(), str(ppo.optimizer.state_dict())] == kept
-
-
-def test_a_resumed_run_that_allows_fewer_bad_steps_stops_at_the_next_one_only(world):
-    ppo, update = updating(world, Line(), max_bad_steps=2)
-    ppo.bad_in_a_row = 5  # of the run before
-    update()
-    assert ppo.bad_in_a_row == 0
-    ppo.bad_in_a_row = 5
-    with pytest.raises(NonFiniteGradientError, match="6 steps in a row"):
-        update(math.nan)
+# ---- the update, in whole trainings
 
 
 def changed_losses(change):
@@ -264,99 +153,130 @@ def changed_losses(change):
 
 
 def bad_at(calls):
-    return changed_losses(
-        lambda number, parts: parts._replace(total=parts.total * math.nan ** (number in calls))
-    )
+    """Make the total NaN in these calls, and approx_kl 0.03 in all."""
+
+    def change(number, parts):
+        total = parts.total * (math.nan if number in calls else 1.0)
+        return parts._replace(total=total, approx_kl=torch.full_like(parts.approx_kl, 0.03))
+
+    return changed_losses(change)
+
+
+def training_of(world, name="recall, clstm", iterations=1, sizes=None, **ppo):
+    """A training of two minibatches an epoch."""
+    job = make_job(name, iterations=iterations, ppo=PPOConfig(**ppo), **(sizes or {}))
+    return Recording(job, world)
+
+
+def trained(training, probe=None):
+    """Train with a probe in the place of `PPO.step`; return the losses of every iteration."""
+    with mock.patch.object(training.ppo, "step", probe or training.ppo.step):
+        train(training, NullWriter(), StopFlag())
+    return training.losses
+
+
+def test_every_epoch_uses_every_sequence_once_in_another_order(world):
+    training, seen = training_of(world, update_epochs=4), []
+    step = training.ppo.step
+    trained(training, lambda *args: seen.append(args[0].advantages.sum(0)) or step(*args))
+    epochs = torch.stack(seen).view(4, 32)
+    assert len(epochs.sort(dim=1).values.unique(dim=0)) == 1
+    assert len(epochs.unique(dim=0)) == 4 and len(epochs[0].unique()) == 32
+
+
+def test_the_reported_norm_is_of_the_gradient_before_it_is_clipped(world):
+    whole = {"sizes": {"batch_size": 32}, "update_epochs": 1}
+    clipped, free = (training_of(world, max_grad_norm=norm, **whole) for norm in (1e-6, 1e6))
+    norms = [trained(training)[0]["optim/grad_norm"] for training in (clipped, free)]
+    assert norms[0] == norms[1] > 1e-3
+    gradients = [p.grad for p in clipped.policy.parameters()]
+    assert float(nn.utils.get_total_norm(gradients)) == pytest.approx(1e-6, rel=1e-4)
+
+
+def test_bad_steps_are_skipped_and_counted_until_there_are_too_many(world, tmp_path):
+    training = training_of(world, iterations=4, update_epochs=2, max_bad_steps=5)
+    start = parameters_of(training)
+    events.configure(f"cat >> {tmp_path}/event", tmp_path)
+    too_many = pytest.raises(NonFiniteGradientError, match="6 steps .* --max_bad_steps 5")
+    with bad_at({1, 2, 3, 4, *range(6, 12)}), too_many:
+        trained(training)
+    events.close()
+    event = json.loads((tmp_path / "event").read_text().splitlines()[0])
+    assert (event["event"], event["skipped"]) == ("bad_steps", 4)
+    counts = [(loss["optim/steps"], loss["optim/skipped_steps"]) for loss in training.losses]
+    assert counts == [(0, 4), (1, 3)]
+    before, after = training.parameters
+    assert torch.equal(before, start) and not torch.equal(after, start)
+    assert torch.equal(parameters_of(training), after)
+
+
+def test_bad_steps_in_a_row_are_counted_on_after_a_resume(world):
+    """A run resumed with more of them than it allows stops at the next one only."""
+    training = training_of(world, update_epochs=2, max_bad_steps=3)
+    with bad_at((2, 3, 4)):  # three of the four steps
+        trained(training)
+    for calls, refused in (((1,), pytest.raises(NonFiniteGradientError, match="4 steps")),
+                           ((2,), nullcontext())):  # fmt: skip
+        resumed = training_of(world, iterations=2, update_epochs=2, max_bad_steps=2)
+        resumed.restore(training.state())
+        with bad_at(calls), refused:
+            trained(resumed)
 
 
 def test_a_loss_that_is_not_finite_is_bad_even_if_its_gradient_is_finite(world):
-    _, update = updating(world, Line(), vf_coef=0.0, update_epochs=1)
+    training = training_of(world, update_epochs=1)
     with changed_losses(lambda _, parts: parts._replace(total=parts.total + math.inf)):
-        assert update()["optim/skipped_steps"] == 1
-
-
-# ---- whole trainings
+        assert trained(training)[0]["optim/skipped_steps"] == 2
 
 
 @pytest.mark.parametrize(
     ("bad", "steps", "calls"),
-    [((), 2, 2), ((2,), 1, 2), ((1, 2, 4), 1, 4), ((1, 2, 3, 4, 5, 6), 0, 6)],
-    ids=["none", "one", "more", "all"],
+    [((2,), 1, 2), ((1, 2, 4), 1, 4), ((1, 2, 3, 4, 5, 6), 0, 6)],
 )
 def test_the_kl_estimate_is_that_of_the_steps_taken_and_an_epoch_without_any_does_not_stop(
     world, bad, steps, calls
 ):
-    numbers = []
-
-    def change(number, parts):
-        numbers.append(number)
-        total = parts.total * (math.nan if number in bad else 1.0)
-        return parts._replace(total=total, approx_kl=torch.full_like(parts.approx_kl, 0.03))
-
-    ppo = PPOConfig(update_epochs=3, target_kl=0.02)
-    training = Recording(make_job("recall, clstm", iterations=1, ppo=ppo), world)
-    with changed_losses(change):
-        train(training, NullWriter(), StopFlag())
-    assert [losses["optim/steps"] for losses in training.losses] == [steps]
-    assert len(numbers) == calls
-
-
-def test_bad_steps_in_a_row_are_counted_on_after_a_resume(world):
-    ppo = PPOConfig(update_epochs=2, max_bad_steps=3)
-    training, resumed = (
-        Recording(make_job("recall, clstm", iterations=count, ppo=ppo), world) for count in (1, 2)
-    )
-    with bad_at((2, 3, 4)):  # three of the four steps
-        train(training, NullWriter(), StopFlag())
-    resumed.restore(training.state())
-    with bad_at((1,)), pytest.raises(NonFiniteGradientError, match="4 steps in a row"):
-        train(resumed, NullWriter(), StopFlag())
+    training = training_of(world, update_epochs=3, target_kl=0.02)
+    with bad_at(bad):
+        (losses,) = trained(training)
+    assert (losses["optim/steps"], losses["optim/skipped_steps"]) == (steps, calls - steps)
 
 
 def test_from_the_second_epoch_on_sequences_begin_at_states_of_the_network_of_now(world):
-    ppo = PPOConfig(update_epochs=3, learning_rate=1e-2, refresh_states=True)
-    training = Recording(make_job("recall, clstm", iterations=1, ppo=ppo), world)
+    training = training_of(world, update_epochs=3, learning_rate=1e-2, refresh_states=True)
     update, step = training.ppo.update, training.ppo.step
     batches, used, expected = [], [], []
 
-    def keep(batch):
-        batches.append(batch)
-        return update(batch)
-
     def probe(minibatch, plans):
         if len(used) % training.sizes.num_minibatches == 0:  # an epoch begins
-            expected.append(refreshed_states(training.policy, batches[-1]))
+            expected.append(refreshed_states(training.policy, batches[0]))
         used.append(minibatch.lstm_state)
         return step(minibatch, plans)
 
-    with mock.patch.multiple(training.ppo, update=keep, step=probe):
-        train(training, NullWriter(), StopFlag())
+    training.ppo.update = lambda batch: batches.append(batch) or update(batch)
+    trained(training, probe)
     stored = batches[0].sequences.lstm_state
     torch.testing.assert_close(expected[0], stored, rtol=0, atol=1e-12)  # nothing learned yet
     assert len(expected) == 3 and (expected[2] - stored).abs().max() > 1e-3
-    for epoch, states in enumerate(torch.cat(used).chunk(3)):
-        found, wanted = (each.flatten(1).sum(1).sort().values for each in (states, expected[epoch]))
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    for states, wanted in zip(torch.cat(used).chunk(3), expected, strict=True):
+        sums, wanted_sums = (part.flatten(1).sum(1).sort().values for part in (states, wanted))
+        torch.testing.assert_close(sums, wanted_sums, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_the_ratio_is_1_before_the_first_gradient_step_of_every_iteration(name, world):
     """So the normaliser is frozen, and states and inputs are the stored ones."""
     training = Recording(make_job(name, iterations=3), world)
-    step = training.ppo.step
-    first_of_iteration, counts = {}, {}
+    step, first_parts, counts = training.ppo.step, {}, set()
 
     def probe(minibatch, plans):
-        count = float(training.normalizers.obs.moments.count)
-        counts.setdefault(training.iteration, set()).add(count)
+        counts.add((training.iteration, float(training.normalizers.obs.moments.count)))
         result = step(minibatch, plans)
-        first_of_iteration.setdefault(training.iteration, result[0])
+        first_parts.setdefault(training.iteration, result[0])
         return result
 
-    with mock.patch.object(training.ppo, "step", probe):
-        train(training, NullWriter(), StopFlag())
-    assert sorted(first_of_iteration) == [1, 2, 3]
-    for parts in first_of_iteration.values():
+    trained(training, probe)
+    for parts in first_parts.values():
         assert abs(parts.approx_kl.item()) < 1e-14 and parts.clip_fraction.item() == 0.0
     # merged once per iteration, after its update; the warm-up's 128 samples came before the first
-    assert counts == {1: {128.0}, 2: {256.0}, 3: {384.0}}
+    assert counts == {(1, 128.0), (2, 256.0), (3, 384.0)}
