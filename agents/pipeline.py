@@ -9,7 +9,6 @@ a pair exchanges the parameters of its stages.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,7 +25,6 @@ from agents.network.pieces import Plan
 from agents.network.sequences import run_sequence
 from agents.ppo import PPO, LossParts, ppo_loss
 from rl_dist.errors import UserError
-from rl_dist.process_group.join import devices_differ
 from rl_dist.process_group.world import World
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.mesh import make_mesh
@@ -42,7 +40,6 @@ NEEDED = (
     ("obs", "episode_start", "lstm_state"),
     ("actions", "logprobs", "values", "advantages", "returns", "episode_start", "lstm_state"),
 )
-logger = logging.getLogger(__name__)
 
 
 class StageStrategy(Strategy):
@@ -70,15 +67,12 @@ class StageStrategy(Strategy):
         features = [p for name, p in module.named_parameters() if name.startswith("feature_")]
         others = [p for name, p in module.named_parameters() if not name.startswith("feature_")]
         self.stages = (features, others)
-        self.parameters = list(module.parameters())
         self.local = self.stages[self.stage]
-        self.gradient_bytes = sum(p.numel() * p.element_size() for p in self.local)
-        logger.info("gradients of %d bytes", self.gradient_bytes)
-        self.unequal_devices = devices_differ(self.world)
+        self._keep(module, self.local)
+        self.parameters = list(module.parameters())
         with self.world.waiting("start of the pipeline"):
             for parameter in self.parameters:
                 dist.broadcast(parameter.detach(), src=0)
-        self.module = self.bare = module
         return module
 
     def step(

@@ -268,7 +268,7 @@ class PPO:
 
     def _schedule(self, batch: Batch) -> list[list[tuple[Tensor, list[Plan]]]]:
         """Plan the pieces of all minibatches before the first step, where `forward` takes them."""
-        plans_ahead = self.takes_plans and self.strategy.takes_plans
+        plans_ahead = self.takes_plans and self.strategy.mode != "dp"  # dp cuts tensors only
         return make_schedule(
             batch.starts,
             batch.order,

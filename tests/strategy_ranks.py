@@ -25,6 +25,9 @@ from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.measure import Candidate, fastest, fastest_batch_size
 from rl_dist.strategies.strategy import Strategy
 
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+BROKEN = UserError("shard_size 3 does not divide 2 ranks")
+
 
 def sleeping(seconds):
     """Steps that take so long."""
@@ -33,10 +36,10 @@ def sleeping(seconds):
         yield
 
 
-def ddp_steps(world, full=False):
-    """Steps of ddp; a full one is out of memory on rank 1."""
-    if full and world.rank == 1:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+def ddp_steps(world, error=None):
+    """Steps of ddp, or an error at their start."""
+    if error:
+        raise error
     yield
     strategy = Strategy(StrategyConfig(mode="ddp"), world)
     module = strategy.wrap(make_module(seed=0))
@@ -45,13 +48,6 @@ def ddp_steps(world, full=False):
         strategy.backward(module(torch.ones(4, 3).double()).square().mean())
         strategy.step(optimizer)
         yield
-
-
-def broken_steps(world):
-    """Steps that cannot be set up on rank 0."""
-    if world.rank == 0:
-        raise UserError("shard_size 3 does not divide 2 ranks")
-    yield
 
 
 def jobs_steps(world, mode):
@@ -66,7 +62,7 @@ def jobs_steps(world, mode):
 def batch_step(size):
     """A step of a rank that holds 300 samples, or of one that is slower."""
     if int(os.environ["RANK"]) == 1 and size > 300:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        raise FULL
     time.sleep(0.02)
 
 
@@ -75,8 +71,8 @@ def choose(out_dir):
     world = open_world("cpu", timeout_s=30)
     slow = 0.001 if world.rank else 0.08
     steps = {
-        "ddp, full": lambda: ddp_steps(world, full=True),
-        "broken": lambda: broken_steps(world),
+        "ddp, full": lambda: ddp_steps(world, FULL if world.rank == 1 else None),
+        "broken": lambda: ddp_steps(world, BROKEN if world.rank == 0 else None),
         "ddp": lambda: ddp_steps(world),
         "slow on rank 0": lambda: sleeping(slow),
     }
@@ -100,29 +96,23 @@ def norm_of_another_device(*args):
 
 
 def train_on_unequal_devices(out_dir):
-    """Clip by a norm that is another one on rank 1, whose kernels are of a lesser CPU."""
+    """Clip by a norm that is another one on rank 1, on a CPU of its own kind."""
     world = open_world("cpu", timeout_s=30)
-    rank, hashes = world.rank, {}
-    name = f"the CPU of rank {rank}"
-    for mode in ("ddp", "hybrid"):
-        for agreed in (True, False):
-            strategy = Strategy(StrategyConfig(mode=mode), world)
-            module = make_module(seed=0).float()
-            with mock.patch("torch.backends.cpu.get_cpu_capability", lambda: name):
-                wrapped = strategy.wrap(module)
-            assert strategy.unequal_devices
-            strategy.unequal_devices = agreed
-            optimizer = torch.optim.SGD(strategy.parameters, lr=1.0)
-            norm_of = norm_of_another_device if rank == 1 else get_total_norm
-            with (
-                mock.patch("rl_dist.strategies.strategy.get_total_norm", norm_of),
-                mock.patch("torch.nn.utils.get_total_norm", norm_of),
-            ):
-                for _ in range(50):
-                    optimizer.zero_grad()
-                    strategy.backward(wrapped(torch.full((4, 3), 5.0 + rank)).square().mean())
-                    strategy.step(optimizer, max_grad_norm=0.5)
-            hashes[f"{mode} {agreed}"] = parameter_hash(module)
-            strategy.close()
+    norm_of = norm_of_another_device if world.rank == 1 else get_total_norm
+    hashes = {}
+    for agreed in (True, False):
+        strategy, module = Strategy(StrategyConfig(mode="ddp"), world), make_module(seed=0).float()
+        kind = f"the CPU of rank {world.rank}"
+        with mock.patch("torch.backends.cpu.get_cpu_capability", lambda kind=kind: kind):
+            wrapped = strategy.wrap(module)
+        assert strategy.unequal_devices
+        strategy.unequal_devices = agreed
+        optimizer = torch.optim.SGD(strategy.parameters, lr=1.0)
+        with mock.patch("rl_dist.strategies.strategy.get_total_norm", norm_of):
+            for _ in range(50):
+                optimizer.zero_grad()
+                strategy.backward(wrapped(torch.full((4, 3), 5.0 + world.rank)).square().mean())
+                strategy.step(optimizer, max_grad_norm=0.5)
+        hashes[str(agreed)] = parameter_hash(module)
     Path(out_dir, f"{world.rank}.json").write_text(json.dumps(hashes))
     close_world(world)

@@ -140,7 +140,6 @@ def exercise(out_dir):
     bad = Fitted(world, criterion=NanOnce(world, 3), config={"grad_accumulation": 1})
     results |= {"across": across.weights, "sharded": alike.weights, "loaded": loaded.weights}
     results |= {
-        "skipped": bad.strategy.skipped,
         "bad": bad.weights,
         "bad_history": bad.result.history,
     }

@@ -14,7 +14,6 @@ from rl_dist.process_group.join import check_address, check_variables, requested
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.strategies.config import (
     Compression,
-    Hardware,
     HybridForm,
     Mode,
     StrategyConfig,
@@ -133,7 +132,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         # dp has 1 rank: it takes the GPUs of all ranks, or under torchrun every GPU
         gpu_ids = gpu_ids or tuple(range(gpus if adopted else num_ranks))
         num_ranks = num_ranks if adopted else 1
-    check_strategy(config.strategy_config, Hardware(num_ranks, device_type, len(gpu_ids)))
+    check_strategy(config.strategy_config, num_ranks, device_type, len(gpu_ids))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) if adopted else num_ranks
     threads = config.threads or threads_per_rank(local_ranks)
     # one line about it

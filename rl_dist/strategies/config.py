@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import Literal
 
 from rl_dist.errors import UserError
@@ -42,18 +41,15 @@ class StrategyConfig:
         return self.mode == "hybrid" and self.hybrid_form == "pipeline"
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """Ranks and their devices."""
+def check_strategy(
+    config: StrategyConfig, ranks: int, device_type: str = "cpu", num_devices: int = 0
+) -> str:
+    """Return the mode that is meant on this hardware; refuse what cannot work.
 
-    num_ranks: int
-    device_type: str = "cpu"
-    num_devices: int = 0  # GPUs of this process, if it is the only one
-
-
-def check_strategy(config: StrategyConfig, hardware: Hardware) -> str:
-    """Return the mode that is meant on this hardware; refuse what cannot work."""
-    ranks, device_type, mode = hardware.num_ranks, hardware.device_type, config.mode
+    Args:
+        num_devices: GPUs of mode dp.
+    """
+    mode = config.mode
     if mode == "default":
         mode = "ddp" if ranks > 1 else "none"
     uses_ddp = mode == "ddp" or (mode == "auto" and ranks > 1)
@@ -62,8 +58,8 @@ def check_strategy(config: StrategyConfig, hardware: Hardware) -> str:
     rules = (
         (mode in ("none", "dp") and ranks > 1,
          f"strategy {mode} works in one process, got {ranks} ranks", "use --strategy ddp"),
-        (mode == "dp" and (device_type != "cuda" or hardware.num_devices < 2),
-         f"strategy dp needs at least 2 CUDA GPUs, got {hardware.num_devices} on {device_type}",
+        (mode == "dp" and (device_type != "cuda" or num_devices < 2),
+         f"strategy dp needs at least 2 CUDA GPUs, got {num_devices} on {device_type}",
          "use --strategy none"),
         (config.pipelined and ranks % 2,
          f"hybrid_form pipeline works on pairs of ranks, got {ranks}", "use --strategy ddp"),

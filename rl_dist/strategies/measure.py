@@ -79,22 +79,21 @@ def fastest(
         None instead of a candidate if none works on all ranks.
     """
     phase = world.doing.phase
-    tried: list[Candidate] = []
-    results: list[Result] = []
+    results: dict[Candidate, Result] = {}
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         for candidate in candidates:
-            tried.append(candidate)
-            results.append(measure(candidate, world))
-            if growing and not _pays_to_grow(results, candidate.samples):
+            results[candidate] = measure(candidate, world)
+            if growing and not _pays_to_grow([*results.values()], candidate.samples):
                 break
-        for index, candidate in enumerate(tried):
-            if not results[index].problem:
-                turns = results[index], measure(candidate, world)
-                results[index] = min(turns, key=lambda turn: (not turn.problem, turn.seconds))
+        for candidate, first in results.items():
+            if not first.problem:
+                turns = first, measure(candidate, world)
+                results[candidate] = min(turns, key=lambda turn: (not turn.problem, turn.seconds))
     world.set_phase(phase)
-    limit = tolerance * min((result.seconds for result in results), default=0.0)
-    working = [result for result in results if not result.problem]
-    return next((result for result in working if result.seconds <= limit), None), results
+    working = [result for result in results.values() if not result.problem]
+    limit = tolerance * min((result.seconds for result in working), default=0.0)
+    best = next((result for result in working if result.seconds <= limit), None)
+    return best, [*results.values()]
 
 
 def _pays_to_grow(results: list[Result], samples: float) -> bool:

@@ -12,7 +12,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,23 +112,16 @@ class DataParallel(nn.DataParallel):
     def forward(self, *inputs: Tensor) -> Any:
         """Return the module's outputs for the whole batch."""
         axes = batch_axes(self.module.module, len(inputs))
+        # torch forgets it in the threads of the replicas
+        self.module.autocast_dtype = torch.get_autocast_dtype("cuda")
         moved = [tensor.movedim(axis, 0) for tensor, axis in zip(inputs, axes, strict=True)]
         return tree_map(lambda output: output.movedim(0, axes[0]), super().forward(*moved))
-
-    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
-        """Run the replicas in threads, with autocast's type, which torch forgets."""
-        enabled = torch.is_autocast_enabled("cuda")
-        dtype = torch.get_autocast_dtype("cuda")
-
-        def run(replica: nn.Module, *parts: Tensor, **options: Any) -> Any:
-            with torch.autocast("cuda", dtype, enabled=enabled):
-                return replica(*parts, **options)
-
-        return super().parallel_apply([partial(run, r) for r in replicas], inputs, kwargs)
 
 
 class BatchFirst(nn.Module):
     """A module with the batch on axis 0, around one that has it elsewhere."""
+
+    autocast_dtype = torch.float16
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -139,7 +131,10 @@ class BatchFirst(nn.Module):
         """Return the module's outputs, batch first, for inputs with the batch first."""
         axes = batch_axes(self.module, len(inputs))
         moved = [tensor.movedim(0, axis) for tensor, axis in zip(inputs, axes, strict=True)]
-        return tree_map(lambda output: output.movedim(axes[0], 0), self.module(*moved))
+        enabled = torch.is_autocast_enabled("cuda")
+        with torch.autocast("cuda", self.autocast_dtype, enabled=enabled):
+            outputs = self.module(*moved)
+        return tree_map(lambda output: output.movedim(axes[0], 0), outputs)
 
 
 def batch_axes(module: nn.Module, num_inputs: int) -> tuple[int, ...]:

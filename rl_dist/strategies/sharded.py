@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,12 +22,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from rl_dist.process_group.world import World, broadcast_from_rank0
+from rl_dist.strategies.config import resolve_shard_size
 from rl_dist.strategies.mesh import make_mesh
 
 SHARD = 1  # the axis of the mesh along which parameters are cut; along 0 they are repeated
-# Newer torch has other names for these, and warns of the old ones.
+# Newer torch has another name for it, and warns of the old one.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # Outputs of a policy are views of its network's; nobody changes them in place.
 warnings.filterwarnings(
     "ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning
@@ -44,19 +43,17 @@ class Shards:
 
     def __init__(self, module: nn.Module, shard_size: int, world: World) -> None:
         self.world = world
+        shard_size = resolve_shard_size(shard_size, world.size)
         with world.waiting("start of sharding"):
             for tensor in (*module.parameters(), *module.buffers()):
                 broadcast_from_rank0(tensor)
-            shape = (world.size // shard_size, shard_size)
-            self.mesh = make_mesh(world, shape)
+            self.mesh = make_mesh(world, (world.size // shard_size, shard_size))
         self.module = module
         self._unit = fully_shard(module, mesh=self.mesh, reshard_after_forward=False)
         # then divides: gloo has no mean
         self._unit.set_force_sum_reduction_for_comms(True)
-        reducing: Any = _AnnouncedReduceScatter(world)  # torch keeps the base classes to itself
-        gathering: Any = _NamedAllGather(world)
+        reducing: Any = _AnnouncedReduceScatter(world)  # torch keeps the base class to itself
         self._unit.set_custom_reduce_scatter(reducing)
-        self._unit.set_custom_all_gather(gathering)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.unshard()
 
@@ -108,44 +105,27 @@ class Shards:
         optimizer_state: dict[str, Any],
     ) -> None:
         """Take this rank's shards of whole states."""
-        own = self.module.state_dict()
-        mine = {name: _shard_of(weights[name], like) for name, like in own.items()}
-        self.module.load_state_dict(mine)
-        states = {}
-        for index, values in optimizer_state["state"].items():
-            parameter = self.parameters[index]
-            # a tensor of another shape is a count, the same for all shards
-            states[index] = {
-                key: _shard_of(value, parameter)
-                if isinstance(value, Tensor) and value.shape == parameter.shape
-                else value
-                for key, value in values.items()
+        shards = self.module.state_dict()
+        shards = {name: _shard_of(weights[name], shard) for name, shard in shards.items()}
+        self.module.load_state_dict(shards)
+        states = {
+            index: {
+                name: _shard_of(value, self.parameters[index]) for name, value in values.items()
             }
+            for index, values in optimizer_state["state"].items()
+        }
         optimizer.load_state_dict(optimizer_state | {"state": states})
         self.unshard()
 
 
-class _AnnouncedCollective:
-    """A collective of FSDP that the world hears of."""
+class _AnnouncedReduceScatter:
+    """A reduction of gradients from which on waiting for other ranks counts."""
 
     def __init__(self, world: World) -> None:
         self.world = world
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _NamedAllGather(_AnnouncedCollective):
-    """Gather of parameters, also by a forward pass after a backward pass without a step."""
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
-        named = bool(self.world.doing.place)  # by `unshard`
-        with nullcontext() if named else self.world.waiting("gather of parameters"):
-            return all_gather(output_tensor, input_tensor, **options)
-
-
-class _AnnouncedReduceScatter(_AnnouncedCollective):
-    """Reduction of gradients; waiting for others begins with it."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
         self.world.gradients_ready()
@@ -157,9 +137,12 @@ def _whole(state: Any) -> Any:
     return tree_map_only(DTensor, lambda tensor: tensor.full_tensor().cpu(), state)
 
 
-def _shard_of(value: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of a whole tensor that every rank has; nothing is sent."""
-    if not isinstance(like, DTensor):
+def _shard_of(value: Any, like: Tensor) -> Any:
+    """Return this rank's shard of a whole tensor that every rank has; nothing is sent.
+
+    A value of another shape is a count, the same for all shards.
+    """
+    if not isinstance(like, DTensor) or getattr(value, "shape", None) != like.shape:
         return value
     return distribute_tensor(
         value.to(like.device), like.device_mesh, like.placements, src_data_rank=None

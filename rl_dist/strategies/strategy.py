@@ -12,7 +12,6 @@ The gradient is that of the losses' mean over ranks; all ranks step together, or
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,15 +28,13 @@ from rl_dist.process_group.clock import section
 from rl_dist.process_group.join import devices_differ
 from rl_dist.process_group.world import World
 from rl_dist.strategies.adam import step_if
-from rl_dist.strategies.config import Hardware, StrategyConfig, check_strategy, resolve_shard_size
+from rl_dist.strategies.config import StrategyConfig, check_strategy
 from rl_dist.strategies.precision import autocast, autocast_dtype, set_tf32
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from rl_dist.strategies.sharded import Shards
-
-logger = logging.getLogger(__name__)
 
 
 class Strategy:
@@ -51,8 +48,7 @@ class Strategy:
         self.world = world
         world.log_warnings()  # every training passes here, after its logs were set up if ever
         device_type = world.device.type
-        hardware = Hardware(world.size, device_type, len(config.device_ids))
-        self.mode = check_strategy(config, hardware)
+        self.mode = check_strategy(config, world.size, device_type, len(config.device_ids))
         if self.mode == "auto":
             raise UserError("strategy auto must be measured first: see rl_dist.strategies.measure")
         if device_type == "cuda":
@@ -61,14 +57,14 @@ class Strategy:
         self.scaler = torch.amp.GradScaler(device_type) if config.precision == "fp16" else None
         # the last step was skipped, and the loss scale may be the only reason
         self.overflowed: Tensor | bool = False
-        self.module: nn.Module | None = None  # as wrapped last
-        self.bare: Any = None  # the module inside
+        # set by `wrap`
+        self.bare: Any = None
+        self.module: nn.Module | None = None  # the wrapped one
         self.parameters: list[nn.Parameter] = []  # for the optimizer: shards in mode hybrid
+        self.gradient_bytes = 0
+        self.unequal_devices = False
         self.shards: Shards | None = None
         self.mesh: DeviceMesh | None = None  # in mode hybrid
-        self.gradient_bytes = 0
-        self._skipped: Tensor | int = 0
-        self.unequal_devices = False
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return a wrapped module, trained by its forward; it must be on world.device.
@@ -80,13 +76,7 @@ class Strategy:
             raise UserError(
                 "hybrid_form pipeline trains the cascaded policy only: use shard, or ddp"
             )
-        if isinstance(module, DistributedDataParallel | nn.DataParallel):
-            raise UserError(f"wrap takes the bare module, got one in {type(module).__name__}")
-        self.parameters = [p for p in module.parameters() if p.requires_grad]
-        self.gradient_bytes = sum(p.numel() * p.element_size() for p in self.parameters)
-        logger.info("gradients of %d bytes", self.gradient_bytes)
-        self.module = self.bare = module
-        self.unequal_devices = devices_differ(self.world)
+        self._keep(module, [p for p in module.parameters() if p.requires_grad])
         if self.mode == "dp":
             from rl_dist.strategies.replicas import DataParallel
 
@@ -98,25 +88,26 @@ class Strategy:
         elif self.mode == "hybrid":
             from rl_dist.strategies.sharded import Shards  # a second to import
 
-            size = resolve_shard_size(self.config.shard_size, self.world.size)
-            self.shards = Shards(module, size, self.world)
+            self.shards = Shards(module, self.config.shard_size, self.world)
             self.parameters = self.shards.parameters
             self.mesh = self.shards.mesh
+        assert self.module is not None
         return self.module
 
-    @property
-    def takes_plans(self) -> bool:
-        """Return True if forward takes non-tensor inputs; dp cannot cut them."""
-        return self.mode != "dp"
+    def _keep(self, module: nn.Module, reduced: list[nn.Parameter]) -> None:
+        """Remember a module before it is wrapped, and the size of its reduced gradients."""
+        self.module = self.bare = module
+        self.parameters = reduced
+        self.gradient_bytes = sum(p.numel() * p.element_size() for p in reduced)
+        self.unequal_devices = devices_differ(self.world)
 
     @contextmanager
     def accumulating(self, last: bool = True) -> Iterator[None]:
         """Enclose forward and backward of a part of a step; the last one reduces."""
         if self.shards:
             self.shards.accumulate(last)
-        silent = isinstance(self.module, DistributedDataParallel) and not last
-        no_sync: Any = getattr(self.module, "no_sync", None)
-        with no_sync() if silent else nullcontext():
+        keeps_gradients = isinstance(self.module, DistributedDataParallel) and not last
+        with self.module.no_sync() if keeps_gradients else nullcontext():  # type: ignore[union-attr,operator]
             yield
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -150,10 +141,9 @@ class Strategy:
         for a GPU until that is read.
 
         Raises:
-            UserError: the optimizer steps other parameters than `parameters`, or one was not used.
+            UserError: the optimizer steps other parameters than `parameters`.
         """
-        if self.mode in ("ddp", "hybrid"):
-            self._check_gradients(optimizer)
+        self._check_parameters(optimizer)
         if self.scaler:
             self.scaler.unscale_(optimizer)
         if self.shards:
@@ -171,13 +161,7 @@ class Strategy:
             scale = self.scaler.scale(torch.ones_like(grad_norm))
             self.overflowed = ~stepped & (scale > 1.0)
             self.scaler.update()
-        self._skipped = self._skipped + ~stepped
         return grad_norm, stepped
-
-    @property
-    def skipped(self) -> int:
-        """Steps skipped since the start."""
-        return int(self._skipped)
 
     def agreed_norm(self, norm: Tensor) -> Tensor:
         """Return the gradient norm of rank 0 if devices differ; all ranks call.
@@ -191,30 +175,16 @@ class Strategy:
                 dist.broadcast(norm, src=0)
         return norm
 
-    def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse gradients that would not be reduced, and parameters that are not trained."""
-        known = {id(parameter) for parameter in self.parameters}
-        stepped = (p for group in optimizer.param_groups for p in group["params"])
-        foreign = [parameter for parameter in stepped if id(parameter) not in known]
-        if self.shards and foreign:
-            raise UserError(
-                "the optimizer holds parameters that strategy hybrid has replaced by shards: "
-                "make it of strategy.parameters, after wrap"
-            )
-        if late := [parameter for parameter in foreign if parameter.grad is not None]:
-            raise UserError(
-                f"the optimizer holds a parameter of shape {list(late[0].shape)} that was not "
-                "there, or frozen, when the module was wrapped: its gradient is not reduced"
-            )
-        if self.shards or self.config.find_unused_parameters:
-            return
-        named = self.bare.named_parameters()
-        unused = [name for name, p in named if id(p) in known and p.grad is None]
-        if unused:
-            raise UserError(
-                f"{len(unused)} parameter(s) took no part in this step, such as {unused[0]}: use "
-                "StrategyConfig(find_unused_parameters=True), or requires_grad_(False) before wrap"
-            )
+    def _check_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse parameters of an optimizer that are not reduced, or not trained any more."""
+        reduced = {id(parameter) for parameter in self.parameters}
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(parameter) not in reduced and (self.shards or parameter.grad is not None):
+                raise UserError(
+                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that was "
+                    "not there, or frozen, when the module was wrapped: make the optimizer of "
+                    "strategy.parameters, after wrap"
+                )
 
     def module_state(self) -> dict[str, Tensor]:
         """Return the whole `state_dict`, the same in every mode; all ranks call."""

@@ -1,17 +1,10 @@
 """--grad_accumulation n, compressed gradients, fewer bits: one rank, and two of two_ranks.py."""
 
 import functools
-import weakref
 
 import pytest
 import torch
-from speed_ranks import SINGLE, job_of, trained
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-from agents.trainer import Training, train
-from rl_dist.process_group.world import StopFlag
-from rl_dist.telemetry.metrics import NullWriter
+from speed_ranks import SINGLE, trained
 
 ACCUMULATED = ("one batch", "two parts", "four parts")
 
@@ -48,44 +41,6 @@ def test_two_ranks_accumulate_to_the_same_training_and_reduce_once_a_step(name, 
         # 2 iterations of 2 epochs of 2 steps
         assert len(rank["record"]["hashes"]) == rank["sent"]["calls"] == 8
         assert rank["sent"]["bytes"] == 8 * rank["gradient_bytes"]
-
-
-class TrackedTensors(TorchDispatchMode):
-    """Counts the bytes of all tensors made inside, until they are gone."""
-
-    def __init__(self):
-        super().__init__()
-        self.live = self.peak = 0
-        self._known = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self._add(leaf.untyped_storage())
-        return out
-
-    def _add(self, storage):
-        key = storage.data_ptr()
-        if key in self._known or not storage.nbytes():
-            return
-        self._known[key] = storage.nbytes()
-        self.live += storage.nbytes()
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._drop, key)
-
-    def _drop(self, key):
-        self.live -= self._known.pop(key)
-
-
-def test_accumulation_takes_less_memory(world):
-    sizes = {"num_envs": 32, "num_steps": 16, "bptt_steps": 8, "dtype": SINGLE}
-    peaks = []
-    for batch in ({"batch_size": 64}, {"batch_size": 8, "grad_accumulation": 8}):
-        with TrackedTensors() as tracked:
-            train(Training(job_of(**batch, **sizes), world), NullWriter(), StopFlag())
-        peaks.append(tracked.peak)
-    assert peaks[1] < 0.9 * peaks[0]
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16"])

@@ -210,7 +210,6 @@ def test_sharded_ranks_and_workers_fit_as_others_do_and_checkpoints_pass_between
 def test_a_loss_that_is_nan_on_one_rank_once_costs_that_step_on_all(ranks):
     two, one = ranks
     for found in (*two, one):
-        assert found["skipped"] == 1
         train = [record["train/loss"] for record in found["bad_history"]]
         assert math.isnan(train[0]) and train[2] < train[1] < 1.1
     assert all(value.isfinite().all() for value in one["bad"].values())
