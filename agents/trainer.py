@@ -100,7 +100,7 @@ class Training:
             from rl_dist.telemetry.profiler import Profiler
 
             self.profiler = Profiler(job.run_dir, world, job.explain)
-        self.monitor = Monitor({}, 0)  # the caller may set one of this rank's GPU, CPU and memory
+        self.monitor = Monitor((), 0)  # the caller may set one of this rank's GPU, CPU and memory
         self.iteration = 0
         self.global_step = 0
         self.episodes = 0
@@ -339,7 +339,6 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
                 job.watch.saved(training, metrics, path)
         elif is_due(training, config.sync_check_every):
             check_in_sync(training.replicated(), world)
-    training.profiler.close(writer.say)
     if reason:
         writer.say(f"stopped at iteration {training.iteration}: {reason}")
     stop.notice = ""

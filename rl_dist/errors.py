@@ -27,18 +27,10 @@ CLOSED_DISK = {errno.EACCES, errno.EPERM, errno.EROFS}
 FOREIGN_ERRORS = (Exception, SystemExit)
 
 FIRST_RANK_S = 10.0  # longest wait for the first rank of a machine to print the same error
-_USER_FIXES = {  # exit code 2
-    errno.ENOENT: "",
-    errno.ENAMETOOLONG: "choose a shorter name",
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "choose a place that you may use"),
-    **dict.fromkeys(
-        (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.EINVAL, errno.ELOOP),
-        "move away what lies there, or name another place",
-    ),
-}
-_MACHINE_FIXES = {  # exit code 1
-    errno.EMFILE: "allow more open files, such as by ulimit -n 1024",
-    errno.ENOSPC: "make room",
+# Refusals by the system that another name or place avoids: exit code 2.
+_WRONG_PLACE = {
+    *(errno.ENOENT, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EISDIR),
+    *(errno.ENOTDIR, errno.EEXIST, errno.EINVAL, errno.ELOOP),
 }
 
 
@@ -100,12 +92,13 @@ def one_line(error: BaseException, limit: int = 300, *, named: bool = True) -> s
 
 def explained(error: ValueError | OSError) -> tuple[str, int]:
     """Return an error of the user or the system in one line, and the exit code."""
-    if isinstance(error, ValueError):
-        return printable(" ".join(str(error).split())), getattr(error, "exit_code", 2)
-    path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else ""
-    fix = (_USER_FIXES | _MACHINE_FIXES).get(error.errno or 0)
-    parts = [f"{path}: " if path else "", error.strerror or str(error), f"; {fix}" if fix else ""]
-    return printable(" ".join("".join(parts).split())), 2 if error.errno in _USER_FIXES else 1
+    message, exit_code = str(error), getattr(error, "exit_code", 2)
+    if isinstance(error, OSError):
+        place = f"{error.filename}: " if error.filename else ""
+        message, exit_code = f"{place}{error.strerror or error}", 1
+        if error.errno in _WRONG_PLACE:
+            message, exit_code = f"{message}; check the path, or name another one", 2
+    return printable(" ".join(message.split())), exit_code
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -122,18 +115,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in cells)
 
 
-def is_here_on_path() -> bool:
-    """Return whether Python looks for modules in the current directory."""
-    return bool({"", str(Path.cwd())} & set(sys.path))
-
-
 def no_module(module: str, error: BaseException) -> str:
     """Return a sentence if a module or its package does not exist; "": it does."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if not missing or not f"{module}.".startswith(f"{missing}."):
         return ""
-    looked = "nor elsewhere on" if is_here_on_path() else "which is not on"
-    return f"there is no module {missing} in {Path.cwd()}, {looked} the Python path"
+    return f"there is no module {missing} in {Path.cwd()} or elsewhere on the Python path"
 
 
 # ---- errors

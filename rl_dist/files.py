@@ -11,34 +11,24 @@ import functools
 import json
 import logging
 import os
-import re
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from rl_dist.errors import UserError, explained, one_line, unwritable
+from rl_dist.errors import UserError, one_line, unwritable
 
 logger = logging.getLogger(__name__)
 
 SMALL = 64 * 2**20  # bytes, many times the size of any config.json and summary.json
-EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
-# Patterns of the files that training writes, by folder. Checkpoints are written under new names,
-# and W&B makes links in its folder.
-WRITTEN = {
-    "": ("*.json", "*.jsonl", EVENT_FILES, "*_run_id", "mlflow.db"),
-    "checkpoints": (),
-    "logs": ("rank_*.log",),
-    "plots": ("*.png*",),
-    "profile": ("*",),
-    "wandb": (),
-}
 TAIL_BYTES = 2**20  # read from growing files if only the last lines are needed
-LOG_FORMAT = "%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"
-LOGGED = re.compile(
-    r"^(?P<time>[-\d]+ \S+) (?P<level>WARNING|ERROR|CRITICAL) rank (?P<rank>\d+) \S+: (?P<text>.*)",
-    re.MULTILINE,
+EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
+# Folders and files that training writes. Checkpoints get new names, and W&B makes links in wandb/.
+FOLDERS = ("checkpoints", "logs", "plots", "profile", "wandb")
+FILES = (
+    *("*.json", "*.jsonl", EVENT_FILES, "*_run_id", "mlflow.db"),
+    *("logs/rank_*.log", "plots/*.png*", "profile/*"),
 )
 LARGE = 1e18  # larger numbers are no metrics
 Record = dict[str, Any]
@@ -46,16 +36,16 @@ Record = dict[str, Any]
 
 def check_layout(run_dir: Path) -> None:
     """Refuse files that cannot be written, or lead out of the run directory."""
-    for name, patterns in WRITTEN.items() if run_dir.is_dir() else ():
-        folder = path_to_write(run_dir, name)
-        if folder.is_file():
-            raise UserError(f"{folder} is no folder, as it is in a run directory: move it away")
-        for path in (path for pattern in patterns for path in folder.glob(pattern)):
-            if path_to_write(folder, path.name).is_dir():
-                raise UserError(f"{path} is no file, as it is in a run directory: move it away")
+    for kind, is_right, patterns in (
+        ("folder", Path.is_dir, FOLDERS),
+        ("file", Path.is_file, FILES),
+    ):
+        for path in (path for pattern in patterns for path in run_dir.glob(pattern)):
+            if not is_right(path_to_write(run_dir, path.relative_to(run_dir))):
+                raise UserError(f"{path} is no {kind}, as it is in a run directory: move it away")
 
 
-def path_to_write(run_dir: str | Path, name: str) -> Path:
+def path_to_write(run_dir: str | Path, name: str | Path) -> Path:
     """Return the path of a file or folder in a run directory, which may be written.
 
     Everything that writes into a run directory asks here first. The directory itself may be a link;
@@ -95,61 +85,36 @@ def read_plain(path: str | Path, most: int | None = SMALL) -> bytes:
     Raises:
         OSError: it cannot be read, is no plain file, or is too large.
     """
-    with open(path, "rb", opener=plain_file) as file:
-        return read_open(file, most)
-
-
-def read_open(file: IO[bytes], most: int | None) -> bytes:
-    """Like `read_plain`, for an open file, and never more than it has now."""
-    size = os.fstat(file.fileno()).st_size
     if most is None:
         from rl_dist.machine import host_memory  # start-up: 2 s of torch, seldom needed
 
         most = host_memory().available // 2
-    if size > most:
-        problem = f"it has {size:,} bytes, and at most {most:,} are read here"
-        raise OSError(errno.EINVAL, problem, str(file.name))
-    return file.read(size)
-
-
-def read_tail(path: Path, most: int | None) -> bytes:
-    """Return the last `most` bytes of a plain file; None: all; raises OSError."""
-    if most is None:
-        return read_plain(path, None)
     with open(path, "rb", opener=plain_file) as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - most))
-        return file.read(most)
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            problem = f"it has {size:,} bytes, and at most {most:,} are read here"
+            raise OSError(errno.EINVAL, problem, str(path))
+        return file.read(size)  # no more, even if it grows
 
 
-def read_messages(logs: Path) -> list[dict[str, str]]:
-    """Return warnings and errors of the ranks' logs: time, level, rank, text."""
-    text = ""
-    for path in logs.glob("rank_*.log"):
-        with suppress(OSError):
-            text += read_tail(path, TAIL_BYTES).decode(errors="replace")
-    messages = [match.groupdict() for match in LOGGED.finditer(text)]
-    return sorted(messages, key=lambda message: message["time"])
+def read_tail(path: Path) -> bytes:
+    """Return the last `TAIL_BYTES` of a plain file; raises OSError."""
+    with open(path, "rb", opener=plain_file) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        return file.read(TAIL_BYTES)
 
 
-def read_object(path: Path, **types: type) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a plain file.
 
-    Args:
-        types: types of the entries that it must have.
-
     Raises:
-        UserError: the file holds no such object; one line that names it.
+        OSError: it cannot be read.
+        UserError: it holds something else.
     """
     try:
-        values = dict(json.loads(read_plain(path)))
-        for name, kind in types.items():
-            if type(values[name]) is not kind:
-                raise TypeError(f"{name} is no {kind.__name__}")
-    except OSError as error:
-        raise UserError(explained(error)[0]) from None
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        return dict(json.loads(read_plain(path)))
+    except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged or foreign: {one_line(error)}; move it away") from None
-    return values
 
 
 def parse_record(line: bytes) -> Record | None:
@@ -184,32 +149,6 @@ def leads_to(path: str | Path, file: IO[Any]) -> bool:
         return os.path.samestat(Path(path).stat(), os.fstat(file.fileno()))
     except OSError:
         return False
-
-
-def overwrite(path: Path, text: str) -> None:
-    """Write a file in place, as a lock is on it; a full disk leaves it as it was.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-
-    def put(data: bytes) -> None:
-        with path.open("r+b") as file:
-            file.write(data)
-            file.truncate()
-
-    before = b""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-        before = read_plain(path)
-        if text.encode() != before:
-            put(text.encode())
-    except OSError as error:
-        if before:
-            with suppress(OSError):
-                put(before)
-        raise unwritable(str(path), error) from None
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = False, part: str = "") -> None:

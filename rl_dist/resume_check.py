@@ -7,16 +7,12 @@ iteration K, and resumed. Both runs have the same budget, and so the same learni
 
 from __future__ import annotations
 
-import argparse
-import functools
 import math
-import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from argparse import SUPPRESS, Namespace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +25,8 @@ from rl_dist.launch.child import SCRIPT, Child, leave_at_signals
 from rl_dist.run_dir import RunDir
 
 # Small sizes unless the user gives others, and no validation, which has no part in the proof.
-SIZES = {"num_envs": 8, "num_steps": 32}
 SMALL = ("--bptt_steps=8", "--batch_size=8", "--validate_every=0", "--eval_episodes=2")
-# on another number of ranks, sums are rounded differently
-TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-9}
-ATTEMPTS = 3
+TOLERANCE = 1e-4  # on another number of ranks, sums are rounded differently
 MACHINE_FACTS = {"time", "host", "gpu", "cpu", "ram"}  # first parts of the names of metrics
 DESCRIPTION = (
     "Train K + K iterations with SIGKILL in between and 2K straight, "
@@ -50,8 +43,7 @@ examples:
 An environment takes part through get_state and set_state (see envs/vector/batched.py); without
 them its episodes restart at resume, and no run of it can be bit-identical. On a GPU some kernels
 round differently from run to run: try --device cpu to tell the two apart.
-exit codes: 0 bit-identical (--resume_on: equal within 1e-4, in fp64 1e-9), 1 different or failed, 2
-bad usage"""
+exit codes: 0 bit-identical (--resume_on: equal within 1e-4), 1 different or failed, 2 bad usage"""
 
 
 # ---- comparing two runs
@@ -73,48 +65,53 @@ def differences(left: Any, right: Any, tolerance: float = 0.0) -> list[str]:
     """List what differs between two nested states; tolerance 0: bit for bit."""
     left, right = flatten(left), flatten(right)
     lines = [f"{name} is in one of them only" for name in sorted(left.keys() ^ right.keys())]
-    both = [name for name in left if name in right]
-    gaps = {name: _difference(left[name], right[name], tolerance) for name in both}
-    return lines + [f"{name}: {gap}" for name, gap in gaps.items() if gap]
+    shared = [name for name in left if name in right]
+    return lines + [
+        f"{name}: {_shown(left[name])} and {_shown(right[name])}"
+        for name in shared
+        if not _is_equal(left[name], right[name], tolerance)
+    ]
 
 
-def _difference(left: Any, right: Any, tolerance: float) -> str:
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        if (left.dtype, left.shape) != (right.dtype, right.shape):
-            return f"{left.dtype} {tuple(left.shape)} and {right.dtype} {tuple(right.shape)}"
-        near = tolerance and left.is_floating_point()
-        if torch.equal(_bits(left), _bits(right)) or (
-            near and torch.allclose(left, right, tolerance, tolerance)
-        ):
-            return ""
-        gap = (left.double() - right.double()).abs()
-        number = int((gap != 0).sum())
-        return f"{number} of {gap.numel()} numbers differ, by up to {float(gap.max()):.3g}"
-    if isinstance(left, float) and isinstance(right, float):
-        same = math.isclose(left, right, rel_tol=tolerance, abs_tol=tolerance)
-    else:
-        same = type(left) is type(right) and left == right
-    return "" if same else f"{left!r:.80} and {right!r:.80}"
+def _is_equal(left: Any, right: Any, tolerance: float) -> bool:
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, float):
+        return math.isclose(left, right, rel_tol=tolerance, abs_tol=tolerance)
+    if not isinstance(left, Tensor):
+        return bool(left == right)
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    if tolerance and left.is_floating_point():
+        return torch.allclose(left, right, tolerance, tolerance)
+    return torch.equal(_bits(left), _bits(right))
 
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def result_of(run_dir: Path, with_ranks: bool = True) -> dict[str, Any]:
-    """Return what two equal runs share: last checkpoint (without config) and metrics."""
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {list(value.shape)} with sum {value.double().sum():.17g}"
+    return f"{value!r:.80}"
+
+
+def result_of(run_dir: Path) -> dict[str, Any]:
+    """Return the last checkpoint and the metrics of a run.
+
+    The configuration, times and the figures of single ranks are left out: equal runs may differ in
+    them.
+    """
     newest = load_latest(run_dir)
     if newest is None:
         raise UserError(f"{run_dir} holds no valid checkpoint")
-    state = {name: value for name, value in newest.state.items() if name != "config"}
-    records = RunDir(run_dir).records()
-    if not with_ranks:
-        records = [record | {"ranks": None} for record in records]
-    by_iteration = {f"metrics, iteration {record['iteration']}": record for record in records}
-    metrics = flatten(by_iteration).items()
-    return flatten(state) | {
-        name: value for name, value in metrics if not MACHINE_FACTS & {*name.split("/")}
+    by_iteration = {
+        f"metrics, iteration {record['iteration']}": record | {"ranks": None}
+        for record in RunDir(run_dir).records()
     }
+    leaves = flatten(newest.state | {"config": None} | by_iteration)
+    return {name: leaf for name, leaf in leaves.items() if not MACHINE_FACTS & {*name.split("/")}}
 
 
 def parameter_sha256(run_dir: Path) -> str:
@@ -122,138 +119,102 @@ def parameter_sha256(run_dir: Path) -> str:
     return str(RunDir(run_dir).summary()["parameter_sha256"])
 
 
-# ---- making them
+# ---- making and comparing them
 
 
-@dataclass(frozen=True, kw_only=True)
-class ResumePlan:
-    """The runs to make: one straight, one killed and then resumed."""
+def train(
+    flags: Sequence[str], num_gpus: int, run: RunDir, until: Callable[[], bool] = lambda: False
+) -> None:
+    """Train to the end, or kill the training once `until` returns True.
 
-    iterations: int  # before the kill, and again after it
-    num_gpus: int
-    resume_on: int
-    flags: list[str]  # flags of training, for every fresh run
-    folder: Path
-
-    def start(self, name: str) -> Child:
-        """Start a run from the beginning."""
-        return self._start([*self.flags, f"--run_dir={self.folder / name}"], self.num_gpus)
-
-    def resume(self, name: str) -> Child:
-        """Continue a run."""
-        return self._start([f"--resume={self.folder / name}"], self.resume_on)
-
-    def _start(self, flags: list[str], num_gpus: int) -> Child:
-        words = [SCRIPT, *flags, f"--num_gpus={num_gpus}"]
-        return Child(words, self.folder, variables={"TMPDIR": str(self.folder)})
-
-
-def _finish(run: Child) -> None:
-    """Wait for the end of a run, which must be a good one."""
+    Raises:
+        UserError: the training failed.
+    """
+    folder = run.path.parent
+    words = [SCRIPT, *flags, f"--num_gpus={num_gpus}"]
+    child = Child(words, folder, variables={"TMPDIR": str(folder)})
     try:
-        code = run.job.wait()
+        while (code := child.job.poll()) is None and not until():
+            time.sleep(0.002)
     finally:
-        run.kill()
+        child.kill()
     if code:
-        raise UserError(str(run.error()), exit_code=2 if code == 2 else 1)
+        raise UserError(str(child.error()), exit_code=2 if code == 2 else 1)
 
 
-def run_and_kill(plan: ResumePlan, saved: Path) -> int:
-    """Start a run and kill it after a checkpoint; return its last iteration."""
-    killed = RunDir(plan.folder / "killed")
-    beyond = min(plan.iterations + 1, 2 * plan.iterations - 1)  # so that metrics must be cut back
-    for _ in range(ATTEMPTS):
-        shutil.rmtree(killed.path, ignore_errors=True)
-        run = plan.start("killed")
-        try:
-            while run.job.poll() is None:
-                if saved.exists() and len(killed.records()) >= beyond:
-                    break
-                time.sleep(0.002)
-        finally:
-            run.kill()
-        if run.job.returncode != -signal.SIGKILL:
-            _finish(run)
-        if latest_checkpoint(killed.path) == saved and not killed.summary_path.exists():
-            return len(killed.records())
-    problem = "the run always ended before it could be killed"
-    fix = f"give more than {plan.iterations} --iterations or longer ones (--num_steps)"
-    raise UserError(f"{problem}: {fix}", exit_code=1)
-
-
-def check(plan: ResumePlan) -> bool:
-    """Make the three runs and print the comparison; return True if they are equal."""
-    k = plan.iterations
+def check(args: Namespace, folder: Path) -> bool:
+    """Make the runs and print the comparison; return True if they are equal."""
+    k = args.iterations
+    straight, killed = RunDir(folder / "straight"), RunDir(folder / "killed")
     print(f"straight: iterations 1..{2 * k} ...", flush=True)
-    _finish(plan.start("straight"))
+    train([*args.flags, f"--run_dir={straight.path}"], args.num_gpus, straight)
     print(f"killed: iterations 1..{k}, a checkpoint, then SIGKILL ...", flush=True)
-    saved = RunDir(plan.folder / "killed").checkpoints / f"iteration_{k:08d}.pt"
-    reached = run_and_kill(plan, saved)
-    state = load_checkpoint(saved)
-    if state.get("environments") is None:
+    saved = killed.checkpoints / f"iteration_{k:08d}.pt"
+    train([*args.flags, f"--run_dir={killed.path}"], args.num_gpus, killed, saved.exists)
+    if latest_checkpoint(killed.path) != saved or killed.summary_path.exists():
+        fix = f"give more than {k} --iterations or longer ones (--num_steps)"
+        raise UserError(f"the run ended before it could be killed: {fix}", exit_code=1)
+    if load_checkpoint(saved).get("environments") is None:
         print(
             "not bit-identical: this environment cannot be snapshotted, so its episodes restart at "
             "resume. Add get_state and set_state, see Exact resume in docs/own_environment.md"
         )
         return False
-    print(f"killed after iteration {reached}; resumed: iterations {k + 1}..{2 * k} ...", flush=True)
-    _finish(plan.resume("killed"))
-    dtype = next(leaf.dtype for leaf in flatten(state["policy"]).values())
-    return compare(plan, TOLERANCES[dtype])
+    print(f"resumed: iterations {k + 1}..{2 * k} ...", flush=True)
+    train([f"--resume={killed.path}"], args.resume_on, killed)
+    tolerance = 0.0 if args.resume_on == args.num_gpus else TOLERANCE
+    return compare(straight.path, killed.path, tolerance)
 
 
-def compare(plan: ResumePlan, tolerance: float) -> bool:
-    """Print whether both runs are equal: bit for bit on the same number of ranks."""
-    is_exact = plan.num_gpus == plan.resume_on
-    limit = "" if is_exact else f" within {tolerance:g}"
-    runs = {"straight": plan.folder / "straight", "resumed": plan.folder / "killed"}
-    left, right = (result_of(run_dir, with_ranks=is_exact) for run_dir in runs.values())
-    lines = differences(left, right, 0.0 if is_exact else tolerance)
+def compare(straight: Path, resumed: Path, tolerance: float) -> bool:
+    """Print whether two runs are equal; tolerance 0: bit for bit."""
+    left, right = result_of(straight), result_of(resumed)
+    lines = differences(left, right, tolerance)
+    limit = f" within {tolerance:g}" if tolerance else ""
     if lines:
-        more = f" ({len(lines) - 1} more differ)" if len(lines) > 1 else ""
-        print(f"different{limit}: {lines[0]}{more}")
-    elif is_exact:
-        print(f"bit-identical: all {len(left)} tensors and numbers of checkpoint and metrics")
+        print(f"different{limit}: {lines[0]} ({len(lines)} differ)")
     else:
-        print(f"equal{limit}, on {plan.num_gpus} and then on {plan.resume_on} rank(s)")
-    for name, run_dir in runs.items():
-        print(f"parameters SHA-256 {parameter_sha256(run_dir)} {name}")
+        equal = f"equal{limit}" if tolerance else "bit-identical"
+        print(f"{equal}: all {len(left)} tensors and numbers of checkpoint and metrics")
+    for run_dir in (straight, resumed):
+        print(f"parameters SHA-256 {parameter_sha256(run_dir)} {run_dir.name}")
     return not lines
 
 
 # ---- the command
 
 
-def plan_of(argv: Sequence[str] | None, folder: Path) -> ResumePlan:
-    """Return the runs that a command line means; their budget follows from the sizes."""
+def parse(argv: Sequence[str] | None) -> Namespace:
+    """Return the options; `flags` are those of the training, with the budget."""
     parser = CommandParser(
         prog="python -m rl_dist.resume_check",
         usage="%(prog)s [--iterations K] [--num_gpus N] [--resume_on M] [training flags]",
         description=DESCRIPTION,
         epilog=EPILOG,
     )
-    add = functools.partial(parser.add_argument, type=int)
-    add("--iterations", default=5, metavar="K", help="before the kill and after it (default: 5)")
-    add("--num_gpus", default=-1, metavar="N", help="as in training (default: -1)")
-    add("--resume_on", metavar="M", help="ranks of the resumed run (default: as before)")
-    for name, default in SIZES.items():
-        add(f"--{name}", f"--{name.replace('_', '-')}", default=default, help=argparse.SUPPRESS)
-    parser.add_argument("--scaling", default="strong", help=argparse.SUPPRESS)
-    args, flags = parser.parse_known_args(argv)
-    for name in ("iterations", *SIZES):
-        if not 1 <= getattr(args, name) <= 10**6:
-            raise UserError(f"--{name} must be 1..1000000, got {getattr(args, name)}")
-    copies = max(1, args.num_gpus) if args.scaling == "weak" else 1
-    chosen = {name: getattr(args, name) for name in ("scaling", *SIZES)}
-    chosen["total_steps"] = 2 * args.iterations * args.num_envs * args.num_steps * copies
-    chosen |= {"checkpoint_every": args.iterations, "keep_checkpoints": 3}
-    return ResumePlan(
-        iterations=args.iterations,
-        num_gpus=args.num_gpus,
-        resume_on=args.num_gpus if args.resume_on is None else args.resume_on,
-        flags=[*SMALL, *flags, *(f"--{name}={value}" for name, value in chosen.items())],
-        folder=folder,
-    )
+    for name, default, letter, text in (
+        ("iterations", 5, "K", "before the kill and after it (default: 5)"),
+        ("num_gpus", -1, "N", "as in training (default: -1)"),
+        ("resume_on", None, "M", "ranks of the resumed run (default: as before)"),
+        ("num_envs", 8, "", SUPPRESS),
+        ("num_steps", 32, "", SUPPRESS),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar=letter, help=text)
+    args, others = parser.parse_known_args(argv)
+    if min(args.iterations, args.num_envs, args.num_steps) < 1:
+        raise UserError("--iterations, --num_envs and --num_steps must be at least 1")
+    if args.resume_on is None:
+        args.resume_on = args.num_gpus
+    args.flags = [
+        *(*SMALL, *others),
+        f"--num_envs={args.num_envs}",
+        f"--num_steps={args.num_steps}",
+        f"--total_steps={2 * args.iterations * args.num_envs * args.num_steps}",
+        f"--checkpoint_every={args.iterations}",
+        "--keep_checkpoints=3",
+        "--scaling=strong",
+    ]
+    return args
 
 
 @explains_errors
@@ -261,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     leave_at_signals()
     with tempfile.TemporaryDirectory(prefix="resume_check_", ignore_cleanup_errors=True) as folder:
-        return 0 if check(plan_of(argv, Path(folder))) else 1
+        return 0 if check(parse(argv), Path(folder)) else 1
 
 
 if __name__ == "__main__":

@@ -7,33 +7,29 @@ may be torn or come from anybody: readers skip bad lines, or refuse a file in on
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
 from multiprocessing import reduction
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, Self
 
-import pydantic
+from pydantic import BaseModel, Field, ValidationError
 
 from rl_dist.errors import UserError, printable, unwritable
 from rl_dist.files import (
     EVENT_FILES,
-    TAIL_BYTES,
     Record,
     check_layout,
     leads_to,
-    overwrite,
     parse_record,
-    path_to_write,
     plain_file,
     read_object,
     read_plain,
@@ -47,20 +43,24 @@ CHECKPOINT_DIR = "checkpoints"
 PATIENCE_S = 25.0  # ranks of a killed launcher may still save (world.ORPHAN_GRACE_S)
 # entries of config.json that are no flags, or hold for its number of ranks or its process only
 RECORDED = {"data_digest", "callback", "threads", "chosen_strategy", "chosen_on", "on_event"}
+LOG_FORMAT = "%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"
+_MESSAGE = re.compile(
+    r"^(?P<time>[-\d]+ \S+) (?P<level>WARNING|ERROR|CRITICAL) rank (?P<rank>\d+) \S+: (?P<text>.*)",
+    re.MULTILINE,
+)
 LONGEST_ERROR = 2000  # characters
 WORKING = ("dry_run", "warm_up", "training", "validation", "saving", "evaluation")
 ENDED = ("done", "stopped", "failed")
 PHASES = ("starting", "restarting", *WORKING, *ENDED)
 
 # A terminal shows the content of state.json: no control characters, no rubbish.
-Count = Annotated[int, pydantic.Field(ge=0, lt=10**18)]
-Real = Annotated[float, pydantic.Field(ge=0, lt=1e18)]
-Text = Annotated[str, pydantic.Field(pattern=r"^[^\p{C}]*$")]
+Count = Annotated[int, Field(ge=0, lt=10**18)]
+Real = Annotated[float, Field(ge=0, lt=1e18)]
+Text = Annotated[str, Field(pattern=r"^[^\p{C}]*$")]
 Phase = Literal[PHASES]  # type: ignore[valid-type]
 
 
-@dataclass(kw_only=True)
-class RankEntry:
+class RankEntry(BaseModel):
     """One rank."""
 
     rank: Count
@@ -70,16 +70,14 @@ class RankEntry:
     memory_peak_gib: Real | None = None  # tensors on a GPU, else the whole process
 
 
-@dataclass(kw_only=True)
-class SavedCheckpoint:
+class SavedCheckpoint(BaseModel):
     """The last checkpoint of a run."""
 
     path: Text  # within the run directory
     iteration: Count
 
 
-@dataclass(kw_only=True)
-class RunExit:
+class RunExit(BaseModel):
     """The end of a run."""
 
     code: Count
@@ -87,8 +85,7 @@ class RunExit:
     error: Text = ""  # one line
 
 
-@dataclass(kw_only=True)
-class JobState:
+class JobState(BaseModel):
     """The content of state.json, which the main rank or the launcher writes."""
 
     version: Literal[1] = 1
@@ -98,7 +95,7 @@ class JobState:
     updated: Real = 0.0  # seconds since 1970
     restarts: Count = 0  # restarts of all ranks since the launcher started
     num_ranks: Count
-    ranks: list[RankEntry] = field(default_factory=list)
+    ranks: list[RankEntry] = []
     strategy: Text
     precision: Text
     phase: Phase = "starting"
@@ -110,9 +107,6 @@ class JobState:
     checkpoint: SavedCheckpoint | None = None
     gradient_bytes: Count = 0  # reduced over the ranks in every gradient step
     exit: RunExit | None = None
-
-
-_STATE = pydantic.TypeAdapter(JobState)
 
 
 class RunDir(AbstractContextManager["RunDir"]):
@@ -167,14 +161,12 @@ class RunDir(AbstractContextManager["RunDir"]):
         """
         check_layout(self.path)
         in_use = f"{self.path} is in use by another training"
-        began_s = time.monotonic()
-        for attempt in itertools.count():
-            if self._try_to_hold():
-                break
-            if time.monotonic() - began_s >= patience_s:
+        deadline_s = time.monotonic() + patience_s
+        if patience_s and self.is_locked():
+            print(f"{in_use}: waiting up to {patience_s:g} s", flush=True)
+        while not self._try_to_hold():
+            if time.monotonic() >= deadline_s:
                 raise UserError(f"{in_use}: wait for its end, or stop it")
-            if attempt == 0:
-                print(f"{in_use}: waiting up to {patience_s:g} s", flush=True)
             time.sleep(0.1)
         return self
 
@@ -232,35 +224,24 @@ class RunDir(AbstractContextManager["RunDir"]):
         """Return False if the directory that is held was deleted or replaced."""
         return self.lock is None or leads_to(self.config_path, self.lock)
 
-    def check_in_place(self) -> None:
-        """Raise UserError if the directory that is held was deleted or replaced."""
-        if not self.is_in_place():
-            problem = f"{self.path} was deleted or replaced during training"
-            raise UserError(f"{problem}: nothing more is saved there", exit_code=1)
-
     def is_unused(self) -> bool:
         """Return whether a run may begin here: the directory is empty but for logs."""
-        if not self.path.is_dir():
-            return not self.path.exists()
-        return set(self.path.iterdir()) <= {self.logs}
+        return not self.path.exists() or set(self.path.iterdir()) <= {self.logs}
 
     def discard_unstarted(self, exit_code: int) -> None:
         """Remove the files of a run that failed before its first iteration ended.
 
         The logs hold the traceback; they stay if the exit code is 1.
         """
-        if not self.path.is_dir() or self.checkpoints.exists() or self.records(last=1):
+        if self.checkpoints.exists() or self.records(last=1):
             return
-        if exit_code != 1:
-            for path in self.logs.glob("rank_*.log"):
-                path.unlink(missing_ok=True)
-            with suppress(OSError):  # it holds files of the user
-                self.logs.rmdir()
+        logs = self.logs.glob("rank_*.log") if exit_code != 1 else ()
         events = self.path.glob(EVENT_FILES)
-        for path in (self.config_path, self.state_path, self.metrics_path, *events):
+        for path in (self.config_path, self.state_path, self.metrics_path, *events, *logs):
             path.unlink(missing_ok=True)
-        if not any(self.path.iterdir()):
-            self.path.rmdir()
+        for folder in (self.logs, self.path):
+            with suppress(OSError):  # it still holds files
+                folder.rmdir()
 
     # ---- config.json and summary.json
 
@@ -281,12 +262,23 @@ class RunDir(AbstractContextManager["RunDir"]):
         }
 
     def write_config(self, content: Mapping[str, Any]) -> None:
-        """Write config.json in place: a training locks it."""
-        overwrite(path_to_write(self.path, "config.json"), json.dumps(content, indent=2) + "\n")
+        """Write config.json in place, as it is locked; a full disk leaves it as it was."""
+        before = read_plain(self.config_path)
+        try:
+            self._overwrite_config(json.dumps(content, indent=2).encode() + b"\n")
+        except OSError as error:
+            with suppress(OSError):
+                self._overwrite_config(before)
+            raise unwritable(str(self.config_path), error) from None
+
+    def _overwrite_config(self, data: bytes) -> None:
+        with open(self.config_path, "r+b", opener=plain_file) as file:
+            file.write(data)
+            file.truncate()
 
     def summary(self) -> dict[str, Any]:
         """Return the content of summary.json; {}: the run has not finished."""
-        return read_object(self.summary_path, iteration=int) if self.summary_path.exists() else {}
+        return read_object(self.summary_path) if self.summary_path.exists() else {}
 
     def write_summary(self, content: Mapping[str, Any]) -> None:
         """Write summary.json, the last file: its presence marks a finished run."""
@@ -296,15 +288,14 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     def records(self, last: int | None = None) -> list[Record]:
         """Return the valid records of metrics.jsonl, or the `last` ones."""
-        most = TAIL_BYTES if last else None
         try:
-            lines = read_tail(self.metrics_path, most).splitlines()
+            content = read_tail(self.metrics_path) if last else read_plain(self.metrics_path, None)
         except OSError:
             return []
-        if last:
-            lines = lines[-last - 1 :]  # one may be torn
+        # of the last lines one more: one may be torn
+        lines = content.splitlines()[-last - 1 if last else 0 :]
         records = [record for line in lines if (record := parse_record(line))]
-        return records[-last:] if last else records
+        return records[-last if last else 0 :]
 
     def cut_records(self, iteration: int) -> int:
         """Remove later iterations and torn lines; return the number of records that stay.
@@ -313,7 +304,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         """
         if not self.metrics_path.exists():
             return 0
-        before = read_tail(self.metrics_path, None)
+        before = read_plain(self.metrics_path, None)
         kept = [
             line + b"\n"
             for line in before.splitlines()
@@ -327,6 +318,17 @@ class RunDir(AbstractContextManager["RunDir"]):
         """Replace metrics.jsonl by these records."""
         write_whole(self.metrics_path, "".join(json.dumps(record) + "\n" for record in records))
 
+    # ---- logs
+
+    def messages(self) -> list[dict[str, str]]:
+        """Return warnings and errors of all ranks, in the order of their times."""
+        text = ""
+        for path in self.logs.glob("rank_*.log"):
+            with suppress(OSError):
+                text += read_tail(path).decode(errors="replace")
+        messages = [match.groupdict() for match in _MESSAGE.finditer(text)]
+        return sorted(messages, key=lambda message: message["time"])
+
     # ---- state.json
 
     def state(self) -> JobState | None:
@@ -335,19 +337,19 @@ class RunDir(AbstractContextManager["RunDir"]):
         Raises UserError if it is torn or foreign, OSError if it cannot be read.
         """
         try:
-            return _STATE.validate_json(read_plain(self.state_path), strict=True)
+            return JobState.model_validate_json(read_plain(self.state_path), strict=True)
         except FileNotFoundError:
             return None
-        except pydantic.ValidationError as error:
+        except ValidationError as error:
             first = error.errors()[0]
-            what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r:.60}"
+            place, value = ".".join(map(str, first["loc"])), first["input"]
             problem = f"{self.state_path} is torn, foreign or of a newer version"
-            raise UserError(f"{problem}: {what}") from None
+            raise UserError(f"{problem}: {place}: {first['msg']}, got {value!r:.60}") from None
 
     def begin_state(self, **values: Any) -> None:
         """Write the state of a run that begins; `values` are fields of `JobState`."""
-        state = JobState(launcher_pid=launcher_pid(), host=socket.gethostname(), **values)
-        state.started = time.time()
+        values |= {"launcher_pid": launcher_pid(), "host": socket.gethostname()}
+        state = JobState(started=time.time(), **values)
         with suppress(OSError):
             self._write_state(state)
 
@@ -356,7 +358,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         with suppress(OSError, UserError):
             state = self.state()
             if state and self.is_in_place():
-                self._write_state(dataclasses.replace(state, **changes))
+                self._write_state(state.model_copy(update=changes))
 
     def record_exit(
         self, pid: int, code: int, error: str = "", signum: int = 0, *, may_restart: bool = False
@@ -373,11 +375,10 @@ class RunDir(AbstractContextManager["RunDir"]):
             # ranks of a killed launcher may have saved and stopped by now
             stopped = code > 128 or (signum and state.phase == "stopped")
             phase = "stopped" if stopped else "failed" if code else "done"
-            signum = max(signum, code - 128)
             names = {member.value: member.name for member in signal.Signals}
             state.exit = RunExit(
                 code=code,
-                signal=names.get(signum, f"signal {signum}") if signum > 0 else None,
+                signal=names.get(max(signum, code - 128)),
                 error=printable(" ".join(error.split()))[:LONGEST_ERROR] if code else "",
             )
             state.phase = "restarting" if may_restart else phase
@@ -385,7 +386,7 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     def _write_state(self, state: JobState) -> None:
         state.updated = time.time()
-        replace_file(self.state_path, json.dumps(state, default=vars).encode())
+        replace_file(self.state_path, state.model_dump_json().encode())
 
 
 def launcher_pid() -> int:
@@ -394,7 +395,6 @@ def launcher_pid() -> int:
 
 
 def runs_below(folder: Path) -> str:
-    """Return a clause that names the runs in a folder; "": there are none."""
+    """Return a clause that names runs in a folder; "": there are none."""
     runs = sorted(str(path.parent) for path in folder.glob(f"*/{STATE_FILE}"))
-    more = f" and {len(runs) - 5} more" if len(runs) > 5 else ""
-    return f"it holds runs, name one: {', '.join(runs[:5])}{more}" if runs else ""
+    return f"it holds runs, name one: {', '.join(runs[:5])}" if runs else ""

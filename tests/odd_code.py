@@ -42,12 +42,7 @@ class Core(Decay):
         return super().forward(inputs, state)
 
 
-class Logger:
-    def write(self, scalars, step):
-        act("logger")
-
-
-loggers.LOGGERS["wandb"] = lambda run_dir, settings: Logger()
+loggers.LOGGERS["wandb"] = lambda *_: (lambda *_: act("logger"), lambda: None)
 
 if __name__ == "__main__":
     code = train_distributed.main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import sys
@@ -11,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_dist.checkpoint.spec import MEASURED, CheckpointError, tensors_in
-from rl_dist.checkpoint.store import checkpoint_files, latest_checkpoint, read_checkpoint
+from rl_dist.checkpoint.store import checkpoint_files, latest_checkpoint, load_checkpoint
 from rl_dist.errors import CommandParser, UserError, explains_errors, printable, table
 
 EPILOG = """commands:
   list      print iteration, time, size and state of every file, and the metric of the best
   verify    the same; exit code 1 if any file is damaged
-  inspect   print counters, configuration and tensors of a file, or of the newest valid one
+  inspect   print numbers, configuration and tensors of a file, or of the newest valid one
 PATH is a checkpoint file, a folder of checkpoints or a run directory.
 
 examples:
@@ -26,7 +25,6 @@ examples:
   python -m rl_dist.checkpoint inspect runs/my_run           the newest valid one
   python -m rl_dist.checkpoint inspect runs/my_run/checkpoints/best.pt --json
 exit codes: 0 done, 1 a file is damaged, 2 bad usage"""
-COUNTERS = {"iteration": "iteration", "steps": "global_step", "episodes": "episodes"}
 
 
 def show_list(files: Sequence[Path]) -> bool:
@@ -36,7 +34,7 @@ def show_list(files: Sequence[Path]) -> bool:
         stat = file.stat()
         iteration, verdict = "?", "valid"
         try:
-            state, _ = read_checkpoint(file)
+            state = load_checkpoint(file)
             iteration = state.get("iteration", "?")
             for name, value in state.get(MEASURED, {}).items():
                 verdict += f", {name} {value:.6g}"
@@ -50,27 +48,26 @@ def show_list(files: Sequence[Path]) -> bool:
 
 
 def inspect(file: Path, as_json: bool) -> None:
-    """Print facts, configuration and tensors of one checkpoint."""
-    state, facts = read_checkpoint(file)
-    report = {"path": str(file), **facts}
-    report |= {name: state.get(key) for name, key in COUNTERS.items()}
-    report["measured"] = state.get(MEASURED, {})
-    report["config"] = json.loads(state.get("config", "{}"))
-    report["tensors"] = [
+    """Print numbers, configuration and tensors of one checkpoint."""
+    state = load_checkpoint(file)
+    report = {"path": str(file), "bytes": file.stat().st_size, MEASURED: state.get(MEASURED, {})}
+    report |= {name: value for name, value in state.items() if isinstance(value, int | float)}
+    config = json.loads(state.get("config", "{}"))
+    tensors = [
         {"name": name, "shape": list(value.shape), "type": str(value.dtype).removeprefix("torch.")}
         for name, value in tensors_in(state)
     ]
     if as_json:
-        print(json.dumps(report, indent=2))
+        print(json.dumps(report | {"config": config, "tensors": tensors}, indent=2))
         return
-    tensors, config = report.pop("tensors"), report.pop("config")
     for name, value in (report | config).items():
         print(printable(f"{name:<15} {value}"))
-    rows = [list(map(printable, tensor.values())) for tensor in tensors]
-    print(table(("tensor", "shape", "type"), rows))
+    print(table(("tensor", "shape", "type"), [[*map(printable, row.values())] for row in tensors]))
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+@explains_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit code."""
     parser = CommandParser(
         prog="python -m rl_dist.checkpoint",
         description="Look at checkpoints; nothing is changed, and nothing in them can run.",
@@ -80,21 +77,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("path", metavar="PATH", type=Path)
     parser.add_argument("--json", action="store_true", help="inspect prints one JSON object")
     args = parser.parse_args(argv)
-    args.files = checkpoint_files(args.path) if args.path.is_dir() else [args.path]
-    if not args.path.exists() or not args.files:
-        problem = "holds no checkpoints" if args.path.exists() else "does not exist"
+    files = checkpoint_files(args.path) if args.path.is_dir() else [args.path]
+    if not args.path.exists() or not files:
         fix = "give a checkpoint file, a folder of them or a run directory"
-        parser.error(f"{args.path} {problem}: {fix}")
-    return args
-
-
-@explains_errors
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
-    args = _parse(argv)
+        parser.error(f"{args.path} holds no checkpoints: {fix}")
     if args.command != "inspect":
-        all_whole = show_list(args.files)
-        return 0 if all_whole or args.command == "list" else 1
+        return 0 if show_list(files) or args.command == "list" else 1
     file = latest_checkpoint(args.path) if args.path.is_dir() else args.path
     try:
         if file is None:

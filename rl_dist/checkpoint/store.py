@@ -27,18 +27,17 @@ import torch
 
 from rl_dist.checkpoint.spec import MEASURED, CheckpointError, check_plain, check_state
 from rl_dist.errors import UserError, one_line
-from rl_dist.files import log_once, plain_file, read_open, remove, replace_file
+from rl_dist.files import log_once, plain_file, read_plain, remove, replace_file
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
+from rl_dist.run_dir import CHECKPOINT_DIR
 
 FORMAT_VERSION = 4  # raised when this program can no longer resume older checkpoints
 LAST_READER = "0.5.0"  # version of this program that reads older formats
-CHECKPOINT_DIR = "checkpoints"
 BEST_FILE = "best.pt"
 _MARK = b"sha256:"
 _SEAL_BYTES = len(_MARK) + 64
-_ABOUT = re.compile(rb"rl_dist checkpoint, format (\d{1,9}), torch ([!-+\--~]{1,100}), \Z")
-_ABOUT_BYTES = 200  # at most
+_FORMAT = re.compile(rb"rl_dist checkpoint, format (\d{1,9}), torch [^,]{1,100}, \Z")
 _NAME = re.compile(r"iteration_(\d+)\.pt")
 
 
@@ -62,16 +61,11 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     Raises:
         CheckpointError: missing, empty, truncated, changed, of another format, or no checkpoint.
     """
-    return read_checkpoint(path)[0]
-
-
-def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a checkpoint's state, and facts about its file; see `load_checkpoint`."""
     data = _read_sealed(Path(path))
-    about = _ABOUT.search(data[-_SEAL_BYTES - _ABOUT_BYTES : -_SEAL_BYTES])
-    if about is None:
+    written = _FORMAT.search(data[:-_SEAL_BYTES][-200:])
+    if written is None:
         raise CheckpointError(f"checkpoint {path} is not ours: it names no format")
-    if (version := int(about[1])) != FORMAT_VERSION:
+    if (version := int(written[1])) != FORMAT_VERSION:
         reader = f"version {LAST_READER}" if version < FORMAT_VERSION else "a newer version"
         raise OtherFormatError(
             f"checkpoint {path} has format version {version}, and this program reads "
@@ -89,32 +83,23 @@ def read_checkpoint(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise CheckpointError(
             f"checkpoint {path} is no plain data; nothing was run: do not trust it ({cause})"
         ) from None
-    facts = {"format_version": version, "torch_version": about[2].decode()}
-    return state, facts | {"bytes": len(data), "sha256": data[-64:].decode()}
+    return state
 
 
 def _read_sealed(path: Path) -> bytes:
     """Return the bytes of a file if they match its seal."""
     try:
         with open(path, "rb", opener=plain_file) as file:
-            # the ends first: a giant that is no checkpoint is not read
-            start = file.read(4)
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _SEAL_BYTES))
-            mark = file.read(len(_MARK))
-            if not start:
-                problem = "is empty"
-            elif start != b"PK\x03\x04" or mark != _MARK:
-                problem = "is truncated or no checkpoint: it does not begin and end like one"
-            else:
-                file.seek(0)
-                data = read_open(file, None)
-                digest = hashlib.sha256(memoryview(data)[:-_SEAL_BYTES]).hexdigest()
-                if data[-64:] == digest.encode():
-                    return data
-                problem = "is damaged: its bytes do not match its SHA-256 checksum"
+            is_archive = file.read(4) == b"PK\x03\x04"  # a giant that is none is not read
+        data = read_plain(path, None) if is_archive else b""
     except OSError as error:
-        problem = f"cannot be read: {error.strerror or error}"
-    raise CheckpointError(f"checkpoint {path} {problem}")
+        raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from None
+    if data[-_SEAL_BYTES:-64] != _MARK:
+        raise CheckpointError(f"checkpoint {path} is empty, truncated or no checkpoint")
+    if data[-64:] != hashlib.sha256(memoryview(data)[:-_SEAL_BYTES]).hexdigest().encode():
+        problem = "is damaged: its bytes do not match its SHA-256 checksum"
+        raise CheckpointError(f"checkpoint {path} {problem}")
+    return data
 
 
 def pack(state: dict[str, Any]) -> bytes:
@@ -212,13 +197,11 @@ def save_agreed(
     """
     path, problem = run_dir, ""
     if state is not None:
+        folder, state = run_dir / CHECKPOINT_DIR, state | {MEASURED: dict(measured)}
         try:
-            folder, state = run_dir / CHECKPOINT_DIR, state | {MEASURED: dict(measured)}
             path = save_checkpoint(folder, state, iteration=iteration, keep=keep, best=best)
         except CheckpointError as error:
-            kept = latest_checkpoint(run_dir)
-            resume = f"{kept.name} stays valid, --resume {run_dir} continues" if kept else ""
-            problem = f"{error}; {resume or 'there is no earlier one'}"
+            problem = f"{error}; {last_checkpoint(run_dir)}"
     name, problem = all_gather_json([str(path), problem], world)[0]
     return Path(name), problem
 
@@ -256,13 +239,11 @@ def last_checkpoint(run_dir: Path) -> str:
 
 def find_latest_run(runs_dir: str | Path) -> Path | None:
     """Return the run directory below `runs_dir` with the newest valid checkpoint."""
-    saved = {
-        folder.parent: max(file.stat().st_mtime for file in files)
-        for folder in Path(runs_dir).glob(f"*/{CHECKPOINT_DIR}")
-        if (files := checkpoint_files(folder))
-    }
-    newest_first = sorted(saved, key=lambda run_dir: saved[run_dir], reverse=True)
-    return next((run_dir for run_dir in newest_first if latest_checkpoint(run_dir)), None)
+    folders = Path(runs_dir).glob(f"*/{CHECKPOINT_DIR}")
+    files = [file for folder in folders for file in checkpoint_files(folder)]
+    files.sort(key=lambda file: file.stat().st_mtime, reverse=True)
+    run_dirs = (file.parents[1] for file in files)
+    return next((run_dir for run_dir in run_dirs if latest_checkpoint(run_dir)), None)
 
 
 def checkpoint_folder(path: str | Path) -> Path:
@@ -277,13 +258,13 @@ def checkpoint_files(path: str | Path) -> list[Path]:
     A pipe, device, folder or broken link with the name of a checkpoint is none.
     """
     files = [file for file in checkpoint_folder(path).glob("*.pt") if file.is_file()]
-    named = [file for file in files if file.name == BEST_FILE or _NAME.fullmatch(file.name)]
+    named = [file for file in files if file.name == BEST_FILE or iteration_in_name(file) >= 0]
     return sorted(named, key=iteration_in_name)
 
 
 def iteration_in_name(path: Path) -> int:
     """Return the iteration in a file's name; -1: there is none."""
-    match = _NAME.match(path.name)
+    match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else -1
 
 
@@ -331,8 +312,7 @@ def _value_of_best(names: Sequence[str], path: Path) -> float | None:
         return None
     with suppress(CheckpointError):
         measured = load_checkpoint(path).get(MEASURED, {})
-        for name in names:
-            if name in measured:
-                return measured[name]
+        if values := [measured[name] for name in names if name in measured]:
+            return values[0]
     log_once(f"{path} is damaged or was chosen by another metric: the next checkpoint replaces it")
     return None

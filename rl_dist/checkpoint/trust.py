@@ -22,11 +22,10 @@ from rl_dist.errors import (
     FOREIGN_ERRORS,
     UserError,
     did_you_mean,
-    is_here_on_path,
     no_module,
     one_line,
 )
-from rl_dist.files import plain_file, read_open
+from rl_dist.files import plain_file
 
 
 def import_from_here(*values: str) -> None:
@@ -34,8 +33,9 @@ def import_from_here(*values: str) -> None:
 
     A script has its folder on the path instead; ranks inherit the path.
     """
-    if any(":" in value for value in values) and not is_here_on_path():
-        sys.path.append(str(Path.cwd()))
+    here = str(Path.cwd())
+    if any(":" in value for value in values) and not {"", here} & {*sys.path}:
+        sys.path.append(here)
 
 
 def import_own(field: str, value: str) -> Any:
@@ -101,7 +101,7 @@ def _is_own(path: Path, section: str, saved: Mapping[str, str]) -> bool:
     try:
         with open(path, "rb", opener=plain_file) as file:
             about = os.fstat(file.fileno())
-            config = json.loads(read_open(file, 2**20))
+            config = json.loads(file.read(2**20))
             mine = about.st_uid == os.getuid() and not about.st_mode & stat.S_IWOTH
             return mine and saved.items() <= config[section].items()
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):

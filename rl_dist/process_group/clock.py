@@ -51,7 +51,7 @@ class NullProfiler:
     def begin(self, *_: object) -> None:
         """Do nothing."""
 
-    end = close = begin
+    end = begin
 
 
 class StepClock:

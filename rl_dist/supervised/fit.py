@@ -30,7 +30,7 @@ from rl_dist.run_dir import RunDir
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.supervised.batches import SharedLoader, batch_named, epoch_seed, to_device
 from rl_dist.supervised.config import FitConfig, FitResult
-from rl_dist.telemetry.loggers import Board, Guarded
+from rl_dist.telemetry.loggers import GuardedLogger, open_tensorboard
 from rl_dist.telemetry.metrics import without_nan
 
 STOP_EVERY = 10  # batches between two checks for a stop signal on any rank
@@ -335,9 +335,9 @@ def _fit_epochs(
 ) -> int:
     """Train, validate and save epoch by epoch; return the signal that ended it, or 0."""
     config, scheduler, world = state.config, state.scheduler, state.strategy.world
-    board: Guarded | None = None
+    board: GuardedLogger | None = None
     if run and world.is_main_process:
-        board = Guarded("TensorBoard", Board(run.path, purge_step=state.epoch + 1))
+        board = open_tensorboard(run.path, purge_step=state.epoch + 1)
     signum = 0
     while not signum and state.epoch < config.epochs:
         if 0 < config.patience <= state.epoch - state.best_epoch:

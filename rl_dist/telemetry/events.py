@@ -50,7 +50,7 @@ def notify(kind: str, message: str = "", **facts: Any) -> None:
         return
     event = {"event": kind, "message": message[:LONGEST_MESSAGE], "run_dir": _messenger.run_dir}
     event |= {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": socket.gethostname()}
-    _messenger.send(event | facts)
+    _messenger.calls.append(_messenger.pool.submit(_messenger.call, event | facts))
 
 
 def close(wait_s: float = LIMIT_S) -> None:
@@ -72,49 +72,39 @@ class _Messenger:
         unblock = (signal.SIG_UNBLOCK, STOP_SIGNALS)
         self.pool = ThreadPoolExecutor(1, "on_event", signal.pthread_sigmask, unblock)
 
-    def send(self, event: dict[str, Any]) -> None:
-        self.calls.append(self.pool.submit(self._deliver, event))
-
     def close(self, wait_s: float) -> None:
         with suppress(KeyboardInterrupt):  # Ctrl-C: do not wait
             wait(self.calls, wait_s)
         self.pool.shutdown(wait=False, cancel_futures=True)
-        self._kill()
+        self.kill()
 
-    def _deliver(self, event: dict[str, Any]) -> None:
+    def call(self, event: dict[str, Any]) -> None:
+        """Run the command to its end; log the problem, if any."""
+        variables = {f"RL_{k.upper()}": str(v).replace("\0", " ") for k, v in event.items()}
         try:
-            problem = self._call(event)
+            process = self.running = subprocess.Popen(
+                self.command,
+                shell=True,  # the user's command; events are in stdin and variables only
+                env=os.environ | variables,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for the run
+            )
+            process.communicate(json.dumps(event, default=str) + "\n", timeout=LIMIT_S)
+            problem = f"ended with code {process.returncode}" if process.returncode else ""
+        except subprocess.TimeoutExpired:
+            problem = f"took longer than {LIMIT_S:g} s"
         except Exception as error:  # whatever it is, the run continues
             problem = f"could not be called: {error}"
+        self.kill()
         if problem:
             logger.warning("on_event: the command for %s %s", event["event"], problem)
 
-    def _call(self, event: dict[str, Any]) -> str:
-        """Run the command to its end; return the problem, if any."""
-        plain = {k: v for k, v in event.items() if isinstance(v, str | int | float)}
-        variables = {f"RL_{k.upper()}": str(v).replace("\0", " ") for k, v in plain.items()}
-        self.running = process = subprocess.Popen(
-            self.command,
-            shell=True,  # the user's command; events are in stdin and variables only
-            env=os.environ | variables,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the run
-        )
-        text = json.dumps(event, default=str) + "\n"
-        try:
-            process.communicate(text, timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._kill()
-        if self.running is None:  # killed, here or by `close`
-            return f"was ended: it took too long (at most {LIMIT_S:g} s)"
-        self.running = None
-        return f"failed with code {process.returncode}" if process.returncode else ""
-
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """End the command that runs, with all that it started."""
         running, self.running = self.running, None
-        if running:
+        if running and running.returncode is None:
             with suppress(ProcessLookupError, PermissionError):  # it has just ended
                 os.killpg(running.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):  # a busy machine

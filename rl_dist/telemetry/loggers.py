@@ -18,118 +18,103 @@ from rl_dist.files import path_to_write, read_plain, write_whole
 logger = logging.getLogger(__name__)
 NO_SCALARS = ("iteration", "global_step", "rank", "epoch")  # places on the axis
 PROJECT = "clstm-ppo"  # name at Weights & Biases and MLflow, unless their variables give another
-Settings = Mapping[str, Mapping[str, Any]]  # by section and name
+Settings = Mapping[str, Any]  # by section.name
+Write = Callable[[dict[str, float], int], object]  # gets scalars and their step
+Finish = Callable[[], object]
 
 
-class Board:
-    """TensorBoard's record of a folder."""
-
-    def __init__(self, folder: str | Path, *, purge_step: int | None) -> None:
-        """Open a new event file; see `MetricsWriter`."""
-        # start-up: 1,000 ms, on the main process only
-        from torch.utils.tensorboard import SummaryWriter
-
-        # it writes in a thread, every 10 s
-        self.board: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)  # type: ignore[no-untyped-call]
-        self.flush = self.board.flush
-        self.close = self.board.close
-
-    def write(self, scalars: Mapping[str, float], step: int) -> None:
-        """Add scalars at a step."""
-        for tag, value in scalars.items():
-            self.board.add_scalar(tag, value, step)
-
-
-class WandbLogger:
-    """A run of Weights & Biases; variables such as WANDB_MODE are obeyed."""
-
-    def __init__(self, run_dir: Path, settings: Settings) -> None:
-        import wandb
-
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=run_dir.resolve().name,
-            id=_kept_id(run_dir, "wandb", lambda: secrets.token_hex(4)),
-            resume="allow",  # a resumed training stays one run
-            dir=str(run_dir),
-            config=_flat(settings),
-        )
-
-    def write(self, scalars: Mapping[str, float], step: int) -> None:
-        """Log scalars; the service drops steps that were logged before a resume."""
-        self.run.log(dict(scalars), step=step)
-
-    def close(self) -> None:
-        """Upload or store what is left."""
-        self.run.finish()
-
-
-class MlflowLogger:
-    """A run of MLflow: at MLFLOW_TRACKING_URI, else in RUN_DIR/mlflow.db."""
-
-    def __init__(self, run_dir: Path, settings: Settings) -> None:
-        from mlflow import MlflowClient
-        from mlflow.entities import Metric
-
-        place = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{run_dir.resolve()}/mlflow.db")
-        self.client, self.metric = MlflowClient(tracking_uri=place), Metric
-        self.run_id = _kept_id(run_dir, "mlflow", lambda: self._begin(run_dir, settings))
-        self.client.update_run(self.run_id, status="RUNNING")
-
-    def _begin(self, run_dir: Path, settings: Settings) -> str:
-        """Create the run, with the settings as parameters; return its id."""
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        known = self.client.get_experiment_by_name(name)
-        experiment = known.experiment_id if known else self.client.create_experiment(name)
-        run = self.client.create_run(experiment, run_name=run_dir.resolve().name)
-        for key, value in _flat(settings).items():
-            self.client.log_param(run.info.run_id, key, str(value)[:500])
-        return str(run.info.run_id)
-
-    def write(self, scalars: Mapping[str, float], step: int) -> None:
-        """Log scalars in one call."""
-        metrics = [self.metric(name, value, 0, step) for name, value in scalars.items()]
-        self.client.log_batch(self.run_id, metrics=metrics)
-
-    def close(self) -> None:
-        """Mark the run as finished."""
-        self.client.set_terminated(self.run_id)
-
-
-LOGGERS: dict[str, Callable[[Path, Settings], Any]] = {
-    "wandb": WandbLogger,
-    "mlflow": MlflowLogger,
-}
-
-
-class Guarded:
+class GuardedLogger:
     """A logger that ends with a warning when it fails: training continues."""
 
-    def __init__(self, name: str, opened: Any) -> None:
-        """Guard an object with `write(scalars, step)`, `close` and perhaps `flush`."""
-        self.name, self.logger = name, opened
+    def __init__(
+        self, name: str, write: Write, finish: Finish, flush: Finish = lambda: None
+    ) -> None:
+        """Guard the functions of a logger."""
+        self.name = name
+        self._write, self._finish, self._flush = write, finish, flush
+        self._has_ended = False
 
     def write(self, record: Mapping[str, Any], step: int) -> None:
         """Log the numbers of a record that holds no NaN and no infinity."""
-        self._call("write", dict(_scalars_of(record)), step)
+        self._call(self._write, dict(_scalars_of(record)), step)
 
     def flush(self) -> None:
         """Put all that was written on disk, so that it survives this process."""
-        self._call("flush")
+        self._call(self._flush)
 
     def close(self) -> None:
-        """Finish the record."""
-        self._call("close")
-        self.logger = None
+        """Finish the record; safe to call twice."""
+        self._call(self._finish)
+        self._has_ended = True
 
-    def _call(self, method: str, *args: Any) -> None:
+    def _call(self, function: Callable[..., object], *args: Any) -> None:
+        if self._has_ended:
+            return
         try:
-            if call := getattr(self.logger, method, None):
-                call(*args)
+            function(*args)
         except FOREIGN_ERRORS as error:  # a disk, a network, foreign code: none may end a training
-            self.logger = None  # it has ended
-            reason = (error.strerror if isinstance(error, OSError) else "") or one_line(error)
-            logger.warning("%s's record ends here: %s", self.name, reason)
+            self._has_ended = True
+            logger.warning("%s's record ends here: %s", self.name, one_line(error))
+
+
+def open_tensorboard(folder: Path, *, purge_step: int | None) -> GuardedLogger:
+    """Open a new event file in a folder; see `MetricsWriter`."""
+    # start-up: 1,000 ms, on the main process only
+    from torch.utils.tensorboard import SummaryWriter
+
+    # it writes in a thread, every 10 s
+    board: Any = SummaryWriter(folder, purge_step=purge_step, flush_secs=10)  # type: ignore[no-untyped-call]
+
+    def write(scalars: dict[str, float], step: int) -> None:
+        for tag, value in scalars.items():
+            board.add_scalar(tag, value, step)
+
+    return GuardedLogger("TensorBoard", write, board.close, board.flush)
+
+
+def open_wandb(run_dir: Path, settings: Settings) -> tuple[Write, Finish]:
+    """Open a run of Weights & Biases; variables such as WANDB_MODE are obeyed."""
+    import wandb
+
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", PROJECT),
+        name=run_dir.resolve().name,
+        id=_kept_id(run_dir, "wandb", lambda: secrets.token_hex(4)),
+        resume="allow",  # a resumed training stays one run
+        dir=str(run_dir),
+        config=settings,
+    )
+    # the service drops steps that were logged before a resume
+    return lambda scalars, step: run.log(scalars, step=step), run.finish
+
+
+def open_mlflow(run_dir: Path, settings: Settings) -> tuple[Write, Finish]:
+    """Open a run of MLflow: at MLFLOW_TRACKING_URI, else in RUN_DIR/mlflow.db."""
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric
+
+    place = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{run_dir.resolve()}/mlflow.db")
+    client = MlflowClient(tracking_uri=place)
+
+    def begin() -> str:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        known = client.get_experiment_by_name(name)
+        experiment = known.experiment_id if known else client.create_experiment(name)
+        run = client.create_run(experiment, run_name=run_dir.resolve().name)
+        for key, value in settings.items():
+            client.log_param(run.info.run_id, key, str(value)[:500])
+        return str(run.info.run_id)
+
+    def write(scalars: dict[str, float], step: int) -> None:
+        metrics = [Metric(name, value, 0, step) for name, value in scalars.items()]
+        client.log_batch(run_id, metrics=metrics)
+
+    run_id = _kept_id(run_dir, "mlflow", begin)
+    client.update_run(run_id, status="RUNNING")
+    return write, lambda: client.set_terminated(run_id)
+
+
+LOGGERS = {"wandb": open_wandb, "mlflow": open_mlflow}
 
 
 def named_loggers(text: str) -> list[str]:
@@ -140,10 +125,15 @@ def named_loggers(text: str) -> list[str]:
     return names
 
 
-def open_logger(name: str, run_dir: Path, settings: Settings) -> Guarded:
-    """Open a logger by name."""
+def open_logger(name: str, run_dir: Path, config: Mapping[str, Mapping[str, Any]]) -> GuardedLogger:
+    """Open a logger by name, which shows the configuration of the run."""
+    settings = {
+        f"{section}.{key}": value
+        for section, values in config.items()
+        for key, value in values.items()
+    }
     try:
-        return Guarded(name, LOGGERS[name](run_dir, settings))
+        return GuardedLogger(name, *LOGGERS[name](run_dir, settings))
     except ImportError as error:
         raise UserError(f"--loggers {name}: {error}; pip install 'clstm-ppo[{name}]'") from None
     except FOREIGN_ERRORS as error:  # no login, no network, ...
@@ -157,15 +147,6 @@ def _scalars_of(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
             yield prefix + key, float(value)
     for rank in record.get("ranks", ()):
         yield from _scalars_of(rank, f"rank_{rank.get('rank')}/")
-
-
-def _flat(settings: Settings) -> dict[str, Any]:
-    """Return settings as section.name."""
-    return {
-        f"{section}.{name}": value
-        for section, values in settings.items()
-        for name, value in values.items()
-    }
 
 
 def _kept_id(run_dir: Path, name: str, make: Callable[[], str]) -> str:

@@ -14,13 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from rl_dist.errors import UserError, did_you_mean, one_line, unwritable
-from rl_dist.files import LOG_FORMAT, log_once, path_to_write, plain_file
+from rl_dist.files import log_once, path_to_write, plain_file
 from rl_dist.process_group.world import World
-from rl_dist.run_dir import RankEntry, RunDir
-from rl_dist.telemetry.loggers import Board, Guarded, Settings, open_logger
+from rl_dist.run_dir import LOG_FORMAT, RankEntry, RunDir
+from rl_dist.telemetry.loggers import open_logger, open_tensorboard
 from rl_dist.telemetry.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -62,7 +60,7 @@ class MetricsWriter(NullWriter):
         start: int = 0,
         purge_step: int | None = None,
         loggers: Sequence[str] = (),
-        config: Settings | None = None,
+        config: Mapping[str, Mapping[str, Any]] = {},
     ) -> None:
         """Open the files of a run, and append to metrics.jsonl.
 
@@ -79,19 +77,17 @@ class MetricsWriter(NullWriter):
         try:
             run.path.mkdir(parents=True, exist_ok=True)
             self._lines = _LineFile(path_to_write(run.path, run.metrics_path.name))
-            board = Board(run.path, purge_step=purge_step)
+            self._loggers = [open_tensorboard(run.path, purge_step=purge_step)]
         except OSError as error:
             raise unwritable(f"run_dir {run.path}", error) from None
-        opened = [open_logger(name, run.path, config or {}) for name in loggers]
-        self._loggers = [Guarded("TensorBoard", board), *opened]
+        self._loggers += [open_logger(name, run.path, config) for name in loggers]
         self._progress = Progress(total, unit, start)
         self._run = run
         self._state_s = -math.inf  # time of the last state.json that followed a record
         self._unwritten: dict[str, Any] = {}  # changes of the state
-        self._ranks: dict[int, RankEntry] = {}
+        self._ranks: list[RankEntry] = []
         with suppress(OSError, UserError):  # a foreign state.json stays as it is
-            if state := run.state():
-                self._ranks = {entry.rank: entry for entry in state.ranks}
+            self._ranks = (state := run.state()) and state.ranks or []
 
     def write(self, record: Mapping[str, Any], *, done: int) -> None:
         """Write the metrics of one iteration.
@@ -105,25 +101,23 @@ class MetricsWriter(NullWriter):
             UserError: the run directory is no longer there, or another one is.
         """
         plain = without_nan(record)
-        try:
-            self._run.check_in_place()
-        except UserError:
+        if not self._run.is_in_place():
             self._loggers.clear()  # they would write into another folder
-            raise
+            problem = "was deleted or replaced during training: nothing more is saved there"
+            raise UserError(f"{self._run.path} {problem}", exit_code=1)
         self._lines.write(json.dumps(plain, allow_nan=False))
-        for guarded in self._loggers:
-            guarded.write(plain, plain["global_step"])
+        for metrics_logger in self._loggers:
+            metrics_logger.write(plain, plain["global_step"])
         self._progress.show(plain, done)
         self._note(plain)
 
     def _note(self, record: Mapping[str, Any]) -> None:
         """Bring counters and peaks of a record into state.json, at most once a second."""
-        for entry in record.get("ranks", ()):
-            if rank := self._ranks.get(entry["rank"]):
-                used = entry.get("gpu/memory_peak_gib") or entry.get("ram/used_gib") or 0.0
-                rank.memory_peak_gib = max(rank.memory_peak_gib or 0.0, used) or None
+        for rank, entry in zip(self._ranks, record.get("ranks", ()), strict=False):
+            used = entry.get("gpu/memory_peak_gib") or entry.get("ram/used_gib") or 0.0
+            rank.memory_peak_gib = max(rank.memory_peak_gib or 0.0, used) or None
         self._unwritten = {
-            "ranks": list(self._ranks.values()),
+            "ranks": self._ranks,
             "phase": "training",
             "iteration": record["iteration"],
             "global_step": record["global_step"],
@@ -141,24 +135,23 @@ class MetricsWriter(NullWriter):
         self._state_s = -math.inf
 
     def say(self, text: str) -> None:
-        """Print a line above the progress."""
-        tqdm.write(text)
-        sys.stdout.flush()
+        """Print a line for the user."""
+        print(text, flush=True)
 
     def flush(self) -> None:
         """Put all that was written on disk: a checkpoint must not know more."""
         self._lines.flush()
-        for guarded in self._loggers:
-            guarded.flush()
+        for metrics_logger in self._loggers:
+            metrics_logger.flush()
 
     def close(self) -> None:
         """Finish the files and the progress display; safe to call twice."""
         if self._unwritten:
             self.update_state()
-        self._progress.close()
+        self._progress.flush()
         self._lines.close()
-        for guarded in self._loggers:
-            guarded.close()
+        for metrics_logger in self._loggers:
+            metrics_logger.close()
 
 
 def open_writer(run: RunDir, world: World, total: int, unit: str, **options: Any) -> NullWriter:
@@ -211,11 +204,8 @@ def without_nan(value: Any) -> Any:
         return {str(key): without_nan(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [without_nan(entry) for entry in value]
-    if hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def warn_if_absent(flag: str, name: str, seen: Set[str]) -> None:
@@ -236,7 +226,7 @@ class _Console(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name != "rl_dist.launch.ranks":
-            tqdm.write(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+            print(f"{record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
 
 
 def setup_logging(run_dir: str | Path, rank: int) -> None:

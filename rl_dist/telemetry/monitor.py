@@ -7,50 +7,44 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
 import psutil
 import torch
 
-from rl_dist.files import log_once
 from rl_dist.machine import GIB, host_memory, read_gpu
 
 logger = logging.getLogger(__name__)
 CLOSE_S = 1.0  # longest wait for a thread that hangs in a driver
-HOST = ("cpu/percent", "ram/used_gib", "ram/free_gib")
-CORE_WAIT = "cpu/wait_percent"
-SAMPLED = (  # fields of a Gpu
+GPU_FIELDS = (
     *("utilization_percent", "memory_allocated_gib", "memory_reserved_gib", "memory_peak_gib"),
     *("memory_free_gib", "temperature_c", "power_w"),
 )
-GPU = tuple(f"gpu/{name}" for name in SAMPLED)
 SCHEDSTAT = Path("/proc/self/schedstat")  # main thread: ns on a core, ns ready without a core
-MOST_WAIT_PERCENT = 30.0  # without a core; above it several threads get slow
-IN_A_ROW = 3  # samples above it, before the warning
 Values = dict[str, float | None]
-Sources = Mapping[tuple[str, ...], Callable[[], Values]]  # names, and the function that reads them
+Source = Callable[[], Values]
 
 
 class Monitor:
     """Samples sources every `every_s` seconds, until `close`; 0: never."""
 
-    def __init__(self, sources: Sources, every_s: float) -> None:
-        self._sources = sources if every_s else {}
+    def __init__(self, sources: Sequence[Source], every_s: float) -> None:
+        self._sources = sources
         self._every_s = every_s
         self._samples: list[Values] = []  # since the last `take`, which replaces the list
-        self._failed: set[tuple[str, ...]] = set()
+        self._names: Values = {}  # all that were ever sampled
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
-        if self._sources:
+        if sources and every_s:
             self._thread.start()
 
     def take(self) -> Values:
         """Return means since the last call; the highest of peaks, the least of free."""
         samples, self._samples = self._samples, []
         merged: Values = {}
-        for name in (name for names in self._sources for name in names):
+        for name in list(self._names):
             values = [value for sample in samples if (value := sample.get(name)) is not None]
             merge = max if "peak" in name else min if "free" in name else fmean
             merged[name] = round(merge(values), 4) if values else None
@@ -63,23 +57,26 @@ class Monitor:
             self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        while not self._closed.wait(self._every_s):
+        failed: set[Source] = set()
+        while not self._closed.is_set():
             sample: Values = {}
-            for names, read in self._sources.items():
+            for read in self._sources:
                 try:
                     sample |= read()
                 except Exception as error:  # whatever it is, the run continues
-                    if names not in self._failed:
-                        reason = f"{type(error).__name__}: {error}"
-                        logger.warning("monitor: no %s ...: %s", names[0], reason)
-                    self._failed.add(names)
+                    if read not in failed:
+                        logger.warning("monitor: %s: %s", type(error).__name__, error)
+                    failed.add(read)
+            self._names |= sample
             self._samples.append(sample)
+            self._closed.wait(self._every_s)
 
 
-def sources_of(device: torch.device) -> Sources:
+def sources_of(device: torch.device) -> list[Source]:
     """Return the sources to sample for a rank on this device."""
     process = psutil.Process()
     process.cpu_percent()  # it counts from here
+    before_ns = [0, 0]
 
     def read_host() -> Values:
         return {
@@ -88,40 +85,15 @@ def sources_of(device: torch.device) -> Sources:
             "ram/free_gib": host_memory().available / GIB,
         }
 
+    def read_core_wait() -> Values:
+        """Return how long the main thread had work but no core; some kernels do not count it."""
+        now_ns = [int(text) for text in SCHEDSTAT.read_text().split()[:2]]
+        ran_ns, waited_ns = (now - before for now, before in zip(now_ns, before_ns, strict=True))
+        before_ns[:] = now_ns
+        return {"cpu/wait_percent": 100.0 * waited_ns / max(1, ran_ns + waited_ns)}
+
     def read_device() -> Values:
         gpu = read_gpu(device.index or 0)
-        return {f"gpu/{name}": getattr(gpu, name) for name in SAMPLED}
+        return {f"gpu/{name}": getattr(gpu, name) for name in GPU_FIELDS}
 
-    # get_num_threads answers for the thread that asks
-    sources = {HOST: read_host, (CORE_WAIT,): CoreWait(torch.get_num_threads()).read}
-    return sources | ({GPU: read_device} if device.type == "cuda" else {})
-
-
-class CoreWait:
-    """Measures how long the main thread had work but no core.
-
-    If programs share cores, threads that wait for each other spin, and all get much slower.
-    """
-
-    def __init__(self, threads: int, path: Path = SCHEDSTAT) -> None:
-        self._threads, self._path = threads, path
-        self._ran_ns = self._waited_ns = 0
-        self._high = 0  # samples in a row with a long wait
-
-    def read(self) -> Values:
-        """Return its share since the last call; warn once if fewer threads may help.
-
-        Raises:
-            OSError: this kernel does not count it.
-        """
-        ran_ns, waited_ns = map(int, self._path.read_text().split()[:2])
-        waited = waited_ns - self._waited_ns
-        percent = 100.0 * waited / max(1, waited + ran_ns - self._ran_ns)
-        self._ran_ns, self._waited_ns = ran_ns, waited_ns
-        self._high = self._high + 1 if percent > MOST_WAIT_PERCENT else 0
-        if self._high == IN_A_ROW and self._threads > 1:
-            log_once(
-                "other programs share this machine's cores, and the first rank waits for one much "
-                "of the time: fewer --threads may be faster"
-            )
-        return {CORE_WAIT: percent}
+    return [read_host, read_core_wait, *[read_device] * (device.type == "cuda")]

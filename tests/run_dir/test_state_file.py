@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 
 import pytest
 from train_runs import PATIENCE_S, RECALL, start_training, train_here, wait_until
@@ -21,44 +20,28 @@ TINY = [*RECALL, "--eval_episodes", 2, "--no-anneal_lr", "--checkpoint_every", 2
 def run(tmp_path):
     run = RunDir(tmp_path)
     run.begin_state(**BEGUN)
-    places = [{"rank": rank, "pid": 7 + rank, "host": "h", "device": "cpu"} for rank in range(2)]
-    run.update_state(ranks=[RankEntry(**place) for place in places])
+    ranks = [RankEntry(rank=rank, pid=7 + rank, host="h", device="cpu") for rank in range(2)]
+    run.update_state(ranks=ranks)
     return run
 
 
-def test_a_run_that_begins_says_who_where_and_what(run):
+def test_records_update_counters_and_peaks_now_and_then_and_at_the_end(run):
     state = run.state()
     assert {name: getattr(state, name) for name in BEGUN} == BEGUN
-    assert (state.phase, state.exit, state.checkpoint) == ("starting", None, None)
-    assert state.launcher_pid == os.getpid() and abs(state.started - time.time()) < 60
-    assert [rank.pid for rank in state.ranks] == [7, 8]
-
-
-def test_records_update_counters_and_peaks_now_and_then_and_at_the_end(run):
+    assert (state.phase, state.exit, state.launcher_pid) == ("starting", None, os.getpid())
     writer = MetricsWriter(run, 100, "steps")
     writer.update_state(phase="validation")
     seen = set()
     for iteration in range(1, 101):
-        used = {1: 2.0, 2: 1.0}.get(iteration)
-        ranks = [{"rank": 0, "ram/used_gib": used}, {"rank": 1, "gpu/memory_peak_gib": 3.0}]
+        ranks = [{"ram/used_gib": {1: 2.0, 2: 1.0}.get(iteration)}, {"gpu/memory_peak_gib": 3.0}]
         counters = {"iteration": iteration, "global_step": iteration, "episode/total": 5}
         writer.write(counters | {"ranks": ranks}, done=iteration)
         seen.add(run.state().iteration)
     assert 1 in seen and len(seen) < 20  # the first record ends the validation
     writer.close()
     state = run.state()
-    assert (state.phase, state.iteration, state.global_step) == ("training", 100, 100)
-    assert [rank.memory_peak_gib for rank in state.ranks] == [2.0, 3.0] and state.episodes == 5
-
-
-def test_a_disk_that_refuses_it_ends_no_training(run):
-    (run.path / "state.json.tmp").mkdir()
-    lost = RunDir(run.path / "nowhere")
-    lost.begin_state(**BEGUN)
-    for refused in (run, lost):
-        refused.update_state(iteration=3)
-        refused.record_exit(os.getpid(), 1)
-    assert run.state().iteration == 0  # the last that was whole
+    assert (state.phase, state.iteration, state.episodes) == ("training", 100, 5)
+    assert [(rank.pid, rank.memory_peak_gib) for rank in state.ranks] == [(7, 2.0), (8, 3.0)]
 
 
 @pytest.mark.parametrize("kind", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
@@ -68,6 +51,11 @@ def test_it_is_never_written_through_what_lies_in_its_place(tmp_path, kind):
     run = RunDir(tmp_path)
     run.begin_state(**BEGUN)
     assert run.state().num_ranks == 2 and not run.state_path.is_symlink()
+    # a disk that refuses it ends no training
+    (tmp_path / "state.json.tmp").mkdir()
+    run.update_state(iteration=3)
+    RunDir(tmp_path / "nowhere").begin_state(**BEGUN)
+    assert run.state().iteration == 0  # the last that was whole
 
 
 @pytest.mark.parametrize(
@@ -122,9 +110,9 @@ def test_a_torn_or_hostile_file_is_one_clear_line(run):
 def test_a_whole_run_a_resumed_one_and_a_failed_start(tmp_path, monkeypatch):
     run, phases, replace_file = RunDir(tmp_path / "run"), [], run_dir.replace_file
 
-    def watch(path, text):
-        phases.append(json.loads(text)["phase"])
-        replace_file(path, text)
+    def watch(path, data):
+        phases.append(json.loads(data)["phase"])
+        replace_file(path, data)
 
     monkeypatch.setattr(run_dir, "replace_file", watch)
     flags = [*TINY, "--validate_every", 2, "--total_steps", 256, "--run_dir", run.path]
@@ -132,7 +120,7 @@ def test_a_whole_run_a_resumed_one_and_a_failed_start(tmp_path, monkeypatch):
     first = run.state()
     assert (first.phase, first.exit.code, first.iteration, first.target) == ("done", 0, 4, 256)
     assert first.checkpoint.iteration == 4 and (run.path / first.checkpoint.path).exists()
-    assert first.strategy == "none" and first.precision == "fp32" and first.gradient_bytes > 0
+    assert first.gradient_bytes > 0
     expected = ["starting", "warm_up", "validation", "training", "saving", "evaluation", "done"]
     assert set(phases) == set(expected) and phases[0] == "starting" and phases[-1] == "done"
     phases.clear()
@@ -146,16 +134,16 @@ def test_a_whole_run_a_resumed_one_and_a_failed_start(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("victim", "phase"),
+    ("victim", "phase", "code"),
     [
-        ("rank", "failed"),
-        ("launcher", "stopped"),  # its ranks still save
-        ("stopped", "stopped"),
-        ("all", None),
+        ("rank", "failed", 1),
+        ("launcher", "stopped", None),  # its ranks still save
+        ("stopped", "stopped", 143),
+        ("all", None, None),
     ],
 )
 @pytest.mark.slow
-def test_a_run_of_several_ranks_that_is_killed_says_so(tmp_path, victim, phase):
+def test_a_run_of_several_ranks_that_is_killed_says_so(tmp_path, victim, phase, code):
     run = RunDir(tmp_path / "run")
     job = start_training(*TINY, "--num_gpus", 2, "--total_steps", 10**8, "--run_dir", run.path)
     try:
@@ -168,15 +156,10 @@ def test_a_run_of_several_ranks_that_is_killed_says_so(tmp_path, victim, phase):
             pid = state.ranks[1].pid if victim == "rank" else state.launcher_pid
             os.kill(pid, signal.SIGTERM if victim == "stopped" else signal.SIGKILL)
         job.communicate(timeout=PATIENCE_S)
-        wait_until(lambda: phase in (None, run.state().phase))
+        ended = wait_until(lambda: phase in (None, run.state().phase) and run.state())
     finally:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
-    ended = run.state()
-    if victim == "all":
-        assert ended.phase in WORKING and ended.exit is None
-    elif victim == "rank":
-        assert ended.exit.code == 1 and "SIGKILL" in ended.exit.error
-    elif victim == "stopped":
-        assert (ended.exit.code, ended.exit.signal) == (143, "SIGTERM")
-        assert ended.checkpoint.iteration == ended.iteration
+    assert code is None or ended.exit.code == code
+    assert victim != "rank" or "SIGKILL" in ended.exit.error
+    assert victim != "all" or (ended.phase in WORKING and ended.exit is None)

@@ -1,4 +1,4 @@
-"""The files, loggers and progress display of the main process."""
+"""The files, loggers and progress lines of the main process."""
 
 import logging
 import math
@@ -10,25 +10,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from train_runs import records
 
 from rl_dist.errors import UserError
-from rl_dist.files import read_messages
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import RunDir
 from rl_dist.telemetry import loggers
-from rl_dist.telemetry.loggers import Guarded, named_loggers
-from rl_dist.telemetry.metrics import (
-    MetricsWriter,
-    NullWriter,
-    close_logging,
-    open_writer,
-    setup_logging,
-)
-from rl_dist.telemetry.progress import Progress
+from rl_dist.telemetry.loggers import GuardedLogger, named_loggers
+from rl_dist.telemetry.metrics import MetricsWriter, close_logging, open_writer, setup_logging
 
 CONFIG = {"train": {"seed": 3, "loggers": ""}, "ppo": {"gamma": 0.9, "shape": [1, 2]}}
-
-
-def world_of_rank(rank):
-    return World(rank=rank, local_rank=rank, size=2, device=torch.device("cpu"), backend="gloo")
 
 
 def record(iteration, **values):
@@ -73,19 +61,18 @@ def test_a_resumed_run_continues_its_files_without_doubles(tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    run = RunDir(tmp_path)
-    writer = open_writer(run, world_of_rank(1), total=10, unit="steps")
+    world = World(rank=1, local_rank=1, size=2, device=torch.device("cpu"), backend="gloo")
+    writer = open_writer(RunDir(tmp_path), world, total=10, unit="steps")
     writer.write(record(1), done=1)
     writer.say("hello")
     writer.close()
-    assert type(writer) is NullWriter and not list(tmp_path.iterdir())
-    assert isinstance(open_writer(run, world_of_rank(0), 10, "steps"), MetricsWriter)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("act", [write, lambda folder: setup_logging(folder, rank=0)])
 def test_a_run_directory_that_cannot_be_written_is_one_clear_error(act, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="file.* cannot be written"):
+    with pytest.raises(UserError, match="file"):
         act(tmp_path / "file" / "run")
 
 
@@ -103,7 +90,7 @@ def test_logs_have_level_and_rank_and_the_console_warnings_of_the_main_process(t
     finally:
         close_logging()
     assert capsys.readouterr().err == "warning: a warning of 0\n"
-    messages = read_messages(tmp_path / "logs")
+    messages = RunDir(tmp_path).messages()
     assert {message["text"] for message in messages} == {"a warning of 0", "a warning of 1"}
 
 
@@ -111,16 +98,15 @@ def test_logs_have_level_and_rank_and_the_console_warnings_of_the_main_process(t
 
 
 def test_a_logger_that_fails_ends_with_one_warning(caplog):
-    class Failing:
-        def write(self, scalars, step):
-            raise ConnectionError("no network")
+    def fail(*_):
+        raise SystemExit("no network")
 
-    guarded = Guarded("wandb", Failing())
+    guarded = GuardedLogger("wandb", fail, fail)
     for iteration in (1, 2):
         guarded.write(record(iteration, x=1.0), 100)
     guarded.close()
     (message,) = caplog.messages
-    assert "wandb" in message and "ConnectionError: no network" in message
+    assert "wandb" in message and "no network" in message
 
 
 def test_an_unknown_or_missing_logger_is_one_line(tmp_path, monkeypatch):
@@ -131,7 +117,7 @@ def test_an_unknown_or_missing_logger_is_one_line(tmp_path, monkeypatch):
         write(tmp_path, loggers=["wandb"])
 
 
-def test_mlflow_keeps_settings_and_metrics_in_the_run_directory_and_goes_on(tmp_path):
+def test_mlflow_keeps_settings_and_metrics_in_the_run_directory_and_continues(tmp_path):
     mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
     for iteration in (1, 2):  # the second writer continues
         line = record(iteration, ranks=[{"rank": 0, "time/sps": 5.0}], x=7.0)
@@ -145,7 +131,7 @@ def test_mlflow_keeps_settings_and_metrics_in_the_run_directory_and_goes_on(tmp_
     assert run.data.metrics["rank_0/time/sps"] == 5.0
 
 
-def test_wandb_works_offline_and_goes_on_under_the_same_id(tmp_path, monkeypatch):
+def test_wandb_works_offline_and_continues_under_the_same_id(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     for iteration in (1, 2):
@@ -159,32 +145,16 @@ def test_wandb_works_offline_and_goes_on_under_the_same_id(tmp_path, monkeypatch
 # ---- progress
 
 
-def show(rates, total=96, start=0):
-    display = Progress(total, "episodes", start)
+def test_progress_is_a_few_lines_with_the_median_throughput(tmp_path, capsys):
+    writer = MetricsWriter(RunDir(tmp_path), 96, "episodes")
+    rates = [9000.0, *[100.0] * 3, 900.0, 110.0, 120.0, 130.0, 95.0, 5000.0, None]
     for iteration, rate in enumerate(rates, 1):
         figures = {"episode/return": 0.25, "valid/return": 0.5} if iteration == 1 else {}
-        display.show(record(iteration, **figures, **{"time/sps": rate}), start + 33 * iteration)
-    display.close()
-
-
-def test_progress_is_a_few_plain_lines(capsys):
-    show([7123.4] * 3)
+        writer.write(record(iteration, **figures, **{"time/sps": rate}), done=9 * iteration)
+    writer.close()
     first, last = capsys.readouterr().err.splitlines()
-    assert first.startswith("iteration 1 | 33/96 episodes (34%)")
-    # 99 episodes have ended
-    assert last.startswith("iteration 3 | 96/96 episodes (100%)") and last.endswith("00:00 left")
-    for figure in ("steps/s=7,123", "return=0.25", "valid/return=0.5 (iteration 1)", " left"):
-        assert figure in first and figure in last
-
-
-def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    show([50.0], total=40, start=5)
-    err = capsys.readouterr().err
-    assert "38/40" in err and "return=0.25" in err and err.count("\n") == 1
-
-
-def test_the_throughput_shown_is_the_median_of_the_latest_iterations(capsys):
-    show([9000.0, *[100.0] * 3, 900.0, 110.0, 120.0, 130.0, 95.0, 5000.0, None])
-    # the median of the last nine; older values are dropped
-    assert "steps/s=110," in capsys.readouterr().err.splitlines()[-1]
+    assert first.startswith("iteration 1 | 9/96 episodes (9%)") and "steps/s 9,000" in first
+    # 99 episodes have ended; the median of the last nine rates
+    assert last.startswith("iteration 11 | 96/96 episodes (100%)") and "0:00:00 left" in last
+    for figure in ("steps/s 110", "episode/return 0.25", "valid/return 0.5 (iteration 1)"):
+        assert figure in last
