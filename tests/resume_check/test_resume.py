@@ -115,7 +115,8 @@ def test_a_run_in_use_or_without_a_valid_checkpoint_is_not_touched(run_dir, monk
         assert "is in use by another training" in refusal(run_dir)
     for path in (run_dir / "checkpoints").iterdir():
         path.write_bytes(path.read_bytes()[:-100])
-    assert "holds no valid checkpoint" in refusal(run_dir, *TINY, "--run_dir", run_dir, resume="auto")
+    line = refusal(run_dir, *TINY, "--run_dir", run_dir, resume="auto")
+    assert "holds no valid checkpoint" in line
 
 
 def test_output_that_nobody_reads_any_more_is_no_error(monkeypatch):
