@@ -24,7 +24,8 @@ from rl_dist.checkpoint.trust import module_files
 from rl_dist.files import remove
 from rl_dist.launch.ranks import restart_count
 from rl_dist.process_group.collectives import all_gather_json
-from rl_dist.process_group.join import check_settings, may_start_again
+from rl_dist.process_group.hosts import check_settings, warn_of_crowded_cores
+from rl_dist.process_group.join import may_start_again
 from rl_dist.process_group.world import World, open_world, stop_flag
 from rl_dist.run_dir import RankEntry, RunDir
 from rl_dist.telemetry import events
@@ -51,6 +52,7 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
         if world.is_main_process:
             events.configure(run.config.launch.on_event, run.path)
         setup_logging(run.path, world.rank)
+        warn_of_crowded_cores(world)
         logger.info("%s, rank %d of %d", run.config.task.env, world.rank, world.size)
         run = choose(run, world)
         closing.enter_context(explained_faults(run.config, run.path, world))  # with its sizes
@@ -157,7 +159,6 @@ def open_watched(run: Run) -> World:
         run.resolved.gpu_ids,
         run.resolved.threads,
         config.train.startup_timeout,
-        module_files([config.task.env, config.policy.core, config.train.callback]),
         watches_work=True,
     )
 
@@ -192,7 +193,8 @@ def agree(run: Run, world: World) -> Run:
     torchrun's ranks may have chosen differently, on hosts that share no file system for example.
     """
     shared = {name: v for name, v in run.config.values.items() if name not in OF_A_HOST}
-    check_settings(shared, world)
+    names = [run.config.task.env, run.config.policy.core, run.config.train.callback]
+    check_settings(shared, world, module_files(names))
     resume_from = run.resume_from
     if world.is_main_process and restart_count():
         newest = load_newest(run.path)

@@ -1,9 +1,14 @@
 """train_distributed.py with one rank that ends at a chosen instant of its first start.
 
 Spawned ranks import this script again, so that they, too, get the changes below. The variable DIE
-names the place, the rank, the iteration and the end; with DIE_FOLDER the rank first writes the file
+names the place, the rank, the iteration and the way; with DIE_FOLDER the rank first writes the file
 `here` there and waits for the file `go`.
 """
+
+if __name__ == "__main__":  # before torch is imported
+    from rl_dist.launch.supervisor import supervise
+
+    supervise()
 
 import os
 import signal
@@ -15,11 +20,10 @@ import train_distributed
 from agents.trainer import Training
 from rl_dist.errors import UserError
 from rl_dist.launch.ranks import restart_count
+from rl_dist.launch.supervisor import imports_done
 
-WHERE, RANK, ITERATION, HOW = os.environ["DIE"].split()
-collect = Training.collect
-update = Training.update
-state = Training.state
+WAY = os.environ["DIE"].split()[-1]
+real = {"rollout": Training.collect, "update": Training.update, "checkpoint": Training.state}
 
 
 def die(*_):
@@ -27,56 +31,38 @@ def die(*_):
         Path(folder, "here").touch()
         while not Path(folder, "go").exists():
             time.sleep(0.02)
-    if HOW == "error":
+    if WAY == "error":
         raise RuntimeError("the roof is on fire")
-    if HOW == "mistake":
+    if WAY == "mistake":
         raise UserError("num_envs must be at least 1, got 0")
-    os.kill(os.getpid(), signal.Signals[HOW])
+    if WAY.isdecimal():
+        os._exit(int(WAY))
+    os.kill(os.getpid(), signal.Signals[WAY])
 
 
-def is_time(training, where):
-    mine = (where, training.world.rank, training.iteration) == (WHERE, int(RANK), int(ITERATION))
-    return mine and restart_count() == 0
+def dying(where):
+    """A method of Training in whose middle the rank ends."""
+
+    def method(training, *args, **kwargs):
+        now = f"{where} {training.world.rank} {training.iteration} {WAY}"
+        if now == os.environ["DIE"] and restart_count() == 0:
+            if where == "rollout":
+                training.env.step = die
+            elif where == "update":  # after the gradients were reduced
+                training.ppo.strategy.step = die
+            elif training.world.is_main_process:  # before the written file is renamed
+                os.fsync = die
+            else:  # before the ranks gather their state
+                die()
+        return real[where](training, *args, **kwargs)
+
+    return method
 
 
-def die_at_call(owner, name, number):
-    """Let the call `owner.name(...)` with this number end the rank."""
-    real, calls = getattr(owner, name), []
-
-    def counted(*args, **kwargs):
-        calls.append(name)
-        return die() if len(calls) == number else real(*args, **kwargs)
-
-    setattr(owner, name, counted)
-
-
-def dying_collect(training, lifetime_step):
-    if is_time(training, "rollout"):
-        die_at_call(training.env, "step", 7)
-    return collect(training, lifetime_step)
-
-
-def dying_update(training, rollout):
-    if is_time(training, "update"):
-        die_at_call(training.ppo.optimizer, "step", 2)
-    return update(training, rollout)
-
-
-def dying_state(training):
-    """Die in the middle of a checkpoint.
-
-    The main process dies before it renames the written file, others before they gather.
-    """
-    if is_time(training, "checkpoint") and training.world.is_main_process:
-        os.fsync = die
-    elif is_time(training, "checkpoint"):
-        die()
-    return state(training)
-
-
-Training.collect = dying_collect
-Training.update = dying_update
-Training.state = dying_state
+Training.collect = dying("rollout")
+Training.update = dying("update")
+Training.state = dying("checkpoint")
 
 if __name__ == "__main__":
+    imports_done()
     sys.exit(train_distributed.main())

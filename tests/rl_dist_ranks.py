@@ -3,7 +3,6 @@
 As a script it is a job with two ranks: rl_dist_ranks.py MODE OUT_DIR.
 """
 
-import json
 import os
 import signal
 import sys
@@ -115,7 +114,7 @@ def error_of(call, *args):
 
 
 def started(out_dir):
-    """Open the world of a job, and tell the test this rank's process."""
+    """Open the world of a job, and write this rank's process number to a file for the test."""
     world = open_world("cpu", timeout_s=30)
     setup_logging(out_dir, world.rank)
     Path(out_dir, f"pid_{world.rank}").write_text(str(os.getpid()))
@@ -126,13 +125,15 @@ def loop(out_dir, way="", victim=1):
     """Iterate until all ranks agree to stop; one may fail or die in some way."""
     assert set(STOP_SIGNALS) <= BLOCKED, "a signal could meet a rank before its handlers are set"
     world = started(out_dir)
+    if way == "evaluation":  # all is saved, and nothing handles stop signals any more
+        stop_flag.replace(signal.SIG_DFL)
     while True:
         if way and world.rank == victim:
             end_this_rank(way)
         time.sleep(0.02)
         if signum := all_reduce_max(stop_flag.signum, world):
             if world.is_main_process:
-                Path(out_dir, "saved.json").write_text(json.dumps({"signum": signum}))
+                Path(out_dir, "saved").write_text(str(signum))
             close_world(world)
             return 128 + signum
 
@@ -150,7 +151,6 @@ def end_this_rank(way):
             time.sleep(1.0)
     if way == "exit":
         os._exit(0)
-    time.sleep(1000)
 
 
 def hang(out_dir, failing=-1):
@@ -158,14 +158,6 @@ def hang(out_dir, failing=-1):
     if started(out_dir).rank == failing:
         end_this_rank("fail")
     time.sleep(1000)
-
-
-def evaluate_forever(out_dir):
-    """All is saved, and nothing handles stop signals any more."""
-    world = started(out_dir)
-    stop_flag.replace(signal.SIG_DFL)
-    while True:
-        all_reduce_max(0, world)
 
 
 def halt(out_dir):
@@ -179,7 +171,7 @@ def halt(out_dir):
     all_gather_json(world.rank, world)
 
 
-def end_slowly():
+def end_slowly(out_dir):
     """Rank 0 reports that it ends itself, and is kept from it; rank 1 ends meanwhile."""
     if os.environ["RANK"] == "1":
         time.sleep(1.0)
@@ -188,18 +180,9 @@ def end_slowly():
     end_rank("too late")
 
 
-def report_environment(out_dir):
-    """Write the rendezvous variables to a file, then meet the other rank."""
-    values = [os.environ.get(name, "-") for name in ("MASTER_ADDR", "MASTER_PORT", "NCCL_DEBUG")]
-    Path(out_dir, f"variables_{os.environ['RANK']}").write_text(" ".join(values))
-    world = started(out_dir)
-    return 0 if all_gather_json(world.rank, world) == [0, 1] else 1
-
-
 def refuse(out_dir, alone):
     """Raise UserError on rank 1 alone, while rank 0 waits for it, or on both."""
     world = started(out_dir)
-    all_gather_json(world.rank, world)
     if world.rank == 1 or not alone:
         raise UserError("this cannot be", exit_code=1)
     all_gather_json(world.rank, world)

@@ -59,7 +59,6 @@ FORBIDDEN = (
         None,
     ),
 )
-OPENED = "rl_dist.process_group.world"  # exception for modules beside it that need its type
 BAD_NAMES = r"(.*/)?(utils?|helpers?|common|misc|core|base)(/.*|\.py)"
 PICKLES = r"^\s*(import|from) (c?[pP]ickle|_pickle|dill|cloudpickle|joblib|shelve|marshal)\b"
 PICKLES += (
@@ -119,8 +118,7 @@ def cycles(sources):
     graph = {module_of(path): set() for path in sources}
     for path, _, name in imports(sources, SHIPPED):
         target = name if name in graph else name.rpartition(".")[0]
-        if not (target == OPENED and path.startswith("rl_dist/process_group/")):
-            graph[module_of(path)] |= {target} & graph.keys() - {module_of(path)}
+        graph[module_of(path)] |= {target} & graph.keys() - {module_of(path)}
     before = None
     while graph != before:  # drop modules that import nothing or that nothing imports
         before, targets = graph, set().union(*graph.values())

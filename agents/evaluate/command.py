@@ -30,6 +30,7 @@ from rl_dist.errors import UserError, explained, explains_errors
 from rl_dist.files import path_to_write, plain_file, read_plain
 from rl_dist.flags import Field, Text, configuration, parse_flags
 from rl_dist.launch.ranks import launch
+from rl_dist.process_group.hosts import check_settings
 from rl_dist.process_group.world import World, open_world
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ def run_rank(paths: list[str], options: EvaluateConfig) -> int:
     Faults of environments and files that cannot be used end it in one line.
     """
     world = open_world("cpu")
+    check_settings({}, world)
     try:
         return until_stopped(partial(evaluate, paths, options, world), world)
     except EnvironmentFaultError as fault:
@@ -170,4 +172,4 @@ def main() -> int:
     )
     options = parsed.configs["evaluation"]
     paths = [parsed.extra.path, *parsed.extra.compare]
-    return launch(run_rank, (paths, options), options.num_gpus, copies=True)
+    return launch(run_rank, (paths, options), options.num_gpus)

@@ -39,6 +39,7 @@ from rl_dist.flags import Field, configuration, parse_flags, read_sections, save
 from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
 from rl_dist.launch.ranks import launch, restart_count
 from rl_dist.process_group.collectives import all_gather_json
+from rl_dist.process_group.hosts import check_settings
 from rl_dist.process_group.world import World, open_world
 from rl_dist.run_dir import RunDir
 from rl_dist.strategies.adam import EagerAdam
@@ -296,6 +297,7 @@ def run_fit(
 def run_rank(config: PretrainRunConfig, resolved: ResolvedLaunch, run: RunDir, resume: bool) -> int:
     """Pre-train on this rank; return the exit code."""
     world = open_world(resolved.device_type, gpu_ids=resolved.gpu_ids, threads=resolved.threads)
+    check_settings({}, world)
     run_dir = Path(all_gather_json(str(run.path), world)[0])  # torchrun's ranks may differ
     if world.is_main_process:
         events.configure(config.launch.on_event, run_dir)

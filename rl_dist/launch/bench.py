@@ -17,13 +17,14 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rl_dist.errors import report_to_caller
 from rl_dist.launch.child import Child, ChildError, ChildTimeoutError
 from rl_dist.process_group.collectives import all_gather_json, all_reduce_sum
 from rl_dist.process_group.world import World, close_world, open_world
@@ -70,18 +71,16 @@ def time_reductions(
         UserError: more ranks than GPUs.
         ChildError: a wrong sum, a rank that died, or no end in time (ChildTimeoutError).
     """
+    job = {
+        "num_ranks": num_ranks,
+        "sizes_bytes": list(sizes_bytes),
+        "device_type": device_type,
+        "timeout_s": timeout_s,
+        "gpu_ids": list(gpu_ids),
+    }
+    bench = f"an all-reduce over {num_ranks} {device_type} ranks"
     with tempfile.TemporaryDirectory(prefix="all_reduce_") as folder:
-        out = Path(folder, "measured.json")
-        job = {
-            "num_ranks": num_ranks,
-            "sizes_bytes": list(sizes_bytes),
-            "device_type": device_type,
-            "timeout_s": timeout_s,
-            "gpu_ids": list(gpu_ids),
-            "out": str(out),
-        }
         child = Child(["-c", RUN, json.dumps(job)], Path(folder), variables={"TMPDIR": folder})
-        bench = f"an all-reduce over {num_ranks} {device_type} ranks"
         try:
             code = child.job.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -91,9 +90,8 @@ def time_reductions(
         if code:
             error = child.error()
             raise ChildError(f"{bench}: {error}") if isinstance(error, ChildError) else error
-        measured = json.loads(out.read_text())
-    gradients_s = {int(size): seconds for size, seconds in measured["gradients_s"].items()}
-    return Reductions(gradients_s, measured["small_s"])
+        small_s, *gradients_s = json.loads(child.facts()["measured"])
+    return Reductions(dict(zip(sizes_bytes, gradients_s, strict=True)), small_s)
 
 
 # ---- in the ranks
@@ -103,12 +101,10 @@ def run_rank(job: dict[str, Any]) -> None:
     """Reduce gradients of each size, and what else an iteration reduces."""
     world = open_world(job["device_type"], max(job["timeout_s"] / 2, 1.0), job["gpu_ids"])
     world.set_phase("all-reduce")
-    measured = Reductions(
-        gradients_s={size: _gradient_s(size, world) for size in job["sizes_bytes"]},
-        small_s=_last_arrival_s(lambda: _small(world), world),
-    )
+    measured_s = [_last_arrival_s(lambda: _small(world), world)]
+    measured_s += [_gradient_s(size, world) for size in job["sizes_bytes"]]
     if world.is_main_process:
-        Path(job["out"]).write_text(json.dumps(asdict(measured)))
+        report_to_caller(measured=json.dumps(measured_s))
     close_world(world)
 
 

@@ -21,26 +21,26 @@ from typing import Any, NoReturn
 import psutil
 
 from rl_dist.errors import RESULT_FILE, UserError
-from rl_dist.process_group.join import ADDRESS_VARIABLES, COPIES
-from rl_dist.process_group.process_ends import die_with_parent
-from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE
+from rl_dist.process_group.join import COPIES, JOB_DIR_VARIABLE
+from rl_dist.process_group.process_ends import die_with_parent, how_it_ended
 from rl_dist.run_dir import RunDir
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train_distributed.py"
-RANK_VARIABLES = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", JOB_DIR_VARIABLE}
-RANK_VARIABLES |= {*ADDRESS_VARIABLES, *COPIES}
+RANK_VARIABLES = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+RANK_VARIABLES |= {JOB_DIR_VARIABLE, *COPIES}
 POLL_S = 0.1
 KILL_PATIENCE_S = 5.0
 # Flags of a short run: it neither ends by itself nor saves or evaluates anything.
-SHORT_RUN_FLAGS = {
-    "total_steps": "1000000000000000",
-    "validate_every": "0",
-    "checkpoint_every": "1000000000",
+SHORT_RUN_FLAGS: dict[str, Any] = {
+    "total_steps": 10**15,
+    "validate_every": 0,
+    "checkpoint_every": 10**9,
     "keep_best": "off",
-    "max_restarts": "0",
+    "max_restarts": 0,
 }
 DROPPED_FLAGS = ("run_dir", "num_episodes", "on_event", "seed", "seeds", "profile")
-ROUNDS, ROUND_S = 3, 1.0  # a rate is known if rounds of at least a second agree on it
+WARM_UP = 3  # iterations
+ROUNDS, ROUNDS_S = 3, 3.0  # a rate is known if rounds agree on it, that take a second or more each
 MAX_SPREAD = 1.5  # of the highest rate over the lowest
 Record = dict[str, Any]
 
@@ -186,11 +186,8 @@ def launch_distributed_training(
         facts = child.facts()
     code = child.job.returncode
     run_dir = Path(facts["run_dir"]).absolute() if "run_dir" in facts else None
-    if run_dir and not run_dir.is_dir():
-        run_dir = None
     records = RunDir(run_dir).records(last=1) if run_dir else []
     last = records[-1] if records else {}
-    error = f"ended by {signal.Signals(-code).name}" if code < 0 else facts.get("error", "")
     return TrainingResult(
         success=code == 0,
         exit_code=code,
@@ -198,7 +195,7 @@ def launch_distributed_training(
         final_losses={name: value for name, value in last.items() if name.startswith("loss/")},
         seconds=time.monotonic() - started_s,
         run_dir=run_dir,
-        error=(error or f"ended with code {code} and without a report") if code else "",
+        error=(facts.get("error") or how_it_ended(code)) if code else "",
     )
 
 
@@ -224,7 +221,7 @@ class ShortRuns:
     records: list[list[Record]]
     config: dict[str, Any]  # of the first copy, by section
     gradient_bytes: int
-    copy_bytes: int = 0  # of memory that the first copy alone takes; 0: unknown
+    copy_bytes: int  # memory of the first copy's processes
 
 
 def measure_short_runs(
@@ -244,7 +241,7 @@ def measure_short_runs(
     As many one-rank trainings as a run would have ranks on this machine, each with a rank's threads
     or GPU, show what ranks cost each other (cores, caches, memory) without waiting for each other.
     All are killed at the end, and when the caller dies. How long they train, where, what they save
-    and their seed are chosen here.
+    and their seed are chosen here. Their first iterations only warm up.
 
     Args:
         flags: of the training script, with the sizes that one rank has.
@@ -254,11 +251,10 @@ def measure_short_runs(
         device_type: "cuda": each copy has its own GPU.
         timeout_s: for everything.
         enough_s: after which two iterations are enough, the first included.
-        steady: measure for ROUNDS seconds at least, and again if the rates of rounds differ;
-            without it, three iterations only warm up.
+        steady: measure for ROUNDS_S at least, so that the rates of rounds can be compared.
 
     Raises:
-        UserError: the script refuses the flags; its own words.
+        UserError: the script refuses the flags; the message is its own.
         ChildError: a copy failed in another way, or time is up (ChildTimeoutError).
     """
     words = _short_run_flags(flags, threads, num_gpus, device_type)
@@ -267,51 +263,43 @@ def measure_short_runs(
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="short_run_")))
         runs = [RunDir(folder / f"copy_{number}") for number in range(copies)]
         children = []
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        gpus = visible.split(",") if visible else list(map(str, range(copies)))
         for number, run in enumerate(runs):
             # seeds differ, so that the episodes of copies do not end together
             arguments = [SCRIPT, *words, f"--seed={number + 1}", "--run_dir", run.path]
             on_gpu = device_type == "cuda" and num_gpus is not None
-            variables = {"CUDA_VISIBLE_DEVICES": _gpu(number)} if on_gpu else {}
+            variables = {"CUDA_VISIBLE_DEVICES": gpus[number]} if on_gpu else {}
             children.append(Child(arguments, folder, run.path.name, variables=variables))
             held.callback(children[-1].kill)
-        begun: list[int] = []  # iterations of each copy before the measurement
-        began_s = math.inf
-        is_second_try = not steady
+        skipped: list[int] = []  # iterations of each copy before the measurement
+        end_s = math.inf  # of its shortest time
         while True:
             time.sleep(POLL_S)
             now_s = time.monotonic()
             records = [run.records() for run in runs]
-            ended = [len(copy_records) for copy_records in records]
-            if not begun and min(ended) >= (1 if steady else 3):
-                begun, began_s = ended, now_s
-            measured = [r[skip:] for r, skip in zip(records, begun or ended, strict=True)]
-            if now_s - started_s > enough_s and min(ended) >= 2:
-                measured = records
+            counts = [len(copy_records) for copy_records in records]
+            if now_s - started_s > enough_s and min(counts) >= 2:
+                skipped = [0] * copies
                 break
-            waited = not steady or now_s - began_s >= ROUNDS * ROUND_S
-            if waited and min(map(len, measured)) >= iterations:
-                if is_second_try or is_steady(round_rates(measured[0])):
-                    break
-                begun, began_s, is_second_try = ended, now_s, True
+            if not skipped and min(counts) >= WARM_UP:
+                skipped, end_s = counts, now_s + ROUNDS_S * steady
+            measured = [n - skip for n, skip in zip(counts, skipped or counts, strict=True)]
+            if now_s >= end_s and min(measured) >= iterations:
+                break
             for child in children:
                 if child.job.poll() is not None:
                     raise child.error()
             if now_s - started_s > timeout_s:
                 raise ChildTimeoutError("a short run took too long: try smaller sizes")
         state = runs[0].state()
-        config = json.loads((runs[0].path / "config.json").read_text(encoding="utf-8"))
-        gradient_bytes = state.gradient_bytes if state else 0
-        return ShortRuns(measured, config, gradient_bytes, _own_memory_bytes(children[0]))
-
-
-def _own_memory_bytes(child: Child) -> int:
-    """Return the resident memory of a child's processes that they do not share; 0: unknown."""
-    try:
-        supervisor = psutil.Process(child.job.pid)
-        processes = [supervisor, *supervisor.children(recursive=True)]
-        return sum(int(process.memory_full_info().uss) for process in processes)
-    except psutil.Error:
-        return 0
+        processes = psutil.Process(children[0].job.pid).children(recursive=True)
+        return ShortRuns(
+            records=[r[skip:] for r, skip in zip(records, skipped, strict=True)],
+            config=runs[0].config(),
+            gradient_bytes=state.gradient_bytes if state else 0,
+            copy_bytes=sum(process.memory_info().rss for process in processes),
+        )
 
 
 def _short_run_flags(
@@ -319,13 +307,10 @@ def _short_run_flags(
 ) -> list[str]:
     if without(flags, ["resume"]) != list(flags):
         raise UserError("--resume: short runs start at the beginning; give the flags of the run")
-    dropped, chosen = [*DROPPED_FLAGS], dict(SHORT_RUN_FLAGS)
+    chosen = SHORT_RUN_FLAGS | ({"threads": threads} if threads else {})
     if num_gpus is not None:
-        dropped.append("gpu_ids")
-        chosen |= {"num_gpus": str(num_gpus), "device": device_type}
-    if threads:
-        chosen["threads"] = str(threads)
-    return [*without(flags, (*dropped, *chosen)), *(f"--{k}={v}" for k, v in chosen.items())]
+        chosen |= {"num_gpus": num_gpus, "device": device_type, "gpu_ids": ""}
+    return [*without(flags, (*DROPPED_FLAGS, *chosen)), *as_flags(chosen)]
 
 
 def round_rates(records: Sequence[Record]) -> list[float]:
@@ -358,9 +343,3 @@ def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
         if keep:
             kept.append(word)
     return kept
-
-
-def _gpu(number: int) -> str:
-    """Return the name of this process's GPU `number`, as another process must call it."""
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return visible[number] if number < len(visible) else str(number)

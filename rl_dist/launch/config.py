@@ -10,7 +10,7 @@ import torch
 
 from rl_dist.errors import UserError
 from rl_dist.flags import Field, Text, configuration
-from rl_dist.process_group.join import check_address, check_variables, requested_address
+from rl_dist.process_group.join import check_variables
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.strategies.config import (
     Compression,
@@ -135,20 +135,12 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     check_strategy(config.strategy_config, num_ranks, device_type, len(gpu_ids))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) if adopted else num_ranks
     threads = config.threads or threads_per_rank(local_ranks)
-    # one line about it
     if on_gpu:
-        message = f"{num_ranks} rank(s) on {torch.cuda.get_device_name(0)}, one GPU each"
-        if num_ranks < len(gpu_ids):
-            message = message.replace("one GPU each", f"one process for {len(gpu_ids)} GPUs")
-        message += f": GPU {', '.join(map(str, gpu_ids))}" if gpu_ids else ""
+        listed = f": GPU {', '.join(map(str, gpu_ids))}" if gpu_ids else ""
+        message = f"{num_ranks} rank(s) on {torch.cuda.get_device_name(0)}{listed}"
     else:
         reason = "no CUDA GPU found" if gpus == 0 else "the CPU was chosen"
         message = f"{reason}: {num_ranks} CPU process(es), {threads} thread(s) each"
-    if not adopted and num_ranks > 1 and (address := requested_address()):
-        check_address(*address, hosted_here=True)
-        message += (
-            f"; they meet at MASTER_ADDR {address[0]}, MASTER_PORT {address[1]}, an open port"
-        )
     return ResolvedLaunch(
         num_ranks=num_ranks,
         device_type=device_type,
@@ -183,15 +175,11 @@ def _adopted_ranks(config: LaunchConfig, gpu_ids: tuple[int, ...]) -> int:
 def parse_gpu_ids(text: str, num_visible: int) -> tuple[int, ...]:
     """Return the ids in a text such as 0,2,3; each must be one of the visible GPUs."""
     words = text.replace(" ", "").split(",") if text else []
-    if not all(map(str.isdecimal, words)) or len(set(words)) < len(words):
-        raise UserError(
-            f"gpu_ids must be different whole numbers with commas between, such as 0,2,3: {text!r}"
-        )
-    ids = tuple(map(int, words))
-    if max(ids, default=-1) >= num_visible:
+    are_visible = all(word.isdecimal() and int(word) < num_visible for word in words)
+    if not are_visible or len(set(words)) < len(words):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise UserError(
-            f"gpu_ids has {max(ids)}, but {num_visible} GPU(s) can be used, counted from 0 "
-            f"(CUDA_VISIBLE_DEVICES: {visible}); use lower ids, or omit gpu_ids"
+            f"gpu_ids {text!r} must be different numbers with commas between, such as 0,2,3, below "
+            f"{num_visible}, the number of GPUs that can be used (CUDA_VISIBLE_DEVICES: {visible})"
         )
-    return ids
+    return tuple(map(int, words))

@@ -12,7 +12,7 @@ from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.child import ChildError
 from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
 
-PROBE_TIMEOUT_S = 120.0
+PROBE_BYTES = 4096  # of the gradient that ranks reduce to show that they work together
 
 
 def resolve_launch(config: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch, str]:
@@ -29,28 +29,23 @@ def resolve_launch(config: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch, 
         config = replace(config, chosen_strategy="", chosen_on="")
     if not config.fallback:
         return config, resolve(config), ""
-    problems: list[str] = []
-    for mode in dict.fromkeys((config.strategy, *["ddp"] * (config.strategy == "hybrid"), "none")):
+    problems = ""
+    modes = ("hybrid", "ddp", "none") if config.strategy == "hybrid" else (config.strategy, "none")
+    for mode in modes:
         try:
             resolved = resolve(_with_mode(config, mode) if problems else config)
             if resolved.num_ranks > 1 and "RANK" not in os.environ:
-                time_reductions(
-                    resolved.num_ranks,
-                    [4096],
-                    resolved.device_type,
-                    timeout_s=PROBE_TIMEOUT_S,
-                    gpu_ids=resolved.gpu_ids,
-                )
-            break
+                kind, gpu_ids = resolved.device_type, resolved.gpu_ids
+                time_reductions(resolved.num_ranks, [PROBE_BYTES], kind, gpu_ids=gpu_ids)
         except (ValueError, ChildError) as error:
-            problems.append(f"{mode} does not work here ({one_line(error, named=False)})")
-    else:
-        raise UserError(f"no strategy works: {'; '.join(problems)}")
-    if not problems:
-        return config, resolved, ""
-    note = f"{'; '.join(problems)}: fallback to strategy {mode}, {resolved.place}"
-    chosen: dict[str, Any] = {"chosen_strategy": mode, "chosen_on": resolved.place}
-    return replace(config, **chosen, gradient_compression="none"), resolved, note
+            problems += f"{mode} does not work here ({one_line(error, named=False)}); "
+            continue
+        if not problems:
+            return config, resolved, ""
+        note = f"{problems}fallback to strategy {mode}, {resolved.place}"
+        chosen: dict[str, Any] = {"chosen_strategy": mode, "chosen_on": resolved.place}
+        return replace(config, **chosen, gradient_compression="none"), resolved, note
+    raise UserError(f"{problems}so no strategy works")
 
 
 def _with_mode(config: LaunchConfig, mode: str) -> LaunchConfig:

@@ -16,6 +16,7 @@ rank that ends without a report, by a signal or `os._exit`, has failed, whatever
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import multiprocessing
 import os
@@ -23,9 +24,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,19 +35,18 @@ from typing import Any
 
 from rl_dist.checkpoint.store import iteration_in_name, latest_checkpoint
 from rl_dist.errors import (
+    one_line,
+    outlive_readers,
     print_error_once,
     report_to_caller,
     restarts_refused,
 )
-from rl_dist.launch.rank import RankFunction, RankReport, run_as_rank, run_guarded
 from rl_dist.process_group import process_ends
 from rl_dist.process_group.join import (
-    ADDRESS_VARIABLES,
+    JOB_DIR_VARIABLE,
     RESTART_COUNT,
-    check_copies,
     elastic_count,
     may_start_again,
-    requested_address,
 )
 from rl_dist.process_group.process_ends import (
     EXIT_GRACE_S,
@@ -58,9 +59,9 @@ from rl_dist.process_group.process_ends import (
     stopped_in_evaluation,
     unnamed_file,
 )
-from rl_dist.process_group.watchdog import JOB_DIR_VARIABLE
 from rl_dist.process_group.world import (
     close_world,
+    connection_broke,
     leave_world,
     stop_flag,
     threads_per_rank,
@@ -68,10 +69,18 @@ from rl_dist.process_group.world import (
 from rl_dist.run_dir import RunDir, launcher_pid
 from rl_dist.telemetry import events
 
+# for the log files only: `launch` prints to the console, once
+logger = logging.getLogger(__name__)
+logger.addHandler(logging.NullHandler())
+
 AGENT_PATIENCE_S = 10.0  # for torchrun, which looks after its ranks every 0.1 s
 PREFIX = "rl_dist_"  # of a job directory, which only this user may enter
 POLL_S = 0.05
 DEATH_GRACE_S = 5.0  # for the other ranks to report that they failed, too
+# characters, of up to six bytes each in a page
+LONGEST_TRACEBACK = 50_000
+LONGEST_SUMMARY = 5_000
+RankFunction = Callable[..., int | None]
 
 
 def restart_count() -> int:
@@ -80,17 +89,78 @@ def restart_count() -> int:
 
 
 @dataclass
+class RankReport:
+    """Exit code of one rank or of all ranks together, and the error, if any."""
+
+    exit_code: int  # 2: a mistake of the user, which a restart would repeat
+    rank: int = 0
+    failed: bool = False  # it raised or died, instead of returning an exit code
+    summary: str = ""  # for the user, in one line
+    traceback: str = ""  # unless the user made a mistake
+    # 0: it is the cause; 1: it names another rank as the cause; 2: it only lost a connection
+    consequence: int = 0
+
+
+# ---- in a rank
+
+
+def run_guarded(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
+    """Run `fn(*args)` and report how it ended."""
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        return RankReport(int(fn(*args) or 0), rank)
+    except BaseException as error:  # SystemExit too: it may come from the user's code
+        logger.exception("rank %d failed", rank)
+        failure = RankReport(1, rank, failed=True, consequence=2 * connection_broke(error))
+        if isinstance(error, ValueError):
+            failure.summary = one_line(error, LONGEST_SUMMARY, named=False)
+            failure.exit_code = getattr(error, "exit_code", 2)
+        else:
+            failure.summary = f"rank {rank} failed with {one_line(error, LONGEST_SUMMARY)}"
+            failure.traceback = traceback.format_exc()[-LONGEST_TRACEBACK:]
+        return failure
+
+
+def run_as_rank(
+    fn: RankFunction,
+    args: tuple[Any, ...],
+    variables: Mapping[str, str],
+    page: ReportPage,
+    launcher_pid: int,
+) -> None:
+    """Run `fn` as this rank's process; stop signals are blocked until `install`."""
+    os.environ.update(variables)
+    outlive_readers()
+    # A spawned process also spawns its children, such as a DataLoader's workers. That takes seconds
+    # each and needs picklable arguments, so restore the default that a process without ranks has.
+    multiprocessing.set_start_method(None, force=True)
+    stop_flag.install()  # a second signal ends nothing here: the launcher counts Ctrl-C
+    # Python restores their deadly defaults while it shuts down
+    atexit.register(stop_flag.replace, signal.SIG_IGN)
+    process_ends.leave_with_parent(launcher_pid)
+    process_ends.report_to(page)
+    report = run_guarded(fn, args)
+    process_ends.report(**vars(report))
+    events.close()
+    if report.failed:  # without teardown, which could wait for the other ranks forever
+        process_ends.flush_and_leave(report.exit_code or 1)
+    close_world()
+
+
+# ---- in the launcher
+
+
 class Ranks:
     """The ranks of one start on this machine, each a new process.
 
     A rank leaves a report before it ends; one that ends without has failed, whatever its exit code.
     """
 
-    stop: StopFlag  # of the launcher
-    processes: list[BaseProcess] = field(default_factory=list)  # in rank order
-    pages: list[ReportPage] = field(default_factory=list)  # in rank order
-    # ranks that had ended when the first failure was seen
-    first_dead: list[int] = field(default_factory=list)
+    def __init__(self, stop: StopFlag) -> None:
+        self.stop = stop  # of the launcher
+        self.processes: list[BaseProcess] = []  # in rank order
+        self.pages: list[ReportPage] = []  # in rank order
+        self.first_dead: list[int] = []  # ranks that had ended when the first failure was seen
 
     def start(
         self, fn: RankFunction, args: tuple[Any, ...], num_ranks: int, variables: dict[str, str]
@@ -99,15 +169,11 @@ class Ranks:
         spawn = multiprocessing.get_context("spawn")
         for rank in range(num_ranks):
             numbered = variables | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-            page = ReportPage()
-            process = spawn.Process(
-                target=run_as_rank,
-                args=(fn, args, numbered, page, os.getpid()),
-                name=f"rank {rank}",
-            )
+            self.pages.append(ReportPage())
+            arguments = fn, args, numbered, self.pages[rank], os.getpid()
+            process = spawn.Process(target=run_as_rank, args=arguments, name=f"rank {rank}")
             process.start()
             self.processes.append(process)
-            self.pages.append(page)
 
     def wait(self) -> None:
         """Wait for all ranks; pass stop signals on; kill the others after a failure."""
@@ -145,14 +211,14 @@ class Ranks:
             return RankReport(128 + signum, summary=stopped_in_evaluation(signum, run_dir))
         failed = [report for report in reports.values() if report.failed]
         failed.sort(key=lambda report: report.consequence)
-        silent = [rank for rank in self.first_dead if rank not in reports]
+        silent = [rank for rank in self.first_dead or self._ended() if rank not in reports]
         if silent and not (failed and failed[0].consequence == 0):
             process = self.processes[silent[0]]
             code = process.exitcode or 0
             summary = f"rank {silent[0]} (process {process.pid}) {how_it_ended(code)}"
             return RankReport(1 + (code == SCRIPT_RAN_AGAIN), silent[0], True, summary)
-        codes = [report.exit_code for report in reports.values() if report.exit_code]
-        return failed[0] if failed else RankReport(codes[0] if codes else 0)
+        codes = [report.exit_code for report in reports.values()]
+        return failed[0] if failed else RankReport(max(codes))
 
     def _stop_signal(self) -> int:
         """Return the first stop signal to the launcher or to a rank that it ended; 0: none came.
@@ -180,46 +246,35 @@ class Ranks:
         return [rank for rank, p in enumerate(self.processes) if p.exitcode is not None]
 
 
-def _run_ranks(
+def _run_once(
     fn: RankFunction,
     args: tuple[Any, ...],
     num_ranks: int,
     threads: int,
-    max_restarts: int,
+    restarts: int,
+    stop: StopFlag,
     run_dir: Path | None,
-) -> tuple[RankReport, int]:
-    """Start ranks, again while that may help; return the last report and restarts."""
-    restarts = 0
-    stop = StopFlag()
-    stop.install()
-    variables = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
-    # without an address they meet in `job_dir`
-    variables |= dict(zip(ADDRESS_VARIABLES, map(str, requested_address() or ()), strict=False))
-    try:
-        while True:
-            with tempfile.TemporaryDirectory(prefix=PREFIX) as job_dir:
-                variables |= {JOB_DIR_VARIABLE: job_dir, RESTART_COUNT: str(restarts)}
-                ranks = Ranks(stop)
-                try:
-                    with store_in_memory(f"{job_dir}/store_{restarts}"):
-                        with _prepared_for_starts(threads or threads_per_rank(num_ranks)):
-                            ranks.start(fn, args, num_ranks, variables)
-                        ranks.wait()
-                    report = ranks.outcome(run_dir)
-                except OSError as error:  # no memory, no more processes or descriptors
-                    problem = f"the ranks cannot be started: {error}"
-                    return RankReport(1, failed=True, summary=problem), restarts
-                finally:
-                    ranks.kill(signal.SIGKILL)
-                    for process in ranks.processes:
-                        process.join()
-            hopeless = not report.failed or report.exit_code == 2 or stop.signum
-            if hopeless or restarts >= max_restarts:
-                return report, restarts
-            restarts += 1
-            _announce_restart(report, f"{restarts} of {max_restarts}", restarts, run_dir)
-    finally:
-        stop.uninstall()
+) -> RankReport:
+    """Start all ranks, wait for them and return the report of all."""
+    ranks = Ranks(stop)
+    store = unnamed_file()
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as job_dir:
+        # The ranks meet in memory: a full disk could cut a record of a file short, and torch's
+        # FileStore waits forever for the rest.
+        if sys.platform == "linux":
+            Path(job_dir, f"store_{restarts}").symlink_to(f"/proc/{os.getpid()}/fd/{store}")
+        variables = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
+        variables |= {JOB_DIR_VARIABLE: job_dir, RESTART_COUNT: str(restarts)}
+        try:
+            with _prepared_for_starts(threads or threads_per_rank(num_ranks)):
+                ranks.start(fn, args, num_ranks, variables)
+            ranks.wait()
+        finally:
+            ranks.kill(signal.SIGKILL)
+            for process in ranks.processes:
+                process.join()
+            os.close(store)
+    return ranks.outcome(run_dir)
 
 
 def _announce_restart(report: RankReport, number: str, restarts: int, run_dir: Path | None) -> None:
@@ -254,21 +309,7 @@ def _prepared_for_starts(threads: int) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-@contextmanager
-def store_in_memory(path: str) -> Iterator[None]:
-    """Keep the file in which ranks will meet in memory, on Linux.
-
-    A full disk could cut a record short, and torch's FileStore waits forever for the rest.
-    """
-    if sys.platform != "linux":
-        yield
-        return
-    memory = unnamed_file()
-    try:
-        Path(path).symlink_to(f"/proc/{os.getpid()}/fd/{memory}")
-        yield
-    finally:
-        os.close(memory)
+# ---- the start
 
 
 def launch(
@@ -279,7 +320,6 @@ def launch(
     max_restarts: int = 0,
     run_dir: Path | None = None,
     threads: int = 0,
-    copies: bool = False,
 ) -> int:
     """Run `fn(*args)` on every rank and return the job's exit code.
 
@@ -290,27 +330,27 @@ def launch(
         max_restarts: how many times all ranks start again after one died or failed.
         run_dir: where `fn` keeps its checkpoints, to print where a restart continues.
         threads: that each rank will set; 0: the cores, shared by the ranks.
-        copies: a scheduler may start several copies of this command, each of which works alone.
 
     Returns:
         0, or the first non-zero code a rank returned; 1 a rank failed; 2 bad input; 128 + signal.
     """
-    restarts = restart_count()
-    if "RANK" not in os.environ and not copies:
-        check_copies()
-    elif restarts_refused():
+    if restarts_refused():
         return 2
+    restarts = restart_count()
     if "RANK" in os.environ or (num_ranks == 1 and not max_restarts):
         report = _run_here(fn, args)
     else:
-        report, restarts = _run_ranks(fn, args, num_ranks, threads, max_restarts, run_dir)
-    line = f"error: {report.summary}" if report.failed else report.summary
-    if report.traceback:  # of one rank only: no other rank prints it
-        sys.stderr.write(f"{report.traceback}{line}\n")
-        sys.stderr.flush()
-        report_to_caller(error=report.summary)
-    elif line:
-        print_error_once(line)
+        stop = StopFlag()
+        stop.install()
+        try:
+            report = _run_once(fn, args, num_ranks, threads, restarts, stop, run_dir)
+            while restarts < max_restarts and _can_restart(report, stop):
+                restarts += 1
+                _announce_restart(report, f"{restarts} of {max_restarts}", restarts, run_dir)
+                report = _run_once(fn, args, num_ranks, threads, restarts, stop, run_dir)
+        finally:
+            stop.uninstall()
+    _print_end(report)
     may_restart = may_start_again(report.exit_code - 128)
     if run_dir is not None and os.environ.get("RANK", "0") == "0":
         pid, code = launcher_pid(), report.exit_code
@@ -318,12 +358,15 @@ def launch(
         process_ends.report(exit_recorded=True)
     if not may_restart:  # else the event `restarted` may follow
         _notify_end(report, restarts)
-    pressed_twice = report.exit_code == 128 + signal.SIGINT and report.summary
-    events.close(2.0 if pressed_twice else events.LIMIT_S)
+    events.close()
     if report.failed and leave_world():
         # closing the process group could wait for ranks that are inside a collective
         atexit.register(process_ends.flush_and_leave, report.exit_code or 1)
     return report.exit_code
+
+
+def _can_restart(report: RankReport, stop: StopFlag) -> bool:
+    return report.failed and report.exit_code != 2 and not stop.signum
 
 
 def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
@@ -331,7 +374,7 @@ def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
     report = run_guarded(fn, args)
     if not report.failed:
         close_world()
-    if report.exit_code - 128 in STOP_SIGNALS and "TORCHELASTIC_RUN_ID" in os.environ:
+    if may_start_again(signal.SIGTERM) and report.exit_code - 128 in STOP_SIGNALS:
         _await_agent()
     stop_flag.uninstall()
     stop_flag.signum = 0
@@ -350,15 +393,19 @@ def _await_agent() -> None:
         time.sleep(POLL_S)
 
 
+def _print_end(report: RankReport) -> None:
+    """Print the error or the summary, if there is one."""
+    line = f"error: {report.summary}" if report.failed else report.summary
+    if report.traceback:  # of one rank only: no other rank prints it
+        print(report.traceback + line, file=sys.stderr, flush=True)
+        report_to_caller(error=report.summary)
+    elif line:
+        print_error_once(line)
+
+
 def _notify_end(report: RankReport, restarts: int) -> None:
     """Send the one event of how a run ended; see `rl_dist.telemetry.events`."""
     code = report.exit_code
-    facts: dict[str, Any] = {"exit_code": code, "restarts": restarts}
-    if code == 0:
-        event, message = "finished", "the run has finished"
-    elif code - 128 in STOP_SIGNALS:
-        event, message = "stopped", f"stopped by {signal.Signals(code - 128).name}, saved"
-    else:
-        event, message = "failed", f"ended with code {code}"
-        facts["rank"] = report.rank
-    events.notify(event, report.summary or message, **facts)
+    event = "stopped" if code - 128 in STOP_SIGNALS else "failed" if code else "finished"
+    message = report.summary or f"{event} with code {code}"
+    events.notify(event, message, exit_code=code, restarts=restarts, rank=report.rank)

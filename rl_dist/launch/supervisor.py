@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rl_dist.errors import outlive_readers, report_to_caller, restarts_refused
 from rl_dist.process_group.process_ends import (
     EXIT_GRACE_S,
     FAILED_GRACE_S,
@@ -29,6 +30,7 @@ from rl_dist.process_group.process_ends import (
     report,
     report_to,
 )
+from rl_dist.telemetry import events
 
 POLL_S = 0.02
 SI_KERNEL = 0x80  # linux/asm-generic/siginfo.h: not sent by a process
@@ -41,13 +43,9 @@ def supervise() -> None:
     This process ends here, with the child's exit code, or 1 if it died without a report. Under
     torchrun, which watches its ranks, it returns immediately.
     """
-    if "RANK" in os.environ:
-        from rl_dist.errors import restarts_refused
-
-        if restarts_refused():
-            sys.exit(2)
-        return
-    if not hasattr(signal, "sigtimedwait"):  # macOS
+    if restarts_refused():
+        sys.exit(2)
+    if "RANK" in os.environ or not hasattr(signal, "sigtimedwait"):  # macOS has none
         return
     # else a file of ours would become a closed stdout
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -55,28 +53,19 @@ def supervise() -> None:
     os.close(spare)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, a death goes unnoticed
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        page = ReportPage()
-        supervisor = os.getpid()
-        child = os.fork()
-    except OSError as error:
-        sys.exit(f"error: the training process cannot be started: {error.strerror}")
-    if child:
+    page = ReportPage()
+    supervisor = os.getpid()
+    if child := os.fork():
         sys.exit(_watch(child, page))
     die_with_parent(supervisor, signal.SIGKILL)  # killing the supervisor also kills the training
-    # An import may swallow a KeyboardInterrupt: until `imports_done`, Ctrl-C ends this process.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     sys.excepthook = _quiet_interrupt
     report_to(page)
     atexit.register(report, ended_in_order=True)  # then its exit code is true
 
 
 def imports_done() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt from here on, which closes what is open."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Let stop signals in, which wait during imports: these may swallow a KeyboardInterrupt."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _quiet_interrupt(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -119,9 +108,6 @@ def _conclude(child: int, facts: dict[str, Any], code: int, stop: StopFlag) -> i
         code, signum = facts["exit_code"], 0  # what its teardown did does not count
         error = facts.get("summary", "")  # a thread has ended it, after it has printed why
     elif not facts.get("ended_in_order") or code < 0:
-        from rl_dist.errors import outlive_readers  # not before it is needed
-
-        outlive_readers()
         if stop.signum and (stop.insists or signum in STOP_SIGNALS):
             line = f"stopped by {signal.Signals(stop.signum).name}"
             code = 128 + stop.signum
@@ -130,15 +116,13 @@ def _conclude(child: int, facts: dict[str, Any], code: int, stop: StopFlag) -> i
             can_resume = run_dir and Path(run_dir, "checkpoints").is_dir()
             line = f"error: {error}" + f"; continue with --resume {run_dir}" * bool(can_resume)
             code = 1
+        outlive_readers()
         print(line, file=sys.stderr, flush=True)
     if run_dir and "exit_recorded" not in facts:
-        from rl_dist.run_dir import RunDir  # loads pydantic: 0.3 s
+        from rl_dist.run_dir import RunDir  # start-up: 300 ms
 
         RunDir(run_dir).record_exit(child, code, error, signum)
     if error:
-        from rl_dist.errors import report_to_caller
-        from rl_dist.telemetry import events
-
         report_to_caller(error=error)
         events.configure(facts.get("on_event", ""), run_dir)
         events.notify("failed", error, exit_code=1)

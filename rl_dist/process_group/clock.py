@@ -26,7 +26,7 @@ Mark = float | torch.cuda.Event
 # A rank is slow in a phase if it takes this many times the median of the other ranks,
 STRAGGLER_FACTOR = 3.0
 STRAGGLER_EXCESS_S = 0.02  # and this much longer: a hiccup of the machine is shorter.
-IN_A_ROW = 3  # iterations, before a rank is reported, and before it may be reported again
+IN_A_ROW = 3  # slow iterations before a rank is reported
 
 
 def listen(listener: Listener | None) -> None:
@@ -79,9 +79,7 @@ class StepClock:
         self._waited.append(waits)
 
     def read(self) -> dict[str, float]:
-        """Return the seconds since `start` by phase.
-
-        On a GPU, call it when its queue is done.
+        """Return the seconds since `start` by phase; wait for a GPU's queue.
 
         Returns:
             time/forward_s, time/backward_s, time/optimizer_s without waiting; time/gradient_wait_s;
@@ -117,47 +115,37 @@ def mark(device: torch.device) -> Mark:
     return event
 
 
-def is_done(at: Mark) -> bool:
-    """Return True if the work before a mark is done; False may be late."""
-    return isinstance(at, float) or bool(at.query())
-
-
 def between(begun: Mark, ended: Mark) -> float:
-    """Return the seconds from one mark to another; a GPU's marks must be done."""
+    """Return the seconds from one mark to another; wait until a GPU's queue is past both."""
     if isinstance(begun, float) and isinstance(ended, float):
         return ended - begun
+    ended.synchronize()  # type: ignore[union-attr]
     return begun.elapsed_time(ended) / 1000.0  # type: ignore[union-attr, arg-type]
 
 
 class Stragglers:
-    """Remembers which ranks were slow in which phase; the same on all ranks."""
+    """Counts for how many iterations in a row each rank was slow; the same on all ranks."""
 
     KEYS = {"collect": "time/collect_s", "update": "time/update_own_s"}  # of a rank's metrics
 
     def __init__(self) -> None:
-        # iterations in a row by phase and rank: slow ones, or if negative others
-        self._in_a_row: Counter[tuple[str, int]] = Counter()
-        self._reported: set[tuple[str, int]] = set()
+        self._in_a_row: Counter[tuple[str, int]] = Counter()  # by phase and rank
 
     def observe(self, entries: Sequence[Mapping[str, float]]) -> list[str]:
         """Take an iteration's metrics of every rank.
 
         Returns:
-            A line for each rank that has just been slow for IN_A_ROW iterations, once.
+            A line for each rank that has been slow for exactly IN_A_ROW iterations.
         """
         lines = []
         for phase, name in self.KEYS.items():
             seconds = [entry[name] for entry in entries]
             for rank, own_s in enumerate(seconds):
                 other_s = median(seconds[:rank] + seconds[rank + 1 :] or [own_s])
-                slow = own_s > STRAGGLER_FACTOR * other_s and own_s - other_s > STRAGGLER_EXCESS_S
+                is_slow = own_s > max(STRAGGLER_FACTOR * other_s, other_s + STRAGGLER_EXCESS_S)
                 key = phase, rank
-                before = self._in_a_row[key]
-                self._in_a_row[key] = max(0, before) + 1 if slow else min(0, before) - 1
-                if self._in_a_row[key] <= -IN_A_ROW:
-                    self._reported.discard(key)
-                if self._in_a_row[key] >= IN_A_ROW and key not in self._reported:
-                    self._reported.add(key)
+                self._in_a_row[key] = self._in_a_row[key] + 1 if is_slow else 0
+                if self._in_a_row[key] == IN_A_ROW:
                     lines.append(
                         f"straggler: rank {rank} is slow in {phase}: {own_s:.3g} s of its own work "
                         f"per iteration, the other ranks {other_s:.3g} s (median), "

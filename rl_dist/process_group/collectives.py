@@ -11,16 +11,14 @@ import hashlib
 import json
 import zlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from rl_dist.errors import UserError
-
-if TYPE_CHECKING:
-    from rl_dist.process_group.world import World
+from rl_dist.process_group.world import World
 
 # Gloo copies what it received in its own thread. A copy of more than 32,768 elements (ATen's
 # grain size) opens a second OpenMP team there, for good; libgomp then stops spinning between the
@@ -149,6 +147,15 @@ def broadcast_bytes(data: bytes, source: int, world: World) -> bytes:
         return raw.cpu().numpy().tobytes()
 
 
+def broadcast_from_rank0(tensor: Tensor) -> None:
+    """Make a tensor what it is on the main process; all ranks must call."""
+    local = tensor.detach()
+    dense = local.contiguous()  # of one with gaps NCCL sends nothing, and gloo what lies in them
+    dist.broadcast(dense, src=0)
+    if not torch.equal(dense, local):  # an expanded tensor cannot be written, and need not be
+        local.copy_(dense)
+
+
 def all_reduce_max(value: int, world: World) -> int:
     """Return the largest of all ranks' integers, to decide something together."""
     if world.size == 1:
@@ -175,8 +182,7 @@ def check_in_sync(tensors: Mapping[str, Tensor], world: World) -> None:
     for rank, local in enumerate(hashes):
         names = [name for name in usual | local if local.get(name) != usual.get(name)]
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            differences.append(f"rank {rank} in {', '.join(names[:3])}{more}")
+            differences.append(f"rank {rank} in {', '.join(names[:3])} ({len(names)} of {len(usual)})")
     raise DesyncError(
         f"the ranks drifted apart: {'; '.join(differences)} (against rank {hashes.index(usual)}); "
         "no checkpoint is written of this"

@@ -6,7 +6,6 @@ met, and reads the others'. A rank that waits in a collective ends when
 
 - another rank has left and will never make that call;
 - all ranks wait, but not all in the same collective: none of these calls will ever return;
-- all ranks have come, but for `CONNECT_TIMEOUT_S` some of them do not reach the others;
 - a rank has neither come nor made progress for `timeout_s` (in start-up: `startup_timeout_s`). A
   slow rank that makes progress is waited for; or
 - the store has not answered for as long.
@@ -31,16 +30,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from rl_dist.process_group.join import JOB_DIR_VARIABLE
 from rl_dist.process_group.process_ends import flush_and_leave, report
 
 logger = logging.getLogger(__name__)
 
-JOB_DIR_VARIABLE = "RL_DIST_JOB_DIR"  # private directory of a job of our launcher
 STARTUP = "start-up"
 LEFT = "left"  # the phase of a rank that makes no more calls
 CONNECTION = "connection of the ranks"  # a place, after they have met in the store
 STARTUP_TIMEOUT_S = 600.0
-CONNECT_TIMEOUT_S = 120.0  # from when the last rank has come to the connection
 PERIOD_S = 5.0  # between two messages of a rank
 LAST_WORD_S = 20.0  # for a call of the store that has begun
 STEADY_MESSAGES = 2  # further messages from the same place, before a rank is believed to wait there
@@ -92,8 +90,9 @@ class Peer:
 
     @property
     def steady(self) -> bool:
-        """True if it waits in a collective and has repeated that."""
-        return bool(self.status.place) and self.last - self.first >= STEADY_MESSAGES
+        """True if it waits in a collective call and has repeated that; connecting is no call."""
+        in_call = self.status.place and self.status.calls > 0
+        return bool(in_call) and self.last - self.first >= STEADY_MESSAGES
 
 
 @dataclass
@@ -105,7 +104,7 @@ class Verdicts:
     timeout_s: float
     startup_timeout_s: float = STARTUP_TIMEOUT_S
     watches_work: bool = False
-    _own: RankStatus = field(default_factory=RankStatus)
+    _own: RankStatus | None = None
     _since_s: float = 0.0  # when this rank's status changed last
     _heard_s: float = 0.0  # when the store answered last
     _looks: int = 0  # with the same status; a halted process does not look
@@ -124,37 +123,31 @@ class Verdicts:
             messages: of all ranks, number and status as JSON; None: the store did not answer.
             now_s: the time of this look; looks are `period_s` apart.
         """
-        if own != self._own or not self._looks:
+        if own != self._own:
             self._own, self._since_s, self._looks = own, now_s, 0
             self._peers.clear()
         self._looks += 1
         if messages is not None:
             self._heard_s = now_s
         for rank, message in (messages or {}).items():
-            if rank == self.rank:
-                continue
             number, fields = json.loads(message)
             status = RankStatus(**fields)
-            peer = self._peers.get(rank)
-            if peer is None or peer.status != status:
-                peer = self._peers[rank] = Peer(status, now_s, number)
-            peer.last = number
-        return self._waits_for_nothing(now_s) if own.place else self._hangs()
-
-    def _limit(self) -> tuple[float, str]:
-        if self._own.phase == STARTUP:
-            return self.startup_timeout_s, f"(--startup_timeout {self.startup_timeout_s:g})"
-        return self.timeout_s, f"(--collective_timeout {self.timeout_s:g})"
-
-    def _hangs(self) -> str:
-        limit_s, limit = self._limit()
+            if rank not in self._peers or self._peers[rank].status != status:
+                self._peers[rank] = Peer(status, now_s, number)
+            self._peers[rank].last = number
+        self._peers.pop(self.rank, None)
+        limit_s, limit = self.timeout_s, f"(--collective_timeout {self.timeout_s:g})"
+        if own.phase == STARTUP:
+            limit_s = self.startup_timeout_s
+            limit = f"(--startup_timeout {limit_s:g})"
+        if own.place:
+            return self._waits_for_nothing(own, now_s, limit_s, limit)
         worked_s = (self._looks - 1) * self.period_s
-        if not self.watches_work or worked_s < limit_s:
-            return ""
-        return f"made no progress for {worked_s:.0f} s {self._own.where} {limit}"
+        if self.watches_work and worked_s >= limit_s:
+            return f"made no progress for {worked_s:.0f} s {own.where} {limit}"
+        return ""
 
-    def _waits_for_nothing(self, now_s: float) -> str:
-        own, (limit_s, limit) = self._own, self._limit()
+    def _waits_for_nothing(self, own: RankStatus, now_s: float, limit_s: float, limit: str) -> str:
         waited_s = now_s - self._since_s
         waited = f"waited {waited_s:.0f} s {own.where}"
         if now_s - max(self._since_s, self._heard_s) >= limit_s:
@@ -172,32 +165,28 @@ class Verdicts:
             for rank, peer in peers.items()
             if (peer.status.place, peer.status.calls) != (own.place, own.calls)
         }
-        statuses = {rank: peer.status for rank, peer in peers.items()} | {self.rank: own}
-        if len(statuses) == self.size:
-            stuck = sorted(rank for rank in statuses if statuses[rank].place == CONNECTION)
-            stuck_s = now_s - max(self._since_s, *(peer.since_s for peer in peers.values()))
-            if stuck and stuck_s >= min(CONNECT_TIMEOUT_S, self.startup_timeout_s):
-                return (
-                    f"all ranks have come, but ranks {stuck[:8]} did not reach the others for "
-                    f"{stuck_s:.0f} s: check firewalls, and GLOO_SOCKET_IFNAME or "
-                    "NCCL_SOCKET_IFNAME on their machines"
-                )
-            if elsewhere and not stuck and all(peer.steady for peer in peers.values()):
-                listed = "; ".join(f"rank {r} waits {statuses[r].where}" for r in sorted(statuses))
-                return f"the ranks made different collective calls and wait forever: {listed}"
-        if waited_s < limit_s:
-            return ""
-        if any(now_s - peer.since_s < limit_s - 2 * self.period_s for peer in elsewhere.values()):
-            return ""  # a slow rank that makes progress
+        all_wait = len(peers) == self.size - 1 and all(peer.steady for peer in peers.values())
+        if all_wait and elsewhere and own.calls > 0:
+            calls = [f"rank {rank} waits {peer.status.where}" for rank, peer in elsewhere.items()]
+            return (
+                "the ranks made different collective calls and wait forever: "
+                f"rank {self.rank} waits {own.where}; {'; '.join(calls)}"
+            )
+        progress_s = now_s - limit_s + 2 * self.period_s
+        if waited_s < limit_s or any(peer.since_s > progress_s for peer in elsewhere.values()):
+            return ""  # another rank is slow, but makes progress
         missing = [
             f"rank {rank}, which made no progress {peer.status.where}"
             for rank, peer in elsewhere.items()
         ]
-        absent = sorted({*range(self.size)} - statuses.keys())
-        missing += [f"rank {rank}, which never came" for rank in absent]
-        if not missing:
-            return f"{waited}, as all other ranks do: their connection is broken"
-        return f"{waited} for {' and '.join(missing)} {limit}"
+        absent = {*range(self.size)} - {self.rank, *peers}
+        missing += [f"rank {rank}, which never came" for rank in sorted(absent)]
+        if missing:
+            return f"{waited} for {' and '.join(missing)} {limit}"
+        return (
+            f"{waited}, as all other ranks do: they do not reach each other, check firewalls and "
+            "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME on their machines"
+        )
 
 
 class Watchdog:
@@ -217,7 +206,7 @@ class Watchdog:
         self._messages: dict[int, bytes] | None = None  # read since the last look
         self._number = 0  # of this rank's messages
         self._closed = threading.Event()
-        self._main = threading.current_thread()
+        self._main_thread = threading.get_ident()
         self._exchange = threading.Thread(target=self._exchange_statuses, daemon=True)
         self._exchange.start()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -228,20 +217,12 @@ class Watchdog:
         self._exchange.join(LAST_WORD_S)  # in the store at exit, it would abort the process
 
     def _exchange_statuses(self) -> None:
-        answers = True
         while not self._closed.wait(self._verdicts.period_s):
-            try:
+            with suppress(RuntimeError, OSError):  # the store is lost: `Verdicts` counts the time
                 self._publish()
                 texts = enumerate(self._store.multi_get(self._keys))
                 self._messages = {rank: text for rank, text in texts if text}
-                answers = True
-            # its file was cleared away, or its machine is out of reach
-            except (RuntimeError, OSError) as error:
-                if answers:
-                    reason = str(error).splitlines()[0]
-                    logger.warning("the ranks' statuses are lost, training continues: %s", reason)
-                answers = False
-        with suppress(RuntimeError, OSError):  # a store that others have closed
+        with suppress(RuntimeError, OSError):
             self.doing.phase, self.doing.place = LEFT, ""
             self._publish()
 
@@ -256,9 +237,8 @@ class Watchdog:
             problem = self._verdicts.look(own, messages, time.monotonic())
             if not problem or self._closed.is_set():
                 continue
-            if frame := sys._current_frames().get(self._main.ident or 0):
-                stack = "".join(traceback.format_stack(frame))
-                logger.info("the main thread is at\n%s", stack)
-                if not own.place:
-                    problem += f", at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            frame = sys._current_frames()[self._main_thread]
+            logger.info("the main thread is at\n%s", "".join(traceback.format_stack(frame)))
+            if not own.place:
+                problem += f", at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
             end_rank(problem, consequence=int(bool(own.place)))

@@ -8,11 +8,10 @@ import os
 import socket
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +19,11 @@ import torch.distributed as dist
 
 from rl_dist.errors import UserError
 from rl_dist.machine import available_cores
-from rl_dist.process_group.clock import Mark, between, is_done, mark
-from rl_dist.process_group.join import compare_hosts, open_store
+from rl_dist.process_group.clock import Mark, between, mark
+from rl_dist.process_group.join import open_store, started_elsewhere
 from rl_dist.process_group.process_ends import StopFlag, leave_with_parent
 from rl_dist.process_group.watchdog import (
     CONNECTION,
-    JOB_DIR_VARIABLE,
     STARTUP_TIMEOUT_S,
     RankStatus,
     Verdicts,
@@ -69,18 +67,12 @@ class World:
     gradient_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
     doing: RankStatus = field(default_factory=RankStatus)  # for the watchdogs of all ranks
     watchdog: Watchdog | None = None
-    warnings: list[str] = field(default_factory=list)  # from the start; see `log_warnings`
     _gradients_ready: Mark | None = None
 
     @property
     def is_main_process(self) -> bool:
         """True on the rank that writes files and prints for the user."""
         return self.rank == 0
-
-    def log_warnings(self) -> None:
-        """Log, once, the warnings from the time before there were logs."""
-        while self.warnings:
-            logger.warning(self.warnings.pop(0))
 
     def set_phase(self, phase: str) -> None:
         """Begin a phase of the work, such as collect or update."""
@@ -125,18 +117,13 @@ class World:
 
     @property
     def sync_seconds(self) -> float:
-        """Seconds waited in our collectives; a GPU's queue is waited for."""
-        return self._seconds(self.sync_waits)
+        """Seconds waited in our collectives; on a GPU, wait until its queue is past them."""
+        return sum(between(*marks) for marks in self.sync_waits)
 
     @property
     def gradient_seconds(self) -> float:
-        """Seconds waited for gradients to be reduced; a GPU's queue is waited for."""
-        return self._seconds(self.gradient_waits)
-
-    def _seconds(self, waits: list[tuple[Mark, Mark]]) -> float:
-        if waits and not is_done(waits[-1][1]):
-            torch.cuda.current_stream(self.device).synchronize()
-        return sum(between(*marks) for marks in waits)
+        """Seconds waited for gradients to be reduced; on a GPU as `sync_seconds`."""
+        return sum(between(*marks) for marks in self.gradient_waits)
 
     def forget_waits(self) -> None:
         """Restart the measurement of waiting."""
@@ -188,15 +175,6 @@ _threads_before = 1  # of torch, until a world was opened
 _bound: list[str] = []  # variables that `_stay_on_loopback` has set
 
 
-def broadcast_from_rank0(tensor: torch.Tensor) -> None:
-    """Make a tensor what it is on the main process; all ranks must call."""
-    local = tensor.detach()
-    dense = local.contiguous()  # of one with gaps NCCL sends nothing, and gloo what lies in them
-    dist.broadcast(dense, src=0)
-    if not torch.equal(dense, local):  # an expanded tensor cannot be written, and need not be
-        local.copy_(dense)
-
-
 def threads_per_rank(local_ranks: int) -> int:
     """Return the threads for each of `local_ranks` processes on this machine.
 
@@ -204,13 +182,9 @@ def threads_per_rank(local_ranks: int) -> int:
     """
     share = max(1, available_cores() // local_ranks)
     limit = os.environ.get("OMP_NUM_THREADS", "")
-    limited = limit.isdecimal() and int(limit) > 0 and not started_elsewhere()
-    return min(share, int(limit)) if limited else share
-
-
-def started_elsewhere() -> bool:
-    """Return True in a rank of torchrun, srun or another launcher than ours."""
-    return "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ
+    if not limit.isdecimal() or started_elsewhere():
+        return share
+    return max(1, min(share, int(limit)))
 
 
 def open_world(
@@ -219,7 +193,6 @@ def open_world(
     gpu_ids: Sequence[int] = (),
     threads: int = 0,
     startup_timeout_s: float = STARTUP_TIMEOUT_S,
-    modules: Mapping[str, Sequence[Path]] | None = None,
     *,
     watches_work: bool = False,
 ) -> World:
@@ -232,12 +205,11 @@ def open_world(
             only one that its launcher lets it see.
         threads: of this rank; 0: see `threads_per_rank`.
         startup_timeout_s: `timeout_s` until the first phase begins.
-        modules: files of the user's modules, by name; they must be the same on all hosts.
         watches_work: also end this rank if its own work hangs, outside collectives: for work that
             calls `heartbeat`.
 
     Raises:
-        UserError: no CUDA device for this rank, or its host differs: see `compare_hosts`.
+        UserError: there is no CUDA device for this rank.
         ValueError: the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
     """
     global _current, _threads_before
@@ -256,30 +228,23 @@ def open_world(
         torch_device = _own_gpu(local_rank, gpu_ids)
         torch.cuda.set_device(torch_device)
         options = {"backend": "nccl", "device_id": torch_device}
-    store = open_store(rank, size, os.environ.get(JOB_DIR_VARIABLE, ""), startup_timeout_s)
+    store = open_store(rank, size, startup_timeout_s)
     world = _current = World(rank, local_rank, size, torch_device, options["backend"])
     if size > 1 or watches_work:
         verdicts = Verdicts(rank, size, timeout_s, startup_timeout_s, watches_work=watches_work)
         world.watchdog = Watchdog(world.doing, store, verdicts)
-    # ranks that srun or mpirun started may be on several machines without saying so
-    one_machine = local_size == size and {"LOCAL_WORLD_SIZE", JOB_DIR_VARIABLE} & os.environ.keys()
-    if one_machine or size == 1:
+    # without LOCAL_WORLD_SIZE, as by srun or mpirun, the ranks may be on several machines
+    if size == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(size):
         _stay_on_loopback()
     # they meet in the store, but may not reach each other: then the watchdog ends this rank
     world.doing.place = CONNECTION
-    try:
-        dist.init_process_group(
-            rank=rank, world_size=size, timeout=GROUP_TIMEOUT, store=store, **options
-        )
-    except BaseException:
-        close_world(world)
-        raise
+    dist.init_process_group(
+        rank=rank, world_size=size, timeout=GROUP_TIMEOUT, store=store, **options
+    )
     world.doing.place = ""
     # NCCL may meet there again later
     if isinstance(store, dist.FileStore) and world.backend == "gloo":
         store.set_timeout(VANISHED_STORE_TIMEOUT)
-    if started_elsewhere():
-        compare_hosts(world, modules or {})
     threads = torch.get_num_threads()
     logger.info("rank %d of %d on %s, %d threads", rank, size, torch_device, threads)
     return world

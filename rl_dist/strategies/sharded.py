@@ -21,7 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
-from rl_dist.process_group.world import World, broadcast_from_rank0
+from rl_dist.process_group.collectives import broadcast_from_rank0
+from rl_dist.process_group.world import World
 from rl_dist.strategies.config import resolve_shard_size
 from rl_dist.strategies.mesh import make_mesh
 

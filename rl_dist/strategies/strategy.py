@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rl_dist.errors import UserError
 from rl_dist.process_group.clock import section
-from rl_dist.process_group.join import devices_differ
+from rl_dist.process_group.hosts import devices_differ
 from rl_dist.process_group.world import World
 from rl_dist.strategies.adam import step_if
 from rl_dist.strategies.config import StrategyConfig, check_strategy
@@ -46,7 +46,6 @@ class Strategy:
     def __init__(self, config: StrategyConfig, world: World) -> None:
         self.config = config
         self.world = world
-        world.log_warnings()  # every training passes here, after its logs were set up if ever
         device_type = world.device.type
         self.mode = check_strategy(config, world.size, device_type, len(config.device_ids))
         if self.mode == "auto":

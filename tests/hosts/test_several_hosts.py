@@ -68,10 +68,8 @@ def on_both(network, *flags, **options):
 
 def test_two_hosts_train_as_one_host_with_two_ranks_does(network, tmp_path):
     options = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}  # which a run does without, if it can
-    jobs = on_both(network, *SHORT, "--run_dir", tmp_path / "run", **options)
-    logs = [job.succeed() for job in jobs]
-    logs.append((tmp_path / "run/logs/rank_0.log").read_text())
-    assert [log.count("a lost host will end the job: set TORCH_") for log in logs] == [1, 0, 1]
+    for job in on_both(network, *SHORT, "--run_dir", tmp_path / "run", **options):
+        job.succeed()
     state = json.loads((tmp_path / "run/state.json").read_text())
     assert [rank["host"] for rank in state["ranks"]] == ["first", "second"]
     alone = on_one_host(tmp_path / "alone", *SHORT, "--num_gpus", "2")
@@ -115,7 +113,7 @@ def test_a_host_with_other_code_is_refused_by_name(by_torchrun, network, tmp_pat
         jobs.append(second.start(*command, cwd=copy, **variables))
     code = 1 if by_torchrun else 2
     assert [job.wait() for job in jobs] == [code, code]
-    line = "error: host second has this project's code, version"
+    line = "error: rank 1 on host second has this project's code, version"
     assert [job.text.count(line) for job in jobs] == [1, 1]
 
 

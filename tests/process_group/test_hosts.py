@@ -1,29 +1,35 @@
-"""Hosts of one job: the same Python, torch, numpy and code."""
+"""Ranks of one job: the same software, code and settings; no more threads than cores."""
+
+import os
+from types import SimpleNamespace
 
 import pytest
 
-from rl_dist.process_group import join
-from rl_dist.process_group.join import code_version, difference, versions
+from rl_dist.errors import UserError
+from rl_dist.process_group import hosts
+from rl_dist.process_group.hosts import check_settings, software, warn_of_crowded_cores
 
-HOSTS = ["host first", "host first", "host second"]
+TWO = SimpleNamespace(size=2, is_main_process=True)
 
 
-@pytest.mark.parametrize("name", ["torch", "Python", "numpy", "project", "module own_env"])
-def test_a_host_with_another_version_is_named(name, tmp_path):
+@pytest.mark.parametrize("name", ["torch", "Python", "numpy", "project", "module own_env", "gamma"])
+def test_a_host_with_another_version_or_setting_is_named(name, tmp_path, monkeypatch):
     file = tmp_path / "own_env.py"
     file.write_text("")
-    same = versions({"own_env": [file]})
-    (key,) = (key for key in same if name in key)
-    line = difference(HOSTS, [same, same, same | {key: "0.1"}])
-    assert all(word in line for word in ("host second", "0.1", "host first", same[key]))
-    assert difference(HOSTS, [same] * 3) == ""
-    file.write_text("changed = True")
-    assert "own_env" in difference(HOSTS, [same, same, versions({"own_env": [file]})])
+    facts = software({"own_env": [file]}) | {"gamma": 0.99}
+    (key,) = (key for key in facts if name in key)
+    other = ["second", facts | {key: "0.1"}]
+    monkeypatch.setattr(hosts, "all_gather_json", lambda own, _: [own, ["second", own[1]]])
+    check_settings({"gamma": 0.99}, TWO, {"own_env": [file]})
+    monkeypatch.setattr(hosts, "all_gather_json", lambda own, _: [own, other])
+    with pytest.raises(UserError, match="rank 1 on host second has .*'0.1'") as refusal:
+        check_settings({"gamma": 0.99}, TWO, {"own_env": [file]})
+    assert key in str(refusal.value) and repr(facts[key]) in str(refusal.value)
 
 
 def test_the_version_of_the_code_follows_every_module(tmp_path, monkeypatch):
-    monkeypatch.setattr(join, "CODE", tmp_path)
-    found = [code_version()]
+    monkeypatch.setattr(hosts, "CODE", tmp_path)
+    versions = [software({})]
     for name, text in (
         ("agents/new.py", ""),
         ("agents/new.py", "x = 1"),
@@ -32,5 +38,17 @@ def test_the_version_of_the_code_follows_every_module(tmp_path, monkeypatch):
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-        found.append(code_version())
-    assert len(set(found)) == len(found)
+        assert software({}) not in versions
+        versions.append(software({}))
+
+
+@pytest.mark.parametrize(("threads", "warnings"), [(1, 0), (500, 1)])
+def test_ranks_that_share_cores_are_warned_of(threads, warnings, monkeypatch, caplog):
+    """Each of several torchruns on one machine gives its rank all cores."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(hosts.torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(hosts, "all_gather_json", lambda own, _: [own, own])
+    warn_of_crowded_cores(TWO)
+    assert len(caplog.records) == warnings
+    cores = len(os.sched_getaffinity(0))
+    assert not warnings or f"--threads {max(1, cores // 2)}" in caplog.text

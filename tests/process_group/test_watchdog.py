@@ -40,10 +40,10 @@ def verdict(own, play, looks=25, **options):
     ("status", "tenth", "says"),
     [
         (LEFT, 1, "for rank 1, which has left after collective 6"),
-        (RankStatus("left", 9, "", 7), 11, "connection is broken|rank 1, which made no progress"),
+        (RankStatus("left", 9, "", 7), 11, "rank 1, which made no progress"),
         (RankStatus("update", 9, "agreement", 8), 3, "rank 1 waits in 'agreement' .collective 8"),
         (RankStatus("collect", 9, "", 6), 11, "rank 1, which made no progress in collect"),
-        (SUM, 11, "connection is broken"),
+        (SUM, 11, "do not reach each other"),
         (None, 11, "rank 1, which never came .--collective_timeout 600"),
         ("lost", 11, "store that knows for whom does not answer"),
     ],
@@ -56,24 +56,16 @@ def test_a_rank_that_waits_for_nothing_ends_and_names_the_cause(status, tenth, s
 
 
 @pytest.mark.parametrize(
-    ("own", "comes", "connects", "tenth", "says"),
+    ("own", "comes", "says"),
     [
-        (CONNECTING, 1, 99, 3, "[0, 1] did not reach"),
-        (CONNECTING, 7, 99, 9, "[0, 1] did not reach"),  # a slow start is waited for
-        (GATHERING, 1, 99, 3, "[1] did not reach"),  # and is no other collective call
-        (GATHERING, 1, 2, 11, "waited 600 s in 'gather'"),
+        (CONNECTING, 1, "connection of the ranks.*do not reach each other.*GLOO_SOCKET_IFNAME"),
+        (CONNECTING, 7, "do not reach each other"),  # a slow start is waited for
+        (GATHERING, 1, "gather.*rank 1, .*connection of the ranks"),  # connecting is no call
     ],
 )
-def test_ranks_that_have_come_but_do_not_reach_each_other_are_named_soon(
-    own, comes, connects, tenth, says
-):
-    def play(number):
-        if number < comes:
-            return None
-        return CONNECTING if number < connects else GATHERING
-
-    problem, when = verdict(own, play)
-    assert says in problem and when == tenth
+def test_ranks_that_have_come_but_do_not_reach_each_other_are_named(own, comes, says):
+    problem, when = verdict(own, lambda number: CONNECTING if number >= comes else None)
+    assert re.search(says, problem) and when == 11
 
 
 def test_a_slow_rank_that_makes_progress_is_waited_for():
@@ -135,20 +127,20 @@ def test_a_rank_learns_from_a_file_that_another_has_left(tmp_path, ended):
 
 
 @pytest.mark.parametrize(
-    ("slow", "lines"),
+    ("slow_s", "iterations", "lines"),
     [
-        ("sss", 1),
-        ("ss.ss.ss", 0),  # never IN_A_ROW
-        ("sssssssss", 1),  # once
-        ("sss..sss", 1),  # not well again in between
-        ("sss...sss", 2),
+        (1.0, "sss", 1),
+        (1.0, "ss.ss.ss", 0),  # never IN_A_ROW
+        (1.0, "sssssssss", 1),  # once
+        (1.0, "sss.sss", 2),
+        (0.25, "sssssssss", 0),  # not much slower than the others
     ],
 )
-def test_a_straggler_is_named_once_until_it_is_well_again(slow, lines):
+def test_a_straggler_is_named_once_until_it_is_well_again(slow_s, iterations, lines):
     assert IN_A_ROW == 3
     stragglers, reported = Stragglers(), []
-    for mark in slow:
-        collect = [0.1, 1.0 if mark == "s" else 0.15, 0.12]
+    for mark in iterations:
+        collect = [0.1, slow_s if mark == "s" else 0.15, 0.12]
         reported += stragglers.observe(
             [{"time/collect_s": s, "time/update_own_s": 1.0} for s in collect]
         )
@@ -157,8 +149,8 @@ def test_a_straggler_is_named_once_until_it_is_well_again(slow, lines):
         assert "rank 1 is slow in collect: 1 s" in line and "0.11 s (median)" in line
 
 
-@pytest.mark.parametrize("seconds", [[1.0], [0.001, 0.015], [0.5, 1.0, 0.6]])
-def test_one_rank_tiny_times_and_small_differences_are_no_stragglers(seconds):
+@pytest.mark.parametrize("seconds", [[1.0], [0.001, 0.015]])
+def test_one_rank_and_tiny_times_have_no_stragglers(seconds):
     stragglers = Stragglers()
     ranks = [{"time/collect_s": s, "time/update_own_s": 1.0} for s in seconds]
     assert not [line for _ in range(9) for line in stragglers.observe(ranks)]

@@ -1,0 +1,107 @@
+"""Compare what the ranks of a job and their hosts must have in common."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_dist.errors import UserError, refuse_restarts
+from rl_dist.process_group.collectives import all_gather_json
+from rl_dist.process_group.join import started_elsewhere
+from rl_dist.process_group.world import World
+
+logger = logging.getLogger(__name__)
+
+CODE = Path(__file__).parents[2]
+PACKAGES = ("rl_dist", "agents", "envs")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of a machine, however many hosts it plays
+
+
+def check_settings(
+    settings: Mapping[str, Any],
+    world: World,
+    modules: Mapping[str, Sequence[Path]] = MappingProxyType({}),
+) -> None:
+    """Compare settings, software and code of all ranks, by name; all ranks call.
+
+    Args:
+        modules: files of the user's modules, by name.
+
+    Raises:
+        UserError: names the first difference, the ranks, their hosts and both values; on all ranks.
+    """
+    if world.size == 1:
+        return
+    host = socket.gethostname()
+    (first_host, first), *others = all_gather_json([host, software(modules) | settings], world)
+    for rank, (host, values) in enumerate(others, 1):
+        for name in first | values:
+            if values.get(name) != first.get(name):
+                refuse_restarts()
+                raise UserError(
+                    f"rank {rank} on host {host} has {name} {values.get(name)!r}, but rank 0 on "
+                    f"host {first_host} has {first.get(name)!r}: start all ranks with the same "
+                    "software, code, flags and data"
+                )
+
+
+def software(modules: Mapping[str, Sequence[Path]]) -> dict[str, str]:
+    """Return the versions of what a rank runs, by their names in messages."""
+    ours = [path for name in PACKAGES for path in (CODE / name).rglob("*.py")]
+    ours += CODE.glob("train_distributed.py")
+    hashes = {f"module {name}, version": short_hash(files) for name, files in modules.items()}
+    return hashes | {
+        "Python": ".".join(map(str, sys.version_info[:2])),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "this project's code, version": short_hash(ours),
+    }
+
+
+def short_hash(paths: Sequence[Path]) -> str:
+    """Return a short hash of files and their names."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(f"{path.name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def devices_differ(world: World) -> bool:
+    """Return True if ranks have different devices, which may round sums differently."""
+    if world.device.type == "cuda":
+        name = torch.cuda.get_device_name(world.device)
+    else:
+        name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return len(set(all_gather_json(name, world))) > 1
+
+
+def warn_of_crowded_cores(world: World) -> None:
+    """Warn if ranks of another launcher have more threads than cores; all ranks call.
+
+    Each of several torchruns on one machine gives its ranks all cores.
+    """
+    if world.size == 1 or not started_elsewhere():
+        return
+    machine = BOOT_ID.read_text() if BOOT_ID.exists() else socket.gethostname()
+    cores = sorted(getattr(os, "sched_getaffinity", lambda pid: ())(0))  # macOS has none
+    place = f"{machine} {cores}"
+    ranks = all_gather_json([place, torch.get_num_threads()], world)
+    threads = [count for other_place, count in ranks if other_place == place]
+    if world.is_main_process and max(threads) > 1 and sum(threads) > len(cores) > 0:
+        logger.warning(
+            "%d threads of this job share %d core(s): give --threads %d",
+            sum(threads),
+            len(cores),
+            max(1, len(cores) // len(threads)),
+        )
