@@ -182,7 +182,9 @@ def check_in_sync(tensors: Mapping[str, Tensor], world: World) -> None:
     for rank, local in enumerate(hashes):
         names = [name for name in usual | local if local.get(name) != usual.get(name)]
         if names:
-            differences.append(f"rank {rank} in {', '.join(names[:3])} ({len(names)} of {len(usual)})")
+            differences.append(
+                f"rank {rank} in {', '.join(names[:3])} ({len(names)} of {len(usual)})"
+            )
     raise DesyncError(
         f"the ranks drifted apart: {'; '.join(differences)} (against rank {hashes.index(usual)}); "
         "no checkpoint is written of this"
