@@ -23,7 +23,6 @@ from rl_dist.process_group.collectives import (
     all_gather_json,
     all_reduce_max,
     all_reduce_sum,
-    broadcast_from_rank0,
     check_in_sync,
 )
 from rl_dist.process_group.world import World, broadcast_from_rank0, stop_flag
