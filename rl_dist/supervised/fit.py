@@ -23,9 +23,10 @@ from rl_dist.process_group.collectives import (
     all_gather_json,
     all_reduce_max,
     all_reduce_sum,
+    broadcast_from_rank0,
     check_in_sync,
 )
-from rl_dist.process_group.world import World, broadcast_from_rank0, stop_flag
+from rl_dist.process_group.world import World, stop_flag
 from rl_dist.run_dir import RunDir
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.supervised.batches import SharedLoader, batch_named, epoch_seed, to_device
