@@ -44,7 +44,7 @@ def check_settings(
     if world.size == 1:
         return
     host = socket.gethostname()
-    (first_host, first), *others = all_gather_json([host, software(modules) | settings], world)
+    (first_host, first), *others = all_gather_json([host, {**software(modules), **settings}], world)
     for rank, (host, values) in enumerate(others, 1):
         for name in first | values:
             if values.get(name) != first.get(name):
