@@ -1,16 +1,13 @@
 """Start and watch the ranks: here, as new processes, or under torchrun.
 
 Signals: the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP reaches every rank once the launcher, the
-process group or any one rank has it; ranks stop at their next iteration end, save and leave, and
-`launch` returns 128 + the signal's number. A second SIGINT or SIGTERM ends everything immediately.
-Ranks of a killed launcher get SIGTERM from the kernel and leave by themselves.
+process group or any one rank has it. The ranks stop at the end of their iteration, save and leave.
+A second SIGINT or SIGTERM ends everything immediately. Ranks of a killed launcher get SIGTERM.
 
 Errors in a rank end the job. A ValueError (UserError included) is a message for the user: printed
-once (under torchrun once on each machine) as `error: ...`, with its exit code, mostly 2. Anything
-else: traceback and rank, once, exit code 1. The traceback of either goes to the rank's log file. A
-rank that ends without a report, by a signal or `os._exit`, has failed, whatever its exit code. With
-`max_restarts`, all ranks start again after anything but a message for the user or a stop signal;
-`restart_count()` counts these starts for `fn`.
+once (under torchrun once on each machine) as `error: ...`, with its exit code, mostly 2. Any other
+error is printed once with traceback and rank; the exit code is 1. A rank that ends without a
+report, by a signal or `os._exit`, has failed, whatever its exit code.
 """
 
 from __future__ import annotations
@@ -28,6 +25,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -74,7 +72,6 @@ logger = logging.getLogger(__name__)
 logger.addHandler(logging.NullHandler())
 
 AGENT_PATIENCE_S = 10.0  # for torchrun, which looks after its ranks every 0.1 s
-PREFIX = "rl_dist_"  # of a job directory, which only this user may enter
 POLL_S = 0.05
 DEATH_GRACE_S = 5.0  # for the other ranks to report that they failed, too
 # characters, of up to six bytes each in a page
@@ -99,6 +96,11 @@ class RankReport:
     traceback: str = ""  # unless the user made a mistake
     # 0: it is the cause; 1: it names another rank as the cause; 2: it only lost a connection
     consequence: int = 0
+
+    @property
+    def can_restart(self) -> bool:
+        """True if new ranks may not fail in the same way."""
+        return self.failed and self.exit_code != 2
 
 
 # ---- in a rank
@@ -126,7 +128,7 @@ def run_as_rank(
     args: tuple[Any, ...],
     variables: Mapping[str, str],
     page: ReportPage,
-    launcher_pid: int,
+    parent_pid: int,
 ) -> None:
     """Run `fn` as this rank's process; stop signals are blocked until `install`."""
     os.environ.update(variables)
@@ -137,13 +139,13 @@ def run_as_rank(
     stop_flag.install()  # a second signal ends nothing here: the launcher counts Ctrl-C
     # Python restores their deadly defaults while it shuts down
     atexit.register(stop_flag.replace, signal.SIG_IGN)
-    process_ends.leave_with_parent(launcher_pid)
+    process_ends.leave_with_parent(parent_pid)
     process_ends.report_to(page)
     report = run_guarded(fn, args)
     process_ends.report(**vars(report))
     events.close()
     if report.failed:  # without teardown, which could wait for the other ranks forever
-        process_ends.flush_and_leave(report.exit_code or 1)
+        process_ends.flush_and_leave(report.exit_code)
     close_world()
 
 
@@ -151,10 +153,7 @@ def run_as_rank(
 
 
 class Ranks:
-    """The ranks of one start on this machine, each a new process.
-
-    A rank leaves a report before it ends; one that ends without has failed, whatever its exit code.
-    """
+    """The ranks of one start on this machine, each a new process."""
 
     def __init__(self, stop: StopFlag) -> None:
         self.stop = stop  # of the launcher
@@ -217,8 +216,9 @@ class Ranks:
             code = process.exitcode or 0
             summary = f"rank {silent[0]} (process {process.pid}) {how_it_ended(code)}"
             return RankReport(1 + (code == SCRIPT_RAN_AGAIN), silent[0], True, summary)
-        codes = [report.exit_code for report in reports.values()]
-        return failed[0] if failed else RankReport(max(codes))
+        if failed:
+            return failed[0]
+        return RankReport(max(report.exit_code for report in reports.values()))
 
     def _stop_signal(self) -> int:
         """Return the first stop signal to the launcher or to a rank that it ended; 0: none came.
@@ -251,14 +251,14 @@ def _run_once(
     args: tuple[Any, ...],
     num_ranks: int,
     threads: int,
-    restarts: int,
     stop: StopFlag,
     run_dir: Path | None,
+    restarts: int,
 ) -> RankReport:
     """Start all ranks, wait for them and return the report of all."""
     ranks = Ranks(stop)
     store = unnamed_file()
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as job_dir:
+    with tempfile.TemporaryDirectory(prefix="rl_dist_") as job_dir:
         # The ranks meet in memory: a full disk could cut a record of a file short, and torch's
         # FileStore waits forever for the rest.
         if sys.platform == "linux":
@@ -277,9 +277,11 @@ def _run_once(
     return ranks.outcome(run_dir)
 
 
-def _announce_restart(report: RankReport, number: str, restarts: int, run_dir: Path | None) -> None:
+def _announce_restart(
+    report: RankReport, restarts: int, max_restarts: int, run_dir: Path | None
+) -> None:
     """Print why all ranks start again and from where, and send the event."""
-    message = f"{report.summary}: restart {number}"
+    message = f"{report.summary}: restart {restarts} of {max_restarts}"
     facts = {"restart": restarts, "rank": report.rank}
     if run_dir is not None:
         newest = latest_checkpoint(run_dir)
@@ -292,10 +294,7 @@ def _announce_restart(report: RankReport, number: str, restarts: int, run_dir: P
 
 @contextmanager
 def _prepared_for_starts(threads: int) -> Iterator[None]:
-    """Block stop signals, and set the variable that OpenMP of a new process reads first.
-
-    A signal could meet a rank before its handlers are set; later the launcher passes it on.
-    """
+    """Set what OpenMP reads in a new process, and block signals until its handlers are set."""
     resource_tracker.ensure_running()  # its start unblocks signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     limit = os.environ.get("OMP_NUM_THREADS")
@@ -323,11 +322,12 @@ def launch(
 ) -> int:
     """Run `fn(*args)` on every rank and return the job's exit code.
 
-    Under torchrun (RANK is set), and with one rank that must not restart, `fn` runs in this
-    process. Otherwise `fn` must be importable and `args` picklable: each rank is a new process.
+    Under torchrun, and with one rank that must not restart, `fn` runs in this process. Otherwise
+    `fn` must be importable and `args` picklable: each rank is a new process.
 
     Args:
-        max_restarts: how many times all ranks start again after one died or failed.
+        max_restarts: how many times all ranks start again after one died or failed, but not after
+            a message for the user or a stop signal.
         run_dir: where `fn` keeps its checkpoints, to print where a restart continues.
         threads: that each rank will set; 0: the cores, shared by the ranks.
 
@@ -343,11 +343,12 @@ def launch(
         stop = StopFlag()
         stop.install()
         try:
-            report = _run_once(fn, args, num_ranks, threads, restarts, stop, run_dir)
-            while restarts < max_restarts and _can_restart(report, stop):
+            run = partial(_run_once, fn, args, num_ranks, threads, stop, run_dir)
+            report = run(restarts)
+            while report.can_restart and not stop.signum and restarts < max_restarts:
                 restarts += 1
-                _announce_restart(report, f"{restarts} of {max_restarts}", restarts, run_dir)
-                report = _run_once(fn, args, num_ranks, threads, restarts, stop, run_dir)
+                _announce_restart(report, restarts, max_restarts, run_dir)
+                report = run(restarts)
         finally:
             stop.uninstall()
     _print_end(report)
@@ -365,32 +366,21 @@ def launch(
     return report.exit_code
 
 
-def _can_restart(report: RankReport, stop: StopFlag) -> bool:
-    return report.failed and report.exit_code != 2 and not stop.signum
-
-
 def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
     stop_flag.install(second_ends=True)
     report = run_guarded(fn, args)
     if not report.failed:
         close_world()
     if may_start_again(signal.SIGTERM) and report.exit_code - 128 in STOP_SIGNALS:
-        _await_agent()
+        # The signal may have reached another host only: its torchrun ends its ranks because a host
+        # has come or gone, and ours has not noticed yet. If this rank left by itself, it would
+        # count as failed, and use up a restart or end the job.
+        deadline_s = time.monotonic() + AGENT_PATIENCE_S
+        while not stop_flag.signum and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
     stop_flag.uninstall()
     stop_flag.signum = 0
     return report
-
-
-def _await_agent() -> None:
-    """Let torchrun end this rank, which was stopped by a signal to another host's.
-
-    That host's torchrun may end its ranks because a host has come or gone, and not every torchrun
-    notices at the same time. Then a rank that left by itself would count as failed: it would use
-    up a restart, or end the job.
-    """
-    deadline_s = time.monotonic() + AGENT_PATIENCE_S
-    while not stop_flag.signum and time.monotonic() < deadline_s:
-        time.sleep(POLL_S)
 
 
 def _print_end(report: RankReport) -> None:
