@@ -67,8 +67,7 @@ from rl_dist.process_group.world import (
 from rl_dist.run_dir import RunDir, launcher_pid
 from rl_dist.telemetry import events
 
-# for the log files only: `launch` prints to the console, once
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)  # for the log files only: `launch` prints, once
 logger.addHandler(logging.NullHandler())
 
 AGENT_PATIENCE_S = 10.0  # for torchrun, which looks after its ranks every 0.1 s
