@@ -64,7 +64,10 @@ def supervise() -> None:
 
 
 def imports_done() -> None:
-    """Let stop signals in, which wait during imports: these may swallow a KeyboardInterrupt."""
+    """Let in the stop signals that came during imports.
+
+    An import may swallow a KeyboardInterrupt.
+    """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 

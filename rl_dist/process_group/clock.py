@@ -116,7 +116,7 @@ def mark(device: torch.device) -> Mark:
 
 
 def between(begun: Mark, ended: Mark) -> float:
-    """Return the seconds from one mark to another; wait until a GPU's queue is past both."""
+    """Return the seconds from one mark to another; wait for a GPU's queue."""
     if isinstance(begun, float) and isinstance(ended, float):
         return ended - begun
     ended.synchronize()  # type: ignore[union-attr]
@@ -124,7 +124,10 @@ def between(begun: Mark, ended: Mark) -> float:
 
 
 class Stragglers:
-    """Counts for how many iterations in a row each rank was slow; the same on all ranks."""
+    """Counts the iterations in a row in which each rank was slow.
+
+    All ranks count the same.
+    """
 
     KEYS = {"collect": "time/collect_s", "update": "time/update_own_s"}  # of a rank's metrics
 

@@ -1,4 +1,4 @@
-"""Join the ranks: the variables that make a process a rank, and the store where ranks meet."""
+"""Variables that make a process a rank, and the store where ranks meet."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ def free_port() -> int:
 
 
 def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
-    """Open the store in which ranks meet: a file of our launcher, or MASTER_ADDR and MASTER_PORT.
+    """Open the store in which ranks meet.
+
+    It is a file of our launcher, or at MASTER_ADDR and MASTER_PORT.
 
     Raises:
         ValueError: the address does not work, or not all ranks came there in time.

@@ -90,7 +90,10 @@ class Peer:
 
     @property
     def steady(self) -> bool:
-        """True if it waits in a collective call and has repeated that; connecting is no call."""
+        """True if it has said repeatedly that it waits in a collective call.
+
+        Connecting to the other ranks is no call.
+        """
         in_call = self.status.place and self.status.calls > 0
         return bool(in_call) and self.last - self.first >= STEADY_MESSAGES
 
