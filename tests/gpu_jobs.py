@@ -45,10 +45,10 @@ def make_env_on(device, task, num_envs, env_offset=0):
     if task == "trading":
         markets, span = tiny_markets()
         config = TradingConfig(episode_days=7)
-        setup = {"markets": markets, "span": span, "train_span": span, "config": config}
-        return TradingVectorEnv(num_envs, **setup, device=device)
-    options = {"env_offset": env_offset, "device": device, "info_mask": task == "levers"}
-    return make_vector_env(ENV_IDS[task], num_envs, **options)
+        return TradingVectorEnv(
+            num_envs, markets=markets, span=span, train_span=span, config=config, device=device
+        )
+    return make_vector_env(ENV_IDS[task], num_envs, env_offset=env_offset, device=device)
 
 
 def job_on(device, name=TRADING, run_dir="", *, strategy=None, **options):

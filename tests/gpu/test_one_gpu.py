@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 import warnings
 from dataclasses import replace
 
@@ -16,32 +15,19 @@ from gpu_jobs import (
     TRADING,
     job_on,
     largest_difference,
-    make_env_on,
     parameters_on_cpu,
     trained,
     world_on,
 )
-from gymnasium.spaces import Box
-from policies import run_stepwise
 from torch import nn
 from train_runs import REPO, only_error, records, start, train_here
 
 from agents.network.noise import action_noise
-from agents.network.sequences import run_sequence
-from agents.policy import Policy, PolicyConfig
 from agents.rollout import collect
 from agents.trainer import Training
 from rl_dist.checkpoint.store import load_checkpoint
-from rl_dist.process_group.collectives import (
-    all_gather_json,
-    all_reduce_max,
-    all_reduce_sum,
-    gather_dicts,
-)
 from rl_dist.strategies.precision import set_tf32
-from rl_dist.telemetry.monitor import Monitor, sources_of
 
-PORTFOLIO = ("cash", "shares")
 PRECISIONS = {  # largest part by which the value loss may differ from that of fp32
     "tf32": 0.1,
     "bf16": 0.1,
@@ -53,15 +39,6 @@ PRECISIONS = {  # largest part by which the value loss may differ from that of f
 def training(world, tmp_path):
     """A training of the trading task that has not begun."""
     return Training(job_on(DEVICE, TRADING, tmp_path), world)
-
-
-def double_policy():
-    torch.manual_seed(0)
-    return Policy(PolicyConfig(hidden_size=16), 5, Box(-1.0, 1.0, (2,))).double().to(DEVICE)
-
-
-def doubles(*shape):
-    return torch.randn(*shape, dtype=torch.float64).to(DEVICE)
 
 
 @pytest.mark.parametrize("name", [TRADING, CARTPOLE])
@@ -153,7 +130,7 @@ def test_vector_steps_do_not_wait_for_the_device(training):
     assert len(steps) == sizes.num_steps
 
 
-def test_an_update_reads_the_losses_once_and_its_clock_splits_it(training, record_property):
+def test_an_update_reads_the_losses_once(training, record_property):
     rollout = training.collect(lifetime_step=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -163,17 +140,6 @@ def test_an_update_reads_the_losses_once_and_its_clock_splits_it(training, recor
     waits = sum("synchronizing" in str(warning.message) for warning in caught)
     record_property("waits in an update", waits)
     assert waits < 4
-
-    training.ppo.clock.read()
-    torch.cuda.synchronize()
-    began_s = time.perf_counter()
-    training.update(training.collect(lifetime_step=0))
-    torch.cuda.synchronize()
-    took_s = time.perf_counter() - began_s
-    phases = training.ppo.clock.read()
-    parts = [phases[f"time/{name}_s"] for name in ("forward", "backward", "optimizer")]
-    record_property("forward, backward, optimizer, iteration in s", [*parts, took_s])
-    assert min(parts) > 0.0 and sum(parts) < 1.05 * took_s
 
 
 def test_out_of_memory_is_one_line(monkeypatch, capsys, tmp_path):
@@ -185,63 +151,6 @@ def test_out_of_memory_is_one_line(monkeypatch, capsys, tmp_path):
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert "ran out of memory" in only_error(capsys.readouterr().err)
-
-
-def test_the_trading_environment_gives_the_bits_of_the_cpu():
-    gpu, cpu = make_env_on(DEVICE, "trading", 8), make_env_on("cpu", "trading", 8)
-    for env in (gpu, cpu):
-        env.reset(seed=list(range(8)))
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(60):
-        actions = torch.rand(8, 2, generator=generator) * 2.0 - 1.0
-        on_gpu, on_cpu = gpu.step(actions.to(DEVICE)), cpu.step(actions)
-        torch.testing.assert_close(on_gpu[0].cpu(), on_cpu[0], rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(on_gpu[1].cpu(), on_cpu[1], rtol=1e-12, atol=1e-12)
-        assert torch.equal(on_gpu[3].cpu(), on_cpu[3])
-        states = gpu.get_state(), cpu.get_state()
-        assert all(torch.equal(states[0][name].cpu(), states[1][name]) for name in PORTFOLIO)
-
-
-def test_sequences_equal_single_steps_and_so_do_their_gradients():
-    policy, obs, state = double_policy(), doubles(12, 7, 5), doubles(7, 6, 16)
-    starts = (torch.rand(12, 7) < 0.2).to(DEVICE)
-    gradients, outputs = [], []
-    for run in (run_sequence, run_stepwise):
-        policy.zero_grad()
-        parts = run(policy.network, obs, state, starts)
-        sum(part.square().sum() for part in parts).backward()
-        outputs.append([part.detach().cpu() for part in parts])
-        gradients.append([p.grad.cpu() for p in policy.parameters() if p.grad is not None])
-    torch.testing.assert_close(*outputs, rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
-
-
-def test_the_cell_that_acts_equals_the_lstm_that_learns():
-    policy, obs, state = double_policy(), doubles(7, 5), doubles(7, 6, 16)
-    actions, _, values, after = policy.act(obs, state, torch.zeros(7, dtype=torch.bool).to(DEVICE))
-    (actor, learned), learned_after = policy.network(obs[None], state)
-    for acted, expected in ((actions, actor[0]), (values, learned[0]), (after, learned_after)):
-        torch.testing.assert_close(acted, expected.detach(), rtol=1e-10, atol=1e-12)
-
-
-def test_collectives_return_tensors_to_their_device(world):
-    given = {"here": torch.ones(3), "there": torch.full((2, 2), 2.0).to(DEVICE), "number": 0.5}
-    sums = all_reduce_sum(given, world)
-    assert [sums[name].device.type for name in given] == ["cpu", DEVICE, "cpu"]
-    assert [float(sums[name].sum()) for name in given] == [3.0, 8.0, 0.5]
-    rows = gather_dicts({"x": torch.arange(4).to(DEVICE), "y": torch.ones(2, 3)}, world)
-    assert rows["x"].tolist() == [0, 1, 2, 3] and rows["x"].device.type == "cpu"
-    assert all_gather_json({"rank": 0}, world) == [{"rank": 0}] and all_reduce_max(7, world) == 7
-
-
-def test_the_monitor_reads_the_gpu(world, record_property):
-    kept = torch.ones(2**20, device=DEVICE)
-    monitor = Monitor(sources_of(world.device), 0.05)
-    time.sleep(1.0)
-    values = monitor.take()
-    monitor.close()
-    record_property("values", values)
-    assert values["gpu/memory_allocated_gib"] >= kept.nbytes / 2**30
 
 
 @pytest.mark.timeout(600)
@@ -260,3 +169,4 @@ def test_the_setup_checker_allows_a_run_which_trains_and_evaluates(
     metrics = records(run_dir)
     record_property("steps/s", f"{metrics[-1]['time/sps']:.0f}")
     assert (run_dir / "summary.json").exists() and all(r["loss/value"] >= 0 for r in metrics)
+    assert any(record["ranks"][0]["gpu/memory_allocated_gib"] for record in metrics)
