@@ -157,14 +157,6 @@ def test_published_scaling_of_two_rtx_5090():
     assert two.steps_per_s / one.steps_per_s / 2 == pytest.approx(245 / 125 / 2, abs=0.10)
 
 
-# All-reduce over 8 H200 (NVLink), published by Azure: 35 us at 1 MB, 53 us at 4 MB, 122 us at 16
-# MB.
-@pytest.mark.parametrize(("num_bytes", "published_s"), [(1e6, 35e-6), (4e6, 53e-6), (16e6, 122e-6)])
-def test_the_nvlink_preset_is_near_published_all_reduces(num_bytes, published_s):
-    network = CARDS["H100 SXM"].network
-    assert network.all_reduce_s(num_bytes, 8) == pytest.approx(published_s, rel=0.25)
-
-
 # ---- bottlenecks and presets
 
 
