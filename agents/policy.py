@@ -66,11 +66,8 @@ class PolicyConfig:
             )
         if self.feature_window and self.policy != "clstm":
             raise ValueError(
-                "feature_window works with policy clstm only: drop it or use --policy clstm"
-            )
-        if not self.memory and (self.feature_window or self.policy == "mlp"):
-            raise ValueError(
-                "no-memory needs a recurrent policy without feature_window: drop one of them"
+                f"feature_window does not go with policy {self.policy}: drop it or use --policy "
+                "clstm"
             )
 
     @property
@@ -85,7 +82,7 @@ class PolicyConfig:
 
 
 class Evaluation(NamedTuple):
-    """Re-evaluated steps, as the loss takes them."""
+    """Steps under the present policy, as the loss takes them."""
 
     logprobs: Tensor  # [L, N]
     entropy: Tensor  # [L, N]
@@ -102,12 +99,10 @@ class Policy(nn.Module):
     state is one tensor [B, S, H] (S = 0 without memory): it goes in and comes out. With
     `feature_window` n, an observation passed in is the last n of the episode, oldest first,
     flattened to n * F with zeros before the episode's start (see `agents.rollout.policy_input`).
-    With `low_precision`, cores and layers compute in that type; all else keeps its own.
+    With `low_precision`, cores and layers compute in that type; all else keeps its type.
     """
 
     low_precision: torch.dtype | None = None
-    zero: Tensor  # on the policy's device, as is
-    mask_index: Tensor  # mask_columns
     BATCH_AXES = (1, 1, 0, 1)  # axis of the sequences in each input of `forward`; 1 in its outputs
 
     def __init__(
@@ -118,7 +113,10 @@ class Policy(nn.Module):
         self.config = config
         self.layout = Layout.vector(layout) if isinstance(layout, int) else layout
         self.num_obs = self.layout.size
-        self.num_actions = spaces.utils.flatdim(action_space)  # logits of all choices, or means
+        self.mask_columns = self.layout.columns("mask")  # neighbours, or none
+
+        # actions: logits of all choices, or means
+        self.num_actions = spaces.utils.flatdim(action_space)
         self.discrete = not isinstance(action_space, spaces.Box)
         self.action_sizes: tuple[int, ...] = ()  # choices of each of several actions
         if isinstance(action_space, spaces.MultiDiscrete):
@@ -133,9 +131,6 @@ class Policy(nn.Module):
             raise UserError(f"noise_color needs continuous actions, not {action_space}: drop it")
         if not self.discrete:
             self.log_std = nn.Parameter(torch.full((self.num_actions,), config.log_std_init))
-        self.mask_columns = self.layout.columns("mask")
-        index = torch.tensor(self.mask_columns, dtype=torch.int64)
-        self.register_buffer("mask_index", index, persistent=False)
 
         # encoder and cores: in the middle, for actor and critic, or both
         size = config.hidden_size
@@ -143,16 +138,16 @@ class Policy(nn.Module):
         width = self.feature_encoder.num_outputs
         self.feature_core: Any = PassThrough()
         self.feature_mlp: nn.Module = nn.Identity()
+        self.actor_core: Any = PassThrough()
+        self.critic_core: Any = PassThrough()
         if config.is_cascade or not config.separate_trunks:
             self.feature_core = self._core(width)
             self.feature_mlp = nn.Sequential(nn.Linear(size, size), nn.Tanh())
             width = size
-        self.actor_core: Any = PassThrough()
-        self.critic_core: Any = PassThrough()
         if config.is_cascade or config.separate_trunks:
             self.actor_core = self._core(width)
             self.critic_core = self._core(width)
-        self.register_buffer("zero", torch.zeros(()), persistent=False)
+        self.cores = (self.feature_core, self.actor_core, self.critic_core)
         self.actor_head = nn.Linear(size, self.num_actions)
         self.critic_head = nn.Linear(size, 1)
         self._initialise()
@@ -163,11 +158,6 @@ class Policy(nn.Module):
         if self.config.core:
             return make_core(self.config.core, *sizes)
         return CORES[self.config.policy](*sizes)
-
-    @property
-    def cores(self) -> tuple[Any, ...]:
-        """The cores of features, actor and critic."""
-        return self.feature_core, self.actor_core, self.critic_core
 
     def _initialise(self) -> None:
         """Set orthogonal weights and zero biases; cores begin with remembering."""
@@ -201,12 +191,6 @@ class Policy(nn.Module):
         return count
 
     @property
-    def num_states(self) -> int:
-        """Number of [B, H] vectors in the state; the feature core's are the last."""
-        features = 0 if self.config.feature_window else self.feature_core.num_states
-        return self.num_decision_states + features
-
-    @property
     def call_steps(self) -> float:
         """Overhead of one call of a core, in single-row steps; 0 with windows and images."""
         if self.config.feature_window or self.feature_encoder.images:
@@ -217,16 +201,18 @@ class Policy(nn.Module):
 
     @property
     def resets_inside(self) -> bool:
-        """Return True if `network` takes resets: LSTMs on CPUs; GPUs: not measured."""
+        """Return True if `network` takes resets: LSTMs on CPUs; GPUs are not measured."""
         is_lstm = self.config.policy in ("clstm", "lstm") and self.config.num_layers == 1
-        return is_lstm and self.zero.device.type in ("cpu", "meta")
+        return is_lstm and self.critic_head.weight.device.type == "cpu"
 
     def initial_state(self, num_envs: int) -> Tensor:
-        """Zero state [num_envs, S, H]."""
-        return self.critic_head.weight.new_zeros(num_envs, self.num_states, self.config.hidden_size)
+        """Return zeros [num_envs, S, H]; the feature core's vectors are the last of S."""
+        features = 0 if self.config.feature_window else self.feature_core.num_states
+        size = (num_envs, self.num_decision_states + features, self.config.hidden_size)
+        return self.critic_head.weight.new_zeros(size)
 
     def empty_history(self, num_envs: int) -> Tensor:
-        """Zeros [num_envs, n-1, F]: the window before an episode's first observation."""
+        """Return zeros [num_envs, n-1, F]: the window before an episode's first observation."""
         window = max(self.config.feature_window - 1, 0)
         return self.critic_head.weight.new_zeros(num_envs, window, self.num_obs)
 
@@ -235,49 +221,56 @@ class Policy(nn.Module):
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """Dense pass: obs [L, N, F], state [N, S, H] before them, resets [L, N, 1].
 
-        Returns (actor [L, N, A], values [L, N]) and the state [N, S, H] after them.
+        Returns (actor [L, N, A], values [L, N]) and the state [N, S, H] after them. Without
+        memory every step is a sequence, and the states after them are [L * N, S, H].
         """
-        # without memory every step is a separate sequence
-        if not self.config.memory and len(obs) > 1:
-            steps = obs.flatten(0, 1)[None]  # [1, L * N, F]
-            outputs, _ = self.network(steps, self.initial_state(steps.shape[1]))
-            return tuple(output[0].unflatten(0, obs.shape[:2]) for output in outputs), state
+        shape = obs.shape[:2]
         if not self.config.memory:
-            state = torch.zeros_like(state)
+            obs = obs.flatten(0, 1)[None]
+            state = self.initial_state(obs.shape[1])
 
         # features, then actor and critic
         before = state.permute(1, 0, 2).contiguous()  # [S, N, H]
         split = self.num_decision_states
         features, feature_state = self.features(obs, before[split:], *resets)
         (actor, values), states = self.decisions(features, before[:split], *resets)
-        actor = self._allowed(actor, obs)
+        if self.mask_columns:
+            actor = heads.forbid(actor, self._mask(obs))
+        outputs: tuple[Tensor, ...] = (actor, values)
+        if not self.config.memory:
+            outputs = tuple(output[0].unflatten(0, shape) for output in outputs)
         vectors = [vector for core_state in (*states, feature_state) for vector in core_state]
-        after = torch.stack(vectors).permute(1, 0, 2) if vectors else state
-        return (actor, values), after.to(state.dtype)
+        after = torch.stack(vectors).permute(1, 0, 2).to(state.dtype) if vectors else state
+        return outputs, after
 
-    def _allowed(self, logits: Tensor, obs: Tensor) -> Tensor:
-        """Logits without the choices that obs [..., F] or windows of them forbid."""
-        if not self.mask_columns:
-            return logits
+    def _mask(self, obs: Tensor) -> Tensor:
+        """Return the mask of actions in obs [..., F], or in the newest of a window's."""
         newest = obs[..., -self.num_obs :]
-        return heads.forbid(logits, newest.index_select(-1, self.mask_index))
+        first = self.mask_columns[0]
+        return newest[..., first : first + self.num_actions]
 
     def features(self, obs: Tensor, state: Tensor, *resets: Tensor) -> tuple[Tensor, State]:
-        """First half of the cascade.
+        """Run the first half of the cascade.
 
         Takes obs [L, N, F], or [L, N, n * F] with a window, and the feature core's state before
         them, [S, N, H]. Returns features [L, N, H] of the parameters' type, and the state after.
         """
+        window = self.config.feature_window
         with autocast(self.low_precision, obs.device):
-            if self.config.feature_window:
-                return self.feature_mlp(self._windowed_features(obs)).to(state.dtype), state
-            outputs, new_state = self.feature_core(self.feature_encoder(obs), state, *resets)
-            return self.feature_mlp(outputs).to(state.dtype), new_state
+            if window:  # a sequence of n steps for each row, from zero state
+                rows = obs.reshape(-1, window, self.num_obs).transpose(0, 1)
+                size = (self.feature_core.num_states, rows.shape[1], self.config.hidden_size)
+                zeros = self.critic_head.weight.new_zeros(size)
+                outputs = self.feature_core(self.feature_encoder(rows), zeros)[0]
+                outputs, after = outputs[-1].unflatten(0, obs.shape[:2]), state
+            else:
+                outputs, after = self.feature_core(self.feature_encoder(obs), state, *resets)
+            return self.feature_mlp(outputs).to(state.dtype), after
 
     def decisions(
         self, features: Tensor, state: Tensor, *resets: Tensor
     ) -> tuple[tuple[Tensor, Tensor], tuple[State, State]]:
-        """Second half of the cascade.
+        """Run the second half of the cascade.
 
         Takes features [L, N, H], and the actor's and the critic's state before them, [S, N, H].
         Returns (actor [L, N, A], values [L, N]) and the states of both after them.
@@ -290,16 +283,8 @@ class Policy(nn.Module):
         values = self.critic_head(critic.to(dtype)).squeeze(-1)
         return (self.actor_head(actor.to(dtype)), values), (actor_state, critic_state)
 
-    def _windowed_features(self, obs: Tensor) -> Tensor:
-        """The paper's form: [L, N, n * F] windows from zero state, last output [L, N, H]."""
-        windows = obs.reshape(-1, self.config.feature_window, self.num_obs).transpose(0, 1)
-        size = (self.feature_core.num_states, windows.shape[1], self.config.hidden_size)
-        zeros = self.critic_head.weight.new_zeros(size)
-        outputs = self.feature_core(self.feature_encoder(windows), zeros)[0]
-        return outputs[-1].unflatten(0, obs.shape[:2])
-
     def distribution(self, actor: Tensor) -> Distribution:
-        """Action distribution of actor outputs [..., A]."""
+        """Return the distribution of actions under the actor's outputs [..., A]."""
         if self.action_sizes:
             return self.choices.distribution(actor)
         if self.discrete:
@@ -309,43 +294,39 @@ class Policy(nn.Module):
         return heads.gaussian(actor, self.log_std)
 
     @torch.no_grad()
-    def act(
-        self, obs: Tensor, state: Tensor, episode_start: Tensor, noise: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """One step for B environments: obs [B, F] normalised, state [B, S, H].
-
-        `episode_start` [B] bool resets the state first; `noise` [B, A] comes from
-        `agents.network.noise`, None takes the most likely action. Returns
-        actions ([B, A], unclipped unless squashed, or [B] or [B, D] int64), logprobs [B], values
-        [B] and the state [B, S, H].
-        """
-        push = None if noise is None else self.pushes(noise)
-        actions, actor, values, new_state = self.decide(obs, state, episode_start, push)
-        return actions, self.logprobs(actor, actions), values, new_state
-
-    @torch.no_grad()
     def logprobs(self, actor: Tensor, actions: Tensor) -> Tensor:
-        """Log probabilities [...] of actions under the actor's outputs [..., A]."""
+        """Return log probabilities [...] of actions under the actor's outputs [..., A]."""
         return self.distribution(actor).log_prob(actions)
 
     @torch.no_grad()
     def pushes(self, noise: Tensor) -> Tensor:
-        """Scale noise [..., A], so that it can be added to the actor's outputs."""
+        """Scale noise [..., A] of `agents.network.noise` for `act`."""
         return noise if self.discrete else self.log_std.exp() * noise
 
     @torch.no_grad()
-    def decide(
+    def act(
         self, obs: Tensor, state: Tensor, episode_start: Tensor, push: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`act` by `pushes`, with actor outputs [B, A] in place of log-probabilities."""
-        state = torch.where(episode_start[:, None, None], self.zero, state)
+        """Take one step of B environments.
+
+        Args:
+            obs: [B, F] normalised.
+            state: [B, S, H].
+            episode_start: [B] bool; resets the state first.
+            push: [B, A] of `pushes`, added to the actor's outputs; None: the most likely action.
+
+        Returns:
+            Actions ([B, A], unclipped unless squashed, or [B] or [B, D] int64), the actor's outputs
+            [B, A], values [B] and the state [B, S, H].
+        """
+        state = state.masked_fill(episode_start[:, None, None], 0.0)
         (actor, values), new_state = self.network(obs[None], state)
         actor = actor[0]  # [B, A]
-        pushed = actor if push is None else actor + push
+        actions = actor if push is None else actor + push
         if self.discrete:
-            actions = (self.choices(pushed) if self.action_sizes else pushed).argmax(-1)
-        else:
-            actions = pushed.tanh() if self.config.squash_actions else pushed
+            actions = (self.choices(actions) if self.action_sizes else actions).argmax(-1)
+        elif self.config.squash_actions:
+            actions = actions.tanh()
         return actions, actor, values[0], new_state
 
     def forward(
@@ -356,10 +337,10 @@ class Policy(nn.Module):
         episode_start: Tensor,
         plan: Plan | None = None,
     ) -> Evaluation:
-        """Re-evaluate stored steps: log probabilities, entropies and values, each [L, N].
+        """Re-evaluate stored steps.
 
         The only entry for training: DistributedDataParallel arms its reduction in `forward`. Takes
-        obs [L, N, F], actions [L, N, A] or [L, N], the state [N, S, H] before the first step, and
+        obs [L, N, F], actions [L, N, A] or [L, N], the state [N, S, H] before the first step,
         episode_start [L, N] bool, and perhaps the plan of its pieces.
         """
         with weights_cast_once(self.low_precision, obs.device):
@@ -369,13 +350,14 @@ class Policy(nn.Module):
                 actor, values = run_sequence(self.network, obs, state, episode_start, plan)
         return self.evaluate(actor, values, actions)
 
+    def evaluate(self, actor: Tensor, values: Tensor, actions: Tensor) -> Evaluation:
+        """Return log probabilities and entropies of actions under the network's outputs."""
+        distribution = self.distribution(actor)
+        return Evaluation(distribution.log_prob(actions), distribution.entropy(), values)
+
     def largest_entropy(self, obs: Tensor) -> Tensor:
         """Return the entropy [...] of equally likely choices, as allowed at obs [..., F]."""
         equal = obs.new_zeros(self.num_actions)  # logits; without masks the same everywhere
-        equal = self._allowed(equal, obs)
+        if self.mask_columns:
+            equal = heads.forbid(equal, self._mask(obs))
         return self.distribution(equal).entropy().expand(obs.shape[:-1])
-
-    def evaluate(self, actor: Tensor, values: Tensor, actions: Tensor) -> Evaluation:
-        """Log probabilities and entropies of actions under the network's outputs."""
-        distribution = self.distribution(actor)
-        return Evaluation(distribution.log_prob(actions), distribution.entropy(), values)

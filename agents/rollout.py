@@ -194,7 +194,7 @@ class Actor:
         carry = self.carry
         seen = policy_input(self.normalize, carry.history, carry.obs, carry.lstm_state.dtype)
         push = self.pushes[len(self.states)]
-        actions, actor, values, state = self.policy.decide(
+        actions, actor, values, state = self.policy.act(
             seen, carry.lstm_state, carry.episode_start, push
         )
         step = {"obs": seen, "raw_obs": carry.obs, "actions": actions, "actor": actor}
@@ -292,7 +292,7 @@ class Actor:
         obs, history, state = (torch.cat(parts) for parts in zip(*rows, strict=True))
         seen = policy_input(self.normalize, history, obs, state.dtype)
         no_start = torch.zeros(len(seen), dtype=torch.bool, device=seen.device)
-        next_values.view(-1).index_copy_(0, cells, self.policy.decide(seen, state, no_start)[2])
+        next_values.view(-1).index_copy_(0, cells, self.policy.act(seen, state, no_start)[2])
         return next_values * ~steps["terminated"]
 
 

@@ -63,14 +63,28 @@ def make_inputs(policy, num_steps=11, num_envs=5, seed=3):
         rows[..., columns] = (rows[..., columns] > 0).double()
         first = np.cumsum([0, *policy.action_sizes[:-1]])
         rows[..., np.array(columns)[first]] = 1.0  # something is allowed of every choice
-    state = torch.randn(
-        num_envs, policy.num_states, policy.config.hidden_size, generator=generator
-    ).double()
+    state = torch.randn(policy.initial_state(num_envs).shape, generator=generator).double()
     starts = torch.rand(num_steps, num_envs, generator=generator) < 0.25
     noise = torch.randn(
         num_steps, num_envs, policy.num_actions, dtype=torch.float64, generator=generator
     )
     return obs, state, starts, noise
+
+
+def act(policy, obs, state, starts, noise=None):
+    """Take one step of all environments; return actions, logprobs, values and state."""
+    push = None if noise is None else policy.pushes(noise)
+    actions, actor, values, state = policy.act(obs, state, starts, push)
+    return actions, policy.logprobs(actor, actions), values, state
+
+
+def act_stepwise(policy, obs, state, starts, noise):
+    """Take all steps; return actions, logprobs and values [T, N, ...], and the state."""
+    steps = []
+    for given in zip(obs, starts, noise, strict=True):
+        *step, state = act(policy, given[0], state, *given[1:])
+        steps.append(step)
+    return *map(torch.stack, zip(*steps, strict=True)), state
 
 
 def run_stepwise(network, obs, state, episode_start):

@@ -163,12 +163,13 @@ class LoadedPolicy:
         obs, start = obs.to(like.device), start.to(like.device)
         history = history * ~start[:, None, None]
         seen = policy_input(normalizer, history, obs, like.dtype)
-        noise = None
+        push = None
         if not deterministic:
             place = (self._noise_seed, 0, len(obs), self._num_drawn, 1)
             noise = action_noise(self._decode.space, *place)[0].to(like)  # [B, A]
+            push = policy.pushes(noise)
             self._num_drawn += 1
-        actions, _, _, after = policy.act(seen, lstm_state, start, noise)
+        actions, _, _, after = policy.act(seen, lstm_state, start, push)
         return actions, (after.cpu().numpy(), shift_history(history, seen).cpu().numpy())
 
 

@@ -84,7 +84,7 @@ class PolicyController:
         start = torch.ones_like(episode_start) if self.zero_state else episode_start
         history = self.history * ~start[:, None, None]
         seen = policy_input(self.normalizer, history, obs, self.state.dtype)
-        actions, _, _, self.state = self.policy.act(seen, self.state, start, None)
+        actions, _, _, self.state = self.policy.act(seen, self.state, start)
         self.history = shift_history(history, seen)
         return actions
 

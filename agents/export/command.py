@@ -71,7 +71,7 @@ def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> f
             seen = policy_input(
                 agent.normalizer.cpu(), history, torch.from_numpy(obs), torch.float32
             )
-            decided, actor, _, vectors = policy.decide(seen, vectors, begins)
+            decided, actor, _, vectors = policy.act(seen, vectors, begins)
             history = shift_history(history, seen)
             nested = decoder(decided)
             parts = [pick(nested, path).reshape(batch, -1) for path, _ in leaves(decoder.target)]

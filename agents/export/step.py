@@ -87,7 +87,7 @@ class ExportedStep(nn.Module):
         if self.state_size > self.vectors_size:
             history = history_row.reshape(history.shape)
         seen = policy_input(self.normalize, history, obs, torch.float32)
-        actions, _, _, vectors = self.policy.decide(seen, vectors, episode_start)
+        actions, _, _, vectors = self.policy.act(seen, vectors, episode_start)
         if self.vectors_size:
             vectors_row = vectors.flatten(1)
         if self.state_size > self.vectors_size:

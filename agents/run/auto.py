@@ -200,11 +200,11 @@ def dummy_minibatch(policy: Policy, length: int, sequences: int) -> Minibatch:
     obs = policy.critic_head.weight.new_ones(length, sequences, width)
     start = torch.rand(length, sequences, device=obs.device) < 1.0 / length
     state = policy.initial_state(sequences)
-    actions, logprobs, values, _ = policy.act(obs[0], state, start[0])
+    actions, _, values, _ = policy.act(obs[0], state, start[0])
     return Minibatch(
         obs=obs,
         actions=torch.stack([actions] * length),
-        logprobs=torch.stack([logprobs] * length),
+        logprobs=torch.stack([values] * length),
         values=torch.stack([values] * length),
         advantages=torch.stack([values] * length),
         returns=torch.stack([values] * length),

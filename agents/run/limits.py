@@ -34,7 +34,7 @@ def rollout_bytes(config: RunConfig, num_envs: int, policy: Policy | None = None
     numbers = 6 + config.policy.hidden_size * (not config.policy.stateless)
     if policy:
         seen = policy.num_obs * (1 + max(config.policy.feature_window, 1))
-        numbers = seen + policy.num_actions + 3 + policy.num_states * config.policy.hidden_size
+        numbers = seen + policy.num_actions + 3 + policy.initial_state(1).numel()
     others = 27  # bytes: reward, return and length of the episode, three flags
     return num_envs * config.train.num_steps * (config.launch.dtype.itemsize * numbers + others)
 

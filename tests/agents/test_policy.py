@@ -1,4 +1,4 @@
-"""The policy: sequences equal single steps, windows hold the right days, known distributions."""
+"""The policy: sequences equal single steps, windows hold the right days, known densities."""
 
 import math
 
@@ -11,6 +11,8 @@ from policies import (
     NUM_OBS,
     ROWS,
     SEVERAL,
+    act,
+    act_stepwise,
     make_inputs,
     make_policy,
     plans_of,
@@ -38,11 +40,7 @@ def test_a_sequence_equals_its_single_steps_and_so_do_gradients(case):
     config, space, layout = CASES[case]
     policy = make_policy(config, space, layout)
     obs, state, starts, noise = make_inputs(policy)
-    steps, now = [], state
-    for step_obs, step_starts, step_noise in zip(obs, starts, noise, strict=True):
-        *step, now = policy.act(step_obs, now, step_starts, step_noise)
-        steps.append(step)
-    actions, logprobs, values = (torch.stack(column) for column in zip(*steps, strict=True))
+    actions, logprobs, values, _ = act_stepwise(policy, obs, state, starts, noise)
     assert actions.shape == (11, 5, *space.shape)
 
     def gradients(logprobs, values):
@@ -62,44 +60,33 @@ def test_a_sequence_equals_its_single_steps_and_so_do_gradients(case):
     assert silent == WITHOUT_EFFECT.get(config, [])
 
 
-def test_the_log_probability_is_that_of_the_unclipped_sample():
+def test_log_probability_and_entropy_are_those_of_the_unclipped_normal():
     policy = make_policy(FORMS["clstm"])
     obs, state, starts, _ = make_inputs(policy)
     noise = torch.full((5, 2), 6.0, dtype=torch.float64)
-    actions, logprobs, _, _ = policy.act(obs[0], state, starts[0], noise)
-    mean = policy.act(obs[0], state, starts[0])[0]
+    actions, logprobs, _, _ = act(policy, obs[0], state, starts[0], noise)
     assert (actions > 1.0).all()
+    mean = act(policy, obs[0], state, starts[0])[0]
     torch.testing.assert_close(actions, mean + 6.0 * math.exp(-0.5))  # log_std_init is -0.5
     by_hand = 2 * (-0.5 * 36.0 + 0.5 - 0.5 * math.log(2 * math.pi))
     assert logprobs.tolist() == pytest.approx([by_hand] * 5)
-
-
-@pytest.mark.parametrize(
-    ("space", "expected"), [(BOX, math.log(2 * math.pi)), (DISCRETE, math.log(3))], ids=str
-)
-def test_entropy_is_that_of_known_distributions(space, expected):
-    """Test two normal numbers of log deviation -0.5, and three equal choices."""
-    policy = make_policy(FORMS["clstm"], space)
-    torch.nn.init.zeros_(policy.actor_head.weight)
-    obs, state, starts, noise = make_inputs(policy)
-    actions = noise if space is BOX else torch.zeros(11, 5, dtype=torch.int64)
-    entropy = policy(obs, actions, state, starts).entropy
-    assert entropy.flatten().tolist() == pytest.approx([expected] * 55)
+    entropy = policy(obs[:1], actions[None], state, starts[:1]).entropy
+    assert entropy[0].tolist() == pytest.approx([math.log(2 * math.pi)] * 5)
 
 
 def test_a_window_is_read_from_its_oldest_observation_to_its_newest_from_zero_state():
     policy = make_policy(FORMS["window of 4"])
     window = torch.randn(1, 1, 4 * NUM_OBS, dtype=torch.float64)
     state = torch.zeros(2, 1, 8, dtype=torch.float64)
-    found, _ = policy.features(window, state)
+    features, _ = policy.features(window, state)
     for row in window.view(4, 1, 1, NUM_OBS):
         output, state = policy.feature_core(row, state)
-    torch.testing.assert_close(found, policy.feature_mlp(output))
+    torch.testing.assert_close(features, policy.feature_mlp(output))
 
 
 @pytest.mark.parametrize("size", [2, 4, 7])
 def test_row_t_of_a_window_holds_the_observation_of_that_very_day(size):
-    """Zeros stand before the start, no row crosses an episode, and windows go on over rollouts."""
+    """Zeros stand before the start, no row crosses an episode, and rollouts continue windows."""
     policy = make_policy(PolicyConfig(hidden_size=8, feature_window=size))
     normalizer = Normalizer(NUM_OBS)
     normalizer.moments.merge(normalizer.moments.sums(torch.linspace(-9, 11, 40).view(10, NUM_OBS)))

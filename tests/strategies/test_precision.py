@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from agents_ranks import Recording
-from policies import BOX, DISCRETE, FORMS, make_inputs, make_policy, plans_of
+from policies import BOX, DISCRETE, FORMS, act_stepwise, make_inputs, make_policy, plans_of
 from speed_ranks import SINGLE, changed_losses, job_of, trained
 
 from agents.ppo import NonFiniteGradientError, PPOConfig
@@ -33,12 +33,8 @@ def test_acting_and_evaluating_agree_to_the_rounding_of_the_precision(name, form
     )
 
     def both():
-        now, steps = state, []
-        for step_obs, step_starts, step_noise in zip(obs, starts, noise, strict=True):
-            *step, now = policy.act(step_obs, now, step_starts, step_noise)
-            steps.append(step)
+        actions, logprobs, values, now = act_stepwise(policy, obs, state, starts, noise)
         assert now.dtype == torch.float32
-        actions, logprobs, values = (torch.stack(column) for column in zip(*steps, strict=True))
         return policy(obs, actions, state, starts, plans_of(policy, starts)[-1]), logprobs, values
 
     full, *_ = both()
