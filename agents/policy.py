@@ -212,7 +212,7 @@ class Policy(nn.Module):
         return self.critic_head.weight.new_zeros(size)
 
     def empty_history(self, num_envs: int) -> Tensor:
-        """Return zeros [num_envs, n-1, F]: the window before an episode's first observation."""
+        """Return zeros [num_envs, n-1, F]: the window before an episode begins."""
         window = max(self.config.feature_window - 1, 0)
         return self.critic_head.weight.new_zeros(num_envs, window, self.num_obs)
 
