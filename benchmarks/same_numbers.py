@@ -112,7 +112,7 @@ MACHINE = ("time/", "cpu/", "gpu/", "ram/")  # metrics that differ from run to r
 # keys of BASE that have a new name now
 RENAMED = {"guard/last_obs": "guard/last_row"}
 # the settings, which may be renamed, and a figure that only BASE has
-NOT_COMPARED = {"config", "extra", "return_with_noise"}
+NOT_COMPARED = {"config", "extra", "facts", "return_with_noise"}
 FLAKY = """
 import gymnasium, numpy as np
 

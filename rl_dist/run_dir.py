@@ -229,11 +229,9 @@ class RunDir(AbstractContextManager["RunDir"]):
         return not self.path.exists() or set(self.path.iterdir()) <= {self.logs}
 
     def discard_unstarted(self, exit_code: int) -> None:
-        """Remove the files of a run that failed before its first iteration ended.
-
-        The logs hold the traceback; they stay if the exit code is 1.
-        """
-        if self.checkpoints.exists() or self.records(last=1):
+        """Remove a held run without an iteration; after exit code 1 the logs stay."""
+        held = self.lock and self.is_in_place()
+        if not held or self.checkpoints.exists() or self.records(last=1):
             return
         logs = self.logs.glob("rank_*.log") if exit_code != 1 else ()
         events = self.path.glob(EVENT_FILES)

@@ -40,11 +40,11 @@ from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
 from rl_dist.launch.ranks import launch, restart_count
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.hosts import check_settings
-from rl_dist.process_group.world import World, open_world
+from rl_dist.process_group.world import open_world
 from rl_dist.run_dir import RunDir
 from rl_dist.strategies.adam import EagerAdam
 from rl_dist.strategies.strategy import Strategy
-from rl_dist.supervised.config import FitConfig, FitResult
+from rl_dist.supervised.config import FitConfig
 from rl_dist.supervised.fit import fit
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import close_logging, setup_logging
@@ -251,49 +251,6 @@ METRICS = {"sign_accuracy": sign_accuracy, "volatility_error": volatility_error}
 # ---- the run
 
 
-def run_fit(
-    config: PretrainRunConfig, world: World, run_dir: Path, resume: bool, gpu_ids: tuple[int, ...]
-) -> tuple[FitResult, dict[str, Any]]:
-    """Train on this rank; return the result and a summary of the best epoch."""
-    settings = config.pretrain
-    train, valid = windows_of(config, config.prepare_task())
-    (inputs, _), targets = train.tensors, valid.tensors[1]
-    strategy = Strategy(replace(config.launch.strategy_config, device_ids=gpu_ids), world)
-    module = strategy.wrap(make_module(config, inputs, targets.shape[3]).to(world.device))
-    loader = partial(DataLoader, batch_size=settings.batch_size)
-    unchangeable = (settings, config.data, config.market)
-    result = fit(
-        module,
-        loader(train, shuffle=True),
-        EagerAdam(strategy.parameters, lr=settings.learning_rate),
-        loss,
-        strategy,
-        validation=loader(valid),
-        metrics=METRICS,
-        config=config.fit,
-        run_dir=run_dir,
-        resume=resume,
-        extra={
-            "kind": FEATURES,
-            "num_obs": inputs.shape[2],
-            "precision": config.launch.precision,
-            **{name: value for section in unchangeable for name, value in vars(section).items()},
-        },
-    )
-    if not (result.best_epoch or result.signum):
-        raise UserError("the validation loss was never finite: lower --learning_rate", exit_code=1)
-
-    # beside the figures of always predicting the more frequent sign, and the mean volatility
-    up = float(targets[:, :, 0].mean())
-    guessed_error = float(targets[:, :, 1].square().mean())
-    return result, {
-        "best_epoch": result.best_epoch,
-        "epochs": len(result.history),
-        "best": result.history[result.best_epoch - 1] if result.best_epoch else {},
-        "guessed": {"sign_accuracy": max(up, 1.0 - up), "volatility_error": guessed_error},
-    }
-
-
 def run_rank(config: PretrainRunConfig, resolved: ResolvedLaunch, run: RunDir, resume: bool) -> int:
     """Pre-train on this rank; return the exit code."""
     world = open_world(resolved.device_type, gpu_ids=resolved.gpu_ids, threads=resolved.threads)
@@ -302,19 +259,61 @@ def run_rank(config: PretrainRunConfig, resolved: ResolvedLaunch, run: RunDir, r
     if world.is_main_process:
         events.configure(config.launch.on_event, run_dir)
     setup_logging(run_dir, world.rank)
-    resume = resume or restart_count() > 0
-    result, summary = run_fit(config, world, run_dir, resume, resolved.gpu_ids)
-    if world.is_main_process and result.signum:
-        saved = f"continue with --resume {run_dir}" if result.history else "no epoch had ended"
-        print(f"stopped by {signal.Signals(result.signum).name}; {saved}")
-    elif world.is_main_process:
-        run.write_summary(summary)
-        best, guessed = summary["best"], summary["guessed"]
-        print(f"best epoch {summary['best_epoch']} of {summary['epochs']}, on the validation span:")
-        for name in METRICS:
-            print(f"  {name} {best[f'valid/{name}']:.3f} (guessing: {guessed[name]:.3f})")
+
+    train, valid = windows_of(config, config.prepare_task())
+    (inputs, _), targets = train.tensors, valid.tensors[1]
+    device_ids = resolved.gpu_ids
+    strategy = Strategy(replace(config.launch.strategy_config, device_ids=device_ids), world)
+    module = strategy.wrap(make_module(config, inputs, targets.shape[3]).to(world.device))
+    loader = partial(DataLoader, batch_size=config.pretrain.batch_size)
+    result = fit(
+        module,
+        loader(train, shuffle=True),
+        EagerAdam(strategy.parameters, lr=config.pretrain.learning_rate),
+        loss,
+        strategy,
+        validation=loader(valid),
+        metrics=METRICS,
+        config=config.fit,
+        run_dir=run_dir,
+        resume=resume or restart_count() > 0,
+        extra={
+            "kind": FEATURES,
+            "num_obs": inputs.shape[2],
+            "precision": config.launch.precision,
+            **vars(config.pretrain),
+            **vars(config.data),
+            **vars(config.market),
+        },
+    )
+    if result.signum:
+        if world.is_main_process:
+            saved = f"continue with --resume {run_dir}" if result.history else "no epoch had ended"
+            print(f"stopped by {signal.Signals(result.signum).name}; {saved}")
+        return 128 + result.signum
+    if not result.best_epoch:
+        raise UserError("the validation loss was never finite: lower --learning_rate", exit_code=1)
+    if world.is_main_process:
+        best = result.history[result.best_epoch - 1]
+        up = float(targets[:, :, 0].mean())
+        # of always predicting the more frequent sign, and the mean volatility
+        guessing = {
+            "sign_accuracy": max(up, 1.0 - up),
+            "volatility_error": float(targets[:, :, 1].square().mean()),
+        }
+        run.write_summary(
+            {
+                "best_epoch": result.best_epoch,
+                "epochs": len(result.history),
+                "best": best,
+                "guessed": guessing,
+            }
+        )
+        print(f"best epoch {result.best_epoch} of {len(result.history)}, on the validation span:")
+        for name, guessed in guessing.items():
+            print(f"  {name} {best[f'valid/{name}']:.3f} (guessing: {guessed:.3f})")
         print(f"next: python train_distributed.py --pretrained {run_dir}", flush=True)
-    return 128 + result.signum if result.signum else 0
+    return 0
 
 
 def _add_run_flags(parser: argparse.ArgumentParser) -> None:
@@ -362,8 +361,7 @@ def main() -> int:
                 threads=resolved.threads,
             )
         finally:
-            # a new run that failed leaves its logs at most; the folder may be another's by now
-            if code and not resume and run.lock and run.is_in_place():
+            if code and not resume:
                 close_logging()
                 run.discard_unstarted(code)
         return code

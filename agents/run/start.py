@@ -67,10 +67,9 @@ def start(parsed: ParsedFlags, run_rank: Callable[..., int], *arguments: Any) ->
                 threads=run.resolved.threads,
             )
         finally:
-            directory = run.directory
-            if code and not run.resume_from and directory.lock and directory.is_in_place():
+            if code and not run.resume_from:
                 close_logging()
-                directory.discard_unstarted(code)
+                run.directory.discard_unstarted(code)
         return code
 
 

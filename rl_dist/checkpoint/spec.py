@@ -30,7 +30,7 @@ _TYPES: dict[str, dict[str, type]] = {
     },
     FIT: {
         **dict.fromkeys(("epoch", "best_epoch", "bad_in_a_row"), int),
-        **dict.fromkeys(("module", "optimizer", "extra", "facts"), dict),
+        **dict.fromkeys(("module", "optimizer", "extra"), dict),
         "best_loss": float,
         "history": list,
     },

@@ -6,7 +6,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from statistics import fmean
 from typing import Any
 
@@ -15,12 +14,8 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from rl_dist.errors import UserError, one_line
+from rl_dist.errors import UserError
 from rl_dist.process_group.world import World
-
-
-class BatchError(RuntimeError):
-    """A batch could not be loaded or used; names epoch, batch and rank."""
 
 
 class SharedLoader:
@@ -35,15 +30,16 @@ class SharedLoader:
     """
 
     def __init__(self, loader: DataLoader, world: World, *, training: bool, seed: int = 0) -> None:
-        sampler, size = getattr(loader, "sampler", loader), getattr(loader, "batch_size", None)
+        self.world, self.training, self.seed = world, training, seed
+        sampler: Any = loader.sampler
+        size = loader.batch_size
         self.shuffles = type(sampler) is RandomSampler and not sampler.replacement
         if size is None or not (self.shuffles or type(sampler) is SequentialSampler):
             raise UserError(
-                "batches come from a DataLoader(dataset, batch_size=N, shuffle=True or False) of a "
-                f"dataset with a length, got a {type(sampler).__name__} or a batch_sampler"
+                f"a {type(sampler).__name__} or batch_sampler cannot be shared out over ranks: use "
+                "DataLoader(dataset, batch_size=N, shuffle=True or False)"
             )
-        self.world, self.training, self.seed, self.batch_size = world, training, seed, size
-        self.num_samples = len(sampler)
+        self.num_samples, self.batch_size = len(sampler), size
         if self.num_samples < world.size:
             raise UserError(f"{self.num_samples} samples are too few for {world.size} ranks")
         if training and (size % world.size or size > self.num_samples):
@@ -52,15 +48,21 @@ class SharedLoader:
                 f"batch_size {size}, a total, must divide over {world.size} ranks and be at most "
                 f"the {self.num_samples} samples: use {nearest}"
             )
-        # sample numbers of each batch of this rank; `start` replaces the content of the list
-        self.batches: list[list[int]] = []
+        if training:
+            self.num_batches = self.num_samples // size
+        else:
+            largest_share = math.ceil(self.num_samples / world.size)
+            full_batches = math.ceil(largest_share / max(1, size // world.size))
+            self.num_batches = min(full_batches, self.num_samples // world.size)
+        # sample numbers of each batch of this rank; every epoch replaces the content of the list
+        self.numbers: list[list[int]] = []
         self.generator = torch.Generator()  # keeps torch's global generator as it is
         workers = loader.num_workers > 0
         # NCCL's threads do not survive a fork: docs.pytorch.org/docs/stable/distributed.html
         start = "forkserver" if workers and world.backend == "nccl" else None
         self.loader: DataLoader = DataLoader(
             loader.dataset,
-            batch_sampler=self.batches,
+            batch_sampler=self.numbers,
             num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
             timeout=loader.timeout,
@@ -72,22 +74,30 @@ class SharedLoader:
             generator=self.generator,
         )
 
-    def start(self, epoch: int) -> None:
-        """Begin an epoch; its number decides the order of samples and all seeds."""
+    def batches(self, epoch: int = 0) -> Iterator[tuple[int, Any, Any]]:
+        """Yield the number of samples, inputs and targets of every batch of an epoch.
+
+        They are on the device. The number of the epoch decides the order of samples and all seeds.
+        """
+        self.generator.manual_seed(epoch_seed(self.seed, epoch, self.world.rank))
+        self.numbers[:] = self._numbers(epoch)
+        for numbers, batch in zip(self.numbers, self.loader, strict=True):
+            inputs, targets = to_device(batch, self.world.device)
+            yield len(numbers), inputs, targets
+            self.world.heartbeat()
+
+    def _numbers(self, epoch: int) -> list[Any]:
+        """Return the sample numbers of each batch of this rank in an epoch."""
         rank, ranks = self.world.rank, self.world.size
-        self.generator.manual_seed(epoch_seed(self.seed, epoch, rank))
-        if self.training:
-            order = torch.arange(self.num_samples)
-            if self.shuffles:
-                generator = torch.Generator().manual_seed(self.seed + epoch)
-                order = torch.randperm(self.num_samples, generator=generator)
-            whole = order[: self.num_samples // self.batch_size * self.batch_size]
-            self.batches[:] = whole.view(-1, self.batch_size)[:, rank::ranks].tolist()
-        else:
-            largest_share = math.ceil(self.num_samples / ranks)
-            count = math.ceil(largest_share / max(1, self.batch_size // ranks))
+        if not self.training:
             share = _cut(range(self.num_samples), ranks)[rank]
-            self.batches[:] = _cut(share, min(count, self.num_samples // ranks))
+            return _cut(share, self.num_batches)
+        order = torch.arange(self.num_samples)
+        if self.shuffles:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            order = torch.randperm(self.num_samples, generator=generator)
+        whole = order[: self.num_batches * self.batch_size].view(-1, self.batch_size)
+        return whole[:, rank::ranks].tolist()
 
 
 def _cut(numbers: Any, parts: int) -> list[Any]:
@@ -113,20 +123,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return tree_map(move, batch, is_leaf=can_move)
 
 
-@contextmanager
-def batch_named(where: str, number: int, world: World) -> Iterator[None]:
-    """Name the batch in which an error was raised; a UserError passes."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        problem = one_line(error)
-        if "in DataLoader worker process" in problem:  # the last line of its traceback says more
-            problem = str(error).strip().splitlines()[-1]
-        raise BatchError(f"{where}, batch {number}, rank {world.rank}: {problem}") from error
-
-
 def check_loader(
     loader: DataLoader[Any],
     step: Callable[[Any], object],
@@ -139,18 +135,19 @@ def check_loader(
         >>> check_loader(DataLoader(dataset, num_workers=2), step)
         {'wait_s': 0.0001, 'step_s': 0.02}
 
-    A wait of more than 5 % of the time is worth more num_workers or a cheaper __getitem__.
+    If the wait takes more than 5 % of the time, raise num_workers or make __getitem__ cheaper.
 
     Args:
         step: trains a copy of the model on a batch on `device`: forward, backward, optimizer.
         seconds: length of the measurement after the first batch, for which workers start.
     """
-    moments: list[float] = []
+    device = torch.device(device)
+    moments: list[float] = []  # a batch is loaded, its step has ended, in turns
     with torch.random.fork_rng(devices=[]):
         for batch in loader:
             moments.append(time.perf_counter())
-            step(to_device(batch, torch.device(device)))
-            if torch.device(device).type == "cuda":
+            step(to_device(batch, device))
+            if device.type == "cuda":
                 torch.cuda.synchronize(device)
             moments.append(time.perf_counter())
             if len(moments) > 2 and moments[-1] - moments[1] > seconds:

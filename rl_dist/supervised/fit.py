@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,25 +16,24 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from rl_dist.checkpoint.store import BEST_FILE, latest_checkpoint, load_checkpoint, save_agreed
-from rl_dist.errors import UserError, one_line
+from rl_dist.errors import UserError
 from rl_dist.files import check_layout
 from rl_dist.process_group.collectives import (
     all_gather_json,
     all_reduce_max,
     all_reduce_sum,
-    broadcast_from_rank0,
     check_in_sync,
 )
 from rl_dist.process_group.world import World, stop_flag
 from rl_dist.run_dir import RunDir
 from rl_dist.strategies.strategy import Strategy
-from rl_dist.supervised.batches import SharedLoader, batch_named, epoch_seed, to_device
+from rl_dist.supervised.batches import SharedLoader, epoch_seed
 from rl_dist.supervised.config import FitConfig, FitResult
 from rl_dist.telemetry.loggers import GuardedLogger, open_tensorboard
 from rl_dist.telemetry.metrics import without_nan
 
 STOP_EVERY = 10  # batches between two checks for a stop signal on any rank
-PROGRESS = ("epoch", "best_epoch", "best_loss", "bad_in_a_row", "history")  # in a checkpoint
+SAVED = ("epoch", "best_epoch", "best_loss", "bad_in_a_row", "history", "extra")  # in checkpoints
 Metric = Callable[[Any, Any], Tensor]  # (outputs, targets) -> one or more values for each sample
 Criterion = Callable[[Any, Any], Tensor]  # (outputs, targets) -> mean loss of the batch
 logger = logging.getLogger(__name__)
@@ -52,85 +50,44 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 # ---- one pass over the data
 
 
-@dataclass(frozen=True)
-class Task:
-    """A module, and how its outputs are measured."""
+class Means:
+    """Means of the loss and the metrics over all samples of all ranks."""
 
-    module: nn.Module
-    criterion: Criterion
-    strategy: Strategy
-    metrics: Mapping[str, Metric]
-
-    def use(
-        self, loader: SharedLoader, phase: str, epoch: int = 0, state: FitState | None = None
-    ) -> tuple[dict[str, float], int]:
-        """Use every batch once, to train if a state is given; all ranks call.
-
-        Returns:
-            The mean loss, the metrics and the number of samples; and 0, or the stop signal that
-            ended a training early.
-        """
-        strategy, world = self.strategy, loader.world
-        world.set_phase(phase)
-        accumulation = state.config.grad_accumulation if state else 1
-        sums: dict[str, Any] = defaultdict(float)
-        loader.start(epoch)
-        with batch_named(phase, 0, world):
-            loaded = iter(loader.loader)
-        for number, samples in enumerate(loader.batches):
-            # place of the batch in its step; the last step may have fewer parts
-            place = number % accumulation
-            parts = min(accumulation, len(loader.batches) - (number - place))
-            last = place == parts - 1
-            with batch_named(phase, number, world), torch.set_grad_enabled(state is not None):
-                inputs, targets = to_device(next(loaded), world.device)
-                if state and place == 0:
-                    state.optimizer.zero_grad()
-                with strategy.accumulating(last):
-                    with strategy.autocast():
-                        outputs = self.module(inputs)
-                        loss = self.criterion(outputs, targets)
-                    if state:
-                        strategy.backward(loss / parts)
-                self._add(sums, loss, outputs, targets, len(samples))
-                if state and last:
-                    state.step(f"{phase}, batch {number}")
-            world.heartbeat()
-            stop = state and number % STOP_EVERY == 0
-            if stop and (signum := all_reduce_max(stop_flag.signum, world)):
-                return {}, signum
-        totals = all_reduce_sum(sums, world)
-        names = ("loss", *self.metrics)
-        means = {name: float(totals[name] / totals[f"count of {name}"]) for name in names}
-        return means | {"samples": float(totals["count of loss"])}, 0
+    def __init__(self, metrics: Mapping[str, Metric]) -> None:
+        self.metrics = metrics
+        self.sums: dict[str, Any] = defaultdict(float)  # float64, on the device
 
     @torch.no_grad()
-    def _add(
-        self, sums: dict[str, Any], loss: Tensor, outputs: Any, targets: Any, count: int
-    ) -> None:
-        """Add the loss and the metrics of a batch in float64, on the device."""
-        sums["loss"] += loss.double().reshape(()) * count
-        sums["count of loss"] += count
+    def add(self, num_samples: int, loss: Tensor, outputs: Any, targets: Any) -> None:
+        """Add a batch."""
+        self.sums["loss"] += loss.double() * num_samples
+        self.sums["samples"] += num_samples
         for name, metric in self.metrics.items():
             values = metric(outputs, targets)
-            if not values.ndim:  # a mean would give small batches the weight of large ones
-                raise UserError(f"metric {name} must return a tensor of one value for each sample")
-            sums[name] += values.sum(dtype=torch.float64)
-            sums[f"count of {name}"] += values.numel()
+            self.sums[f"sum of {name}"] += values.sum(dtype=torch.float64)
+            self.sums[f"count of {name}"] += values.numel()
 
-    def evaluate(self, loader: SharedLoader) -> dict[str, float]:
-        """Return the mean loss, the metrics and the number of samples; all ranks call."""
-        was_training = self.module.training
-        self.module.eval()
-        try:
-            return self.use(loader, "evaluation")[0]
-        finally:
-            self.module.train(was_training)
+    def read(self, world: World) -> dict[str, float]:
+        """Return the means, and the number of samples; all ranks call."""
+        totals = all_reduce_sum(self.sums, world)
+        samples = float(totals["samples"])
+        means = {n: float(totals[f"sum of {n}"] / totals[f"count of {n}"]) for n in self.metrics}
+        return {"loss": float(totals["loss"]) / samples, **means, "samples": samples}
 
 
+def run_batch(
+    module: nn.Module, criterion: Criterion, strategy: Strategy, inputs: Any, targets: Any
+) -> tuple[Any, Tensor]:
+    """Return outputs and loss of a batch, in the strategy's precision."""
+    with strategy.autocast():
+        outputs = module(inputs)
+        return outputs, criterion(outputs, targets)
+
+
+@torch.no_grad()
 def evaluate(
     module: nn.Module,
-    loader: DataLoader,
+    loader: DataLoader | SharedLoader,
     criterion: Criterion,
     strategy: Strategy,
     metrics: Mapping[str, Metric] | None = None,
@@ -142,23 +99,34 @@ def evaluate(
     Returns:
         "loss", each metric by its name, and "samples", the number of samples.
     """
-    shared = SharedLoader(loader, strategy.world, training=False)
-    return Task(module, criterion, strategy, metrics or {}).evaluate(shared)
+    world, means = strategy.world, Means(metrics or {})
+    if isinstance(loader, DataLoader):
+        loader = SharedLoader(loader, world, training=False)
+    world.set_phase("evaluation")
+    was_training = module.training
+    module.eval()
+    for num_samples, inputs, targets in loader.batches():
+        outputs, loss = run_batch(module, criterion, strategy, inputs, targets)
+        means.add(num_samples, loss, outputs, targets)
+    module.train(was_training)
+    return means.read(world)
 
 
 # ---- training
 
 
-@dataclass
-class FitState:
-    """The state of a fit between epochs, which a checkpoint holds."""
+@dataclass(kw_only=True)
+class Fitting:
+    """A fit between two epochs; a checkpoint holds its state."""
 
-    strategy: Strategy
+    module: nn.Module
     optimizer: torch.optim.Optimizer
+    criterion: Criterion
+    strategy: Strategy
+    metrics: Mapping[str, Metric]
     scheduler: Any
-    extra: dict[str, Any]  # values of the caller
-    facts: dict[str, Any]  # settings that a resumed fit must share
-    config: FitConfig = FitConfig()
+    config: FitConfig
+    extra: dict[str, Any]  # settings that a resumed fit must share, the caller's among them
     epoch: int = 0
     best_epoch: int = 0
     best_loss: float = math.inf
@@ -166,8 +134,57 @@ class FitState:
     history: list[dict[str, float]] = field(default_factory=list)
     best_weights: dict[str, Tensor] | None = None
 
-    def add(self, record: dict[str, float]) -> bool:
-        """Add an epoch's record; return True if it is the best; all ranks call."""
+    def train_epoch(self, loader: SharedLoader) -> dict[str, float] | None:
+        """Train on every batch once; return the means, or None after a stop signal."""
+        epoch, world, means = self.epoch + 1, loader.world, Means(self.metrics)
+        world.set_phase(f"epoch {epoch}")
+        world.forget_waits()  # their marks would pile up
+        torch.manual_seed(epoch_seed(self.config.seed, epoch, world.rank))
+        self.module.train()
+        for number, (num_samples, inputs, targets) in enumerate(loader.batches(epoch)):
+            # place of the batch in its step; the last step may have fewer parts
+            place = number % self.config.grad_accumulation
+            num_left = loader.num_batches - (number - place)
+            num_parts = min(self.config.grad_accumulation, num_left)
+            last = place == num_parts - 1
+            if place == 0:
+                self.optimizer.zero_grad()
+            with self.strategy.accumulating(last):
+                outputs, loss = run_batch(
+                    self.module, self.criterion, self.strategy, inputs, targets
+                )
+                self.strategy.backward(loss / num_parts)
+            means.add(num_samples, loss, outputs, targets)
+            if last:
+                self._step()
+            if number % STOP_EVERY == 0 and all_reduce_max(stop_flag.signum, world):
+                return None
+        merge_buffers(self.module, world)
+        return means.read(world)
+
+    def evaluate(self, loader: SharedLoader) -> dict[str, float]:
+        """Return the means over held-out samples; all ranks call."""
+        return evaluate(self.module, loader, self.criterion, self.strategy, self.metrics)
+
+    def _step(self) -> None:
+        """Take an optimizer step; raise UserError if too many in a row are not finite."""
+        _, stepped = self.strategy.step(self.optimizer, self.config.max_grad_norm)
+        if self.strategy.overflowed:  # it is part of the search for a loss scale
+            return
+        self.bad_in_a_row = 0 if stepped else self.bad_in_a_row + 1
+        if self.bad_in_a_row > self.config.max_bad_steps:
+            raise UserError(
+                f"loss or gradient was NaN or inf in {self.bad_in_a_row} steps in a row, more than "
+                f"max_bad_steps {self.config.max_bad_steps}: lower the learning rate",
+                exit_code=1,
+            )
+
+    def end_epoch(self, record: dict[str, float]) -> bool:
+        """Add the epoch's record; return True if it is the best; all ranks call."""
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(record["valid/loss"])
+        elif self.scheduler is not None:
+            self.scheduler.step()
         self.epoch += 1
         self.history.append(record)
         improved = record.get("valid/loss", math.inf) < self.best_loss
@@ -178,86 +195,57 @@ class FitState:
             self.best_weights = {name: value.detach().cpu().clone() for name, value in weights}
         return improved
 
-    def step(self, place: str) -> None:
-        """Take an optimizer step; raise UserError if too many in a row are not finite."""
-        _, stepped = self.strategy.step(self.optimizer, self.config.max_grad_norm)
-        if self.strategy.overflowed:  # it is part of the search for a loss scale
-            return
-        self.bad_in_a_row = 0 if stepped else self.bad_in_a_row + 1
-        most = self.config.max_bad_steps
-        problem = f"loss or gradient is NaN or inf ({self.bad_in_a_row} in a row, at most {most})"
-        if self.bad_in_a_row and self.strategy.world.is_main_process:
-            logger.warning("%s: %s: the step is skipped", place, problem)
-        if self.bad_in_a_row > most:
-            fix = "lower the learning rate, or raise max_bad_steps"
-            raise UserError(f"{problem}: {fix}", exit_code=1)
-
-    def save(self, run: RunDir, *, keep: int, best: bool) -> None:
+    def save(self, run: RunDir, improved: bool) -> None:
         """Write the records so far and a checkpoint; all ranks call and fail together."""
         world = self.strategy.world
-        module = self.strategy.module_state()
-        optimizer = self.strategy.optimizer_state(self.optimizer)
-        check_in_sync(module, world)
-        state: dict[str, Any] | None = None
+        state: dict[str, Any] = {name: getattr(self, name) for name in SAVED}
+        state["module"] = self.strategy.module_state()
+        state["optimizer"] = self.strategy.optimizer_state(self.optimizer)
+        state["strategy"] = self.strategy.state_dict()
+        state["scheduler"] = self.scheduler and self.scheduler.state_dict()
+        check_in_sync(state["module"], world)
         if world.is_main_process:
-            state = {name: getattr(self, name) for name in (*PROGRESS, "facts", "extra")}
-            state |= {"module": module, "optimizer": optimizer}
-            state["strategy"] = self.strategy.state_dict()
-            state["scheduler"] = self.scheduler and self.scheduler.state_dict()
             run.write_records(without_nan(self.history))
-        measured = {"valid/loss": self.best_loss} if best else {}
         _, problem = save_agreed(
-            run.path, state, world, iteration=self.epoch, keep=keep, measured=measured, best=best
+            run.path,
+            state if world.is_main_process else None,
+            world,
+            iteration=self.epoch,
+            keep=self.config.keep_checkpoints,
+            measured={"valid/loss": self.best_loss} if improved else {},
+            best=improved,
         )
         if problem:
             raise UserError(problem, exit_code=1)
 
     def restore(self, run: RunDir, resume: bool) -> None:
         """Continue from the newest valid checkpoint if there is one; all ranks call."""
-        newest, problem = "", ""
+        newest = ""
         if self.strategy.world.is_main_process:
-            try:
-                check_layout(run.path)
-                newest = str(latest_checkpoint(run.path) or "") if resume else ""
-            except (ValueError, OSError) as error:
-                problem = one_line(error, named=False)
-            if not newest and not problem and any(run.checkpoints.glob("*.pt")):
-                fix = "they are damaged: move them away" if resume else "resume it"
-                problem = f"{run.path} holds checkpoints already: {fix}, or name another run_dir"
-        newest, problem = all_gather_json([newest, problem], self.strategy.world)[0]
-        if problem:
-            raise UserError(problem)
+            check_layout(run.path)
+            newest = str(latest_checkpoint(run.path) or "") if resume else ""
+            if not newest and any(run.checkpoints.glob("*.pt")):
+                raise UserError(f"{run.path} holds checkpoints: resume it, or name another run_dir")
+        newest = all_gather_json(newest, self.strategy.world)[0]
         if newest:
-            self.load(load_checkpoint(newest), run.checkpoints / BEST_FILE)
+            self._load(load_checkpoint(newest), run.checkpoints / BEST_FILE)
             logger.info("continuing from %s, epoch %d", newest, self.epoch)
 
-    def load(self, state: dict[str, Any], best_file: Path) -> None:
-        """Continue from the content of a checkpoint, and the weights of the best epoch."""
-        saved = state["facts"] | state["extra"]
-        differing = [
-            f"{name} {now} (it has {saved[name]})"
-            for name, now in (self.facts | self.extra).items()
-            if str(saved.get(name, now)) != str(now)
-        ]
-        if differing:
-            raise UserError(f"this differs from the run to resume: {', '.join(differing)}")
-        try:
-            self.strategy.load(state["module"], self.optimizer, state["optimizer"])
-            self.strategy.load_state_dict(state["strategy"])
-            if self.scheduler is not None:
-                self.scheduler.load_state_dict(state["scheduler"])
-        except Exception as error:  # torch raises many kinds for other names, shapes and types
-            problem = f"the checkpoint is of another module or optimizer: {one_line(error)}"
-            raise UserError(problem) from error
-        for name in PROGRESS:
+    def _load(self, state: dict[str, Any], best_file: Path) -> None:
+        """Continue from the content of a checkpoint."""
+        for name, saved in state["extra"].items():
+            if str(self.extra[name]) != str(saved):
+                now = self.extra[name]
+                raise UserError(f"{name} {now} differs from the run to resume (it has {saved})")
+        self.strategy.load(state["module"], self.optimizer, state["optimizer"])
+        self.strategy.load_state_dict(state["strategy"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        for name in SAVED:
             setattr(self, name, state[name])
+        # if a process was killed while it saved, best.pt is of the epoch that is now repeated
         if self.best_epoch:
-            best = state if self.best_epoch == self.epoch else load_checkpoint(best_file)
-            if best["epoch"] == self.best_epoch:
-                self.best_weights = best["module"]
-            # a process that was killed while it saved leaves a best.pt of a later epoch
-            elif best["epoch"] <= self.epoch:
-                raise UserError(f"{best_file} does not hold epoch {self.best_epoch}: put it back")
+            self.best_weights = load_checkpoint(best_file)["module"]
 
 
 def fit(
@@ -281,7 +269,7 @@ def fit(
 
     Every epoch begins by seeding torch from `config.seed`, epoch and rank, so a resumed run
     continues as if it had not stopped. A stop signal ends an epoch early, and resuming repeats it.
-    After an epoch BatchNorm's statistics are averaged over ranks; other buffers become rank 0's.
+    After an epoch, buffers of floating-point numbers are averaged over ranks.
 
     Args:
         module: the result of `strategy.wrap`.
@@ -294,105 +282,83 @@ def fit(
         extra: plain values to store in checkpoints as "extra"; a resumed run must give the same.
 
     Raises:
-        BatchError: a batch raised, on any rank.
         UserError: bad sizes, a foreign checkpoint, or too many steps without a finite gradient.
     """
     config, world = config or FitConfig(), strategy.world
-    if {"loss", "samples"} & set(metrics or {}):
-        raise UserError("loss and samples are reported anyway: give the metric another name")
-    if validation is None and (config.patience or isinstance(scheduler, ReduceLROnPlateau)):
-        raise UserError("patience and ReduceLROnPlateau need the validation loss: give validation")
+    if config.patience and validation is None:
+        raise UserError("patience needs the validation loss: give validation")
     if module is not strategy.module:
         raise UserError("fit takes the module that strategy.wrap returned last: wrap it first")
-    if resume and run_dir is None:
-        raise UserError("resume needs a run_dir with checkpoints: name it")
     train = SharedLoader(loader, world, training=True, seed=config.seed)
     held_out = SharedLoader(validation, world, training=False) if validation is not None else None
-    facts = {
+    settings = {
         "optimizer": type(optimizer).__name__,
-        "scheduler": type(scheduler).__name__ if scheduler is not None else "none",
+        "scheduler": type(scheduler).__name__,
         "seed": config.seed,
         "batch_size": train.batch_size,
         "grad_accumulation": config.grad_accumulation,
         "samples": train.num_samples,
     }
-    state = FitState(strategy, optimizer, scheduler, dict(extra or {}), facts, config)
+    fitting = Fitting(
+        module=module,
+        optimizer=optimizer,
+        criterion=criterion,
+        strategy=strategy,
+        metrics=metrics or {},
+        scheduler=scheduler,
+        config=config,
+        extra=dict(extra or {}) | settings,
+    )
     run = RunDir(run_dir) if run_dir is not None else None
     if run:
-        state.restore(run, resume)
-    task = Task(module, criterion, strategy, metrics or {})
-    signum = _fit_epochs(state, task, train, held_out, run)
-    if not signum and state.best_weights and state.best_epoch != state.epoch:
-        strategy.load(state.best_weights, optimizer, strategy.optimizer_state(optimizer))
-    return FitResult(state.history, state.best_epoch if held_out else state.epoch, signum)
+        fitting.restore(run, resume)
+    signum = fit_epochs(fitting, train, held_out, run)
+    if not signum and fitting.best_weights and fitting.best_epoch != fitting.epoch:
+        strategy.load(fitting.best_weights, optimizer, strategy.optimizer_state(optimizer))
+    return FitResult(fitting.history, fitting.best_epoch if held_out else fitting.epoch, signum)
 
 
-def _fit_epochs(
-    state: FitState,
-    task: Task,
-    train: SharedLoader,
-    held_out: SharedLoader | None,
-    run: RunDir | None,
+def fit_epochs(
+    fitting: Fitting, train: SharedLoader, held_out: SharedLoader | None, run: RunDir | None
 ) -> int:
     """Train, validate and save epoch by epoch; return the signal that ended it, or 0."""
-    config, scheduler, world = state.config, state.scheduler, state.strategy.world
+    config, world = fitting.config, train.world
     board: GuardedLogger | None = None
     if run and world.is_main_process:
-        board = open_tensorboard(run.path, purge_step=state.epoch + 1)
+        board = open_tensorboard(run.path, purge_step=fitting.epoch + 1)
     signum = 0
-    while not signum and state.epoch < config.epochs:
-        if 0 < config.patience <= state.epoch - state.best_epoch:
+    while not signum and fitting.epoch < config.epochs:
+        if 0 < config.patience <= fitting.epoch - fitting.best_epoch:
             break
-        epoch, started = state.epoch + 1, time.perf_counter()
-        world.forget_waits()  # their marks would pile up
-        torch.manual_seed(epoch_seed(config.seed, epoch, world.rank))
-        task.module.train()
-        figures, signum = task.use(train, f"epoch {epoch}", epoch, state)
-        if signum:
-            break
-        seconds = time.perf_counter() - started
-        _merge_buffers(task.module, world)
-        record = {"epoch": float(epoch)}
-        record |= {f"train/{name}": value for name, value in figures.items()}
-        if held_out:
-            valid = task.evaluate(held_out)
-            record |= {f"valid/{name}": value for name, value in valid.items()}
-        if isinstance(scheduler, ReduceLROnPlateau):
-            scheduler.step(record["valid/loss"])
-        elif scheduler is not None:
-            scheduler.step()
-        best = state.add(record)
-        if run:
-            state.save(run, keep=config.keep_checkpoints, best=best)
-        if board:
-            board.write(without_nan(record), epoch)
-            board.flush()
-        line = f"epoch {epoch}/{config.epochs}: "
-        line += "".join(f"{name} {record[name]:.4g}, " for name in record if "/" in name)
-        line += f"{figures['samples'] / seconds:,.0f} samples/s{', best so far' * best}"
-        logger.info(line)
-        if config.progress and world.is_main_process:
-            print(line, flush=True)
+        means = fitting.train_epoch(train)
+        if means is not None:
+            record = {"epoch": fitting.epoch + 1.0}
+            record |= {f"train/{name}": mean for name, mean in means.items()}
+            if held_out:
+                means = fitting.evaluate(held_out)
+                record |= {f"valid/{name}": mean for name, mean in means.items()}
+            improved = fitting.end_epoch(record)
+            if run:
+                fitting.save(run, improved)
+            if board:
+                board.write(without_nan(record), fitting.epoch)
+                board.flush()
+            if config.progress and world.is_main_process:
+                print(
+                    ", ".join(f"{name} {value:.4g}" for name, value in record.items()), flush=True
+                )
         signum = all_reduce_max(stop_flag.signum, world)
     if board:
         board.close()
     return signum
 
 
-def _merge_buffers(module: nn.Module, world: World) -> None:
-    """Make the buffers of the ranks equal: each rank saw its share of every batch.
+def merge_buffers(module: nn.Module, world: World) -> None:
+    """Average buffers over ranks, such as BatchNorm's statistics.
 
-    BatchNorm's running statistics become the mean over ranks, all others those of rank 0.
+    Each rank saw only its share of every batch.
     """
-    if world.size == 1:
-        return
-    averaged: dict[str, Tensor] = {}
-    for name, part in module.named_modules():
-        for key, value in part.named_buffers(recurse=False):
-            if not isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-                with world.waiting("buffers of the main process"):
-                    broadcast_from_rank0(value)
-            elif value.is_floating_point():
-                averaged[f"{name}.{key}"] = value
-    for name, total in (all_reduce_sum(averaged, world) if averaged else {}).items():
-        averaged[name].copy_(total / world.size)
+    buffers = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
+    if world.size > 1 and buffers:
+        for name, total in all_reduce_sum(buffers, world).items():
+            buffers[name].copy_(total / world.size)
