@@ -277,9 +277,7 @@ NEEDS: dict[str, Callable[[RunConfig], bool]] = {  # what a flag needs to have a
         lambda config: config.task.is_trading and config.data.data == "simulated",
     ),
     "num_episodes": lambda config: not config.train.total_steps,
-    "lr_scaling": lambda config: config.train.scaling == "weak",
     "refresh_states": lambda config: not config.policy.stateless,
-    "separate_trunks": lambda config: not config.policy.is_cascade,
     "hybrid_form": lambda config: config.launch.strategy == "hybrid",
     "shard_size": lambda config: (
         config.launch.strategy in ("hybrid", "auto") and config.launch.hybrid_form == "shard"

@@ -11,10 +11,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agents.config import RunConfig
 from agents.run.auto import choose
+from agents.run.callbacks import Callbacks, make_watch
 from agents.run.limits import check_rollouts, explained_faults
 from agents.run.saved import initial_weights, load_newest, share_checkpoint
 from agents.run.start import Run
@@ -32,9 +33,6 @@ from rl_dist.telemetry import events
 from rl_dist.telemetry.loggers import named_loggers
 from rl_dist.telemetry.metrics import NullWriter, open_writer, setup_logging
 from rl_dist.telemetry.monitor import Monitor, sources_of
-
-if TYPE_CHECKING:
-    from agents.run.callbacks import Callbacks
 
 logger = logging.getLogger(__name__)  # for the log files
 # Flags that may differ between hosts: what a host has (GPUs, cores), and where its data lie. The
@@ -94,14 +92,7 @@ def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Tr
         parts["pretrained"] = initial_weights(config.train)
     if config.train.validate_every:
         parts["validate"] = validation_of(config, task, world)
-    if config.train.stop_at or config.train.callback or callbacks:
-        from agents.run.callbacks import make_watch
-
-        parts["watch"] = make_watch(config.train.stop_at, config.train.callback, callbacks, world)
-    if config.train.profile:
-        from agents.run.metric_table import bottleneck
-
-        parts["explain"] = bottleneck
+    parts["watch"] = make_watch(config.train, callbacks, world)
     job = Job(
         train=config.train,
         policy=config.policy,

@@ -64,7 +64,6 @@ class Job:
     validate: Validate | None = None
     watch: Watch | None = None  # callbacks, and when to stop early
     pretrained: InitialWeights | None = None
-    explain: Callable[[Mapping[str, float]], str] = lambda seconds: ""  # names the bottleneck
     config: dict[str, Any] | None = None  # nested configuration, stored in checkpoints
 
 
@@ -99,7 +98,7 @@ class Training:
         if train.profile:
             from rl_dist.telemetry.profiler import Profiler
 
-            self.profiler = Profiler(job.run_dir, world, job.explain)
+            self.profiler = Profiler(job.run_dir, world)
         self.monitor = Monitor((), 0)  # the caller may set one of this rank's GPU, CPU and memory
         self.iteration = 0
         self.global_step = 0
@@ -336,7 +335,7 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         if improved or is_due(training, config.checkpoint_every, last):
             path = save(training, best, last, writer)
             if path and job.watch:
-                job.watch.saved(training, metrics, path)
+                job.watch.call("checkpoint", training, metrics, path)
         elif is_due(training, config.sync_check_every):
             check_in_sync(training.replicated(), world)
     if reason:

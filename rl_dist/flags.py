@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import re
 import reprlib
@@ -28,7 +27,7 @@ import pydantic
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 from pydantic.fields import FieldInfo
 
-from rl_dist.errors import CommandParser, UserError
+from rl_dist.errors import CommandParser, UserError, did_you_mean
 
 __all__ = ["Field", "Text", "configuration", "or_auto", "parse_flags"]
 
@@ -124,7 +123,6 @@ def parse_flags(
     extra: Callable[[argparse.ArgumentParser], None] | None = None,
     prog: str | None = None,
     main: Set[str] = frozenset(),
-    other_names: Mapping[str, str] = {},
 ) -> ParsedFlags:
     """Parse a command line; bad input prints one line and exits with 2.
 
@@ -134,7 +132,6 @@ def parse_flags(
         extra: adds further flags to the parser, first in --help and returned in `.extra`.
         prog: the command's name in --help; by default the script's.
         main: flags that --help shows, while --help_all shows all; empty: --help shows all.
-        other_names: names of some flags in other programs, for "did you mean".
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     usage = "%(prog)s [--flag value ...]"
@@ -150,7 +147,7 @@ def parse_flags(
             about = str(field.description).rstrip(".").replace("%", "%%")
             text = f"{about} (default: {shown(getattr(section, name))}; {allowed(field)})"
             _add_flag(group, name, field, text if shows_all or name in main else argparse.SUPPRESS)
-    values = vars(_parse_known(parser, argv, other_names))
+    values = vars(_parse_known(parser, argv))
     names = [name for section in sections.values() for name in vars(section) if name in values]
     given = {name: values.pop(name) for name in names}
     given = {name: " ".join(v) if isinstance(v, list) else v for name, v in given.items()}
@@ -180,9 +177,7 @@ def _digits(text: str) -> str:
     return text
 
 
-def _parse_known(
-    parser: CommandParser, argv: list[str], other_names: Mapping[str, str]
-) -> argparse.Namespace:
+def _parse_known(parser: CommandParser, argv: list[str]) -> argparse.Namespace:
     parser._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # -1e-3 is no flag
     flags = parser._option_string_actions
     namespace, unknown = parser.parse_known_args([_canonical(word, flags) for word in argv])
@@ -190,10 +185,7 @@ def _parse_known(
         name = word.split("=")[0]
         if not name.startswith("-"):
             parser.error(f"unexpected argument {word!r}: values follow a flag, see --help")
-        meant = other_names.get(name.lstrip("-").lower(), "")
-        near = [f"--{meant}"] if meant else difflib.get_close_matches(name, flags, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ", see --help"
-        parser.error(f"unknown flag {name}{hint}")
+        parser.error(f"unknown flag {name}: {did_you_mean(name, flags) or 'see --help'}")
     return namespace
 
 

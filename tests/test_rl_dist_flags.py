@@ -93,12 +93,11 @@ def test_flags_go_to_their_section_and_can_be_given_again(argv, values):
         (["8"], ["'8'"]),
         (["--num_env", "8"], ["unknown flag --num_env", "did you mean --num_envs?"]),
         (["--chosen", "cpu"], ["unknown flag --chosen"]),
-        (["--lr=3"], ["unknown flag --lr", "did you mean --learning_rate?"]),
     ],
 )
 def test_bad_flags_are_one_line(capsys, argv, parts):
     with pytest.raises(SystemExit, match="2"):
-        parse(*argv, other_names={"lr": "learning_rate"})
+        parse(*argv)
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1
     assert all(part in err for part in parts)

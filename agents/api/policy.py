@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from torch import Tensor
 
 from agents.network.noise import action_noise
 from agents.network.seeds import PREDICTION_STREAM, stream_seeds
 from agents.rollout import policy_input, shift_history
 from agents.run.saved import LoadedAgent, Which, load_agent
-from envs.vector.spaces import MASK_KEY, ActionDecoder, check_masks, flat_mask
+from envs.vector.spaces import MASK_KEY, ActionDecoder, check_masks, flat_mask, leaves, pick
 from rl_dist.errors import UserError, one_line
 
 # recurrent state [B, S, H], window before [B, n-1, F], action before as an input [B, n or 0]
@@ -67,61 +66,66 @@ class LoadedPolicy:
         Raises:
             UserError: an argument that does not fit, or holds NaN or infinity.
         """
-        is_single = self._is_single(observation)
-        rows = self._encoded(observation, is_single)  # [B, F]
+        rows, is_single = self._encoded(observation)  # [B, F]
         count = len(rows)
-        starts = False if episode_start is None else episode_start
-        start = _for_each(count, "episode_start", starts).astype(bool)
-        rewards = _for_each(count, "reward", reward) * ~start
-        has_memory = not self.agent.policy.config.stateless
-        if state is None and episode_start is not None and has_memory and not start.all():
-            text = "predict got no state in the middle of an episode: the policy acts without its "
-            warnings.warn(text + "memory; pass what the call before returned", stacklevel=2)
-        state = self._checked_state(state, count)
-        columns = {"previous_action": state[2] * ~start[:, None]}
-        columns["previous_reward"] = rewards[:, None]
-        if size := self._extras.get(MASK_KEY):
-            if action_masks is None:
-                text = "predict got no action_masks: all actions count as allowed, though this "
-                text += "policy was trained with --info_mask; pass action_masks=info['action_mask']"
-                warnings.warn(text, stacklevel=2)
-            columns[MASK_KEY] = np.ones((count, size))
-        if action_masks is not None:
-            columns[MASK_KEY] = self._masks([action_masks] if is_single else action_masks, count)
-        extras = [columns[name].astype(np.float32) for name in self._extras]
-        row = torch.from_numpy(np.concatenate([rows, *extras], axis=1))
-        actions, after_step = self._act(row, state, torch.from_numpy(start), deterministic)
-        decoded = self._decode(actions)
+        forgets = False if episode_start is None else episode_start
+        start = np.broadcast_to(np.ravel(forgets).astype(bool), count).copy()
+        rewards = np.broadcast_to(np.ravel(reward), count) * ~start
+        state = self._fitting(state, count)
+        if action_masks is None and MASK_KEY in self._extras:
+            text = "predict got no action_masks: all actions count as allowed, though this policy "
+            text += "was trained with --info_mask; pass action_masks=info['action_mask']"
+            warnings.warn(text, stacklevel=2)
+        masks = [action_masks] if is_single and action_masks is not None else action_masks
+        extras = {
+            "previous_action": state[2] * ~start[:, None],
+            "previous_reward": rewards[:, None],
+            MASK_KEY: self._masks(masks, count),
+        }
+        columns = [rows, *(extras[name].astype(np.float32) for name in self._extras)]
+        row = np.concatenate(columns, axis=1)
+        if not all(np.isfinite(part).all() for part in (row, *state)):
+            raise UserError("observation, reward or state holds NaN or infinity")
+        actions, state = self._act(torch.from_numpy(row), state, start, deterministic)
+        return (_first(actions) if is_single else actions), state
+
+    def _act(
+        self, obs: Tensor, state: State, start: np.ndarray, deterministic: bool
+    ) -> tuple[Any, State]:
+        """Return actions in the units of the environment, and the state after them."""
+        policy = self.agent.policy
+        like = policy.critic_head.weight
+        lstm_state, history = (torch.as_tensor(part).to(like) for part in state[:2])
+        obs, begins = obs.to(like.device), torch.from_numpy(start).to(like.device)
+        history = history * ~begins[:, None, None]
+        seen = policy_input(self.agent.normalizer, history, obs, like.dtype)
+        push = None
+        if not deterministic:
+            place = (self._noise_seed, 0, len(obs), self._num_drawn, 1)
+            noise = action_noise(self._decode.space, *place)[0].to(like)  # [B, A]
+            push = policy.pushes(noise)
+            self._num_drawn += 1
+        actions, _, _, lstm_state = policy.act(seen, lstm_state, begins, push)
         inputs = self._decode.encode(actions)[:, : state[2].shape[1]]
-        return (_first(decoded) if is_single else decoded), (*after_step, inputs)
+        after = lstm_state.cpu().numpy(), shift_history(history, seen).cpu().numpy(), inputs
+        return self._decode(actions), after
 
-    def _is_single(self, observation: Any) -> bool:
-        """Return whether this is one observation and not a batch of them."""
-        space: Any = self.observation_space
+    def _encoded(self, observation: Any) -> tuple[np.ndarray, bool]:
+        """Return an observation, or a batch, as rows [B, F], and whether it is a single one."""
+        path, space = next(leaves(self.observation_space))
         try:
-            while isinstance(space, spaces.Dict | spaces.Tuple):
-                key: Any = next(iter(space.spaces)) if isinstance(space, spaces.Dict) else 0
-                space, observation = space[key], observation[key]
-            return np.shape(observation) == (space.shape or ())
-        except (LookupError, TypeError, ValueError):
-            return True  # it fits in no way, as encoding shows
-
-    def _encoded(self, observation: Any, is_single: bool) -> np.ndarray:
-        """Return an observation, or a batch, as rows [B, F]."""
-        shape = self.observation_space.shape
-        try:
-            count = 1 if is_single else _batch_size(observation)
+            shape = np.shape(pick(observation, path))
+            is_single = shape == space.shape
+            if not is_single and (shape[1:] != space.shape or not shape[0]):
+                raise ValueError(f"its shape is {shape}; one has {space.shape}")
             batch = [observation] if is_single else observation
-            if count < 1 or shape not in (None, np.shape(batch)[1:]):
-                raise ValueError(f"its shape is {np.shape(observation)}; one has {shape}")
-            rows = self._encode(batch, count)
+            return self._encode(batch, 1 if is_single else shape[0]), is_single
         except (LookupError, TypeError, ValueError) as error:
-            space = " ".join(str(self.observation_space).split())[:300]
+            text = " ".join(str(self.observation_space).split())[:300]
             why = one_line(error, named=isinstance(error, KeyError))
-            raise UserError(f"observation does not fit {space}: {why}") from None
-        return _finite("observation", rows)
+            raise UserError(f"observation does not fit {text}: {why}") from None
 
-    def _checked_state(self, state: State | None, count: int) -> State:
+    def _fitting(self, state: State | None, count: int) -> State:
         """Return the state for `count` environments: zeros for None."""
         policy = self.agent.policy
         parts = policy.initial_state(count), policy.empty_history(count)
@@ -129,18 +133,19 @@ class LoadedPolicy:
         zeros = (*(part.cpu().numpy() for part in parts), inputs)
         if state is None:
             return zeros
-        expected = [part.shape for part in zeros]
-        given = [np.shape(part) for part in state] if isinstance(state, tuple | list) else []
+        expected, given = ([np.shape(part) for part in parts] for parts in (zeros, state))
         if given != expected:
             raise UserError(
                 f"state does not fit {count} observation(s) of this policy: expected shapes "
                 f"{expected}, got {given}; pass what the last predict returned, or None at a start"
             )
-        return tuple(_finite("state", part) for part in state)
+        return state
 
     def _masks(self, masks: Any, count: int) -> np.ndarray:
-        """Return one mask for each observation as [B, choices], from any form of training's."""
-        size = self._extras.get(MASK_KEY)
+        """Return masks in any form of training's as rows [B, choices]; None: all are allowed."""
+        size = self._extras.get(MASK_KEY, 0)
+        if masks is None:
+            return np.ones((count, size))
         if not size:
             raise UserError("action_masks: this policy was trained without --info_mask")
         try:
@@ -153,24 +158,6 @@ class LoadedPolicy:
             problem = f"action_masks must be {count} mask(s) of {size} numbers"
             raise UserError(f"{problem}: {one_line(error, named=False)}") from None
         return rows
-
-    def _act(
-        self, obs: Tensor, state: State, start: Tensor, deterministic: bool
-    ) -> tuple[Tensor, State]:
-        policy, normalizer = self.agent.policy, self.agent.normalizer
-        like = policy.critic_head.weight
-        lstm_state, history = (torch.as_tensor(part).to(like) for part in state[:2])
-        obs, start = obs.to(like.device), start.to(like.device)
-        history = history * ~start[:, None, None]
-        seen = policy_input(normalizer, history, obs, like.dtype)
-        push = None
-        if not deterministic:
-            place = (self._noise_seed, 0, len(obs), self._num_drawn, 1)
-            noise = action_noise(self._decode.space, *place)[0].to(like)  # [B, A]
-            push = policy.pushes(noise)
-            self._num_drawn += 1
-        actions, _, _, after = policy.act(seen, lstm_state, start, push)
-        return actions, (after.cpu().numpy(), shift_history(history, seen).cpu().numpy())
 
 
 def load_policy(
@@ -193,28 +180,6 @@ def load_policy(
         UserError: there is no such checkpoint, it is damaged, or its core has to be named.
     """
     return LoadedPolicy(load_agent(path, device, which, core), seed)
-
-
-def _for_each(count: int, name: str, given: Any) -> np.ndarray:
-    """Return [count] numbers, one for all or one for each."""
-    numbers = np.asarray(given)
-    if numbers.dtype.kind not in "biuf" or numbers.size not in (1, count):
-        raise UserError(f"{name} must be {count} number(s), one per observation, got {given!r:.80}")
-    return np.broadcast_to(_finite(name, numbers).ravel(), count)
-
-
-def _finite(name: str, numbers: Any) -> np.ndarray:
-    """Return numbers as an array; refuse NaN and infinity."""
-    if not np.isfinite(numbers).all():
-        raise UserError(f"{name} holds NaN or infinity")
-    return np.asarray(numbers)
-
-
-def _batch_size(observation: Any) -> int:
-    while isinstance(observation, dict | tuple):
-        first = next(iter(observation)) if isinstance(observation, dict) else 0
-        observation = observation[first]
-    return len(observation)
 
 
 def _first(actions: Any) -> Any:

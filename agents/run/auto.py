@@ -27,12 +27,12 @@ from rl_dist.machine import available_cores, cpu_has_bf16, peak_memory_bytes
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 from rl_dist.strategies.config import StrategyConfig
-from rl_dist.strategies.measure import HEADROOM, TOLERANCE, Candidate, doublings, fastest
+from rl_dist.strategies.measure import HEADROOM, Candidate, doublings, fastest
 from rl_dist.strategies.precision import autocast_dtype
 from rl_dist.strategies.strategy import Strategy
 
 SMALLEST, LARGEST = 8, 2**19  # sequences of a rank between which batch_size auto chooses
-WORTH = 1.1  # speedup from which bf16 is worth its rounding, and workers are worth their cores
+WORTH = 1.1  # speedup that is worth more memory, rounding or cores
 CHOSEN = ("batch_size", "precision", "chosen_strategy", "chosen_on", "env_workers")
 
 
@@ -58,20 +58,20 @@ def choose(run: Run, world: World) -> Run:
     trials = Trials(config.prepare_task(world.heartbeat), run.resolved.gpu_ids, world)
     if config.train.batch_size == AUTO:
         sizes = doublings(allowed_batch_sizes(config.train, world.size))
-        config = trials.best(config, "batch_size", sizes, trials.steps, TOLERANCE)
+        config = trials.best(config, "batch_size", sizes, trials.steps)
     if config.launch.precision == "auto":
         has_units = world.device.type == "cpu" and cpu_has_bf16()
         names = ("fp32", "bf16") if all(all_gather_json(has_units, world)) else ("fp32",)
-        config = trials.best(config, "precision", names, trials.steps, WORTH)
+        config = trials.best(config, "precision", names, trials.steps)
     if config.launch.strategy == "auto" and not config.launch.chosen_strategy:
         config = config.changed({"chosen_on": run.resolved.place})
         modes = strategy_modes(world.size, len(run.resolved.gpu_ids))
         steps = partial(trials.steps, together=True)
-        config = trials.best(config, "chosen_strategy", modes, steps, TOLERANCE)
+        config = trials.best(config, "chosen_strategy", modes, steps)
     if config.task.env_workers == AUTO_WORKERS:
         cores = max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         counts = (0, cores, 4 * cores)
-        config = trials.best(config, "env_workers", counts, trials.env_steps, WORTH)
+        config = trials.best(config, "env_workers", counts, trials.env_steps)
     if world.is_main_process:
         run.directory.write_config(config.to_dict())
         run.directory.update_state(precision=config.launch.precision)
@@ -110,7 +110,6 @@ class Trials:
         flag: str,
         values: Iterable[Any],
         steps: Callable[[RunConfig], Iterator[None]],
-        tolerance: float,
     ) -> RunConfig:
         """Return the configuration with the fastest value of a flag, and print why."""
         growing = flag == "batch_size"
@@ -122,7 +121,7 @@ class Trials:
             )
             for value in values
         )
-        best, results = fastest(candidates, self.world, tolerance=tolerance, growing=growing)
+        best, results = fastest(candidates, self.world, tolerance=WORTH, growing=growing)
         figures = "; ".join(map(str, results)) or "no value divides over the ranks"
         name = flag.removeprefix("chosen_")
         if best is None:

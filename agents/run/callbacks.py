@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from agents.config import TrainConfig
 from rl_dist.checkpoint.trust import import_own
 from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
 from rl_dist.process_group.collectives import all_gather_json
@@ -45,25 +46,26 @@ class Watch:
 
     callbacks: Callbacks
     world: World
-    stop_at: str = ""  # a metric and the value that ends the run
+    stop: tuple[str, float] = ("", 0.0)  # a metric and the value that ends the run
     wants_end: bool = field(default=False, init=False)
 
     def __call__(self, training: Any, metrics: Mapping[str, Any]) -> str:
         """Take an iteration's metrics; return the reason to stop, the same on all ranks, or ""."""
         metrics = without_nan(metrics)  # as in metrics.jsonl: losses without a step are None
-        self._call("iteration", training, metrics)
+        self.call("iteration", training, metrics)
         if any(name.startswith("valid/") for name in metrics):
-            self._call("evaluation", training, metrics)
-        reason = "a callback asked for it" if self.wants_end else self._reached(metrics)
+            self.call("evaluation", training, metrics)
+        name, limit = self.stop
+        value = metrics.get(name)
+        reason = "a callback asked for it" if self.wants_end else ""
+        if not reason and isinstance(value, int | float) and value >= limit:
+            reason = f"{name} is {value:.6g}, at least {limit:g}"
         return next(filter(None, all_gather_json(reason, self.world)), "")
 
-    def saved(self, training: Any, metrics: Mapping[str, Any], path: Path) -> None:
-        """Call the checkpoint callback; it can stop training after the next iteration."""
-        self._call("checkpoint", training, metrics, path)
-
-    def _call(
+    def call(
         self, kind: str, training: Any, metrics: Mapping[str, Any], path: Path | None = None
     ) -> None:
+        """Call the callback of a kind; its answer counts at the end of the iteration."""
         callback, run_dir = self.callbacks.get(kind), training.job.run_dir
         if callback is None:
             return
@@ -78,10 +80,9 @@ class Watch:
         self.world.set_phase(f"{kind} callback")
         try:
             answer = callback(moment)
-        except UserError:
-            raise
         except FOREIGN_ERRORS as error:
-            if connection_broke(error):  # another rank has ended, and its end is the reason
+            # a broken connection: another rank has ended, and its end is the reason
+            if isinstance(error, UserError) or connection_broke(error):
                 raise
             name = getattr(callback, "__qualname__", type(callback).__qualname__)
             log = run_dir / "logs" / f"rank_{self.world.rank}.log"
@@ -92,17 +93,12 @@ class Watch:
             ) from error
         self.wants_end |= isinstance(answer, bool | np.bool_) and not answer
 
-    def _reached(self, metrics: Mapping[str, Any]) -> str:
-        """Return in words that the metric of stop_at has reached its value, or ""."""
-        name, _, wanted = self.stop_at.partition(" ")
-        value = metrics.get(name)
-        reached = isinstance(value, int | float) and value >= float(wanted)
-        return f"{name} is {value:.6g}, at least {float(wanted):g}" if reached else ""
 
-
-def make_watch(stop_at: str, named: str, callbacks: Callbacks, world: World) -> Watch | None:
+def make_watch(config: TrainConfig, callbacks: Callbacks, world: World) -> Watch | None:
     """Return the watch of --stop_at and callbacks; None if there is nothing to do."""
-    if named:
-        function = import_own("callback", named)
+    if config.callback:
+        function = import_own("callback", config.callback)
         callbacks = dict.fromkeys(("iteration", "evaluation", "checkpoint"), function)
-    return Watch(callbacks, world, stop_at) if stop_at or any(callbacks.values()) else None
+    if not (config.stop_at or any(callbacks.values())):
+        return None
+    return Watch(callbacks, world, config.stop)

@@ -27,7 +27,6 @@ from agents.run.saved import check_shapes, differences, load_newest, load_saved,
 from agents.run.sizes import shard_sizes
 from envs import MEMORY_IDS
 from envs.task import GymTask, TaskConfig
-from envs.vector.layout import TorchEnv
 from rl_dist.checkpoint.store import Found, find_latest_run
 from rl_dist.checkpoint.trust import check_named, import_from_here
 from rl_dist.errors import UserError
@@ -46,25 +45,6 @@ EPILOG = """examples:
   python train_distributed.py --resume runs/2026-01-31_12-00-00 --num_episodes 10000
 exit codes: 0 done, 1 failed, 2 bad usage, stopped after saving: 130 (INT),
 143 (TERM), 138 (USR1), 129 (HUP)"""
-
-# the usual names of our flags in Stable-Baselines3, CleanRL, RLlib and rl_games
-OTHER_NAMES = {
-    "lr": "learning_rate",
-    "n_envs": "num_envs",
-    "num_workers": "num_envs",
-    "n_steps": "num_steps",
-    "horizon_length": "num_steps",
-    "seq_len": "bptt_steps",
-    "minibatch_size": "batch_size",
-    "num_minibatches": "batch_size",
-    "n_epochs": "update_epochs",
-    "total_timesteps": "total_steps",
-    "lam": "gae_lambda",
-    "tau": "gae_lambda",
-    "clip_range": "clip_coef",
-    "env_id": "env",
-    "log_dir": "run_dir",
-}
 
 # A resumed run may change how long and where it runs, and what it keeps and reports.
 CHANGEABLE = {
@@ -113,7 +93,6 @@ def parse_training(argv: Sequence[str] | None = None) -> ParsedFlags:
         description=DESCRIPTION,
         epilog=EPILOG,
         main=MAIN_FLAGS | vars(RunFlags()).keys(),
-        other_names=OTHER_NAMES,
     )
 
 
@@ -162,18 +141,15 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
             "directory"
         )
 
-    given = parsed.given.keys() - ({"run_dir"} if resume == "auto" else set())
     if directory and found:
         config = config_to_resume(found, directory.path, parsed.given)
-        idle = [*config.idle_flags(), "preset", "quick", "run_dir"]
     else:
         config = fresh_config(parsed)
-        idle = config.idle_flags()
         if resume and is_first():
             print("nothing to resume: starting a fresh run")
-    named = ", ".join(f"--{name}" for name in idle if name in given)
-    if named and is_first():
-        print(f"no effect here: {named}")
+    idle = ", ".join(f"--{name}" for name in config.idle_flags() if name in parsed.given)
+    if idle and is_first():
+        print(f"no effect here: {idle}")
     return ChosenRun(config, directory, found)
 
 
@@ -258,12 +234,10 @@ def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
         if new[name] != old[name] and (name, given[name]) not in KEPT_CHOICES
     }
     reset: dict[str, Any] = {}  # fields that mean nothing on other ranks or with another strategy
-    if "gpu_ids" in changes and "num_gpus" not in changes:
+    if changes.keys() & {"num_gpus", "device", "gpu_ids"}:
+        reset = {"gpu_ids": "", "threads": 0}
+    if "gpu_ids" in changes:
         reset["num_gpus"] = -1
-    if "gpu_ids" not in changes and changes.keys() & {"num_gpus", "device"}:
-        reset["gpu_ids"] = ""
-    if "threads" not in changes and changes.keys() & {"num_gpus", "device", "gpu_ids"}:
-        reset["threads"] = 0
     if changes.keys() & {"strategy", "hybrid_form", "shard_size", "gradient_compression"}:
         reset |= {"chosen_strategy": "", "chosen_on": ""}
     config = saved.changed(reset | changes)
@@ -278,18 +252,13 @@ def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
     return config.without_idle()
 
 
-def check_resumable(
-    state: dict[str, Any], config: RunConfig, policy: Policy, env: TorchEnv
-) -> None:
+def check_resumable(state: dict[str, Any], config: RunConfig, policy: Policy) -> None:
     """Raise UserError if a checkpoint does not fit today's environments."""
     check_shapes(state, config)
     names = ("num_obs", "num_actions", "discrete", "action_sizes")
-    now = {name: policy.shapes()[name] for name in names}
-    now |= {"observations": policy.layout.kinds(), "snapshots": env.can_snapshot}
-    before = {name: state[name] for name in names}
-    before |= {"observations": spaces_of(state)[0].kinds(), "snapshots": env.can_snapshot}
-    if state["environments"] is not None:
-        before["snapshots"] = True
+    now, before = ({name: side[name] for name in names} for side in (policy.shapes(), state))
+    now["observations"] = policy.layout.kinds()
+    before["observations"] = spaces_of(state)[0].kinds()
     _refuse(differences(now, before), "use the environment and version it was trained with")
 
 

@@ -1,4 +1,4 @@
-"""The metrics of a training run, and the bottleneck that a profile shows.
+"""The metrics of a training run.
 
 The reference page of docs/ is made from this table; a test compares it with what runs write.
 """
@@ -6,11 +6,9 @@ The reference page of docs/ is made from this table; a test compares it with wha
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rl_dist.errors import UserError, did_you_mean
-from rl_dist.telemetry.profiler import GRADIENTS, WAITING
 
 
 @dataclass(frozen=True)
@@ -127,36 +125,3 @@ def check_metric(flag: str, name: str, is_trading: bool, precision: str) -> None
     if name not in known and not name.startswith("env/"):
         fix = did_you_mean(name, known) or f"name one of {', '.join(known)}"
         raise UserError(f"{flag} {name} is no metric of this run: {fix}")
-
-
-FIXES = {
-    "the environment": "every rank steps its own share, so more --num_gpus (on a CPU: ranks) step "
-    "more at a time; --env_workers auto steps slow ones in processes; a vectorised environment, or "
-    "one on the GPU, steps many at once",
-    "policy inference": "each call serves all environments of a rank: more --num_envs per call "
-    "cost little more; a smaller --hidden_size costs less",
-    "the update": "more --num_gpus share it out; fewer --update_epochs or a smaller --hidden_size "
-    "make it shorter",
-    "waiting for other ranks": "larger --batch_size and --num_envs make ranks meet less often for "
-    "the same work; take fewer ranks where one is slower than the others",
-}
-
-
-def parts_of(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of a profiled iteration by what could limit it."""
-    gradients_s = seconds.get(GRADIENTS, 0.0)
-    return {
-        "the environment": seconds["collect/environment"],
-        "policy inference": seconds["collect/policy"],
-        "the update": max(0.0, seconds["update"] - gradients_s),
-        "waiting for other ranks": gradients_s + seconds.get(WAITING, 0.0),
-    }
-
-
-def bottleneck(seconds: Mapping[str, float]) -> str:
-    """Name the part of an iteration that takes longest and its fix, in one sentence."""
-    parts = parts_of(seconds)
-    name = max(parts, key=parts.__getitem__)
-    share = parts[name] / sum(parts.values())
-    among = "environment, policy, update and waiting"
-    return f"bottleneck: {name} ({share:.0%} of {among}): {FIXES[name]}"

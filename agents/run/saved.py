@@ -231,11 +231,6 @@ def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
 def spaces_of(state: Mapping[str, Any]) -> tuple[Layout, spaces.Space]:
     """Return the layout of observations and the space of actions of a checkpoint."""
     layout = Layout.from_json(state["layout"])
-    if layout.size != state["num_obs"]:
-        raise UserError(
-            f"the checkpoint is damaged: its layout has {layout.size} numbers, not num_obs "
-            f"{state['num_obs']}"
-        )
     number = state["num_actions"]
     if sizes := state["action_sizes"]:
         return layout, spaces.MultiDiscrete(sizes)

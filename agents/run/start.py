@@ -123,7 +123,7 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, found: Found | None) -
     env = probe(task)
     policy = empty_policy(config, env.layout, env.single_action_space)
     if found:
-        check_resumable(found.state, config, policy, env)
+        check_resumable(found.state, config, policy)
     else:
         check_initial(train, policy)
     if core := policy_config.core:

@@ -44,7 +44,6 @@ WAITING = "waiting for other ranks elsewhere"  # within sections
 TOTALS = (WHOLE, GRADIENTS, WAITING)
 NUM_OPERATORS = 12  # shown in the report; the trace holds all
 Say = Callable[[str], None]
-Explain = Callable[[Mapping[str, float]], str]
 
 
 class SectionTimes:
@@ -80,9 +79,8 @@ class SectionTimes:
 class Profiler:
     """Measures one window of iterations of this rank, then reports it."""
 
-    def __init__(self, run_dir: Path, world: World, explain: Explain) -> None:
-        """Prepare a window; `explain` makes a sentence of seconds by section."""
-        self._run_dir, self._world, self._explain = run_dir, world, explain
+    def __init__(self, run_dir: Path, world: World) -> None:
+        self._run_dir, self._world = run_dir, world
         self._number = 0  # number of the iteration within the window
         self._times = SectionTimes(world.device)
         self._totals = dict.fromkeys(TOTALS, 0.0)  # seconds of TIMED
@@ -136,7 +134,7 @@ class Profiler:
             f"profile of rank {rank}, mean of iterations {first + 1} to {first + 2}\n"
             f"{section_table(seconds)}\n"
             f"operators of iteration {first + WINDOW - 1} by their own time, tracing included\n"
-            f"{operators}\n{self._explain(seconds)}"
+            f"{operators}"
         )
         folder = self._run_dir / FOLDER
         try:

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from train_runs import SIZES, SMALL, only_error, output_in, records, train_here
 
 from agents.config import DEFAULTS, OWNERS, SECTIONS, RunConfig
-from agents.run.choice import OTHER_NAMES, choose_run, fresh_config, parse_training
+from agents.run.choice import choose_run, fresh_config, parse_training
 from agents.run.metric_table import CHOICES, METRICS, MONITORED, OTHER_TASKS, TRADING
 from agents.run.sizes import shard_sizes
 from agents.trainer import Training
@@ -173,7 +173,6 @@ def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, monkeypatch, c
 
 REFUSED = [  # flags, and the field, value and fix that the line must name
     ("--num_epsodes 8", ["--num_epsodes", "--num_episodes"]),
-    ("--env-id x --lr 3", ["--env_id", "--env?"]),
     ("--num_envs -4", ["num_envs", "'-4'", "0"]),
     ("--num_steps 33", ["num_steps 33", "bptt_steps"]),
     ("--num_gpus 3 --device cpu", ["batch_size", "3 rank(s)", "--batch_size"]),
@@ -277,8 +276,6 @@ def config_from(flags):
         ("--data PRICES --market_edge 3 --fee_bps 3", {"market_edge"}),
         ("--eval_episodes 3 --num_worlds 2", {"eval_episodes"}),
         ("--total_steps 1000 --num_episodes 3", {"num_episodes"}),
-        ("--lr_scaling sqrt", {"lr_scaling"}),
-        ("--lr_scaling sqrt --scaling weak", set()),
         ("--env Recall-v0 --policy mlp --refresh_states", {"refresh_states"}),
         ("--hybrid_form pipeline --shard_size 2", {"hybrid_form", "shard_size"}),
         ("--strategy hybrid --hybrid_form pipeline --shard_size 2", {"shard_size"}),
@@ -306,7 +303,6 @@ def test_help_shows_the_fifteen_flags_that_matter(capsys):
     assert main > {"threads", "policy", "gamma", "device", "stop_at", "num_gpus", "batch_size"}
     recorded = {"chosen_preset", "chosen_strategy", "chosen_on", "data_digest"}
     assert set(shown[1]) == OWNERS.keys() - recorded | of_the_run
-    assert set(OTHER_NAMES.values()) <= set(shown[1]) and not OTHER_NAMES.keys() & OWNERS.keys()
 
 
 @pytest.mark.parametrize(
