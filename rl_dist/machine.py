@@ -59,17 +59,13 @@ class Gpu:
     error: str  # why a value is not known; "": all are
 
     def __str__(self) -> str:
-        """Return the known values in one line."""
-        values = {
-            "{:.3g} GiB": self.memory_total_gib,
-            "{:.3g} GiB free": self.memory_free_gib,
-            "{:.0f} % busy": self.utilization_percent,
-            "{:.0f} C": self.temperature_c,
-            "{:.0f} W": self.power_w,
-            "not all is known: {}": self.error or None,
-        }
-        shown = [text.format(value) for text, value in values.items() if value is not None]
-        return ", ".join([self.name or "unknown GPU", *shown])
+        """Return the values in one line."""
+        shown = {name: "?" if value is None else value for name, value in vars(self).items()}
+        line = (
+            "{name}: {memory_free_gib:.3} of {memory_total_gib:.3} GiB free, "
+            "{utilization_percent} % busy, {temperature_c} C, {power_w} W"
+        ).format(**shown)
+        return f"{line} ({self.error})" if self.error else line
 
 
 @dataclass(frozen=True)

@@ -125,8 +125,7 @@ def check_setup(
         fix = "choose smaller sizes, or see the lines above; NCCL_DEBUG=INFO prints more"
         yield Check(step, WARNING if only_slow else PROBLEM, str(error), fix)
         return
-    figures["measured"] = measured = figures_of(records, budget)
-    yield from check_figures(measured, facts, budget, plan.device_type == "cuda")
+    yield from check_run(records, facts, budget, plan.device_type == "cuda", figures)
 
 
 # ---- facts
@@ -219,60 +218,61 @@ def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
 # ---- measurements
 
 
-def figures_of(records: Sequence[Record], budget: tuple[int, str]) -> dict[str, Any]:
-    """Return the figures of a short run from its metrics; None: not known."""
-    steps, rates, (length, unit) = steps_per_iteration(records), round_rates(records), budget
-    iteration_s = steps / median(record["time/sps"] for record in records)
-    total_steps = length * (1.0 if unit == "steps" else steps_per_episode(records))
-    total_s = total_steps * iteration_s / steps  # without its start and its evaluations
-    ranks = [rank for record in records for rank in record["ranks"]]
-    memory_gib = {}  # by place: the most that a rank used, the least that was free
-    for place, use, free in (
-        ("memory", "ram/used_gib", "ram/free_gib"),
-        ("GPU memory", "gpu/memory_peak_gib", "gpu/memory_free_gib"),
-    ):
-        if sampled := [rank for rank in ranks if rank.get(use) and rank.get(free)]:
-            memory_gib[place] = (
-                max(rank[use] for rank in sampled),
-                min(rank[free] for rank in sampled),
-            )
-    return {
-        "iterations": len(records),
-        "steps_per_second": steps / iteration_s,  # all ranks together
-        "rates": rates,  # steps/s by round
-        "total_s": None if math.isnan(total_s) or not is_steady(rates) else total_s,
-        "rollout_share": median(record["time/collect_s"] for record in records) / iteration_s,
-        "waiting_share": median(record["time/idle_share"] for record in records),
-        "memory_gib": memory_gib,
-    }
-
-
-def check_figures(
-    figures: dict[str, Any], facts: Facts, budget: tuple[int, str], on_gpu: bool
+def check_run(
+    records: Sequence[Record],
+    facts: Facts,
+    budget: tuple[int, str],
+    on_gpu: bool,
+    figures: dict[str, Any],
 ) -> Iterator[Check]:
-    """Check memory and pace of a short run; without a steady rate there is no time."""
-    totals = [gpu.memory_total_gib for gpu in facts.gpu.gpus if gpu.memory_total_gib]
-    total_gib = {"memory": facts.memory_total_gib, "GPU memory": min(totals, default=0.0)}
-    for place, (used, free) in figures["memory_gib"].items():
-        text = f"a rank used up to {used:.3g} GiB, {free:.3g} GiB stayed free"
-        tight = free < TIGHT_SHARE * total_gib[place]
-        fix = "long episodes or other programs may need the rest: choose smaller sizes"
-        yield check(place, text, (tight, WARNING, fix))
-    if is_steady(figures["rates"]):
-        pace = f"{figures['steps_per_second']:,.0f} steps/s in {figures['iterations']} iterations"
-        yield check("pace", pace)
-        total_s, (length, unit) = figures["total_s"], budget
-        time = f"{duration(total_s)} for {length:,} {unit}" if total_s else "no episode ended"
-        fix = "give --total_steps to know the time"
-        yield check("training", time, (not total_s, WARNING, fix))
-    else:
+    """Check memory and pace of a short run by its metrics, and add them to the figures."""
+    # memory: the most that a rank used, the least that was free
+    ranks = [rank for record in records for rank in record["ranks"]]
+    gpu_totals = [gpu.memory_total_gib for gpu in facts.gpu.gpus if gpu.memory_total_gib]
+    memory_gib = {}
+    for place, use_name, free_name, total in (
+        ("memory", "ram/used_gib", "ram/free_gib", facts.memory_total_gib),
+        ("GPU memory", "gpu/memory_peak_gib", "gpu/memory_free_gib", min(gpu_totals, default=0.0)),
+    ):
+        if sampled := [rank for rank in ranks if rank.get(use_name) and rank.get(free_name)]:
+            used = max(rank[use_name] for rank in sampled)
+            free = min(rank[free_name] for rank in sampled)
+            memory_gib[place] = used, free
+            text = f"a rank used up to {used:.3g} GiB, {free:.3g} GiB stayed free"
+            fix = "long episodes or other programs may need the rest: choose smaller sizes"
+            yield check(place, text, (free < TIGHT_SHARE * total, WARNING, fix))
+
+    # pace: without a steady rate there is no time
+    steps, rates, (length, unit) = steps_per_iteration(records), round_rates(records), budget
+    steps_per_s = median(record["time/sps"] for record in records)  # of all ranks together
+    total_steps = length * (1.0 if unit == "steps" else steps_per_episode(records))
+    total_s = None  # without its start and its evaluations
+    if not is_steady(rates):
         fix = "check again when nothing else runs"
-        yield Check("pace", WARNING, describe_rates(figures["rates"]), fix)
-    rollouts, waiting = figures["rollout_share"], figures["waiting_share"]
-    starved = on_gpu and rollouts > ROLLOUT_SHARE
+        yield Check("pace", WARNING, describe_rates(rates), fix)
+    else:
+        yield check("pace", f"{steps_per_s:,.0f} steps/s in {len(records)} iterations")
+        time, fix = "no episode ended", "give --total_steps to know the time"
+        if not math.isnan(total_steps):
+            total_s = total_steps / steps_per_s
+            time = f"{duration(total_s)} for {length:,} {unit}"
+        yield check("training", time, (total_s is None, WARNING, fix))
+    collect_s = median(record["time/collect_s"] for record in records)
+    rollouts = collect_s * steps_per_s / steps
+    waiting = median(record["time/idle_share"] for record in records)
     yield check(
         "spent on",
         f"rollouts {rollouts:.0%}, waiting for other ranks {waiting:.0%}",
         (waiting > WAITING_SHARE, WARNING, "raise --batch_size, or use fewer ranks"),
-        (starved, WARNING, "raise --num_envs, or compare with --device cpu"),
-    )
+        (on_gpu and rollouts > ROLLOUT_SHARE, WARNING,
+         "raise --num_envs, or compare with --device cpu"),
+    )  # fmt: skip
+    figures["measured"] = {
+        "iterations": len(records),
+        "steps_per_second": steps_per_s,
+        "rates": rates,  # steps/s by round
+        "total_s": total_s,
+        "rollout_share": rollouts,
+        "waiting_share": waiting,
+        "memory_gib": memory_gib,
+    }

@@ -28,7 +28,7 @@ import check_gpu_setup
 from rl_dist import setup_check
 from rl_dist.launch.child import ChildError, is_steady
 from rl_dist.launch.config import ResolvedLaunch
-from rl_dist.setup_check import check_facts, check_figures, figures_of, read_facts
+from rl_dist.setup_check import check_facts, check_run, read_facts
 
 SCHEMA = json.loads((REPO / "docs/check_gpu_setup.schema.json").read_text())
 CPU = ResolvedLaunch(num_ranks=2, device_type="cpu", message="")
@@ -119,12 +119,11 @@ FULL_GPU = {"gpu/memory_peak_gib": 70.0, "gpu/memory_free_gib": 5.0}
 def test_every_figure_has_its_verdict_and_no_time_is_guessed(
     facts_with, complaint, budget, total_s, last, changes
 ):
-    figures = figures_of(
-        [record(number, **changes if number >= 8 - last else {}) for number in (3, 4, 5)], budget
-    )
-    found = complaints(check_figures(figures, facts_with(), budget, on_gpu=True))
+    records = [record(number, **changes if number >= 8 - last else {}) for number in (3, 4, 5)]
+    figures = {}
+    found = complaints(check_run(records, facts_with(), budget, True, figures))
     assert found == ({complaint: "warning"} if complaint else {})
-    assert figures["total_s"] == total_s
+    assert figures["measured"]["total_s"] == total_s
 
 
 # ---- the command
