@@ -107,53 +107,44 @@ def _pays_to_grow(results: list[Result], samples: float) -> bool:
 
 
 def measure(candidate: Candidate, world: World) -> Result:
-    """Try a candidate on all ranks together and free it.
+    """Try a candidate on all ranks together and free it; its problem is the same text on all.
 
     A rank on which a step fails alone, while others wait for it inside, leaves them waiting until
     the watchdog ends the job.
-    """
-    world.set_phase(f"trial of {candidate.name}")
-    steps = candidate.steps()
-    seconds: list[float] = []
-
-    def step() -> None:
-        started = time.perf_counter()
-        next(steps)
-        if world.device.type == "cuda":
-            torch.cuda.synchronize(world.device)
-        seconds.append(time.perf_counter() - started)
-
-    problem = ""
-    for work in (step,) * (2 + STEPS):  # alone, the first one together, those that count
-        problem = problem or together(work, world)
-    steps = iter(())  # the next candidate needs the memory of this one
-    clear_gpu_memory()
-    if problem:
-        return Result(candidate.name, problem=problem)
-    ranks = all_gather_json(statistics.median(seconds[2:]), world)
-    result = Result(candidate.name, max(ranks) / candidate.samples)
-    logger.info("%s", result)
-    return result
-
-
-def together(work: Callable[[], object], world: World) -> str:
-    """Do something on all ranks; return why it failed, the same text on all.
 
     Raises:
         CollectiveError: the ranks lost each other, so that nothing can be agreed.
     """
+    world.set_phase(f"trial of {candidate.name}")
+    steps = candidate.steps()
+    seconds: list[float] = []
     problem = ""
-    try:
-        work()
-    except CollectiveError:
-        raise
-    except (RuntimeError, ValueError, MemoryError) as error:  # out of memory is a RuntimeError
-        problem = one_line(error, named=False)
-        logger.info("trial failed: %s", problem)
-    world.heartbeat()
-    problems = all_gather_json(problem, world)
-    failed = (f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)
-    return problem if world.size == 1 else next(failed, "")
+    for _ in range(2 + STEPS):  # one alone, the first one together, those that count
+        started = time.perf_counter()
+        local_problem = ""
+        try:
+            next(steps)
+            if world.device.type == "cuda":
+                torch.cuda.synchronize(world.device)
+        except CollectiveError:
+            raise
+        except (RuntimeError, ValueError, MemoryError) as error:  # "out of memory" is the first
+            local_problem = one_line(error, named=False)
+            logger.info("trial failed: %s", local_problem)
+        seconds.append(time.perf_counter() - started)
+        world.heartbeat()
+        problems = all_gather_json(local_problem, world)
+        problem = next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), "")
+        if problem:
+            break
+    steps = iter(())  # the next candidate needs the memory of this one
+    clear_gpu_memory()
+    if problem:
+        return Result(candidate.name, problem=problem)
+    medians = all_gather_json(statistics.median(seconds[2:]), world)
+    result = Result(candidate.name, max(medians) / candidate.samples)
+    logger.info("%s", result)
+    return result
 
 
 def doublings(sizes: Iterable[int]) -> Iterator[int]:
