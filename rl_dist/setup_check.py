@@ -225,7 +225,7 @@ def check_run(
     on_gpu: bool,
     figures: dict[str, Any],
 ) -> Iterator[Check]:
-    """Check memory and pace of a short run by its metrics, and add them to the figures."""
+    """Check memory and pace of a short run, and add them to the figures."""
     # memory: the most that a rank used, the least that was free
     ranks = [rank for record in records for rank in record["ranks"]]
     gpu_totals = [gpu.memory_total_gib for gpu in facts.gpu.gpus if gpu.memory_total_gib]

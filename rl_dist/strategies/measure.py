@@ -107,9 +107,9 @@ def _pays_to_grow(results: list[Result], samples: float) -> bool:
 
 
 def measure(candidate: Candidate, world: World) -> Result:
-    """Try a candidate on all ranks together and free it; its problem is the same text on all.
+    """Try a candidate on all ranks together and free it.
 
-    A rank on which a step fails alone, while others wait for it inside, leaves them waiting until
+    The result is the same on all ranks. A rank on which a step fails alone, while others wait for it inside, leaves them waiting until
     the watchdog ends the job.
 
     Raises:
