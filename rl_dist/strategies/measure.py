@@ -109,8 +109,8 @@ def _pays_to_grow(results: list[Result], samples: float) -> bool:
 def measure(candidate: Candidate, world: World) -> Result:
     """Try a candidate on all ranks together and free it.
 
-    The result is the same on all ranks. A rank on which a step fails alone, while others wait for it inside, leaves them waiting until
-    the watchdog ends the job.
+    The result is the same on all ranks. A step that fails on one rank alone, while others wait for
+    it inside, leaves them waiting until the watchdog ends the job.
 
     Raises:
         CollectiveError: the ranks lost each other, so that nothing can be agreed.
