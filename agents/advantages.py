@@ -49,7 +49,7 @@ def make_batch(
             lstm_state=rollout.initial_states.flatten(0, 1),
             **{name: to_sequences(tensor, length) for name, tensor in steps.items()},
         ),
-        starts=to_sequences(torch.from_numpy(rollout.on_host.episode_start), length).numpy(),
+        starts=to_sequences(rollout.host_starts, length).numpy(),
         order=order,
         num_envs=values.shape[1],
         explained_variance=explained_variance(sums),

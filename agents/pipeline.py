@@ -89,7 +89,7 @@ class StageStrategy(Strategy):
         return grad_norm, stepped
 
     @torch.no_grad()
-    def exchange_parameters(self) -> None:
+    def share_parameters(self) -> None:
         """Give each rank of a pair the parameters that the other one has trained."""
         with self.world.waiting("exchange of parameters"):
             for stage, parameters in enumerate(self.stages):
@@ -125,7 +125,6 @@ class StageStrategy(Strategy):
 class PipelinePPO(PPO):
     """PPO whose forward and backward passes move through two stages on two ranks."""
 
-    takes_plans = False
     strategy: StageStrategy
 
     def gradients(self, minibatch: Minibatch, plans: Sequence[Plan]) -> LossParts:
@@ -157,10 +156,6 @@ class PipelinePPO(PPO):
         self.clock.mark("backward")
         terms = shared[1:].unflatten(0, (STAGES, self.num_microbatches, -1))
         return LossParts(*terms[stage].mean(0))
-
-    def share_parameters(self) -> None:
-        """Give each rank of a pair the parameters that the other one has trained."""
-        self.strategy.exchange_parameters()
 
     def _partners(self, minibatch: Minibatch) -> Minibatch:
         """Return the partner's minibatch; fields that this stage does not need are not received."""

@@ -168,7 +168,7 @@ class Tally:
         approx_kl = row[LossParts._fields.index("approx_kl")]
         self.epoch_kl += torch.stack([approx_kl, stepped.double()])
         # an overflow is part of the search for a loss scale
-        bad = ~stepped if isinstance(overflowed, bool) else ~stepped & ~overflowed
+        bad = ~stepped & ~torch.as_tensor(overflowed)
         bad_here = bad & ~torch.isfinite(parts.total)
         self.counts[:4] += torch.stack([stepped, ~stepped, bad, bad_here])
         in_a_row = torch.where(stepped, 0.0, self.counts[4] + bad)
@@ -203,8 +203,6 @@ def refreshed_states(policy: Policy, batch: Batch) -> Tensor:
 class PPO:
     """The optimizer of a policy, and its update on all ranks by a strategy."""
 
-    takes_plans = True  # forward takes the pieces of sequences, planned before the first step
-
     def __init__(
         self,
         policy: Policy,
@@ -225,13 +223,11 @@ class PPO:
         self.clock = StepClock(self.world.device)
         self.optimizer = make_adam(strategy.parameters, config.learning_rate)
 
-    def begin_iteration(self, iteration: int, remaining: float, factor: float = 1.0) -> float:
-        """Give the optimizer the rate of `learning_rate`, and return it."""
+    def begin_iteration(self, iteration: int, remaining: float, factor: float = 1.0) -> None:
+        """Give the optimizer the rate of `learning_rate`."""
         self.iteration = iteration
-        rate = learning_rate(self.config, iteration, remaining, factor)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
+            group["lr"] = learning_rate(self.config, iteration, remaining, factor)
 
     @section("update")
     def update(self, batch: Batch) -> dict[str, float]:
@@ -246,7 +242,7 @@ class PPO:
         self.clock.start()
         for epoch in range(self.config.update_epochs):
             if epoch and self.config.refresh_states:
-                self.share_parameters()
+                self.strategy.share_parameters()
                 sequences = replace(sequences, lstm_state=refreshed_states(self.policy, batch))
 
             # one gradient step per minibatch
@@ -263,18 +259,20 @@ class PPO:
             if self._exceeds_target_kl(tally.epoch_kl):
                 break
             self.clock.mark("")
-        self.share_parameters()
+        self.strategy.share_parameters()
         return self._report(tally, batch)
 
     def _schedule(self, batch: Batch) -> list[list[tuple[Tensor, list[Plan]]]]:
         """Plan the pieces of all minibatches before the first step, where `forward` takes them."""
-        plans_ahead = self.takes_plans and self.strategy.mode != "dp"  # dp cuts tensors only
+        # dp and the stages of a pipeline cut tensors only
+        takes_plans = self.strategy.mode != "dp" and not self.strategy.config.pipelined
+        plans_ahead = takes_plans and not self.policy.config.stateless
         return make_schedule(
             batch.starts,
             batch.order,
             self.num_microbatches,
             batch.sequences.obs.device,
-            self.policy.call_steps if plans_ahead and not self.policy.config.stateless else None,
+            self.policy.call_steps if plans_ahead else None,
             self.policy.resets_inside,
         )
 
@@ -320,9 +318,6 @@ class PPO:
         )
         return ppo_loss(evaluation, minibatch, self.config)
 
-    def share_parameters(self) -> None:
-        """Give this rank the parameters that only others train; a hook for subclasses."""
-
     def _report(self, tally: Tally, batch: Batch) -> dict[str, float]:
         """Return means over ranks and steps, read from the device in one transfer."""
         sums = {"losses": tally.losses, "steps": tally.counts[0]}
@@ -339,9 +334,13 @@ class PPO:
         numbers = torch.stack([n.double() for n in (*means.values(), *tally.counts)]).tolist()
         counts = numbers[len(means) :]
         self._refuse_bad_steps(counts)
-        self._warn_of_bad_steps(bad=int(counts[2]), bad_here=int(counts[3]))
+        if bad := int(counts[2]):
+            text = f"{bad} gradient step(s) skipped in iteration {self.iteration}: NaN or inf"
+            events.notify("bad_steps", text, iteration=self.iteration, skipped=bad)
+            logger.warning("%s, in the loss of this rank %d times", text, counts[3])
         report = dict(zip(means, numbers, strict=False))
         del report["loss/total"]
+        report["optim/learning_rate"] = self.optimizer.param_groups[0]["lr"]
         return report | {"optim/steps": counts[0], "optim/skipped_steps": int(counts[1])}
 
     def _refuse_bad_steps(self, counts: list[float]) -> None:
@@ -352,17 +351,6 @@ class PPO:
                 f"loss or gradient was NaN or inf in {most} steps in a row, more than "
                 f"--max_bad_steps {self.config.max_bad_steps}: lower --learning_rate",
                 exit_code=1,
-            )
-
-    def _warn_of_bad_steps(self, bad: int, bad_here: int) -> None:
-        if bad:
-            text = f"{bad} gradient step(s) skipped in iteration {self.iteration}: NaN or inf"
-            events.notify("bad_steps", text, iteration=self.iteration, skipped=bad)
-            here = f"nan or inf in {bad_here}" if bad_here else "finite"
-            logger.warning(
-                "NaN or inf in loss or gradient: step skipped, %d (loss of this rank: %s)",
-                bad,
-                here,
             )
 
     def _exceeds_target_kl(self, epoch_kl: Tensor) -> bool:

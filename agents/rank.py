@@ -87,12 +87,6 @@ def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Tr
     def make_env(count: int, first: int) -> Any:
         return task.training_env(count, first, str(world.device))
 
-    parts: dict[str, Any] = {}
-    if not run.resume_from:
-        parts["pretrained"] = initial_weights(config.train)
-    if config.train.validate_every:
-        parts["validate"] = validation_of(config, task, world)
-    parts["watch"] = make_watch(config.train, callbacks, world)
     job = Job(
         train=config.train,
         policy=config.policy,
@@ -101,8 +95,10 @@ def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Tr
         run_dir=run.path,
         strategy=replace(config.launch.strategy_config, device_ids=run.resolved.gpu_ids),
         dtype=config.launch.dtype,
+        validate=validation_of(config, task, world) if config.train.validate_every else None,
+        watch=make_watch(config.train, callbacks, world),
+        pretrained=None if run.resume_from else initial_weights(config.train),
         config=config.to_dict(),
-        **parts,
     )
     training = Training(job, world)
     if world.is_main_process:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -35,12 +36,11 @@ class Recorder:
         """Begin an iteration."""
         self.world.forget_waits()
         self.started = time.perf_counter()
-        self.seconds = {}
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time a part of the iteration; it begins where the part before it ended."""
-        begun = self.started + sum(self.seconds.values())
+        """Time a part of the iteration."""
+        begun = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - begun
 
@@ -53,7 +53,7 @@ class Recorder:
         stop signals that ranks have received.
         """
         restarts = sum(env.restarts)
-        ended, returns, lengths = rollout.on_host.episodes.tolist()
+        ended, returns, lengths = rollout.episodes.sum(1).tolist()
         times = self._times()
         local = {
             "entry": {
@@ -72,9 +72,11 @@ class Recorder:
         entries = [rank["entry"] for rank in ranks]
         for line in self.stragglers.observe(entries):
             logger.warning(line)
-        sums = zip(*(rank["sums"] for rank in ranks), strict=True)
-        returns, lengths, restarts = map(sum, sums)
+        returns, lengths, restarts = (
+            sum(column) for column in zip(*(rank["sums"] for rank in ranks), strict=True)
+        )
         count = sum(entry["episode/count"] for entry in entries)
+        num_steps = self.world.size * rollout.rewards.numel()
         return {
             "episode/return": returns / count if count else None,
             "episode/length": lengths / count if count else None,
@@ -83,6 +85,8 @@ class Recorder:
             "env/restarts": restarts,
             "signum": max(rank["signum"] for rank in ranks),
             **{key: max(entry[key] for entry in entries) for key in times},
+            "time/sync_s": self.world.sync_seconds,
+            "time/sps": num_steps / (time.perf_counter() - self.started),
             "ranks": entries,
         }
 
@@ -98,11 +102,6 @@ class Recorder:
             "time/idle_share": waited / (collect + update),
         }
 
-    def pace(self, num_steps: int) -> dict[str, float]:
-        """Return the steps of all ranks per second, and the seconds in our collectives."""
-        elapsed = time.perf_counter() - self.started
-        return {"time/sync_s": self.world.sync_seconds, "time/sps": num_steps / elapsed}
-
     def warn_of_absent(self, names: Mapping[str, str], metrics: Mapping[str, Any]) -> None:
         """Warn once of metrics, named by flags, that no record has had so far."""
         self.names_seen |= metrics.keys()
@@ -112,8 +111,9 @@ class Recorder:
 
 def means_of_envs(ranks: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
     """Return the means over ranks of metrics that environments sum and count."""
-    sums: dict[str, tuple[float, int]] = {}
-    for name, (total, number) in (pair for rank in ranks for pair in rank.items()):
-        total_before, number_before = sums.get(name, (0.0, 0))
-        sums[name] = (total_before + total, number_before + number)
-    return {f"env/{name}": total / number for name, (total, number) in sums.items() if number}
+    totals: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    for name, (total, count) in (pair for rank in ranks for pair in rank.items()):
+        totals[name] += total
+        counts[name] += count
+    return {f"env/{name}": totals[name] / count for name, count in counts.items() if count}

@@ -63,16 +63,6 @@ def fresh_carry(policy: Policy, obs: Tensor) -> Carry:
 
 
 @dataclass
-class HostFacts:
-    """Facts of a rollout that the host needs, read from the device in one transfer."""
-
-    episodes: np.ndarray  # [3] number of episodes that ended, sums of their returns and lengths
-    truncated: np.ndarray  # [T, B]
-    episode_start: np.ndarray  # [T, B]
-    finite: bool  # observations and rewards
-
-
-@dataclass
 class Rollout:
     """T steps of B environments; every tensor is [T, B, ...] unless noted."""
 
@@ -85,12 +75,14 @@ class Rollout:
     episode_start: Tensor  # bool; about the input
     terminated: Tensor  # bool; about the step
     truncated: Tensor  # bool; about the step
-    episode_returns: Tensor  # float64, plain return so far, this step included
-    episode_lengths: Tensor  # int64
     discounted_returns: Tensor  # float64, discounted sum of the episode's rewards so far
     next_values: Tensor  # V of the true successor
     initial_states: Tensor  # [K, B, S, H] recurrent state before every L-th step
-    on_host: HostFacts
+
+    # on the host, read from the device in one transfer; a column for each of G groups
+    host_starts: Tensor  # [T, B] episode_start
+    episodes: Tensor  # [3, G] number of episodes that ended, sums of their returns and lengths
+    finite: Tensor  # [3, G] bool: observations, rewards, and the observations after the last step
 
     @property
     def episode_end(self) -> Tensor:
@@ -100,25 +92,18 @@ class Rollout:
     @staticmethod
     def joined(parts: list[Rollout]) -> Rollout:
         """Return the rollout of all groups of environments."""
-        if len(parts) == 1:
+        if len(parts) == 1:  # without a copy
             return parts[0]
-        names = [item.name for item in fields(Rollout) if item.name != "on_host"]
-        facts = [part.on_host for part in parts]
+        names = [item.name for item in fields(Rollout)]
         return Rollout(
-            **{name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in names},
-            on_host=HostFacts(
-                episodes=np.sum([part.episodes for part in facts], axis=0),
-                truncated=np.concatenate([part.truncated for part in facts], axis=1),
-                episode_start=np.concatenate([part.episode_start for part in facts], axis=1),
-                finite=all(part.finite for part in facts),
-            ),
+            **{name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in names}
         )
 
     def refuse_non_finite(
         self, next_obs: Tensor, env_offset: int, lifetime_step: int, rank: int
     ) -> None:
         """Raise UserError for the first NaN or inf that an environment returned."""
-        if self.on_host.finite:
+        if self.finite.numpy().all():
             return
         bad_obs = ~torch.isfinite(torch.cat([self.raw_obs, next_obs[None]])).all(-1)  # [T+1, B]
         bad_rewards = torch.nn.functional.pad(~torch.isfinite(self.rewards), (0, 0, 0, 1))
@@ -229,47 +214,37 @@ class Actor:
 
         Log probabilities, sums and values of successors are computed for all steps together.
         """
+        carry = self.carry
         steps = {name: torch.stack([step[name] for step in self.steps]) for name in self.steps[0]}
         steps["rewards"] = steps["rewards"].double()
         steps["logprobs"] = self.policy.logprobs(steps.pop("actor"), steps["actions"])
         ends = steps["terminated"] | steps["truncated"]  # [T, B]
-        steps |= self._episode_sums(steps["rewards"], steps.pop("raw_rewards"), ends, gamma)
-        facts = self._read(steps, ends)
-        return Rollout(
-            **steps,
-            next_values=self._next_values(steps, facts.truncated),
-            initial_states=torch.stack(self.states[::bptt_steps]),
-            on_host=facts,
-        )
 
-    def _episode_sums(
-        self, rewards: Tensor, raw_rewards: Tensor, ends: Tensor, gamma: float
-    ) -> dict[str, Tensor]:
-        """Return sums since the episode's start after every step, each [T, B]."""
-        carry = self.carry
-        increments = torch.stack([raw_rewards.double(), torch.ones_like(rewards)], dim=1)
+        # sums since the start of the episode after every step
+        increments = [steps.pop("raw_rewards").double(), torch.ones_like(steps["rewards"])]
         before = torch.stack([carry.episode_return, carry.episode_length.double()])  # [2, B]
-        sums, after = running_sums(before, increments, ends)
-        discounted, carry.discounted_return = running_sums(
-            carry.discounted_return, rewards, ends, gamma
-        )
+        sums, after = running_sums(before, torch.stack(increments, dim=1), ends)  # [T, 2, B]
         carry.episode_return = after[0]
         carry.episode_length = after[1].long()
-        return {
-            "episode_returns": sums[:, 0],
-            "episode_lengths": sums[:, 1].long(),
-            "discounted_returns": discounted,
-        }
+        steps["discounted_returns"], carry.discounted_return = running_sums(
+            carry.discounted_return, steps["rewards"], ends, gamma
+        )
 
-    def _read(self, steps: dict[str, Tensor], ends: Tensor) -> HostFacts:
-        """Read the facts of steps [T, B, ...], and of the observations after them."""
-        sums = [(steps[name] * ends).sum() for name in ("episode_returns", "episode_lengths")]
-        episodes = torch.stack([number.double() for number in (ends.sum(), *sums)])
-        checked = (steps["raw_obs"], steps["rewards"], self.carry.obs)
+        # what the host needs
+        totals = [(sums[:, row] * ends).sum() for row in (0, 1)]
+        episodes = torch.stack([ends.sum().double(), *totals])
+        checked = (steps["raw_obs"], steps["rewards"], carry.obs)
         finite = torch.stack([torch.isfinite(values).all() for values in checked])
-        flags = (steps["truncated"], steps["episode_start"])
-        episodes_read, truncated, starts, usable = to_host([episodes, *flags, finite])
-        return HostFacts(episodes_read, truncated, starts, bool(usable.all()))
+        flags = [steps["episode_start"], steps["truncated"], finite[:, None]]
+        on_host = to_host([*flags, episodes[:, None]])
+        return Rollout(
+            **steps,
+            next_values=self._next_values(steps, on_host[1]),
+            initial_states=torch.stack(self.states[::bptt_steps]),
+            host_starts=torch.from_numpy(on_host[0]),
+            finite=torch.from_numpy(on_host[2]),
+            episodes=torch.from_numpy(on_host[3]),
+        )
 
     @section("policy")
     def _next_values(self, steps: dict[str, Tensor], truncated: np.ndarray) -> Tensor:

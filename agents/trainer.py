@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from agents.rollout import Carry, Rollout, collect, fresh_carry
 from agents.run.sizes import Sizes, shard_sizes
 from envs.vector.layout import TorchEnv
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, Best, last_checkpoint, save_agreed
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, one_line
 from rl_dist.process_group.clock import NullProfiler
 from rl_dist.process_group.collectives import (
     all_reduce_max,
@@ -137,13 +137,12 @@ class Training:
         self.carry = self._reset()
         self.env.take_metrics()  # those of the warm-up do not count
 
-    def begin_iteration(self) -> float:
-        """Count an iteration and set its learning rate, which is returned."""
-        remaining = 1.0 - self.progress
+    def begin_iteration(self) -> None:
+        """Count an iteration and set its learning rate."""
         self.iteration += 1
         self.profiler.begin(self.iteration)
-        factor = self.sizes.learning_rate_factor
-        return self.ppo.begin_iteration(self.iteration, remaining, factor)
+        remaining = 1.0 - self.progress
+        self.ppo.begin_iteration(self.iteration, remaining, self.sizes.learning_rate_factor)
 
     def collect(self, lifetime_step: int) -> Rollout:
         """Collect num_steps steps of every environment."""
@@ -194,16 +193,14 @@ class Training:
         self.normalizers.merge(batch.statistics)
         return losses
 
-    def end_iteration(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Count steps and episodes of all ranks; return the counters and steps/s."""
-        num_steps = self.sizes.global_num_envs * self.job.train.num_steps
-        self.global_step += num_steps
-        self.episodes += metrics["episode/count"]
+    def end_iteration(self, num_episodes: int) -> dict[str, int]:
+        """Count the steps and episodes of all ranks; return the counters."""
+        self.global_step += self.sizes.global_num_envs * self.job.train.num_steps
+        self.episodes += num_episodes
         return {
             "iteration": self.iteration,
             "global_step": self.global_step,
             "episode/total": self.episodes,
-            **self.recorder.pace(num_steps),
         }
 
     def replicated(self) -> dict[str, Tensor]:
@@ -277,8 +274,7 @@ class Training:
         try:
             self.env.set_state({name: value[rows] for name, value in state["environments"].items()})
         except Exception as error:  # environments are foreign code, and their states may be, too
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            message = f"the environments cannot continue from their saved states: {reason}"
+            message = f"the environments cannot continue from saved states: {one_line(error)}"
             raise UserError(message, exit_code=1) from error
         self.recorder.restarts_seen = sum(self.env.restarts)
 
@@ -306,7 +302,7 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
     while training.progress < 1.0 and not signum and not reason:
         # collect a rollout and learn from it
         recorder.begin()
-        rate = training.begin_iteration()
+        training.begin_iteration()
         with recorder.part("collect"):
             rollout = training.collect(lifetime_step=training.iteration * config.num_steps)
         with recorder.part("update"):
@@ -315,8 +311,7 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         # put together the measurements of all ranks; all stop at a signal to any of them
         metrics = recorder.gather(rollout, training.env, training.monitor, stop.signum)
         signum = metrics.pop("signum")
-        metrics = training.end_iteration(metrics) | metrics | losses
-        metrics["optim/learning_rate"] = rate
+        metrics = training.end_iteration(metrics["episode/count"]) | metrics | losses
         training.profiler.end(writer.say)
 
         # validate, write, save

@@ -22,14 +22,13 @@ class ScriptedEnv(VectorEnv, TorchEnv):
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
-    def __init__(self, scripts, action_space=None, plain=True):
+    def __init__(self, scripts):
         self.scripts = scripts
         self.num_envs = len(scripts)
-        self.plain = plain
         self.device = torch.device("cpu")
         self.layout = Layout.vector(4)
         self.single_observation_space = spaces.Box(-np.inf, np.inf, (4,), np.float32)
-        self.single_action_space = action_space or spaces.Box(-1.0, 1.0, (2,), np.float32)
+        self.single_action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
         self.received = []
 
     def reset(self, *, seed=None, options=None):
@@ -58,5 +57,5 @@ class ScriptedEnv(VectorEnv, TorchEnv):
         ended = terminated | truncated
         self.episode = self.episode + ended
         self.age = self.age * ~ended
-        info = {"final_obs": final_obs} | ({"raw_rewards": 2.0 * rewards} if self.plain else {})
+        info = {"final_obs": final_obs, "raw_rewards": 2.0 * rewards}
         return self._observe(), rewards, terminated, truncated, info

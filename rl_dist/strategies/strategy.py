@@ -185,6 +185,9 @@ class Strategy:
                     "strategy.parameters, after wrap"
                 )
 
+    def share_parameters(self) -> None:
+        """Give this rank the parameters that only others train; none, unless overridden."""
+
     def module_state(self) -> dict[str, Tensor]:
         """Return the whole `state_dict`, the same in every mode; all ranks call."""
         return self.shards.module_state() if self.shards else self.bare.state_dict()

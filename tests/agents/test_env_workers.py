@@ -41,14 +41,6 @@ def test_training_is_the_same_on_any_number_of_workers_also_through_a_resume(wor
         assert_same_state(state, wanted)
 
 
-def assert_close_rollouts(one, other):
-    for name, value in vars(one).items():
-        if name == "on_host":
-            assert_close_rollouts(value, other.on_host)
-        else:
-            torch.testing.assert_close(value, vars(other)[name], rtol=0, atol=1e-10)
-
-
 @pytest.mark.parametrize("name", ["recall, clstm", "recall, window, strata of 2"])
 def test_two_groups_train_as_one_to_rounding_and_alike_on_any_number_of_workers(
     name, world, tmp_path
@@ -58,7 +50,9 @@ def test_two_groups_train_as_one_to_rounding_and_alike_on_any_number_of_workers(
     two, state = trained(in_workers(job, 3, groups=2), world)
     torch.testing.assert_close(parameters_of(two), parameters_of(one), rtol=0, atol=1e-12)
     for mine, others in zip(two.rollouts, one.rollouts, strict=True):
-        assert_close_rollouts(mine, others)
+        for field, value in vars(mine).items():
+            if field not in ("episodes", "finite"):  # these have a column for each group
+                torch.testing.assert_close(value, getattr(others, field), rtol=0, atol=1e-10)
     again, state_again = trained(in_workers(job, 1, groups=2), world)
     assert torch.equal(parameters_of(again), parameters_of(two))
     assert_same_state(state_again, state)

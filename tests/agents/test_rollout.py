@@ -72,13 +72,12 @@ def test_observations_and_rewards_stand_beside_the_action_they_belong_to(policy,
 
 def test_sums_of_episodes_go_on_over_rollouts_and_stop_at_their_ends(policy, normalizer):
     (first, second), carry, _ = collected(policy, normalizer, count=2)
-    assert first.episode_lengths[:, 0].tolist() == [1, 2, 3, 1, 2, 3, 4, 5]
-    # plain rewards are twice those the learner sees
-    assert first.episode_returns[:, 0].tolist() == [0, 2, 6, 20, 42, 66, 92, 120]
-    assert second.episode_lengths[:, 3].tolist() == list(range(9, 17))
-    assert float(second.episode_returns[-1, 3]) == 2 * sum(300 + age for age in range(16))
+    # episodes of 3 and 5, 8, and eight of 1 steps; plain rewards are twice those the learner sees
+    plain = [6, 120, 2 * 828, sum(2 * (200 + 10 * episode) for episode in range(8))]
+    assert first.episodes.flatten().tolist() == [11, sum(plain), 24]
+    assert second.episodes[0].item() == 11 and second.episodes[2].item() == 24
     assert carry.episode_length.tolist() == [0, 0, 0, 16]
-    assert float(carry.episode_return[3]) == float(second.episode_returns[-1, 3])
+    assert float(carry.episode_return[3]) == 2 * sum(300 + age for age in range(16))
     discounted = torch.cat([first.discounted_returns, second.discounted_returns])
     assert discounted[:5, 0].tolist() == [0, 1, 2.5, 10, 16]
     total = 0.0
@@ -127,7 +126,7 @@ def test_bootstrap_values_leave_no_trace_in_states_and_windows(normalizer, windo
     policy = make_policy(feature_window=window)
     halves, carry, _ = collected(policy, normalizer, count=2)
     (whole,), whole_carry, _ = collected(policy, normalizer, num_steps=16)
-    for name in ("obs", "actions", "logprobs", "values", "rewards", "episode_returns"):
+    for name in ("obs", "actions", "logprobs", "values", "rewards", "discounted_returns"):
         assert torch.equal(
             torch.cat([getattr(half, name) for half in halves]), getattr(whole, name)
         )
