@@ -2,9 +2,9 @@
 
 A core is a module made of (num_inputs, hidden_size, num_layers). `num_states` is the number of
 vectors [H] in its state. It maps inputs [L, N, F] and the state [S, N, H] before them to outputs
-[L, N, H] and the state after them; it keeps nothing itself. LSTM and GRU also take and return a
-state as a list of its S vectors [N, H], which is stacked once for all cores. An LSTM of one layer
-also takes resets [L, N, 1]: 1 at a step that leaves state and output zero, else 0.
+[L, N, H] and the state after them; it keeps nothing itself. LSTM and GRU may return the state as a
+list of its S vectors [N, H], so that the states of all cores are stacked together. An LSTM of one
+layer also takes resets [L, N, 1]: 1 at a step that leaves state and output zero, else 0.
 """
 
 from __future__ import annotations
@@ -14,10 +14,6 @@ from torch import Tensor, nn
 
 State = Tensor | list[Tensor]
 SHUT = -1e4  # added to a gate, makes it zero, and all its gradients
-
-
-def _whole(state: State) -> Tensor:
-    return torch.stack(state) if isinstance(state, list) else state
 
 
 class RememberingCore(nn.RNNBase):
@@ -38,40 +34,27 @@ class LSTMCore(nn.LSTM, RememberingCore):
         self.num_states = 2 * num_layers
 
     def forward(  # type: ignore[override]
-        self, inputs: Tensor, state: State, resets: Tensor | None = None
+        self, inputs: Tensor, state: Tensor, resets: Tensor | None = None
     ) -> tuple[Tensor, State]:
         """See the module."""
+        before = state.chunk(2)  # h and c of every layer
+        if resets is None and len(inputs) == 1 and not torch.is_grad_enabled():
+            outputs, hidden, cells = inputs[0], [], []  # the cell is faster
+            for h, c, layer in zip(*before, self.all_weights, strict=True):
+                outputs, cell = torch.lstm_cell(outputs, (h, c), *layer)
+                hidden.append(outputs)
+                cells.append(cell)
+            return outputs[None], hidden + cells
+        weights: list[Tensor] = [weight for layer in self.all_weights for weight in layer]
         if resets is not None:
-            return self._with_resets(inputs, _whole(state), resets)
-        if len(inputs) == 1 and not torch.is_grad_enabled():  # the cell is faster
-            hidden, cells = state[: self.num_layers], state[self.num_layers :]
-            after: list[Tensor] = []  # h of every layer, then c
-            outputs = inputs[0]
-            for layer, weights in enumerate(self.all_weights):
-                outputs, cell = torch.lstm_cell(outputs, (hidden[layer], cells[layer]), *weights)
-                after = [*after[:layer], outputs, *after[layer:], cell]
-            return outputs[None], after
-        before_h, before_c = _whole(state).chunk(2)
-        outputs, (after_h, after_c) = super().forward(inputs, (before_h, before_c))
-        return outputs, [*after_h, *after_c]
-
-    def _with_resets(
-        self, inputs: Tensor, state: Tensor, resets: Tensor
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Take resets as one more input: fixed weights shut input, forget and output gate."""
-        ((weights, *others),) = self.all_weights  # a single layer
-        shut = weights.new_full((4, self.hidden_size), SHUT)
-        shut[2] = 0.0  # the candidates
-        wide = torch.cat([weights, shut.view(-1, 1)], 1)
-        inputs = torch.cat([inputs, resets.to(inputs.dtype)], -1)
+            # one more input: fixed weights shut the input, forget and output gates
+            shut = weights[0].new_full((4, self.hidden_size), SHUT)
+            shut[2] = 0.0  # the candidates
+            weights[0] = torch.cat([weights[0], shut.view(-1, 1)], 1)
+            inputs = torch.cat([inputs, resets.to(inputs.dtype)], -1)
+        # with biases, without dropout, in one direction, and steps come before rows
         outputs, after_h, after_c = torch.lstm(
-            *(inputs, (state[:1], state[1:]), [wide, *others]),
-            has_biases=True,
-            num_layers=1,
-            dropout=0.0,
-            train=self.training,
-            bidirectional=False,
-            batch_first=False,
+            inputs, before, weights, True, self.num_layers, 0.0, self.training, False, False
         )
         return outputs, [*after_h, *after_c]
 
@@ -83,16 +66,16 @@ class GRUCore(nn.GRU, RememberingCore):
         super().__init__(num_inputs, size, num_layers)
         self.num_states = num_layers
 
-    def forward(self, inputs: Tensor, state: State) -> tuple[Tensor, State]:  # type: ignore[override]
+    def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, State]:  # type: ignore[override]
         """See the module."""
-        if len(inputs) == 1 and not torch.is_grad_enabled():  # the cell is faster
-            after = []
-            outputs = inputs[0]
-            for weights, hidden in zip(self.all_weights, state, strict=True):
-                outputs = torch.gru_cell(outputs, hidden, *weights)
-                after.append(outputs)
-            return outputs[None], after
-        return super().forward(inputs, _whole(state))
+        if len(inputs) > 1 or torch.is_grad_enabled():
+            return super().forward(inputs, state)
+        # a single step: the cell is faster
+        outputs, after = inputs[0], []
+        for hidden, weights in zip(state, self.all_weights, strict=True):
+            outputs = torch.gru_cell(outputs, hidden, *weights)
+            after.append(outputs)
+        return outputs[None], after
 
 
 class MinGRUCore(nn.Module):

@@ -6,14 +6,12 @@ import math
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 from torch.nn import functional
 
 FORBIDDEN = -1e9  # logit of an action that a mask forbids: its probability is exactly 0
 LARGEST_TANH = 1.0 - 1e-6  # atanh of it is 7.25; that of 1 is infinite
-ActionSpace = spaces.Discrete | spaces.MultiDiscrete | spaces.Box
 
 
 def forbid(logits: Tensor, mask: Tensor) -> Tensor:
@@ -22,7 +20,7 @@ def forbid(logits: Tensor, mask: Tensor) -> Tensor:
 
 
 class Choices(nn.Module):
-    """Several choices in one action: logits [..., A] in a row, padded to [..., D, K]."""
+    """Several choices in one action: rows of logits [..., A], padded to [..., D, K]."""
 
     index: Tensor  # [D, K] place of each choice among the logits
     padding: Tensor  # [D, K] bool
@@ -41,8 +39,8 @@ class Choices(nn.Module):
 
     def distribution(self, logits: Tensor) -> Distribution:
         """Return the distribution of actions [..., D] under logits [..., A]."""
-        each = Categorical(logits=self(logits), validate_args=False)
-        return Independent(each, 1, validate_args=False)
+        choices = Categorical(logits=self(logits), validate_args=False)
+        return Independent(choices, 1, validate_args=False)
 
 
 def gaussian(means: Tensor, log_std: Tensor) -> Distribution:

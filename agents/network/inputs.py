@@ -1,8 +1,8 @@
 """Inputs of the network: statistics that normalise rows, encoders that read them.
 
 The statistics are frozen while an iteration runs; the sums of its rollout are merged afterwards.
-The sums are float64, additive over ranks and taken around the frozen mean: neither the order of
-ranks nor large offsets cost precision.
+Sums are float64, additive over ranks and taken around the frozen mean: neither the order of ranks
+nor large offsets cost precision.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rl_dist.errors import UserError
 
 LARGEST_MAP = 6  # pixels along each side of the last convolution's output
 CHANNELS = (16, 32, 64)  # first convolutions; later ones have the last number
+CLIP = 10.0  # normalised numbers are at most this far from 0
 
 
 class RunningMoments(nn.Module):
@@ -32,8 +33,7 @@ class RunningMoments(nn.Module):
 
     def __init__(self, num_features: int, columns: Sequence[int] | None = None) -> None:
         super().__init__()
-        self.all_columns = columns is None
-        index = torch.arange(num_features) if columns is None else torch.tensor([*columns]).long()
+        index = torch.tensor(range(num_features) if columns is None else columns).long()
         self.register_buffer("index", index, persistent=False)
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
         self.register_buffer("mean", torch.zeros(num_features, dtype=torch.float64))
@@ -41,9 +41,8 @@ class RunningMoments(nn.Module):
 
     def sums(self, samples: Tensor) -> Tensor:
         """Return [2F + 1] of samples [..., F]: count, sums, square sums around the mean."""
-        rows = samples.flatten(0, -2)
-        rows = rows if self.all_columns else rows.index_select(1, self.index)
-        deviations = rows.double() - self.mean.index_select(0, self.index)
+        rows = samples.flatten(0, -2).index_select(1, self.index)
+        deviations = rows.double() - self.mean[self.index]
         count = deviations.new_full((1,), len(deviations))
         return torch.cat([count, deviations.sum(0), deviations.square().sum(0)])
 
@@ -57,11 +56,9 @@ class RunningMoments(nn.Module):
         total = self.count + count
         shift = deviations / total
         # Chan et al. (1979), parallel variance, written around the old mean
-        mean = self.mean.index_select(0, self.index)
-        variance = self.variance.index_select(0, self.index)
-        merged = (variance * self.count + squares) / total - shift.square()
-        self.variance.index_copy_(0, self.index, merged.clamp(min=0.0))
-        self.mean.index_copy_(0, self.index, mean + shift)
+        merged = (self.variance[self.index] * self.count + squares) / total - shift.square()
+        self.variance[self.index] = merged.clamp(min=0.0)
+        self.mean[self.index] += shift
         self.count.copy_(total)
 
 
@@ -75,36 +72,28 @@ class Normalizer(nn.Module):
         columns: Sequence[int] | None = None,  # that have statistics; None: all
         enabled: bool = True,
         center: bool = True,
-        clip: float = 10.0,
-    ):
+    ) -> None:
         super().__init__()
         self.moments = RunningMoments(num_features, columns)
         self.enabled = enabled
         self.center = center
-        self.clip = clip
 
     def forward(self, values: Tensor) -> Tensor:
         """Return normalised values of the same shape [..., F] and type."""
         return self.frozen(values.dtype)(values)
 
     def frozen(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """Return the function for values of this type, with the statistics of now."""
+        """Return the function for values of this type, with the present statistics."""
         if not self.enabled:
             return lambda values: values
-        shift, scale = self.constants(dtype)
-        return lambda values: ((values - shift) * scale).clamp(-self.clip, self.clip)
-
-    def constants(self, dtype: torch.dtype) -> tuple[Tensor | float, Tensor]:
-        """Return the present shift and scale, each [F]."""
+        shift = self.moments.mean.to(dtype) if self.center else 0.0
         scale = (self.moments.variance + 1e-8).rsqrt().to(dtype)
-        return self.moments.mean.to(dtype) if self.center else 0.0, scale
+        return lambda values: ((values - shift) * scale).clamp(-CLIP, CLIP)
 
 
 def observation_normalizer(layout: Layout, enabled: bool) -> Normalizer:
     """Return a normaliser of observation rows; it scales vector columns only."""
-    vectors = layout.columns("vector")
-    columns = None if len(vectors) == layout.size else vectors
-    return Normalizer(layout.size, columns=columns, enabled=enabled)
+    return Normalizer(layout.size, columns=layout.columns("vector"), enabled=enabled)
 
 
 class Normalizers(nn.Module):
@@ -137,22 +126,20 @@ class Normalizers(nn.Module):
         if self.rewards.enabled:
             return 1.0
         moments = self.rewards.moments
-        return torch.where(moments.count > 0, moments.variance[0].sqrt(), 0.0)  # 0: none seen yet
+        return torch.where(moments.count > 0, moments.variance[0].sqrt(), 0.0)  # 0: no samples yet
 
 
-class ImageEncoder(nn.Sequential):
-    """Small CNN of an image [N, C, H, W]: convolutions that halve it, then a layer."""
-
-    def __init__(self, shape: tuple[int, ...], num_outputs: int) -> None:
-        channels, *sides = shape
-        layers: list[nn.Module] = []
-        while not layers or max(sides) > LARGEST_MAP:
-            wider = CHANNELS[min(len(layers) // 2, len(CHANNELS) - 1)]
-            layers += [nn.Conv2d(channels, wider, 3, stride=2, padding=1), nn.ReLU()]
-            channels = wider
-            sides = [(side + 1) // 2 for side in sides]
-        size = channels * sides[0] * sides[1]
-        super().__init__(*layers, nn.Flatten(), nn.Linear(size, num_outputs), nn.Tanh())
+def image_encoder(shape: tuple[int, ...], num_outputs: int) -> nn.Sequential:
+    """Return a small CNN of images [N, C, H, W]: convolutions that halve them, a layer."""
+    channels, *sides = shape
+    layers: list[nn.Module] = []
+    while not layers or max(sides) > LARGEST_MAP:
+        wider = CHANNELS[min(len(layers) // 2, len(CHANNELS) - 1)]
+        layers += [nn.Conv2d(channels, wider, 3, stride=2, padding=1), nn.ReLU()]
+        channels = wider
+        sides = [(side + 1) // 2 for side in sides]
+    size = channels * sides[0] * sides[1]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(size, num_outputs), nn.Tanh())
 
 
 class Encoder(nn.Module):
@@ -162,15 +149,15 @@ class Encoder(nn.Module):
         super().__init__()
         self._parts = [(part, place) for part, place in layout.slices() if part.kind != "mask"]
         shapes = [part.shape for part, _ in self._parts if part.kind == "image"]
-        self.images = nn.ModuleList(ImageEncoder(shape, image_size) for shape in shapes)
+        self.images = nn.ModuleList(image_encoder(shape, image_size) for shape in shapes)
+        self._unchanged = not shapes and len(self._parts) == len(layout.parts)
         sizes = [image_size if part.kind == "image" else part.size for part, _ in self._parts]
         self.num_outputs = sum(sizes)
-        if not self.num_outputs:
+        if not sizes:
             raise UserError(
                 "the observation holds nothing but a mask: give the policy something to see, such "
                 "as --previous_action"
             )
-        self._unchanged = not shapes and len(self._parts) == len(layout.parts)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Encode rows [..., F] as [..., E]."""

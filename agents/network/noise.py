@@ -9,7 +9,6 @@ operations compute it on CPU and GPU, for all environments in one call. Source: 
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import numpy as np
 import torch
@@ -59,20 +58,16 @@ def random_words(
     """Return two tensors [num_steps, num_envs, num_words] of random 32-bit words."""
     device = torch.device(device)
     key = stream_key(seed, NOISE_STREAM)
-    num_counters = -(-num_words // 2)  # each step owns whole counters
-    counters = torch.arange(num_counters, device=device)
+    counters = torch.arange((num_words + 1) // 2, device=device)  # each step owns whole counters
     envs = torch.arange(env_offset, env_offset + num_envs, device=device)[:, None]  # [B, 1]
     steps = torch.arange(first_step, first_step + num_steps, device=device)[:, None, None]
     # in parts, which bounds the memory of intermediate results
-    shape = (num_steps, num_envs, num_words)
-    high, low = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
-    size = max(1, CELLS[device.type] // (num_envs * num_counters))
-    parts = zip(steps.split(size), high.split(size), low.split(size), strict=True)
-    for part, high_rows, low_rows in parts:
+    high, low = torch.empty(2, num_steps, num_envs, num_words, dtype=torch.int64, device=device)
+    size = max(1, CELLS[device.type] // (num_envs * len(counters)))
+    for part, high_part, low_part in zip(*(x.split(size) for x in (steps, high, low)), strict=True):
         words = philox((counters, envs, part & MASK, part >> 32), key)
-        high_rows.copy_(torch.stack(words[:2], -1).flatten(-2)[:, :, :num_words])
-        low_rows.copy_(torch.stack(words[2:], -1).flatten(-2)[:, :, :num_words])
-        del words
+        high_part.copy_(torch.stack(words[:2], -1).flatten(-2)[:, :, :num_words])
+        low_part.copy_(torch.stack(words[2:], -1).flatten(-2)[:, :, :num_words])
     return high, low
 
 
@@ -91,20 +86,19 @@ def action_noise(
     Standard normal for Box actions (Box-Muller), `colored` over time; standard Gumbel for choices:
     an action is the argmax of logits + noise, which samples the softmax exactly.
     """
-    words = partial(random_words, seed, env_offset, num_envs, first_step, num_steps)
-    # Gumbel, from uniforms in (0, 1) that are exact
+    is_box = isinstance(space, spaces.Box)
     num_actions = spaces.utils.flatdim(space)  # numbers of a Box, choices of all others
-    if not isinstance(space, spaces.Box):
-        high, low = words(num_actions, device)
-        # in place, for there may be many choices
+    num_words = (num_actions + 1) // 2 if is_box else num_actions
+    high, low = random_words(seed, env_offset, num_envs, first_step, num_steps, num_words, device)
+    if not is_box:
+        # Gumbel, from exact uniforms in (0, 1); in place, for there may be many choices
         bits = high.bitwise_left_shift_(20).bitwise_or_(low.bitwise_right_shift_(12))
         uniforms = bits.double().add_(0.5).mul_(2.0**-52)
         return uniforms.log_().neg_().log_().neg_()
 
     # normal, two by two, from a radius and an angle
-    radius_bits, angle_bits = words(-(-num_actions // 2), device)
-    radius = torch.sqrt(-2.0 * torch.log((radius_bits.double() + 0.5) * 2.0**-32))
-    angle = angle_bits.double() * (2.0 * np.pi * 2.0**-32)
+    radius = torch.sqrt(-2.0 * torch.log((high.double() + 0.5) * 2.0**-32))
+    angle = low.double() * (2.0 * math.pi * 2.0**-32)
     pairs = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1)
     return colored(pairs.flatten(-2)[:, :, :num_actions], color)
 

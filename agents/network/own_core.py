@@ -27,48 +27,45 @@ def make_core(name: str, *sizes: int) -> nn.Module:
     return core
 
 
-@torch.no_grad()
 def try_core(name: str, core: Any, num_inputs: int, size: int) -> None:
-    """Refuse a core that breaks the contract: run it whole and step by step."""
-    generator = torch.Generator().manual_seed(0)
-    like = next(core.parameters(), torch.zeros(()))
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(like)
-
-    inputs, state = normal(STEPS, ROWS, num_inputs), normal(core.num_states, ROWS, size)
-
-    def run(inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        outputs, after = core(inputs, state)
-        shapes = tuple(outputs.shape), tuple(after.shape)
-        expected = (*inputs.shape[:2], size), tuple(state.shape)
-        if shapes != expected:
-            raise UserError(f"core {name!r} returns shapes {shapes}, not {expected}: {CONTRACT}")
-        return outputs, after
-
-    def differs(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
-        pairs = zip(one, other, strict=True)
-        return not all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs)
-
+    """Refuse a core that breaks the contract."""
     try:
-        whole = run(inputs, state)
-        again = run(inputs, state)
-        steps = []
-        after = state
-        for step in inputs:
-            output, after = run(step[None], after)
-            steps.append(output)
-        fewer = run(inputs[:, :-1], state[:, :-1])
-    except UserError:
-        raise
+        problem = _problem(core, num_inputs, size)
     except FOREIGN_ERRORS as error:
-        raise UserError(f"core {name!r} fails: {one_line(error)}: {CONTRACT}") from error
-    problem = ""
-    if differs(whole, again):
-        problem = "gives other outputs at a second call: it keeps state inside, or draws at random"
-    elif differs(whole, (torch.cat(steps), after)):
-        problem = "gives other outputs step by step: it looks ahead, or its state is incomplete"
-    elif differs((whole[0][:, :-1], whole[1][:, :-1]), fewer):
-        problem = "gives other outputs beside other sequences: each must stand for itself"
+        problem = f"fails: {one_line(error)}"
     if problem:
         raise UserError(f"core {name!r} {problem}; {CONTRACT}")
+
+
+@torch.no_grad()
+def _problem(core: Any, num_inputs: int, size: int) -> str:
+    """Run a core in several ways; return how it breaks the contract, or an empty text."""
+    generator = torch.Generator().manual_seed(0)
+    like = next(core.parameters(), torch.zeros(()))
+    inputs = torch.randn(STEPS, ROWS, num_inputs, generator=generator).to(like)
+    state = torch.randn(core.num_states, ROWS, size, generator=generator).to(like)
+    whole = core(inputs, state)
+    shapes = [tuple(part.shape) for part in whole]
+    expected = [(STEPS, ROWS, size), tuple(state.shape)]
+    if shapes != expected:
+        return f"returns shapes {shapes}, not {expected}"
+    if _differ(whole, core(inputs, state)):
+        return "gives other outputs at a second call: it keeps state inside, or draws at random"
+
+    # single steps, then all sequences but the last
+    outputs, after = [], state
+    for step in inputs:
+        output, after = core(step[None], after)
+        outputs.append(output)
+    if _differ(whole, (torch.cat(outputs), after)):
+        return "gives other outputs step by step: it looks ahead, or its state is incomplete"
+    fewer = core(inputs[:, :-1], state[:, :-1])
+    if _differ([part[:, :-1] for part in whole], fewer):
+        return "gives other outputs beside other sequences: each must stand for itself"
+    return ""
+
+
+def _differ(parts: Any, others: Any) -> bool:
+    """Return True if tensors differ by more than rounding."""
+    pairs: list[tuple[Tensor, Tensor]] = list(zip(parts, others, strict=True))
+    return not all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs)

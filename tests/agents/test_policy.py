@@ -80,7 +80,8 @@ def test_a_window_is_read_from_its_oldest_observation_to_its_newest_from_zero_st
     state = torch.zeros(2, 1, 8, dtype=torch.float64)
     features, _ = policy.features(window, state)
     for row in window.view(4, 1, 1, NUM_OBS):
-        output, state = policy.feature_core(row, state)
+        output, (hidden, cells) = policy.feature_core(row, state)
+        state = torch.stack([hidden, cells])
     torch.testing.assert_close(features, policy.feature_mlp(output))
 
 
