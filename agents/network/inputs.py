@@ -130,7 +130,7 @@ class Normalizers(nn.Module):
 
 
 def image_encoder(shape: tuple[int, ...], num_outputs: int) -> nn.Sequential:
-    """Return a small CNN of images [N, C, H, W]: convolutions that halve them, a layer."""
+    """Return a CNN for images [N, C, H, W]: convolutions that halve them, a layer."""
     channels, *sides = shape
     layers: list[nn.Module] = []
     while not layers or max(sides) > LARGEST_MAP:
