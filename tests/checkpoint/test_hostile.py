@@ -15,13 +15,11 @@ from hostile import (
     CASES,
     CORE,
     FOREIGN,
-    ODD_FILES,
     SUMMARIES,
     check,
     odd,
     setting,
     text,
-    together,
     write_module,
 )
 from train_runs import evaluate_here, run_here, train_here
@@ -43,7 +41,6 @@ from rl_dist.checkpoint.store import (
 )
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import World
-from rl_dist.resume_check import parameter_sha256 as hash_of
 from rl_dist.run_dir import RunDir
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
@@ -140,18 +137,15 @@ def test_the_command_for_events_is_in_no_file_and_has_to_be_given_again(
 
 
 def test_text_of_a_run_is_escaped_for_people(copy, untraced, monkeypatch, capsys):
-    odd = "\x1b[2J\nINJECTED"
     for path in (copy / "checkpoints").glob("*.pt"):
-        state = load_checkpoint(path) | {"measured": {f"valid{odd}": 1.0}}
+        state = load_checkpoint(path) | {"measured": {"valid\x1b[2J\nINJECTED": 1.0}}
         write_atomically(path, pack(state))
-    summary = json.dumps({"iteration": 1, "test": {f"return{odd}": 1.0}})
-    together(text("summary.json", summary), setting("task", "env", "Recall-v0\nINJECTED"))(copy)
+    setting("task", "env", "Recall-v0\nINJECTED")(copy)
     for read, words in ((main, ["list"]), (main, ["inspect"]), (status.main, [])):
         assert read([*words, str(copy)]) == 0
     assert run_here(export.main, [copy], monkeypatch) == 0
     assert evaluate_here(monkeypatch, copy) == train_here(monkeypatch, "--resume", copy) == 2
-    printed = capsys.readouterr()
-    for shown in printed:
+    for shown in capsys.readouterr():
         assert shown.count("INJECTED") >= 2
         assert "\x1b" not in shown and "\nINJECTED" not in shown
 
@@ -159,13 +153,12 @@ def test_text_of_a_run_is_escaped_for_people(copy, untraced, monkeypatch, capsys
 @pytest.mark.parametrize(
     "spoil",
     [text("summary.json", content) for content in SUMMARIES]
-    + [odd("summary.json", kind) for kind in list(ODD_FILES)[:5]],
+    + [odd("summary.json", kind) for kind in ("pipe", "device", "sparse giant")],
 )
 def test_an_odd_summary_is_named_in_one_line(spoil, copy):
     spoil(copy)
-    for read in (lambda: TrainedRun(run_dir=copy, exit_code=0).test, lambda: hash_of(copy)):
-        with pytest.raises((UserError, OSError), match=f"^.*{copy}/summary.json.*$"):
-            read()
+    with pytest.raises((UserError, OSError), match=f"^.*{copy}/summary.json.*$"):
+        _ = TrainedRun(run_dir=copy, exit_code=0).test
 
 
 # ---- every field of a configuration, every entry of a checkpoint

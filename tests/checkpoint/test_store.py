@@ -89,13 +89,6 @@ def script():
     return seal(buffer.getvalue())
 
 
-def calling(module, name, argument):
-    """A pickle that calls a function with one string when it is loaded; protocol 2."""
-    text = argument.encode()
-    head = b"\x80\x02c" + f"{module}\n{name}\nX".encode() + len(text).to_bytes(4, "little")
-    return head + text + b"\x85R."
-
-
 # ---- one file
 
 
@@ -153,25 +146,25 @@ def test_any_changed_or_missing_byte_is_refused_and_the_older_checkpoint_is_foun
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "argument"),
+    ("function", "argument"),
     [
-        ("posix", "system", "touch {marker}"),
-        ("subprocess", "Popen", "touch {marker}"),
-        ("builtins", "eval", "open('{marker}', 'w')"),
-        ("builtins", "__import__", "antigravity"),
-        ("torch", "load", "{marker}"),
-        ("torch.serialization", "add_safe_globals", "x"),
+        ("posix system", "touch {marker}"),
+        ("builtins eval", "open('{marker}', 'w')"),
+        ("torch load", "{marker}"),
+        ("torch.serialization add_safe_globals", "x"),
     ],
 )
 def test_a_pickle_that_runs_a_program_is_refused_and_runs_nothing(
-    module, name, argument, tmp_path, monkeypatch
+    function, argument, tmp_path, monkeypatch
 ):
     # torch's own switch must not open the door
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     path, marker = save(tmp_path, 1), tmp_path / "marker"
-    good = path.read_bytes()
-    harm = calling(module, name, argument.format(marker=marker))
-    if name == "system":  # so it does harm where it is trusted
+    good, text = path.read_bytes(), argument.format(marker=marker).encode()
+    # it calls the function with one string; protocol 2
+    head = b"\x80\x02c" + function.replace(" ", "\n").encode() + b"\nX"
+    harm = head + len(text).to_bytes(4, "little") + text + b"\x85R."
+    if "system" in function:  # so it does harm where it is trusted
         pickle.loads(harm)
         marker.unlink()
     path.write_bytes(with_pickle(good, harm))
@@ -285,36 +278,39 @@ def test_a_full_and_a_read_only_disk_leave_what_is_there_and_say_why(small_disk)
 # ---- the command
 
 
-def test_list_verify_and_inspect_show_every_file_and_the_newest_valid_one(copy, capsys):
-    newest, older = (copy / "checkpoints" / name_of(number) for number in (3, 2))
-    assert main(["inspect", str(copy)]) == 0
-    assert str(newest) in capsys.readouterr().out
-    assert main(["inspect", str(newest), "--json"]) == 0
+def rows_of(text):
+    """The cells of a table, without its header."""
+    rows = [line.strip("|").split("|") for line in text.splitlines()[2:]]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_list_verify_and_inspect_show_every_file_and_the_newest_valid_one(is_whole, copy, capsys):
+    newest = copy / "checkpoints" / name_of(3)
+    expected = json.loads(load_checkpoint(newest)["config"])
+    if not is_whole:
+        data = newest.read_bytes()
+        newest.write_bytes(data[:500] + bytes([data[500] ^ 1]) + data[501:])
+    for place, files in (
+        (copy, [name_of(3), name_of(2), name_of(1), "best.pt"]),
+        (copy / "checkpoints", [name_of(3), name_of(2), name_of(1), "best.pt"]),
+        (newest, [name_of(3)]),
+    ):
+        assert main(["verify", str(place)]) == (not is_whole)
+        capsys.readouterr()
+        assert main(["list", str(place)]) == 0
+        rows = rows_of(capsys.readouterr().out)
+        states = [row[4].split(",")[0].split(":")[0] for row in rows]
+        assert [row[3] for row in rows] == files
+        assert (
+            states == ["valid" if is_whole else "damaged", "valid", "valid", "valid"][: len(rows)]
+        )
+    assert main(["inspect", str(copy), "--json"]) == 0
     about = json.loads(capsys.readouterr().out)
-    assert about["config"] == json.loads(load_checkpoint(newest)["config"])
-    assert about["bytes"] == newest.stat().st_size and about["global_step"] == 192
+    assert about["path"].endswith(name_of(3 if is_whole else 2)) and about["config"] == expected
     bias = {"name": "policy/critic_head.bias", "shape": [1], "type": "float32"}
-    assert bias in about["tensors"] and len(about["tensors"]) > 50
-    for damage in (False, True):
-        if damage:
-            data = newest.read_bytes()
-            newest.write_bytes(data[:500] + bytes([data[500] ^ 1]) + data[501:])
-        states = ["damaged" if damage else "valid", "valid", "valid", "valid"]
-        for place, number in ((copy, 4), (copy / "checkpoints", 4), (newest, 1)):
-            for command, code in (("verify", int(damage)), ("list", 0)):
-                assert main([command, str(place)]) == code
-                rows = capsys.readouterr().out.splitlines()[2:]
-                cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-                files = [newest.name, older.name, name_of(1), "best.pt"]
-                assert [row[3] for row in cells] == files[:number]
-                for row, state in zip(cells, states, strict=False):
-                    assert row[4].startswith(state)
-                assert number == 1 or "valid/return" in cells[-1][4]
-    assert main(["inspect", str(copy)]) == 0
-    assert str(older) in capsys.readouterr().out
-    assert main(["inspect", str(newest)]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
+    assert bias in about["tensors"] and about["global_step"] == (192 if is_whole else 128)
+    assert main(["inspect", str(newest)]) == (not is_whole)
 
 
 @pytest.mark.parametrize("argv", [["verify"], ["list", "nowhere"], ["list", "empty"]])
