@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_dist.checkpoint.spec import flatten
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, load_latest
 from rl_dist.errors import CommandParser, UserError, explains_errors
 from rl_dist.launch.child import SCRIPT, Child, leave_at_signals
@@ -49,21 +50,9 @@ exit codes: 0 bit-identical (--resume_on: equal within 1e-4), 1 different or fai
 # ---- comparing two runs
 
 
-def flatten(value: Any, path: str = "") -> dict[str, Any]:
-    """Return nested dicts and lists as one dict from path to tensor or plain value."""
-    if isinstance(value, list | tuple):
-        value = dict(enumerate(value))
-    if not isinstance(value, dict) or not value:  # an empty one counts as a value
-        return {path: value}
-    leaves: dict[str, Any] = {}
-    for key, entry in value.items():
-        leaves |= flatten(entry, f"{path}/{key}".lstrip("/"))
-    return leaves
-
-
 def differences(left: Any, right: Any, tolerance: float = 0.0) -> list[str]:
     """List what differs between two nested states; tolerance 0: bit for bit."""
-    left, right = flatten(left), flatten(right)
+    left, right = dict(flatten(left)), dict(flatten(right))
     lines = [f"{name} is in one of them only" for name in sorted(left.keys() ^ right.keys())]
     shared = [name for name in left if name in right]
     return lines + [
@@ -110,8 +99,8 @@ def result_of(run_dir: Path) -> dict[str, Any]:
         f"metrics, iteration {record['iteration']}": record | {"ranks": None}
         for record in RunDir(run_dir).records()
     }
-    leaves = flatten(newest.state | {"config": None} | by_iteration)
-    return {name: leaf for name, leaf in leaves.items() if not MACHINE_FACTS & {*name.split("/")}}
+    values = flatten(newest.state | {"config": None} | by_iteration)
+    return {name: value for name, value in values if not MACHINE_FACTS & {*name.split("/")}}
 
 
 def parameter_sha256(run_dir: Path) -> str:

@@ -9,7 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl_dist.checkpoint.spec import MEASURED, CheckpointError, tensors_in
+from torch import Tensor
+
+from rl_dist.checkpoint.spec import MEASURED, CheckpointError, flatten
 from rl_dist.checkpoint.store import checkpoint_files, latest_checkpoint, load_checkpoint
 from rl_dist.errors import CommandParser, UserError, explains_errors, printable, table
 
@@ -55,7 +57,8 @@ def inspect(file: Path, as_json: bool) -> None:
     config = json.loads(state.get("config", "{}"))
     tensors = [
         {"name": name, "shape": list(value.shape), "type": str(value.dtype).removeprefix("torch.")}
-        for name, value in tensors_in(state)
+        for name, value in flatten(state)
+        if isinstance(value, Tensor)
     ]
     if as_json:
         print(json.dumps(report | {"config": config, "tensors": tensors}, indent=2))

@@ -16,7 +16,7 @@ MEASURED = "measured"  # {metric: value} of the metric that chooses the best
 LARGEST_COUNT = 10**15
 _PLAIN_TYPES = (str, int, float, bool, type(None))
 # entries that show which program wrote a checkpoint
-_MARKS = {RUN: {"carry", "global_step"}, FIT: {"module", "best_epoch"}}
+_MARKS = {"carry": RUN, "global_step": RUN, "module": FIT, "best_epoch": FIT}
 _PARTS = ("policy", "optimizer", "carry", "obs_normalizer", "reward_normalizer")
 _COUNTS = ("iteration", "global_step", "episodes", "num_obs", "num_actions", "bad_in_a_row")
 _TYPES: dict[str, dict[str, type]] = {
@@ -44,30 +44,33 @@ class CheckpointError(ValueError):
 
 def kind_of(state: Mapping[str, Any]) -> str:
     """Return which program wrote a state: RUN, FIT or "" (another one)."""
-    return next((kind for kind, marks in _MARKS.items() if state.keys() & marks), "")
+    return next((_MARKS[name] for name in state if name in _MARKS), "")
 
 
-def check_plain(value: Any, where: str = "state") -> None:
+def flatten(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested dicts, lists and tuples, each with its place.
+
+    An empty container is a value, and so is a key that a file cannot hold.
+    """
+    if type(value) in (list, tuple):
+        value = dict(enumerate(value)) or value
+    if not isinstance(value, dict) or not value:
+        yield place, value
+        return
+    for key, entry in value.items():
+        inner = f"{place}/{key}" if place else str(key)
+        if type(key) not in _PLAIN_TYPES:
+            yield f"{inner} (the key)", key
+        yield from flatten(entry, inner)
+
+
+def check_plain(state: Any) -> None:
     """Refuse a value that `torch.load(weights_only=True)` would not return as it is."""
-    if isinstance(value, dict):
-        for key, entry in value.items():
-            check_plain(key, f"{where} key {key!r}")
-            check_plain(entry, f"{where}[{key!r}]")
-    elif type(value) in (list, tuple):
-        for index, entry in enumerate(value):
-            check_plain(entry, f"{where}[{index}]")
-    elif not isinstance(value, Tensor) and type(value) not in _PLAIN_TYPES:
-        kind = type(value).__name__
-        raise CheckpointError(f"{where} is a {kind}; make it a tensor or a plain value")
-
-
-def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor in nested dicts and lists, with its place."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, dict | list | tuple):
-        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from tensors_in(entry, f"{name}/{key}" if name else str(key))
+    for place, value in flatten(state):
+        is_empty = isinstance(value, dict) or type(value) in (list, tuple)
+        if not is_empty and type(value) not in _PLAIN_TYPES and not isinstance(value, Tensor):
+            kind = type(value).__name__
+            raise CheckpointError(f"{place} is a {kind}; make it a tensor or a plain value")
 
 
 def check_state(state: Any) -> None:
@@ -87,7 +90,9 @@ def check_state(state: Any) -> None:
     measured = state.get(MEASURED, {})
     if type(measured) is not dict or any(type(value) is not float for value in measured.values()):
         raise CheckpointError(f"its {MEASURED} values are no numbers")
-    for name, tensor in tensors_in({key: state[key] for key in state.keys() - {"environments"}}):
+    for name, tensor in flatten({key: state[key] for key in state.keys() - {"environments"}}):
+        if not isinstance(tensor, Tensor):
+            continue
         # an expanded tensor would take more memory to look at than it has
         if tensor.is_sparse or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
             raise CheckpointError(f"{name!r:.80} is no plain tensor")

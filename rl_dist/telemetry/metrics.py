@@ -109,19 +109,15 @@ class MetricsWriter(NullWriter):
         for metrics_logger in self._loggers:
             metrics_logger.write(plain, plain["global_step"])
         self._progress.show(plain, done)
-        self._note(plain)
-
-    def _note(self, record: Mapping[str, Any]) -> None:
-        """Bring counters and peaks of a record into state.json, at most once a second."""
-        for rank, entry in zip(self._ranks, record.get("ranks", ()), strict=False):
+        for rank, entry in zip(self._ranks, plain.get("ranks", ()), strict=False):
             used = entry.get("gpu/memory_peak_gib") or entry.get("ram/used_gib") or 0.0
             rank.memory_peak_gib = max(rank.memory_peak_gib or 0.0, used) or None
         self._unwritten = {
             "ranks": self._ranks,
             "phase": "training",
-            "iteration": record["iteration"],
-            "global_step": record["global_step"],
-            "episodes": record.get("episode/total", 0),
+            "iteration": plain["iteration"],
+            "global_step": plain["global_step"],
+            "episodes": plain.get("episode/total", 0),
         }
         now_s = time.monotonic()
         if now_s - self._state_s >= STATE_EVERY_S:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,9 +13,10 @@ from statistics import fmean
 import psutil
 import torch
 
+from rl_dist.errors import one_line
+from rl_dist.files import log_once
 from rl_dist.machine import GIB, host_memory, read_gpu
 
-logger = logging.getLogger(__name__)
 CLOSE_S = 1.0  # longest wait for a thread that hangs in a driver
 GPU_FIELDS = (
     *("utilization_percent", "memory_allocated_gib", "memory_reserved_gib", "memory_peak_gib"),
@@ -57,16 +57,13 @@ class Monitor:
             self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        failed: set[Source] = set()
         while not self._closed.is_set():
             sample: Values = {}
             for read in self._sources:
                 try:
                     sample |= read()
                 except Exception as error:  # whatever it is, the run continues
-                    if read not in failed:
-                        logger.warning("monitor: %s: %s", type(error).__name__, error)
-                    failed.add(read)
+                    log_once(f"monitor: {one_line(error)}")
             self._names |= sample
             self._samples.append(sample)
             self._closed.wait(self._every_s)

@@ -30,19 +30,18 @@ class Progress:
 
     def show(self, record: Mapping[str, Any], done: int) -> None:
         """Take an iteration's metrics."""
-        iteration, done = record["iteration"], min(done, self._total)  # the last one exceeds it
+        done = min(done, self._total)  # the last iteration exceeds it
         if record.get("time/sps") is not None:
             self._rates.append(record["time/sps"])
             self._figures["steps/s"] = _short(median(self._rates))
         for name in SHOWN:
             if record.get(name) is not None:
-                when = f" (iteration {iteration})" if name.startswith("valid/") else ""
-                self._figures[name] = _short(record[name]) + when
+                self._figures[name] = _short(record[name])
         now_s = time.monotonic()
         left_s = (now_s - self._began_s) * (self._total - done) / max(1, done - self._start)
         figures = ", ".join(f"{name} {text}" for name, text in self._figures.items())
         self._line = (
-            f"iteration {iteration} | {done}/{self._total} {self._unit} "
+            f"iteration {record['iteration']} | {done}/{self._total} {self._unit} "
             f"({done / self._total:.0%}) | {figures} | {timedelta(seconds=round(left_s))} left"
         )
         if now_s - self._printed_s >= LINE_EVERY_S:
