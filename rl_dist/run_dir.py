@@ -11,7 +11,6 @@ import fcntl
 import itertools
 import json
 import os
-import re
 import signal
 import socket
 import time
@@ -43,11 +42,6 @@ CHECKPOINT_DIR = "checkpoints"
 PATIENCE_S = 25.0  # ranks of a killed launcher may still save (world.ORPHAN_GRACE_S)
 # entries of config.json that are no flags, or hold for its number of ranks or its process only
 RECORDED = {"data_digest", "callback", "threads", "chosen_strategy", "chosen_on", "on_event"}
-LOG_FORMAT = "%(asctime)s %(levelname)s rank {rank} %(name)s: %(message)s"
-_MESSAGE = re.compile(
-    r"^(?P<time>[-\d]+ \S+) (?P<level>WARNING|ERROR|CRITICAL) rank (?P<rank>\d+) \S+: (?P<text>.*)",
-    re.MULTILINE,
-)
 LONGEST_ERROR = 2000  # characters
 WORKING = ("dry_run", "warm_up", "training", "validation", "saving", "evaluation")
 ENDED = ("done", "stopped", "failed")
@@ -315,17 +309,6 @@ class RunDir(AbstractContextManager["RunDir"]):
     def write_records(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Replace metrics.jsonl by these records."""
         write_whole(self.metrics_path, "".join(json.dumps(record) + "\n" for record in records))
-
-    # ---- logs
-
-    def messages(self) -> list[dict[str, str]]:
-        """Return warnings and errors of all ranks, in the order of their times."""
-        text = ""
-        for path in self.logs.glob("rank_*.log"):
-            with suppress(OSError):
-                text += read_tail(path).decode(errors="replace")
-        messages = [match.groupdict() for match in _MESSAGE.finditer(text)]
-        return sorted(messages, key=lambda message: message["time"])
 
     # ---- state.json
 

@@ -23,11 +23,9 @@ from rl_dist.run_dir import ENDED, STATE_FILE, JobState, RunDir, runs_below
 
 RUNS = Path("runs")
 EVERY_S = 2.0  # between two looks of --follow
-TEXT_WIDTH = 200  # characters of a message that are shown
 RECENT = 20  # iterations that figures are taken over
-NUM_MESSAGES = 5  # the last warnings and errors
 LINE = ("state", "progress", "speed", "returns")  # rows that --follow shows
-CHANGING = ("state", "reason", "iteration", "checkpoint", "messages")  # it shows their changes
+CHANGING = ("state", "reason", "iteration", "checkpoint")  # it shows their changes
 OVER = ("finished", "stopped", "failed", "dead")
 RETURNS = ("episode/return", "valid/")
 USE = ("cpu/", "ram/", "gpu/", "time/idle_share")  # of each rank
@@ -60,56 +58,42 @@ def read_status(run_dir: Path) -> Status:
     records = run.records(last=RECENT)
     last = records[-1] if records else {"iteration": 0, "global_step": 0}
     entries = [entry for record in records for entry in record.get("ranks", ())]
+    speeds = [speed for record in records if (speed := record.get("time/sps") or 0) > 1e-9]
+    done = last["global_step"] if job.unit == "steps" else int(last.get("episode/total") or 0)
+    past_s = last["global_step"] / median(speeds) if speeds and done > 0 else None
     status: Status = {
         "run_dir": str(run_dir),
-        "phase": job.phase,
         "env": "",
         "strategy": job.strategy,
-        "device": ", ".join(sorted({rank.device for rank in job.ranks})),
         "num_ranks": job.num_ranks,
         "iteration": last["iteration"],
         "global_step": last["global_step"],
-        "done": last["global_step"] if job.unit == "steps" else int(last.get("episode/total") or 0),
+        "done": done,
         "total": job.target,
         "unit": job.unit,
+        "steps_per_s": past_s and median(speeds),
+        "iteration_s": past_s and past_s / max(1, last["iteration"]),
+        "eta_s": past_s and past_s * max(0.0, job.target / done - 1.0),
         "metrics_age_s": None,
         "returns": _latest(records, RETURNS),
         "checkpoint": Path(job.checkpoint.path).name if job.checkpoint else None,
-        "use": [
-            {"rank": rank.rank} | _latest((e for e in entries if e.get("rank") == rank.rank), USE)
+        "ranks": [
+            rank.model_dump() | _latest((e for e in entries if e.get("rank") == rank.rank), USE)
             for rank in job.ranks
         ],
-        "messages": run.messages()[-NUM_MESSAGES:],
     }
     with suppress(OSError):
         status["metrics_age_s"] = max(0.0, time.time() - run.metrics_path.stat().st_mtime)
     with suppress(OSError, UserError, LookupError, TypeError):
         status["env"] = str(run.config()["task"]["env"])
     state, reason = _state_of(run, job)
-    return status | _pace(status, records) | {"state": state, "reason": reason}
+    return status | {"state": state, "reason": reason}
 
 
 def _latest(records: Iterable[Record], names: tuple[str, ...]) -> Record:
     """Return the last number of every metric with such a beginning of its name."""
     items = (item for record in records for item in record.items())
     return {name: value for name, value in items if name.startswith(names) and value is not None}
-
-
-def _pace(status: Status, records: Sequence[Record]) -> Status:
-    """Return steps per second, seconds an iteration, and seconds to the end.
-
-    The last one omits validation and checkpoints.
-    """
-    speeds = [speed for record in records if (speed := record.get("time/sps") or 0) > 1e-9]
-    if not speeds or status["iteration"] <= 0 or status["done"] <= 0:
-        return dict.fromkeys(("steps_per_s", "iteration_s", "eta_s"))
-    seconds = status["global_step"] / median(speeds)
-    left = max(0.0, status["total"] / status["done"] - 1.0)
-    return {
-        "steps_per_s": median(speeds),
-        "iteration_s": seconds / status["iteration"],
-        "eta_s": left * seconds,
-    }
 
 
 def _state_of(run: RunDir, job: JobState) -> tuple[str, str]:
@@ -136,11 +120,10 @@ def describe(run: Status) -> dict[str, str]:
     """Return texts for people by the name of their row."""
     share = min(1.0, run["done"] / run["total"]) if run["total"] else 0.0
     done = f"{run['done']:,} of {run['total']:,} {run['unit']} ({share:.0%})"
-    job = f"{run['env']}, {run['num_ranks']} rank(s) on {run['device']}, strategy {run['strategy']}"
     rows = {
         "run": run["run_dir"],
         "state": run["state"] + f": {run['reason']}" * bool(run["reason"]),
-        "job": job,
+        "job": f"{run['env']}, {run['num_ranks']} rank(s), strategy {run['strategy']}",
         "progress": f"iteration {run['iteration']:,}, {done}",
     }
     if run["eta_s"] is not None:
@@ -151,29 +134,15 @@ def describe(run: Status) -> dict[str, str]:
         rows["last record"] = f"{run['metrics_age_s']:,.0f} s ago"
     rows["returns"] = _listed(run["returns"])
     rows["checkpoint"] = run["checkpoint"] or "none"
-    rows |= {f"rank {use['rank']}": _listed(use) for use in run["use"]}
-    for number, message in enumerate(run["messages"], 1):
-        where = f"{message['time']} {message['level'].lower()}, rank {message['rank']}"
-        rows[f"message {number}"] = f"{where}: {message['text']:.{TEXT_WIDTH}}"
+    for rank in run["ranks"]:
+        place = f"process {rank['pid']} of {rank['host']}, {rank['device']}"
+        rows[f"rank {rank['rank']}"] = f"{place}, {_listed(rank)}"
     return {name: printable(text) for name, text in rows.items() if text}
 
 
 def _listed(metrics: Record) -> str:
     """Return metrics with their names, which hold the units."""
     return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "/" in name)
-
-
-def show(run: Status, *, as_json: bool, as_line: bool) -> None:
-    """Print a run: as rows, as one JSON object, or as a line for logs."""
-    rows = describe(run)
-    if as_json:
-        text = json.dumps(run)
-    elif as_line:
-        shown = [text for name, text in rows.items() if name in LINE]
-        text = " | ".join([time.strftime("%H:%M:%S"), *shown])
-    else:
-        text = "\n".join(f"{name:<11} {text}" for name, text in rows.items())
-    print(text, flush=True)
 
 
 # ---- the command
@@ -192,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = CommandParser(
         prog="python -m rl_dist.status",
-        description="Show a run's state, progress, speed, checkpoint, use of each rank, warnings.",
+        description="Show a run's state, progress, speed, checkpoint and the use of each rank.",
         epilog=EPILOG,
     )
     where = "default: the run below runs/ that was written last"
@@ -206,7 +175,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = read_status(run_dir)
         changing = [run[name] for name in CHANGING]
         if changing != shown:
-            show(run, as_json=args.json, as_line=args.follow)
+            rows = describe(run)
+            if args.json:
+                text = json.dumps(run)
+            elif args.follow:
+                line = [text for name, text in rows.items() if name in LINE]
+                text = " | ".join([time.strftime("%H:%M:%S"), *line])
+            else:
+                text = "\n".join(f"{name:<11} {text}" for name, text in rows.items())
+            print(text, flush=True)
         if not args.follow or run["state"] in OVER:
             return 1 if run["state"] in ("failed", "dead") else 0
         shown = changing

@@ -21,7 +21,6 @@ from typing import Any
 from rl_dist.errors import (
     FOREIGN_ERRORS,
     UserError,
-    did_you_mean,
     no_module,
     one_line,
 )
@@ -45,8 +44,6 @@ def import_own(field: str, value: str) -> Any:
         UserError: there is no such module, it raises as it is imported, or has no such function.
     """
     module, _, name = value.partition(":")
-    if not module or not name:
-        raise UserError(f"{field} {value!r} must be module:name")
     try:
         imported = importlib.import_module(module)
     except FOREIGN_ERRORS as error:
@@ -54,8 +51,7 @@ def import_own(field: str, value: str) -> Any:
         raise UserError(f"{field} {value!r}: {why}") from error
     named = getattr(imported, name, None)
     if not callable(named):
-        fix = did_you_mean(name, vars(imported)) or "check the name"
-        raise UserError(f"{field} {value!r}: {module} has no function or class {name}: {fix}")
+        raise UserError(f"{field} {value!r}: {module} has no function or class {name!r}")
     return named
 
 

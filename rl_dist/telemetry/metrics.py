@@ -17,13 +17,14 @@ from typing import Any
 from rl_dist.errors import UserError, did_you_mean, one_line, unwritable
 from rl_dist.files import log_once, path_to_write, plain_file
 from rl_dist.process_group.world import World
-from rl_dist.run_dir import LOG_FORMAT, RankEntry, RunDir
+from rl_dist.run_dir import RankEntry, RunDir
 from rl_dist.telemetry.loggers import open_logger, open_tensorboard
 from rl_dist.telemetry.progress import Progress
 
 logger = logging.getLogger(__name__)
 
 STATE_EVERY_S = 1.0  # in training
+LOG_FORMAT = "%(asctime)s %(levelname)s rank {} %(name)s: %(message)s"
 
 
 # ---- writers
@@ -239,7 +240,7 @@ def setup_logging(run_dir: str | Path, rank: int) -> None:
     except OSError as error:
         raise unwritable(f"{run_dir}/{name}", error) from None
     _handlers.append(logging.StreamHandler(stream))
-    _handlers[0].setFormatter(logging.Formatter(LOG_FORMAT.format(rank=rank)))
+    _handlers[0].setFormatter(logging.Formatter(LOG_FORMAT.format(rank)))
     if rank == 0:
         _handlers.append(_Console(logging.WARNING))
     root = logging.getLogger()

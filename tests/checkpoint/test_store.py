@@ -224,15 +224,13 @@ def test_the_newest_valid_checkpoint_and_run_are_found_and_leftovers_are_removed
 @pytest.mark.timeout(60)  # opening a pipe would take for ever
 @pytest.mark.parametrize("odd", ODD_FILES)
 @pytest.mark.parametrize("name", [name_of(0), name_of(2), name_of(9), "best.pt", "unfinished.part"])
-def test_an_odd_file_hangs_no_reader_and_no_save(tmp_path, odd, name, capsys):
+def test_an_odd_file_hangs_no_reader_and_no_save(tmp_path, odd, name):
     folder = tmp_path / "run" / "checkpoints"
     save(folder, 1)
     ODD_FILES[odd](folder / name)
     is_damaged = odd == "sparse giant" and name.endswith(".pt")  # everything else is no file at all
     assert latest_checkpoint(folder).name == name_of(1)
-    assert main(["verify", str(folder)]) == int(is_damaged)
-    assert main(["list", str(folder)]) == main(["inspect", str(folder)]) == 0
-    assert ("damaged: " in capsys.readouterr().out) == is_damaged
+    assert main(["verify", str(folder)]) == int(is_damaged) and main(["inspect", str(folder)]) == 0
     with pytest.raises(CheckpointError):
         load_checkpoint(folder / name)
     if odd == "directory" and name in (name_of(2), "best.pt", "unfinished.part"):
@@ -241,11 +239,10 @@ def test_an_odd_file_hangs_no_reader_and_no_save(tmp_path, odd, name, capsys):
         assert (folder / name / "of a user").exists()
         return
     for iteration in (2, 3, 4):
-        path = save(folder, iteration, keep=3, best=True)
-        assert load_checkpoint(path) == {"iteration": iteration}
+        save(folder, iteration, keep=3, best=True)
     stays = not is_damaged and name in (name_of(0), name_of(9))
-    kept = {*map(name_of, (2, 3, 4)), "best.pt"} | ({name} if stays else set())
-    assert set(names(folder)) == kept and load_checkpoint(folder / "best.pt")["iteration"] == 4
+    assert {*names(folder)} == {*map(name_of, (2, 3, 4)), "best.pt", *[name] * stays}
+    assert load_checkpoint(folder / "best.pt") == load_checkpoint(folder / name_of(4))
 
 
 def test_a_giant_with_the_ends_of_a_checkpoint_is_not_read_either(tmp_path):

@@ -5,13 +5,10 @@ import json
 import os
 import shutil
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import resume_envs
-from tensorboard.summary.writer.record_writer import RecordWriter
-from tensorboard_readers import seen
 from train_runs import RECALL, only_error, records, train_here
 
 from agents import rank
@@ -20,7 +17,6 @@ from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import outlive_readers
 from rl_dist.resume_check import differences, result_of
 from rl_dist.run_dir import RunDir
-from rl_dist.telemetry.metrics import MetricsWriter
 
 TINY = [*RECALL, "--eval_episodes", "2", "--total_steps", "256"]
 TINY += ["--env", "resume_envs:Forgetful-v0", "--scaling", "weak"]
@@ -185,45 +181,3 @@ def test_runs_that_start_in_the_same_second_get_directories_of_their_own(tmp_pat
     with ThreadPoolExecutor(16) as pool:
         made = [run.path for run in pool.map(RunDir.fresh, [tmp_path / "runs"] * 64)]
     assert len(set(made)) == 64 and all(path.is_dir() for path in made)
-
-
-# ---- TensorBoard's record
-
-
-def begin(run_dir, iterations, factor=1.0, purge_step=1):
-    writer = MetricsWriter(RunDir(run_dir), total=10, unit="steps", purge_step=purge_step)
-    for iteration in iterations:
-        record = {"iteration": iteration, "global_step": 10 * iteration, "x": factor * iteration}
-        writer.write(record, done=iteration)
-    return writer
-
-
-def test_tensorboard_forgets_what_a_resume_undid_and_keeps_the_rest(tmp_path):
-    def write(*args, **options):
-        before = set(tmp_path.glob("events.*"))
-        begin(tmp_path, *args, **options).close()
-        # files are read by name, which within a second is no order
-        (new,) = set(tmp_path.glob("events.*")) - before
-        new.rename(tmp_path / f"events.out.tfevents.{time.monotonic_ns():020d}")
-
-    write((1, 2, 3, 4))
-    write((3,), factor=10.0, purge_step=21)
-    assert seen(tmp_path, "x") == [(10, 1.0), (20, 2.0), (30, 30.0)]
-    write((3, 4), factor=100.0, purge_step=21)  # killed before a new checkpoint
-    assert seen(tmp_path, "x") == [(10, 1.0), (20, 2.0), (30, 300.0), (40, 400.0)]
-
-
-def test_what_is_flushed_outlives_a_writer_that_is_never_closed(tmp_path, monkeypatch):
-    write_record = RecordWriter.write
-
-    def write_slowly(self, data):
-        time.sleep(0.02)
-        write_record(self, data)
-
-    monkeypatch.setattr(RecordWriter, "write", write_slowly)
-    writer = begin(tmp_path / "run", range(1, 21))  # TensorBoard's thread cannot keep up with this
-    writer.flush()
-    shutil.copytree(tmp_path / "run", tmp_path / "copy")  # what a kill at this moment would leave
-    assert seen(tmp_path / "copy", "x") == [(10 * i, float(i)) for i in range(1, 21)]
-    assert len(records(tmp_path / "copy")) == 20
-    writer.close()

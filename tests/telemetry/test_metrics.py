@@ -90,8 +90,6 @@ def test_logs_have_level_and_rank_and_the_console_warnings_of_the_main_process(t
     finally:
         close_logging()
     assert capsys.readouterr().err == "warning: a warning of 0\n"
-    messages = RunDir(tmp_path).messages()
-    assert {message["text"] for message in messages} == {"a warning of 0", "a warning of 1"}
 
 
 # ---- loggers
