@@ -48,6 +48,9 @@ def test_events_of_a_gpu_are_read_in_seconds(monkeypatch):
         def record(self):
             self.at_ms = next(ticks_ms)
 
+        def synchronize(self):
+            assert self.at_ms is not None
+
         def elapsed_time(self, other):
             return other.at_ms - self.at_ms
 
