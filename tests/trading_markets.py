@@ -10,11 +10,10 @@ from envs.trading.environment import TradingVectorEnv
 from envs.trading.market_data import Market, Span
 
 NUM_DAYS, FIRST = 420, 60
+BARS = ("open", "high", "low", "close", "volume")
 
 
-def random_market(
-    seed: int = 0, num_stocks: int = 4, num_days: int = NUM_DAYS, volatility: float = 0.02
-) -> Market:
+def random_market(seed=0, num_stocks=4, num_days=NUM_DAYS, volatility=0.02):
     """Bars without any pattern."""
     rng = np.random.default_rng(seed)
     close = 50 * np.exp(np.cumsum(rng.normal(0, volatility, (num_days, num_stocks)), axis=0))
@@ -32,18 +31,14 @@ def random_market(
     )
 
 
-def scaled(market: Market, day: int, factor: float) -> Market:
+def scaled(market, day, factor):
     """The market with all prices and volumes from a day on times a factor."""
     after = np.where(np.arange(len(market.dates)) >= day, factor, 1.0)[:, None]
-    names = ("open", "high", "low", "close", "volume")
-    return replace(market, **{name: getattr(market, name) * after for name in names})
+    return replace(market, **{name: getattr(market, name) * after for name in BARS})
 
 
-def make_env(num_envs: int = 3, markets: list[Market] | None = None, **options) -> TradingVectorEnv:
-    """A small training environment, already reset unless `seed` is None."""
-    seed = options.pop("seed", list(range(100, 100 + num_envs)))
-    evaluation = options.pop("evaluation", False)
-    device = options.pop("device", "cpu")
+def make_env(num_envs=3, markets=None, seed=100, evaluation=False, device="cpu", **options):
+    """A small training environment, reset with seeds from `seed` on unless that is None."""
     span = Span(FIRST, NUM_DAYS - 1)
     env = TradingVectorEnv(
         num_envs,
@@ -59,33 +54,31 @@ def make_env(num_envs: int = 3, markets: list[Market] | None = None, **options) 
     return env
 
 
-def day(env: TradingVectorEnv) -> torch.Tensor:
-    """Return the index of the day just seen, [B]."""
+def day(env):
+    """The index of the day just seen, [B]."""
     return env.row % env.num_days + FIRST
 
 
-def account(env: TradingVectorEnv) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cash [B] in USD and shares held [B, n]."""
+def account(env):
+    """Cash [B] in USD and shares held [B, n]."""
     state = env.get_state()
     return state["cash"].squeeze(1), state["shares"]
 
 
-def random_actions(num_steps: int, env: TradingVectorEnv, seed: int = 0) -> torch.Tensor:
+def random_actions(num_steps, env):
     """Actions [num_steps, B, n], some of them outside of [-1, 1]."""
-    generator = torch.Generator().manual_seed(seed)
-    return 1.2 * (
-        2 * torch.rand(num_steps, env.num_envs, len(env.tickers), generator=generator) - 1
-    )
+    shape = num_steps, env.num_envs, len(env.tickers)
+    return 2.4 * torch.rand(shape, generator=torch.Generator().manual_seed(0)) - 1.2
 
 
-def whole_pass(env: TradingVectorEnv, actions: torch.Tensor) -> list[tuple]:
+def whole_pass(env, actions):
     return [env.step(action) for action in actions]
 
 
-def same(left, right) -> bool:
-    """Bit for bit, through tuples and dictionaries."""
+def same(left, right):
+    """Bit for bit, through lists, tuples and dictionaries."""
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same(left[name], right[name]) for name in left)
-    if isinstance(left, tuple):
+    if isinstance(left, list | tuple):
         return all(same(a, b) for a, b in zip(left, right, strict=True))
     return torch.equal(left, right)

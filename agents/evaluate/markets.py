@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from agents.evaluate.episodes import Controller, PolicyController, shard
 from agents.network.inputs import Normalizer
 from agents.policy import Policy
-from envs.trading.baselines import MemorylessRule, ReferencePolicy, buy_equal_weight
+from envs.trading.baselines import buy_equal_weight, follow, memoryless, reference
 from envs.trading.market_data import Market, Span
 from envs.trading.task import TradingTask
 from rl_dist.files import path_to_write, write_whole
@@ -219,10 +219,10 @@ def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
             }
 
     # share of the gap to the reference that each closes, if there is a gap beyond chance
-    if reference := policies.get("reference"):
+    if best := policies.get("reference"):
         sharpe = policies[EQUAL_WEIGHT]["sharpe"]
-        gap = reference["sharpe"] - sharpe
-        is_gap = reference[AGAINST]["sharpe"][1] > 0.1
+        gap = best["sharpe"] - sharpe
+        is_gap = best[AGAINST]["sharpe"][1] > 0.1
         for entry in policies.values():
             entry["gap_closed"] = (entry["sharpe"] - sharpe) / gap if is_gap else None
     return {
@@ -262,8 +262,9 @@ def report(
     if agents["policy"].policy.config.policy == "clstm":
         traders[ZEROED] = replace(agents["policy"], zero_state=True)
     if simulated and task.trading.order_unit == "value":
-        traders["reference"] = ReferencePolicy(task.simulated)
-        traders["memoryless rule"] = MemorylessRule()
+        edge = task.simulated.market_edge
+        traders["reference"] = follow(partial(reference, market_edge=edge))
+        traders["memoryless rule"] = follow(memoryless)
     traders[EQUAL_WEIGHT] = buy_equal_weight
     summaries: dict[str, Any] = {}
     text = ""

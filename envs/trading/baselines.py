@@ -1,22 +1,24 @@
-"""Rules that trade without learning: equal weight, a reference, a rule.
+"""Rules that trade without learning: equal weight, a reference, no memory.
 
-Each is called as rule(env) with a TradingVectorEnv in evaluation mode and returns actions [B, n];
-it looks at nothing else, though the evaluation shows it what a policy sees.
-Equal weight is bought in one step: its environment has max_order 1.
+Each is called as rule(env, ...) with a TradingVectorEnv in evaluation mode and returns actions
+[B, n]; it looks at nothing else, though the evaluation shows it what a policy sees. Equal weight is
+bought in one step: its environment has max_order 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
-from envs.trading.config import SimulatedMarketConfig
 from envs.trading.environment import TradingVectorEnv
-from envs.trading.market_data import Market, Span
+from envs.trading.features import side_by_side
+from envs.trading.market_data import Market
 from envs.trading.simulated_market import (
     DELAY_DAYS,
     DENIAL_CHANCE,
@@ -31,6 +33,8 @@ LEVEL_DAYS = 20  # the usual volume is the median of this many earlier days
 SURPRISE_NOISE = 0.30  # sd of log volume against that median on an ordinary day
 BLUNDER = 1e-4  # density that keeps one strange volume from ruling anything out
 VOLATILITY_MEMORY = 0.94  # decay of the exponentially weighted variance (RiskMetrics)
+FIRST_VARIANCE = 3e-4  # of daily returns, before the first one is known
+DIRECTIONS = np.array([-1.0, 0.0, 1.0])  # of an event or a move
 WARM_UP_DAYS = 60  # the filter has forgotten how it was started after a few announcements
 BAND = 0.01  # share of the value: differences below it are not worth an order
 OUTLOOK_DAYS = 4  # the reference buys ahead: at 5 % a day the order limit needs days to follow
@@ -106,16 +110,14 @@ def news_model() -> NewsModel:
 
 def volume_surprise(volume: np.ndarray) -> np.ndarray:
     """Return log volume [D, k] against its median of LEVEL_DAYS before; 0 until warm."""
-    log_volume = np.log(np.maximum(volume, 1.0))
-    windows = np.lib.stride_tricks.sliding_window_view(log_volume[:-1], LEVEL_DAYS, axis=0)
-    surprise = np.zeros_like(log_volume)
-    surprise[LEVEL_DAYS:] = log_volume[LEVEL_DAYS:] - np.median(windows, axis=2)
-    return surprise
+    log_volume = pd.DataFrame(np.log(np.maximum(volume, 1.0)))
+    usual = log_volume.rolling(LEVEL_DAYS).median().shift()
+    return (log_volume - usual).fillna(0.0).to_numpy()
 
 
 def _volume_likelihood(surprise: np.ndarray) -> np.ndarray:
     """Return how likely a volume surprise is on a drought, an ordinary day, a surge: [D, k, 3]."""
-    distance = (surprise[..., None] - EVENT_SIZE * np.array([-1.0, 0.0, 1.0])) / SURPRISE_NOISE
+    distance = (surprise[..., None] - EVENT_SIZE * DIRECTIONS) / SURPRISE_NOISE
     return np.exp(-0.5 * distance**2) + BLUNDER
 
 
@@ -123,96 +125,96 @@ def _return_likelihood(close: np.ndarray, edge: float) -> np.ndarray:
     """Return how likely a day's return is under a move down, none, up: [D, k, 3]."""
     returns = np.zeros_like(close)
     returns[1:] = close[1:] / close[:-1] - 1.0
-    variance = np.full(close.shape[1], 3e-4)
-    likelihood = np.ones((*close.shape, 3))
-    for day in range(1, len(close)):
-        surprise = returns[day][:, None] - edge * np.array([-1.0, 0.0, 1.0])
-        # Student t with the trailing variance
-        unit = surprise**2 / (variance[:, None] * (TAIL_DEGREES - 2.0))
-        likelihood[day] = (1.0 + unit) ** (-0.5 * (TAIL_DEGREES + 1.0))
-        variance = VOLATILITY_MEMORY * variance + (1.0 - VOLATILITY_MEMORY) * returns[day] ** 2
-    return likelihood
+    squares = pd.DataFrame(returns**2)
+    squares.iloc[0] = FIRST_VARIANCE
+    decay = squares.ewm(alpha=1.0 - VOLATILITY_MEMORY, adjust=False)
+    variance = decay.mean().shift(fill_value=FIRST_VARIANCE).to_numpy()  # before each day's return
+    surprise = returns[..., None] - edge * DIRECTIONS
+    # Student t with the trailing variance
+    unit = surprise**2 / (variance[..., None] * (TAIL_DEGREES - 2.0))
+    return (1.0 + unit) ** (-0.5 * (TAIL_DEGREES + 1.0))
 
 
-def planted_outlook(markets: Sequence[Market], span: Span, market_edge: float) -> np.ndarray:
+def planted_outlook(bars: Market, first: int, market_edge: float) -> np.ndarray:
     """Return expected moves of the next days by a Bayes filter of news_model().
 
     Day d uses closes and volumes up to day d only. The filter is exact up to the densities: normal
     noise of the log volume, Student t returns around the trailing volatility, stocks one by one.
-    Returns [M, days, n, OUTLOOK_DAYS] for the days of the span, in units of the edge (-1 to 1).
+
+    Args:
+        bars: of k stocks.
+        first: the first day of the result; some days before it warm the filter up.
+
+    Returns:
+        [days, k, OUTLOOK_DAYS] in units of the edge (-1 to 1).
     """
     model = news_model()
-    first = max(0, span.first - WARM_UP_DAYS)
-    surprise = volume_surprise(np.concatenate([m.volume[: span.last + 1] for m in markets], axis=1))
-    close = np.concatenate([m.close[first : span.last + 1] for m in markets], axis=1)
-    by_event = _volume_likelihood(surprise[first:]).swapaxes(1, 2)  # [days, 3, M*n]
+    start = max(0, first - WARM_UP_DAYS)
+    surprise = volume_surprise(bars.volume)[start:]
+    close = bars.close[start:]
+    by_event = _volume_likelihood(surprise).swapaxes(1, 2)  # [days, 3, k]
     by_move = _return_likelihood(close, market_edge * 1e-4).swapaxes(1, 2)
-    posterior = np.repeat(model.start[:, None], close.shape[1], axis=1)  # [S, M*n]
+    posterior = np.repeat(model.start[:, None], close.shape[1], axis=1)  # [S, k]
     outlook = np.empty((*close.shape, OUTLOOK_DAYS))
     for day in range(len(close)):
         posterior = model.transition.T @ posterior
         posterior *= by_event[day][model.event + 1] * by_move[day][model.move + 1]
         posterior /= posterior.sum(0)
         outlook[day] = posterior.T @ model.outlook
-    outlook = outlook[span.first - first :]
-    return outlook.reshape(len(outlook), len(markets), -1, OUTLOOK_DAYS).swapaxes(0, 1)
+    return outlook[first - start :]
+
+
+# ---- rules
 
 
 def buy_equal_weight(env: TradingVectorEnv, *_: Tensor) -> Tensor:
     """Return actions [B, n] that buy 1/n of every stock on the first day."""
     num_stocks = len(env.tickers)
     begins = (env.row % env.num_days == 0).to(torch.float64).unsqueeze(1)
-    return begins.expand(-1, num_stocks) / (num_stocks * env.config.max_order)
+    return begins.expand(-1, num_stocks) / num_stocks
 
 
-class TableRule:
-    """Trades toward weights in a table; NaN keeps the weight held."""
+def follow(choose: Callable[[Market, int], np.ndarray]) -> Callable[..., Tensor]:
+    """Return the rule that holds 1/n of the value in each chosen stock.
 
-    _env: TradingVectorEnv | None = None
-
-    def __call__(self, env: TradingVectorEnv, *_: Tensor) -> Tensor:
-        """Return actions [B, n] in order_unit value; leaves small differences."""
-        if self._env is not env:
-            self._env = env
-            self._table = torch.from_numpy(self.table(env)).flatten(0, 1).to(env.device)
-        gap = (self._table.index_select(0, env.row) - env.weights).nan_to_num(0.0)
-        return (gap * (gap.abs() > BAND) / env.config.max_order).clamp(-1.0, 1.0)
-
-    def table(self, env: TradingVectorEnv) -> np.ndarray:
-        """Return the target weights [M, days, n]."""
-        raise NotImplementedError
-
-
-class ReferencePolicy(TableRule):
-    """Knows the generator: holds what its Bayes filter expects to rise.
-
-    Target: 1/n of the value in every stock that is expected to move by more than HURDLE edges over
-    the next OUTLOOK_DAYS, cash for the rest. At a small edge, where the drift of the market is
-    worth more, it only leaves stocks that are expected to fall, and at edge 0 it holds all.
+    Args:
+        choose: returns for bars of k stocks, from a first day on, 1 to hold a stock, 0 to sell it,
+            NaN to leave it: [days, k].
     """
 
-    def __init__(self, config: SimulatedMarketConfig) -> None:
-        self.market_edge = config.market_edge
+    @cache
+    def targets(env: TradingVectorEnv) -> Tensor:
+        chosen = choose(side_by_side(env.markets, env.span.last + 1), env.span.first)
+        shape = env.num_days, len(env.markets), len(env.tickers)
+        weights = torch.from_numpy(chosen / len(env.tickers)).reshape(shape)
+        return weights.transpose(0, 1).flatten(0, 1).to(env.device)  # [rows, n]
 
-    def table(self, env: TradingVectorEnv) -> np.ndarray:
-        """Return the target weights [M, days, n]."""
-        outlook = planted_outlook(env.markets, env.span, self.market_edge).mean(3)
-        hurdle = HURDLE if self.market_edge > WEAK_EDGE else -HURDLE
-        return ((outlook > hurdle) | (self.market_edge <= 0)) / len(env.tickers)
+    def rule(env: TradingVectorEnv, *_: Tensor) -> Tensor:
+        gap = (targets(env).index_select(0, env.row) - env.weights).nan_to_num(0.0)
+        return (gap * (gap.abs() > BAND) / env.config.max_order).clamp(-1.0, 1.0)
+
+    return rule
 
 
-class MemorylessRule(TableRule):
-    """The best rule found that sees today's event and its holdings, nothing else.
+def reference(bars: Market, first: int, market_edge: float) -> np.ndarray:
+    """Choose what the filter, which knows the generator, expects to rise, [days, k].
+
+    That is a move of more than HURDLE edges over the next OUTLOOK_DAYS. At a small edge, where the
+    drift of the market is worth more, it only leaves stocks that are expected to fall, and at edge
+    0 it holds all.
+    """
+    outlook = planted_outlook(bars, first, market_edge).mean(2)
+    hurdle = HURDLE if market_edge > WEAK_EDGE else -HURDLE
+    return (outlook > hurdle) | (market_edge <= 0)
+
+
+def memoryless(bars: Market, first: int) -> np.ndarray:
+    """Choose by today's event alone, [days, k]: the best such rule found.
 
     It buys one order's worth on every surge and sells one on every drought, so that its holdings
     are a slow count of past events: the best a holding can do as a memory, and about a quarter of
     what memory gains. It is the best of 42 such rules by Sharpe ratio after costs, on 16 training
     worlds at market_edge 120.
     """
-
-    def table(self, env: TradingVectorEnv) -> np.ndarray:
-        """Return 1/n after a surge, 0 after a drought, else NaN, [M, days, n]."""
-        surprise = np.stack([volume_surprise(market.volume) for market in env.markets])
-        surprise = surprise[:, env.span.first : env.span.last + 1]
-        target = np.where(surprise > 0, 1.0 / len(env.tickers), 0.0)
-        return np.where(np.abs(surprise) > 0.5 * EVENT_SIZE, target, np.nan)
+    surprise = volume_surprise(bars.volume)[first:]
+    return np.where(np.abs(surprise) > 0.5 * EVENT_SIZE, surprise > 0, np.nan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from typing import Literal
 
 from rl_dist.flags import Field, Text, configuration
@@ -44,14 +43,9 @@ class DataConfig:
         for name, day in given.items():
             if not re.fullmatch(r"\d{4}-\d\d-\d\d", day):
                 raise ValueError(f"{name} must be a date YYYY-MM-DD, got {day!r}")
-        for (earlier, first), (later, second) in pairwise(given.items()):
-            same_span = earlier[:5] == later[:5]
-            if first > second or (first == second and not same_span):
-                raise ValueError(
-                    f"{later} must be {'no earlier than' if same_span else 'after'} {earlier}, "
-                    f"got {second} and {first}: the spans are train, valid, test in this order "
-                    "and may not overlap"
-                )
+        if list(given.values()) != sorted(set(given.values())):
+            dates = ", ".join(f"{name} {day}" for name, day in given.items())
+            raise ValueError(f"each date must be later than the one before it, got {dates}")
 
 
 @configuration
@@ -103,10 +97,8 @@ class TradingConfig:
 
     def __post_init__(self) -> None:
         in_shares = self.order_unit == "shares"
-        least, largest = (1, 10**6) if in_shares else (1e-6, 1)
-        if not least <= self.max_order <= largest:
-            what = "number of shares" if in_shares else "share of the portfolio's value"
+        if self.max_order < 1 if in_shares else self.max_order > 1:
             raise ValueError(
-                f"max_order must be {least}..{largest}, a {what}, with order_unit "
-                f"{self.order_unit}, got {self.max_order}"
+                f"max_order {self.max_order} does not fit order_unit {self.order_unit}: use at "
+                "least 1 share, or at most 1, which is all of the portfolio's value"
             )

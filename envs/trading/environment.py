@@ -18,9 +18,10 @@ from envs.vector.layout import Layout
 from envs.vector.tensors import TensorVectorEnv
 
 REWARD_SCALE = 1e-4  # reward per USD
-STATE = ("keys", "cash", "value", "shares", "risk")  # with the place, all of a snapshot
+# all that the future of an environment depends on
+STATE = ("keys", "episode", "row", "end_row", "cash", "value", "shares", "risk")
 RUIN_SHARE = 0.1  # part of the initial cash: below it an episode terminates
-AHEAD = 32  # episodes of each environment that are planned together
+AHEAD = 32  # episodes of each environment that are drawn together: it costs as much as one
 
 
 def fill_orders(
@@ -120,13 +121,9 @@ class TradingVectorEnv(TensorVectorEnv):
         self._features = tables.features.to(self.device)  # [rows, F]
         self._prices = tables.prices.to(self.device)  # [rows, 6, n]
         self._turbulent = None if tables.turbulent is None else tables.turbulent.to(self.device)
-        self._one_day = torch.tensor([[1], [0], [0], [0]], device=self.device)  # of `_place`
-        cash_usd = round(config.initial_cash_usd * GRID) / GRID
-        self._ruin_usd = RUIN_SHARE * cash_usd
-        self._fresh_money = self._prices.new_zeros(3 + num_stocks)  # cash, value, risk, shares
-        self._fresh_money[:2] = cash_usd
+        self._initial_usd = round(config.initial_cash_usd * GRID) / GRID
         returns = tables.prices[:, 3] / tables.prices[:, 0] - 1.0  # from close to close, [rows, n]
-        self._baseline = (REWARD_SCALE * cash_usd * returns.mean(1)).to(self.device)
+        self._baseline = (REWARD_SCALE * self._initial_usd * returns.mean(1)).to(self.device)
         if config.risk_aversion and not evaluation:
             if discount >= 1.0:
                 raise ValueError(
@@ -138,14 +135,17 @@ class TradingVectorEnv(TensorVectorEnv):
             covariance = centred.transpose(1, 2) @ centred / max(centred.shape[1] - 1, 1)
             self._covariance = covariance.to(self.device)  # [M, n, n]
         self._keys: Tensor | None = None
-        self._place: Tensor  # see `_plan`
+        self._row = self._end_row = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
+        self._risk = self._prices.new_zeros(num_envs)
+        self._cash = self._value = self._prices.new_zeros(num_envs, 1)  # USD
+        self._shares = self._prices.new_zeros(num_envs, num_stocks)
         width = self._features.shape[1]
         self.set_spaces(Layout.vector(width), Box(-1.0, 1.0, (num_stocks,), np.float32))
 
     @property
     def row(self) -> Tensor:
         """Row of the market tables: market * num_days + day - span.first, [B] int64."""
-        return self._place[0].clone()
+        return self._row.clone()
 
     @property
     def portfolio_value(self) -> Tensor:
@@ -155,7 +155,7 @@ class TradingVectorEnv(TensorVectorEnv):
     @property
     def weights(self) -> Tensor:
         """Share of the value held in each stock at the close just seen, [B, n]."""
-        closes = self._prices[:, 0].index_select(0, self._place[0])
+        closes = self._prices[:, 0].index_select(0, self._row)
         return self._shares * closes / self._value
 
     def reset(
@@ -168,45 +168,29 @@ class TradingVectorEnv(TensorVectorEnv):
         """
         if seed is not None or self._keys is None:
             self._keys = seed_keys(seed, self.num_envs).to(self.device)
-            episode = torch.zeros_like(self._keys)  # [B]
-        else:
-            episode = self._first_episode + self._place[3] + 1
-        self._place = self._plan(episode)
+            self._episode = torch.full_like(self._keys, -1)  # [B]
+            self._restarts_left = 0
+        everywhere = torch.ones_like(self._keys, dtype=torch.bool)
+        obs = self._restart(everywhere, self._features[:1])
         if not self.evaluation and (options or {}).get("random_age", True):
-            age = random_int63(self._keys, ~episode) % self._episode_days
-            self._place[1] = self._place[0] + 1 + age
-        self._set_money(self._fresh_money.expand(self.num_envs, -1))
-        return self._features.index_select(0, self._place[0]), {}
+            age = random_int63(self._keys, ~self._episode) % self._episode_days
+            self._end_row = self._row + 1 + age
+        return obs, {}
 
-    def _set_money(self, money: Tensor) -> None:
-        """Set cash, value, risk and shares from the columns of one tensor."""
-        sizes = (1, 1, 1, len(self.tickers))
-        self._cash, self._value, risk, self._shares = money.split(sizes, 1)
-        self._risk = risk.squeeze(1)
-
-    def _plan(self, episode: Tensor) -> Tensor:
-        """Draw the starts of these episodes [B] and of the next AHEAD; return the first.
-
-        A place [4, B] holds the row of the tables, the episode's last row, the market, and the
-        episode's offset from `_first_episode`, so that a step changes all four in one call.
-        Drawing many places costs as much as drawing one.
-        """
-        self._first_episode = episode
+    def _draw_starts(self) -> None:
+        """Draw the first rows of the current episodes and of the next AHEAD."""
+        assert self._keys is not None
+        self._drawn_from = self._episode
         self._restarts_left = AHEAD
-        later = torch.arange(AHEAD + 1, device=self.device)[:, None].expand(-1, self.num_envs)
         if self.evaluation:
-            market = torch.arange(self.num_envs, device=self.device).expand_as(later)
-            row = market * self.num_days
-        else:
-            assert self._keys is not None
-            num_starts = self.num_days - self._episode_days
-            draws = random_int63(self._keys, episode + later)
-            draws = draws % (num_starts * len(self.markets))  # one number draws both market and day
-            market = draws // num_starts
-            row = draws + market * self._episode_days
-        places = torch.stack([row, row + self._episode_days, market, later], dim=1)
-        self._next_places = places[1:]  # [AHEAD, 4, B]
-        return places[0].clone()
+            rows = torch.arange(self.num_envs, device=self.device) * self.num_days
+            self._starts = rows.expand(AHEAD + 1, -1)
+            return
+        later = torch.arange(AHEAD + 1, device=self.device)[:, None]
+        num_starts = self.num_days - self._episode_days
+        # one number draws both market and day
+        draws = random_int63(self._keys, self._episode + later) % (num_starts * len(self.markets))
+        self._starts = draws + draws // num_starts * self._episode_days  # [AHEAD + 1, B]
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
         """Trade one day everywhere; a new episode follows an ended one in the same step.
@@ -220,32 +204,29 @@ class TradingVectorEnv(TensorVectorEnv):
         """
         assert self._keys is not None, "reset the environment before its first step"
         # trade, and account for it
-        cash, shares, position_usd, value, solvent, lost_usd, info = self._trade_one_day(actions)
-        rewards = (value - self._value).squeeze(1).mul_(REWARD_SCALE)
+        value_before = self._value
+        position_usd, solvent, lost_usd, info = self._trade_one_day(actions)
+        rewards = (self._value - value_before).squeeze(1).mul_(REWARD_SCALE)
         if self.evaluation:
             info = {name: amount.clone() for name, amount in info.items()}  # now ordinary tensors
         else:
             info["raw_rewards"] = rewards
-            rewards = self._training_rewards(rewards, lost_usd, position_usd, value, solvent)
+            rewards = self._training_rewards(rewards, lost_usd, position_usd, solvent)
         # the market's features with the portfolio written into their gaps
-        self._place = self._place + self._one_day
-        row = self._place[0]
-        info["final_obs"] = final_obs = self._features.index_select(0, row)
+        self._row = self._row + 1
+        info["final_obs"] = final_obs = self._features.index_select(0, self._row)
         cash_column = final_obs.narrow(1, 0, 1)
         gap = final_obs.narrow(1, self._gap, len(self.tickers))
         if self.config.observation == "relative":
-            torch.div(cash, value, out=cash_column)
-            torch.div(position_usd, value, out=gap)
+            torch.div(self._cash, self._value, out=cash_column)
+            torch.div(position_usd, self._value, out=gap)
         else:
-            cash_column.copy_(cash)
-            gap.copy_(shares)
-        # keep the portfolio, or start an episode where one ended
+            cash_column.copy_(self._cash)
+            gap.copy_(self._shares)
+        # start an episode where one ended
         terminated = ~solvent.squeeze(1)
-        truncated = row == self._place[1]
+        truncated = self._row == self._end_row
         ended = terminated | truncated
-        self._cash = cash
-        self._value = value
-        self._shares = shares
         # skipping the restarts if no episode ended saves a seventh of a step
         if self.reads_steps and not ended.any():
             obs = final_obs.clone()
@@ -255,16 +236,13 @@ class TradingVectorEnv(TensorVectorEnv):
 
     # takes autograd's bookkeeping off the many small operations, an eighth of a step
     @torch.inference_mode()
-    def _trade_one_day(
-        self, actions: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """Fill the orders and move on to the next close.
+    def _trade_one_day(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """Fill the orders and value the portfolio at the next close.
 
-        Returns cash [B, 1], shares [B, n], positions [B, n] and value [B, 1] in USD, whether that
-        is above ruin [B, 1], the fall of potential [B] in USD, and what evaluation reports.
+        Returns the positions [B, n] in USD, whether their value and the cash are above ruin [B, 1],
+        the fall of potential [B] in USD, and what evaluation reports.
         """
-        row = self._place[0]
-        prices = self._prices.index_select(0, row)
+        prices = self._prices.index_select(0, self._row)
         close, sell, buy, next_close, gains, next_gains = prices.unbind(1)  # each [B, n]
         actions = actions.clamp(-1.0, 1.0).to(torch.float32)
         # whole shares wanted, truncated toward zero
@@ -274,12 +252,16 @@ class TradingVectorEnv(TensorVectorEnv):
         else:
             orders = (actions.to(torch.float64) * self.config.max_order).trunc_()
         if self._turbulent is not None:
-            sell_all = self._turbulent.index_select(0, row).unsqueeze(1)
+            sell_all = self._turbulent.index_select(0, self._row).unsqueeze(1)
             orders = torch.where(sell_all, -self._shares, orders)
-        cash, trades = fill_orders(self._cash, self._shares, orders, actions, sell, buy)
-        shares = self._shares + trades
-        position_usd = shares * next_close
-        value = cash + position_usd.sum(1, keepdim=True)
+        self._cash, trades = fill_orders(self._cash, self._shares, orders, actions, sell, buy)
+        lost_usd = self._shares * gains
+        self._shares = self._shares + trades
+        position_usd = self._shares * next_close
+        self._value = value = self._cash + position_usd.sum(1, keepdim=True)
+        # nothing is gained after ruin
+        solvent = value >= RUIN_SHARE * self._initial_usd
+        lost_usd.addcmul_(self._shares * next_gains, solvent, value=-1.0)
         info = {}
         if self.evaluation:
             # the fill price is midway between the two
@@ -289,17 +271,14 @@ class TradingVectorEnv(TensorVectorEnv):
                 "traded_usd": trades_usd.abs().sum(1),
                 "fees_usd": (trades.abs() * (buy - sell)).sum(1) / 2,
                 "num_trades": (trades != 0).sum(1).to(torch.float64),
-                "exposure": (1.0 - cash / value).squeeze(1),
+                "exposure": (1.0 - self._cash / value).squeeze(1),
                 "weights": position_usd / value,
                 "trades_usd": trades_usd,
             }
-        solvent = value >= self._ruin_usd
-        # nothing is gained after ruin
-        lost_usd = torch.addcmul(self._shares * gains, shares * next_gains, solvent, value=-1.0)
-        return cash, shares, position_usd, value, solvent, lost_usd.sum(1), info
+        return position_usd, solvent, lost_usd.sum(1), info
 
     def _training_rewards(
-        self, plain: Tensor, lost_usd: Tensor, position_usd: Tensor, value: Tensor, solvent: Tensor
+        self, plain: Tensor, lost_usd: Tensor, position_usd: Tensor, solvent: Tensor
     ) -> Tensor:
         """Return the rewards [B] to learn from, given those to report.
 
@@ -310,17 +289,18 @@ class TradingVectorEnv(TensorVectorEnv):
         if self.config.reward == "attributed":
             rewards = torch.sub(plain, lost_usd, alpha=REWARD_SCALE)
         elif self.config.reward == "excess":
-            rewards = plain - self._baseline.index_select(0, self._place[0])
+            rewards = plain - self._baseline.index_select(0, self._row)
         else:
             rewards = plain.clone()
         if self.config.risk_aversion:
             if len(self._covariance) == 1:
                 spread = position_usd @ self._covariance[0]
             else:
-                covariance = self._covariance.index_select(0, self._place[2])  # [B, n, n]
+                market = self._row // self.num_days
+                covariance = self._covariance.index_select(0, market)  # [B, n, n]
                 spread = torch.bmm(position_usd.unsqueeze(1), covariance).squeeze(1)
             before = self._risk
-            variance_usd = (spread * position_usd).sum(1) / value.squeeze(1)
+            variance_usd = (spread * position_usd).sum(1) / self._value.squeeze(1)
             self._risk = variance_usd * self._risk_scale
             # there is no risk after ruin; a factor of 0 or 1 makes no rounding
             rewards += torch.addcmul(before, self._risk, solvent.squeeze(1), value=-1.0)
@@ -329,29 +309,25 @@ class TradingVectorEnv(TensorVectorEnv):
     def _restart(self, ended: Tensor, final_obs: Tensor) -> Tensor:
         """Start the next episode where `ended` [B]; returns observations [B, F]."""
         if not self._restarts_left:
-            self._plan(self._first_episode + self._place[3])
-            self._place[3] = 0
+            self._draw_starts()
         self._restarts_left -= 1
-        start = self._next_places.gather(0, self._place[3].expand(1, 4, -1))[0]  # [4, B]
-        self._place = torch.where(ended, start, self._place)
+        self._episode = self._episode + ended
+        start = self._starts.gather(0, (self._episode - self._drawn_from)[None])[0]  # [B]
+        self._row = torch.where(ended, start, self._row)
+        self._end_row = torch.where(ended, start + self._episode_days, self._end_row)
+        self._risk = self._risk.masked_fill(ended, 0.0)
         ended = ended.unsqueeze(1)
-        money = torch.cat([self._cash, self._value, self._risk.unsqueeze(1), self._shares], 1)
-        self._set_money(torch.where(ended, self._fresh_money, money))
-        return torch.where(ended, self._features.index_select(0, start[0]), final_obs)
+        self._cash = self._cash.masked_fill(ended, self._initial_usd)
+        self._value = self._value.masked_fill(ended, self._initial_usd)
+        self._shares = self._shares.masked_fill(ended, 0.0)
+        return torch.where(ended, self._features.index_select(0, start), final_obs)
 
     def get_state(self) -> dict[str, Tensor]:
         """Return a snapshot of every environment: tensors with leading dimension B."""
-        assert self._keys is not None, "reset the environment before taking its state"
-        row, end_row, _, later = self._place
-        state = {name: getattr(self, f"_{name}") for name in STATE}
-        state |= {"episode": self._first_episode + later, "row": row, "end_row": end_row}
-        return {name: value.clone() for name, value in state.items()}
+        return {name: getattr(self, f"_{name}").clone() for name in STATE}
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue exactly where `get_state` was called (same markets, span, config)."""
         for name in STATE:
             setattr(self, f"_{name}", state[name].to(self.device, copy=True))
-        self._place = self._plan(state["episode"].to(self.device, copy=True))
-        self._place[0] = state["row"]
-        self._place[1] = state["end_row"]
-        self._place[2] = self._place[0] // self.num_days
+        self._draw_starts()

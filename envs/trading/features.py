@@ -22,8 +22,6 @@ from envs.trading.market_data import Market, Span
 # exact in float64 as long as a portfolio stays below 2**33 USD (8.6 billion).
 GRID = 2.0**20  # steps per USD; of float64's 53 bits 33 are left for dollars
 INDICATOR_DAYS = 30
-# windows copied in one go: 64 x 252 x 30 float64 are 4 MB, about the size of a cache
-TURBULENCE_BATCH_DAYS = 64
 CORRELATION_RIDGE = 1e-9  # keeps the correlation matrix of tickers that move as one solvable
 MIN_STD = 1e-12  # daily returns with a smaller deviation are rounding noise around a constant
 
@@ -33,8 +31,6 @@ MIN_STD = 1e-12  # daily returns with a smaller deviation are rounding noise aro
 
 def by_column(function: Callable[..., np.ndarray], days: int, *arrays: np.ndarray) -> np.ndarray:
     """Run a TA-Lib function of 1-D arrays over the columns of [D, n] arrays."""
-    # TA-Lib would quietly give wrong values around a NaN
-    assert all(np.isfinite(array).all() for array in arrays), "prices must be finite"
     rows = [np.ascontiguousarray(array.T, dtype=np.float64) for array in arrays]  # each [n, D]
     columns = [function(*row, days) for row in zip(*rows, strict=True)]
     return np.ascontiguousarray(np.transpose(columns))
@@ -76,36 +72,25 @@ def turbulence(close: np.ndarray, days: int = 252) -> np.ndarray:
     Source: Kritzman and Li, "Skulls, Financial Turbulence, and Risk Management" (2010), not
         divided by n.
     """
-    num_days, n = close.shape
-    if days <= n:
-        raise ValueError(f"turbulence needs fewer stocks than its {days} days, got {n}")
+    num_days, num_stocks = close.shape
+    if days <= num_stocks:
+        raise ValueError(f"turbulence needs fewer stocks than its {days} days, got {num_stocks}")
     values = np.full(num_days, np.nan)
-    if num_days < days + 2:
-        return values
     returns = close[1:] / close[:-1] - 1.0  # [D-1, n]; returns[i] belongs to day i + 1
-    # [D-1-days, n, days]
-    windows = np.lib.stride_tricks.sliding_window_view(returns[:-1], days, axis=0)
-    today = returns[days:]  # [D-1-days, n]
-    for start in range(0, len(today), TURBULENCE_BATCH_DAYS):
-        batch = slice(start, start + TURBULENCE_BATCH_DAYS)
-        values[days + 1 :][batch] = _squared_distance(today[batch], windows[batch])
+    for day in range(days + 1, num_days):
+        values[day] = _squared_distance(returns[day - 1], returns[day - 1 - days : day - 1])
     return values
 
 
-def _squared_distance(today: np.ndarray, windows: np.ndarray) -> np.ndarray:
-    """Return the squared Mahalanobis distance [b] of today [b, n] from windows [b, n, days]."""
-    mean = windows.mean(axis=2)  # [b, n]
-    centred = windows - mean[:, :, None]
-    std = np.sqrt((centred**2).sum(axis=2) / (windows.shape[2] - 1))
-    # 0 leaves a constant stock out
-    scale = np.where(std > MIN_STD, 1.0 / np.maximum(std, MIN_STD), 0.0)
-    centred *= scale[:, :, None]
+def _squared_distance(today: np.ndarray, past: np.ndarray) -> float:
+    """Return the squared Mahalanobis distance of today [n] from the past [days, n]."""
+    mean, std = past.mean(axis=0), past.std(axis=0, ddof=1)
+    known = std > MIN_STD
+    units = ((past - mean) / np.maximum(std, MIN_STD))[:, known]  # [days, stocks that moved]
     # Correlations, not covariances: the ridge then means the same for calm and for wild stocks.
-    correlation = centred @ centred.transpose(0, 2, 1) / (windows.shape[2] - 1)
-    diagonal = np.arange(today.shape[1])
-    correlation[:, diagonal, diagonal] = 1.0 + CORRELATION_RIDGE
-    z = (today - mean) * scale
-    return (z * np.linalg.solve(correlation, z[:, :, None])[:, :, 0]).sum(axis=1)
+    correlation = units.T @ units / (len(past) - 1) + CORRELATION_RIDGE * np.eye(units.shape[1])
+    z = ((today - mean) / np.maximum(std, MIN_STD))[known]
+    return z @ np.linalg.solve(correlation, z)
 
 
 # ---- observations
@@ -160,26 +145,29 @@ def gap_columns(observation: str, num_stocks: int) -> slice:
     return slice(first, first + num_stocks)
 
 
+def side_by_side(markets: Sequence[Market], num_days: int) -> Market:
+    """Return the first days of M markets as one with columns [D, M*n]."""
+    joined: dict[str, Any] = {
+        name: np.concatenate([getattr(market, name)[:num_days] for market in markets], axis=1)
+        for name in ("high", "low", "close", "volume")
+    }
+    return replace(markets[0], **joined)
+
+
 def feature_table(markets: Sequence[Market], observation: str, span: Span) -> np.ndarray:
     """Market features [M, days, F] float32 of a span, with gaps for the portfolio.
 
     Indicators see the days before the span, never later ones; NaN where one is not warm yet.
     """
-    num_stocks = len(markets[0].tickers)
-    num_days = span.last - span.first + 1
-    joined: dict[str, Any] = {
-        name: np.concatenate([getattr(m, name)[: span.last + 1] for m in markets], axis=1)
-        for name in ("high", "low", "close", "volume")
-    }
-    bars = replace(markets[0], **joined)  # [D, M*n]
-    blocks = _BLOCKS[observation].values()
-    table = np.zeros((len(markets), num_days, 1 + len(blocks) * num_stocks), dtype=np.float32)
-    for position, feature in enumerate(blocks):
-        if feature is not None:
-            values = feature(bars)[span.first :].reshape(num_days, len(markets), num_stocks)
-            first = 1 + position * num_stocks
-            table[:, :, first : first + num_stocks] = values.swapaxes(0, 1)
-    return table
+    shape = span.last - span.first + 1, len(markets), len(markets[0].tickers)
+    bars = side_by_side(markets, span.last + 1)
+    gap = np.zeros(shape)
+    columns = [
+        gap if feature is None else feature(bars)[span.first :].reshape(shape)
+        for feature in _BLOCKS[observation].values()
+    ]
+    table = np.concatenate([gap[:, :, :1], *columns], axis=2).swapaxes(0, 1)
+    return np.ascontiguousarray(table, dtype=np.float32)
 
 
 def first_tradable_day(market: Market, config: TradingConfig) -> int:
@@ -189,7 +177,7 @@ def first_tradable_day(market: Market, config: TradingConfig) -> int:
     known = np.isfinite(table[0]).all(axis=1)
     if config.turbulence_quantile > 0:
         known &= np.isfinite(turbulence(market.close))
-    first = int(np.append(-1, np.flatnonzero(~known))[-1]) + 1
+    first = num_days - int(known[::-1].argmin())  # the day after the last that is not known
     if first == num_days:
         raise ValueError(
             f"no day is left after the indicators' warm-up, got {num_days} days: "
@@ -233,7 +221,7 @@ def market_tables(
     train_span: Span | None,
     discount: float,
 ) -> MarketTables:
-    """Tabulate the days of a span; ValueError when a feature is not warm on one."""
+    """Tabulate the days of a span, on which every indicator must be warm."""
     days = slice(span.first, span.last + 1)
     close = torch.from_numpy(np.stack([market.close[days] for market in markets]))  # [M, days, n]
     fill = close
@@ -247,16 +235,8 @@ def market_tables(
     for day in range(close.shape[1] - 2, -1, -1):
         gains[:, day] = changes[:, day] + discount * gains[:, day + 1]
     prices = [close, sell, buy, _tomorrow(close), gains, discount * _tomorrow(gains)]
-    # features, which must be known on every day
     table = feature_table(markets, config.observation, span)
-    cold = np.argwhere(~np.isfinite(table))
-    if len(cold):
-        market, day, column = cold[0]
-        name = feature_names(config.observation, markets[0].tickers)[column]
-        raise ValueError(
-            f"{name} of {markets[market].name} is not known on "
-            f"{markets[market].dates[span.first + day]}: start the span at first_tradable_day"
-        )
+    assert np.isfinite(table).all(), "the span starts before every indicator is warm"
     table[:, :, 0] = 1.0 if config.observation == "relative" else config.initial_cash_usd
     turbulent = None
     if config.turbulence_quantile > 0:
@@ -278,11 +258,4 @@ def _tomorrow(values: Tensor) -> Tensor:
 def _turbulent_days(market: Market, quantile: float, train_span: Span) -> np.ndarray:
     """Return which days exceed a quantile of the training span's turbulence, [D] bool."""
     values = turbulence(market.close)
-    known = values[train_span.first : train_span.last + 1]
-    known = known[np.isfinite(known)]
-    if not len(known):
-        raise ValueError(
-            f"{market.name} has no turbulence on the training span, which warms up over 252 days: "
-            "start the span later or set turbulence_quantile to 0"
-        )
-    return values > np.quantile(known, quantile)
+    return values > np.quantile(values[train_span.first : train_span.last + 1], quantile)

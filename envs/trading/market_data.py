@@ -4,6 +4,7 @@ import logging
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,8 +16,7 @@ _LOGGER = logging.getLogger(__name__)
 PRICES = ["open", "high", "low", "close", "adj_close"]
 NUMBERS = [*PRICES, "volume"]
 COLUMNS = ["date", "tic", *NUMBERS]
-# not for `tic`: NA is a ticker
-BLANKS = ("", " ", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")
+BLANKS = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")  # instead of a number
 ROUNDING = 1e-3  # relative; split-adjusted files round open, high, low and close separately
 # the longest exchange holidays (Shanghai, new year) close 10 days in a row
 MAX_MISSING_CALENDAR_DAYS = 10
@@ -64,54 +64,48 @@ class MarketDataError(ValueError):
 def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -> Spans:
     """Return training, validation and test span as day indices.
 
-    Given dates are kept, moved inward to trading days. Else training starts at `first_tradable`,
+    Given dates are kept, moved inward to tradable days. Else training starts at `first_tradable`,
     the test ends on the last day, spans touch each other, and a border of which neither side is
     given divides its days in the ratio 60 : 15 : 25. Where training and test leave too few days for
     a validation span that no date asks for, valid is None.
 
-    Raises: MarketDataError for dates outside the data or spans that are too short.
+    Raises: MarketDataError for spans that are too short, such as those outside the data.
     """
     days: dict[str, int] = {}
     for name in SPAN_DATES:
         if text := getattr(config, name):
-            day = np.datetime64(text, "D")
-            if not dates[first_tradable] <= day <= dates[-1]:
-                raise MarketDataError(
-                    f"{name} {text} is outside the days on which every indicator is warm, which "
-                    f"run from {dates[first_tradable]} to {dates[-1]}: choose one of them"
-                )
             is_end = name.endswith("_end")
-            days[name] = (
-                int(np.searchsorted(dates, day, side="right" if is_end else "left")) - is_end
-            )
+            side: Any = "right" if is_end else "left"
+            next_day = int(np.searchsorted(dates, np.datetime64(text, "D"), side))
+            days[name] = max(first_tradable, next_day - is_end)
     first = days.setdefault("train_start", first_tradable)
     last = days.setdefault("test_end", len(dates) - 1)
-    # a span without a given end stops before the next start; without that, SHARES decide
-    for end, next_start in (("train_end", "valid_start"), ("valid_end", "test_start")):
-        if next_start in days:
-            days.setdefault(end, days[next_start] - 1)
+    # spans touch where one side of their border is given
+    borders = (("train_end", "valid_start"), ("valid_end", "test_start"))
+    for end, start in borders:
+        if start in days:
+            days.setdefault(end, days[start] - 1)
+    # other borders divide the days
     train, valid, test = SHARES
     if "train_end" not in days:
         share = train / (train + valid) if "valid_end" in days else train
         days["train_end"] = _end_of_share(first, days.get("valid_end", last), share)
-    start = days.setdefault("valid_start", days["train_end"] + 1)
+    days.setdefault("valid_start", days["train_end"] + 1)
     if "valid_end" not in days:
-        days["valid_end"] = _end_of_share(start, last, valid / (valid + test))
+        days["valid_end"] = _end_of_share(days["valid_start"], last, valid / (valid + test))
     days.setdefault("test_start", days["valid_end"] + 1)
-    spans: dict[str, Span | None] = {}
+    spans: dict[str, Any] = {}
     for name in ("train", "valid", "test"):
-        span = Span(days[f"{name}_start"], days[f"{name}_end"])
-        num_days = span.last - span.first + 1
-        is_asked_for = name != "valid" or config.valid_start or config.valid_end
-        if num_days < MIN_SPAN_DAYS and is_asked_for:
-            near = dates[min(span.first, len(dates) - 1)]
-            raise MarketDataError(
-                f"the {name} span has {max(num_days, 0)} trading days (near {near}), needs "
-                f"{MIN_SPAN_DAYS}: move --{name}_start, --{name}_end or their neighbours, or bring "
-                "more data"
-            )
-        spans[name] = span if num_days >= MIN_SPAN_DAYS else None
-    return Spans(**spans)  # type: ignore[arg-type]
+        spans[name] = Span(days[f"{name}_start"], days[f"{name}_end"])
+        num_days = spans[name].last - spans[name].first + 1
+        if num_days < MIN_SPAN_DAYS:
+            if name != "valid" or config.valid_start or config.valid_end:
+                raise MarketDataError(
+                    f"the {name} span has {max(num_days, 0)} trading days, needs {MIN_SPAN_DAYS}: "
+                    f"move --{name}_start, --{name}_end or their neighbours, or bring more data"
+                )
+            spans[name] = None
+    return Spans(**spans)
 
 
 def _end_of_share(first: int, last: int, share: float) -> int:
@@ -120,55 +114,46 @@ def _end_of_share(first: int, last: int, share: float) -> int:
 
 
 def load_market(path: str | Path, *, missing: str = "error") -> Market:
-    """Load, validate, adjust and align a CSV or CSV.gz of daily bars.
+    """Load, validate, adjust and align a CSV or CSV.gz of daily bars, in any order.
 
-    Rows may be sorted by date or stand ticker by ticker. Open, high, low and close are multiplied
-    by adj_close / close. With missing="drop" days without a clean bar of every ticker are dropped,
-    5 % of the days at most.
+    Open, high, low and close are multiplied by adj_close / close. With missing="drop" days without
+    a clean bar of every ticker are dropped, 5 % of the days at most.
 
     Raises: MarketDataError: names the first offending ticker and date, and how many more.
     """
     path = Path(path).expanduser()
     try:
-        bars = _parse(_read(path))
-        _check_values(bars)
-        table = bars.pivot(index="date", columns="tic", values=NUMBERS)
-        table = _complete(table, missing, path.name)
+        bars = _complete(_parse(_read(path)), missing, path.name)
     except MarketDataError as error:
         raise MarketDataError(f"{path}: {error}") from None
-    values = {name: table[name].to_numpy(dtype=np.float64, copy=True) for name in NUMBERS}
-    factor = values["adj_close"] / values["close"]
+    dates = np.unique(bars["date"]).astype("datetime64[D]")
+    open_, high, low, close, adjusted, volume = (
+        bars[name].to_numpy().reshape(len(dates), -1) for name in NUMBERS
+    )
+    factor = adjusted / close
     return Market(
         name=path.name,
-        dates=table.index.to_numpy().astype("datetime64[D]"),
-        tickers=tuple(table["close"].columns),
-        open=values["open"] * factor,
-        high=values["high"] * factor,
-        low=values["low"] * factor,
-        close=values["adj_close"],
-        volume=values["volume"],
+        dates=dates,
+        tickers=tuple(bars["tic"].unique()),
+        open=open_ * factor,
+        high=high * factor,
+        low=low * factor,
+        close=adjusted,
+        volume=volume,
     )
 
 
 def _read(path: Path) -> pd.DataFrame:
-    """Return the file's rows, tickers and dates as text."""
+    """Return the file's rows as text."""
     if not path.is_file():  # pandas would wait for a pipe
         raise MarketDataError(
             "no such file: give the path of a CSV or CSV.gz, or use --data simulated"
         )
     try:
-        frame = pd.read_csv(
-            path,
-            dtype={"date": str, "tic": str},
-            encoding="utf-8-sig",
-            low_memory=False,
-            keep_default_na=False,
-            na_values={name: list(BLANKS) for name in COLUMNS if name != "tic"},
-        )
+        frame = pd.read_csv(path, dtype=str, encoding="utf-8-sig", keep_default_na=False)
     except (OSError, EOFError, ValueError, zlib.error) as error:  # parser errors are ValueErrors
-        reason = one_line(error, named=False)
         raise MarketDataError(
-            f"cannot be read as CSV ({reason}): check or download the file again"
+            f"cannot be read as CSV ({one_line(error, named=False)}): check or download it again"
         ) from None
     if not {*COLUMNS} <= {*frame.columns} or not isinstance(frame.index, pd.RangeIndex):
         header = ",".join(map(str, frame.columns[:12]))
@@ -177,89 +162,69 @@ def _read(path: Path) -> pd.DataFrame:
         )
     if frame.empty:
         raise MarketDataError("no rows below the header: fill the file")
-    return frame[COLUMNS]
+    return frame[COLUMNS].fillna("")
 
 
-def _parse(frame: pd.DataFrame) -> pd.DataFrame:
-    """Turn dates into datetime64 and numbers into float64 (NaN where blank)."""
-    dates = pd.to_datetime(frame["date"], format="%Y-%m-%d", errors="coerce")
-    _refuse(frame, ~(dates.dt.year > 0), "the date is not YYYY-MM-DD")  # there is no year 0
-    tickers = frame["tic"].fillna("").str.strip()
-    _refuse(frame, tickers == "", "blank ticker")
-    bars = frame.assign(date=dates, tic=tickers)
+def _parse(text: pd.DataFrame) -> pd.DataFrame:
+    """Return bars with dates and numbers, NaN where blank; refuse bars that cannot be."""
+    text = text.apply(lambda column: column.str.strip())
+    bars = text.copy()
+    bars["date"] = pd.to_datetime(text["date"], format="%Y-%m-%d", errors="coerce")
+    _refuse(text, ~(bars["date"].dt.year > 0), "the date is not YYYY-MM-DD")  # no year 0
+    _refuse(text, bars["tic"] == "", "blank ticker")
     for name in NUMBERS:
-        values = pd.to_numeric(frame[name], errors="coerce").astype(np.float64)
-        bad = (values.isna() & frame[name].notna()) | np.isinf(values)
-        _refuse(frame, bad, f"{name} is not a number")
-        bars[name] = values
+        bars[name] = pd.to_numeric(text[name], errors="coerce").astype(np.float64)
+        bad = bars[name].isna() & ~text[name].isin(BLANKS) | np.isinf(bars[name])
+        _refuse(text, bad, f"{name} is not a number")
+    outside = (bars["volume"] < 0) | (bars["high"] < bars["low"])
+    for name in ("open", "close"):
+        outside |= bars[name] < bars["low"] * (1 - ROUNDING)
+        outside |= bars[name] > bars["high"] * (1 + ROUNDING)
+    _refuse(text, bars.duplicated(["date", "tic"]), "a second row for this ticker and date")
+    _refuse(text, (bars[PRICES] <= 0).any(axis=1), "a price is not positive")
+    _refuse(text, outside, "open or close is not between low and high, or volume is negative")
     return bars
 
 
-def _check_values(bars: pd.DataFrame) -> None:
-    """Refuse duplicates, unsorted dates, bars without a price or against their range."""
-    low = bars["low"]
-    high = bars["high"]
-    outside = (bars["volume"] < 0) | (high < low)
-    for name in ("open", "close"):
-        outside |= (bars[name] < low * (1 - ROUNDING)) | (bars[name] > high * (1 + ROUNDING))
-    backwards = bars["date"] < bars.groupby("tic")["date"].shift()
-    _refuse(bars, bars.duplicated(["date", "tic"]), "a second row for this ticker and date")
-    _refuse(bars, backwards, "comes after a later date of this ticker")
-    _refuse(bars, (bars[PRICES] <= 0).any(axis=1), "a price is not positive")
-    _refuse(bars, outside, "open or close is not between low and high, or volume is negative")
-
-
-def _refuse(bars: pd.DataFrame, bad: pd.Series, problem: str) -> None:
+def _refuse(
+    bars: pd.DataFrame, bad: pd.Series, problem: str, fix: str = "correct the file"
+) -> None:
     """Raise for the first bad row by date and ticker."""
     if bad.any():
-        row = bars[bad].sort_values(["date", "tic"], kind="stable").iloc[0]
+        row = bars[bad].sort_values(["date", "tic"]).iloc[0]
         values = ", ".join(f"{name} {row[name]}" for name in NUMBERS)
-        raise MarketDataError(
-            f"{row['tic']} on {str(row['date'])[:10]}: {problem} ({values})"
-            f"{_and_more(int(bad.sum()) - 1)}: correct the file"
-        )
+        more = f" (and {bad.sum() - 1} more)" if bad.sum() > 1 else ""
+        date = str(row["date"])[:10]
+        raise MarketDataError(f"{row['tic']} on {date}: {problem} ({values}){more}: {fix}")
 
 
-def _complete(table: pd.DataFrame, missing: str, name: str) -> pd.DataFrame:
-    """Return the days on which every ticker has a bar; refuse or drop the others.
+def _complete(bars: pd.DataFrame, missing: str, name: str) -> pd.DataFrame:
+    """Return the days on which every ticker has a bar, sorted; refuse or drop the others.
 
     Refuses a gap between consecutive dates that no exchange holiday explains.
     """
-    holes = table.isna().T.groupby("tic").any().T  # [days, tickers]
-    incomplete = holes.any(axis=1)
-    if incomplete.any():
-        by_ticker = holes.sum()
-        day = holes.index[incomplete][0]
-        ticker = holes.columns[holes.loc[day]][0]
-        if missing == "error":
-            blank = [number for number in NUMBERS if pd.isna(table.loc[day, (number, ticker)])]
-            raise MarketDataError(
-                f"{ticker} on {day:%Y-%m-%d}: no {', '.join(blank)}, though other tickers have a "
-                f"bar{_and_more(int(by_ticker.sum()) - 1)}: "
-                "fill it in, remove the ticker, or use --data_missing drop"
-            )
-        if incomplete.mean() > MAX_DROPPED_SHARE:
-            raise MarketDataError(
-                f"dropping would remove {incomplete.sum()} of {len(table)} days, more than "
-                f"{MAX_DROPPED_SHARE:.0%}; {by_ticker.idxmax()} lacks most, {by_ticker.max()}: "
-                "remove it or cut the dates"
-            )
+    keys = ["date", "tic"]
+    every_bar = pd.MultiIndex.from_product([sorted(set(bars[key])) for key in keys], names=keys)
+    bars = bars.set_index(keys).reindex(every_bar).reset_index()
+    blank = bars[NUMBERS].isna().any(axis=1)
+    dropped, num_days = bars["date"][blank].unique(), bars["date"].nunique()
+    if missing == "error" or len(dropped) > MAX_DROPPED_SHARE * num_days:
+        problem = f"no bar, or a blank one, on {len(dropped)} of {num_days} days with other bars"
+        fix = "fill it in, remove the ticker, or use --data_missing drop, which drops at most "
+        _refuse(bars, blank, problem, f"{fix}{MAX_DROPPED_SHARE:.0%} of the days")
+    if len(dropped):
         _LOGGER.warning(
-            f"{name}: dropped {incomplete.sum()} of {len(table)} days on which not every ticker "
-            f"has a clean bar, the first on {day:%Y-%m-%d}, for {ticker}"
+            f"{name}: dropped {len(dropped)} of {num_days} days on which not every ticker has a "
+            f"clean bar, the first on {dropped[0]:%Y-%m-%d}"
         )
-        table = table[~incomplete]
-    dates = table.index.to_numpy().astype("datetime64[D]")
+        bars = bars[~bars["date"].isin(dropped)]
+    dates = np.unique(bars["date"]).astype("datetime64[D]")
     missing_days = np.diff(dates).astype(int) - 1
     gaps = np.flatnonzero(missing_days > MAX_MISSING_CALENDAR_DAYS)
     if len(gaps):
         before, after = dates[gaps[0]], dates[gaps[0] + 1]
         raise MarketDataError(
-            f"no bar for {missing_days[gaps[0]]} calendar days between {before} and {after}"
-            f"{_and_more(len(gaps) - 1)}: fill the gap or cut the file there"
+            f"no bar for {missing_days[gaps[0]]} calendar days between {before} and {after}: fill "
+            "the gap or cut the file there"
         )
-    return table
-
-
-def _and_more(count: int) -> str:
-    return f" (and {count} more)" if count else ""
+    return bars

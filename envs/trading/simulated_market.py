@@ -15,7 +15,6 @@ edges compare pair by pair.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -48,14 +47,6 @@ TAIL_DEGREES = 5.0  # degrees of freedom of the Student t innovations
 OVERNIGHT_SHARE = 1.0 / 3.0  # part of a day's variance that falls between close and open
 
 
-@dataclass(frozen=True)
-class SimulatedMarket(Market):
-    """A market beside the hidden truth, which no observation may use."""
-
-    events: np.ndarray  # [D, n] int8: +1 surge, -1 drought, 0 an ordinary day
-    moves: np.ndarray  # [D, n] int8: +1 up, -1 down, 0 no drift, at work on that day's return
-
-
 def world_seeds(config: SimulatedMarketConfig, purpose: str, count: int) -> list[int]:
     """Return the seeds of worlds number 0, 1, ... of one purpose.
 
@@ -65,19 +56,17 @@ def world_seeds(config: SimulatedMarketConfig, purpose: str, count: int) -> list
     return list(range(base, base + count))
 
 
-def simulate_markets(config: SimulatedMarketConfig, seeds: Sequence[int]) -> list[SimulatedMarket]:
+def simulate_markets(config: SimulatedMarketConfig, seeds: Sequence[int]) -> list[Market]:
     """Simulate one market per seed, all with the same dates."""
     draws = [_draw_world(seed, config.num_stocks) for seed in seeds]
     noise = {name: np.stack([draw[name] for draw in draws]) for name in draws[0]}
-    moves = noise["moves"]
-    prices = _prices(noise, moves * (config.market_edge * 1e-4))
-    worlds = zip(*prices, _volumes(noise), noise["events"], moves, strict=True)
+    prices = _prices(noise, noise["moves"] * (config.market_edge * 1e-4))
     # weekdays; the simulated market has no holidays
     dates = np.busday_offset(np.datetime64(FIRST_DATE, "D"), np.arange(NUM_DAYS))
     tickers = tuple(f"SIM{i + 1:02d}" for i in range(config.num_stocks))
     return [
-        SimulatedMarket(f"SIMULATED world {seed}", dates, tickers, *world)
-        for seed, world in zip(seeds, worlds, strict=True)
+        Market(f"SIMULATED world {seed}", dates, tickers, *bars)
+        for seed, *bars in zip(seeds, *prices, _volumes(noise), strict=True)
     ]
 
 
@@ -86,7 +75,7 @@ def _draw_world(seed: int, num_stocks: int) -> dict[str, np.ndarray]:
     children = np.random.SeedSequence(seed).spawn(3)
     prices, volumes, hidden = (np.random.default_rng(child) for child in children)
     size = (NUM_DAYS, num_stocks)
-    events, moves = _draw_events(hidden, num_stocks)
+    events, moves = draw_news(hidden, num_stocks)
     return {
         "events": events,
         "moves": moves,
@@ -104,8 +93,11 @@ def _draw_world(seed: int, num_stocks: int) -> dict[str, np.ndarray]:
     }
 
 
-def _draw_events(rng: np.random.Generator, num_stocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Draw events and moves [D, n] of one world: a renewal process per stock."""
+def draw_news(rng: np.random.Generator, num_stocks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draw events and moves [D, n] int8 of one world: a renewal process per stock.
+
+    Events are +1 for a surge, -1 for a drought. Moves are the signs of the drift in a day's return.
+    """
     # days of run-up, so that day 0 is a day like any other
     before = DELAY_DAYS + MOVE_DAYS + GAP_DAYS[1]
     size = ((NUM_DAYS + before) // GAP_DAYS[0] + 1, num_stocks)

@@ -37,28 +37,18 @@ class TradingTask:
         """Return the real market, or `count` worlds of a purpose (train, valid, test)."""
         if self.real is not None:
             return [self.real]
-        usual = {"train": self.simulated.num_worlds, "valid": NUM_VALID_WORLDS}
-        number = usual.get(purpose, NUM_TEST_WORLDS) if count is None else count
-        return simulate_markets(self.simulated, world_seeds(self.simulated, purpose, number))
+        counts = {"train": self.simulated.num_worlds, "valid": NUM_VALID_WORLDS}
+        count = count or counts.get(purpose, NUM_TEST_WORLDS)
+        return simulate_markets(self.simulated, world_seeds(self.simulated, purpose, count))
 
     def env(
-        self,
-        num_envs: int,
-        markets: Sequence[Market],
-        span: Span,
-        device: str | torch.device = "cpu",
-        **options: Any,
+        self, num_envs: int, markets: Sequence[Market], span: Span, device: Any, **options: Any
     ) -> TradingVectorEnv:
         """Make a batch of environments on these markets and days."""
-        options.setdefault("config", self.trading)
+        options = {"config": self.trading, "discount": self.discount, **options}
+        train_span = self.spans.train
         return TradingVectorEnv(
-            num_envs,
-            markets=markets,
-            span=span,
-            train_span=self.spans.train,
-            discount=self.discount,
-            device=device,
-            **options,
+            num_envs, markets=markets, span=span, train_span=train_span, device=device, **options
         )
 
     def training_env(
@@ -85,23 +75,23 @@ class TradingTask:
         """Return two lines: the data, and the days of training, validation and test."""
         market = self.real or self.markets("train", 1)[0]
         config = self.simulated
-        data = f"{len(market.tickers)} stocks, {len(market.dates)} days"
-        if self.real is None:
+        if self.real:
+            stocks, days = len(market.tickers), len(market.dates)
+            data = f"{printable(self.data.data)}, {stocks} stocks, {days} days"
+        else:
             data = (
                 f"SIMULATED market ({config.num_stocks} stocks, edge {config.market_edge:g} "
                 f"bps/day, market seed {config.market_seed}; a test bed for memory, not a promise "
                 f"of profit): {config.num_worlds} worlds train, {NUM_VALID_WORLDS} others "
                 f"validate, {NUM_TEST_WORLDS} others test"
             )
-        else:
-            data = f"{printable(self.data.data)}, {data}"
-        days = [
+        spans = "; ".join(
             f"{name} {market.dates[span.first]} to {market.dates[span.last]}"
             for name, span in vars(self.spans).items()
             if span
-        ]
-        first = market.dates[first_tradable_day(market, self.trading)]
-        return f"data: {data}\ndays: {'; '.join(days)} (indicators are warm from {first} on)"
+        )
+        warm = market.dates[first_tradable_day(market, self.trading)]
+        return f"data: {data}\ndays: {spans} (indicators are warm from {warm} on)"
 
 
 def prepare_task(
@@ -131,9 +121,11 @@ def make_trading_vector_env(
     `options` are fields of TradingConfig, DataConfig and SimulatedMarketConfig; `split` is train,
     valid or test. Rewards are plain unless `reward` or `risk_aversion` ask for another form.
     """
-    trading = TradingConfig(reward="plain", risk_aversion=0.0)
-    sections: dict[str, Any] = {"data": DataConfig(), "simulated": SimulatedMarketConfig()}
-    sections["trading"] = trading
+    sections = {
+        "data": DataConfig(),
+        "simulated": SimulatedMarketConfig(),
+        "trading": TradingConfig(reward="plain", risk_aversion=0.0),
+    }
     if unknown := options.keys() - {name for part in sections.values() for name in vars(part)}:
         raise ValueError(f"unknown option {', '.join(unknown)}: see the flags of --help")
     task = prepare_task(**changed(sections, options))
@@ -166,10 +158,9 @@ class StockTradingEnv(gymnasium.Env):
         return obs[0].numpy(force=True), {}
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Trade one day.  Returns: observation [F], reward, terminated, truncated, info."""
+        """Trade one day.  Returns: observation [F], reward, terminated, truncated, {}."""
         actions = torch.as_tensor(np.asarray(action)[None], device=self.batch.device)
-        _, reward, terminated, truncated, infos = self.batch.step(actions)
+        _, reward, terminated, truncated, info = self.batch.step(actions)
         # the true next observation, also where an episode ends
-        obs = infos.pop("final_obs")[0].numpy(force=True)
-        info = {name: value[0].tolist() for name, value in infos.items()}
-        return obs, reward.item(), bool(terminated), bool(truncated), info
+        obs = info["final_obs"][0].numpy(force=True)
+        return obs, reward.item(), bool(terminated), bool(truncated), {}

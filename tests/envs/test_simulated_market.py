@@ -1,19 +1,17 @@
 """The simulated market: its worlds, its planted edge, and rules that trade without learning."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from trading_markets import scaled
 
-from envs.trading.baselines import (
-    MemorylessRule,
-    ReferencePolicy,
-    buy_equal_weight,
-    news_model,
-    planted_outlook,
-)
+from envs.trading.baselines import buy_equal_weight, follow, memoryless, news_model, planted_outlook
+from envs.trading.baselines import reference as reference_choice
 from envs.trading.config import SimulatedMarketConfig, TradingConfig
 from envs.trading.environment import TradingVectorEnv
+from envs.trading.features import side_by_side
 from envs.trading.market_data import Span
 from envs.trading.simulated_market import (
     DELAY_DAYS,
@@ -21,6 +19,7 @@ from envs.trading.simulated_market import (
     GAP_DAYS,
     MOVE_DAYS,
     PURPOSES,
+    draw_news,
     simulate_markets,
     world_seeds,
 )
@@ -34,21 +33,23 @@ def worlds():
     return simulate_markets(CONFIG, world_seeds(CONFIG, "train", 24))
 
 
-def sharpe_of(config, rule, purpose="valid", **options):
+def reference(edge):
+    return follow(partial(reference_choice, market_edge=edge))
+
+
+def sharpe_of(config, rule, **options):
     """Return the Sharpe ratio [6] and the weights [days, 6, n] of a rule over the test span."""
-    markets = simulate_markets(config, world_seeds(config, purpose, 6))
-    trading = TradingConfig(**options)
-    span = Span(first=1890, last=2519)
+    markets = simulate_markets(config, world_seeds(config, "valid", 6))
+    span, trading = Span(first=1890, last=2519), TradingConfig(**options)
     env = TradingVectorEnv(6, markets=markets, span=span, config=trading, evaluation=True)
     env.reset(seed=[0] * 6)
-    values, weights = [env.portfolio_value], []
+    paths, weights = [env.portfolio_value], []
     for _ in range(span.last - span.first):
         info = env.step(rule(env))[4]
-        values.append(info["portfolio_value"])
+        paths.append(info["portfolio_value"])
         weights.append(info["weights"])
-    paths = torch.stack(values, dim=1).numpy()
-    returns = paths[:, 1:] / paths[:, :-1] - 1.0
-    return returns.mean(1) / returns.std(1) * np.sqrt(252), torch.stack(weights).numpy()
+    returns = torch.stack(paths).diff(dim=0) / torch.stack(paths[:-1])
+    return (returns.mean(0) / returns.std(0) * 252**0.5).numpy(), torch.stack(weights).numpy()
 
 
 def test_chances_of_the_states_of_the_news_stay_chances():
@@ -84,9 +85,15 @@ def test_figures_resemble_the_dow(worlds):
     assert -0.20 < np.expm1(log_returns.min(1).mean()) < -0.08
 
 
-def test_only_news_that_was_not_denied_moves_the_price_and_only_after_the_delay(worlds):
+def news_of(seed, num_stocks=5):
+    """Events and moves [D, n] of a world, which no observation shows."""
+    hidden = np.random.SeedSequence(seed).spawn(3)[2]
+    return draw_news(np.random.default_rng(hidden), num_stocks)
+
+
+def test_only_news_that_was_not_denied_moves_the_price_and_only_after_the_delay():
     gaps, num_denied, count = set(), 0, 0
-    for events, moves in zip(worlds[0].events.T, worlds[0].moves.T, strict=True):
+    for events, moves in zip(*(part.T for part in news_of(1)), strict=True):
         days = np.flatnonzero(events)
         denials = days[1:][np.diff(days) == DENIAL_DAYS]
         news = np.setdiff1d(days, denials)[1:]  # what stands at the very start may be a denial
@@ -104,36 +111,34 @@ def test_only_news_that_was_not_denied_moves_the_price_and_only_after_the_delay(
 
 
 def test_prices_drift_by_the_edge_where_the_truth_says_so(worlds):
-    world, (still,) = worlds[0], simulate_markets(STILL, world_seeds(CONFIG, "train", 1))
-    assert np.array_equal(still.volume, world.volume) and np.array_equal(still.moves, world.moves)
+    (seed,) = seeds = world_seeds(CONFIG, "train", 1)
+    world, (still,) = worlds[0], simulate_markets(STILL, seeds)
+    assert np.array_equal(still.volume, world.volume)
     returns = world.close[1:] / world.close[:-1]
     planted = returns / (still.close[1:] / still.close[:-1]) - 1.0
-    np.testing.assert_allclose(planted, world.moves[1:] * CONFIG.market_edge * 1e-4, atol=1e-4)
+    moves = news_of(seed)[1]
+    np.testing.assert_allclose(planted, moves[1:] * CONFIG.market_edge * 1e-4, atol=1e-4)
 
 
 def test_the_filter_uses_no_future_bars(worlds):
-    variants = (worlds[0], scaled(worlds[0], 1951, 3.0))
-    span = Span(first=1890, last=2000)
-    before, after = (planted_outlook([m], span, CONFIG.market_edge)[0] for m in variants)
+    before, after = (
+        planted_outlook(side_by_side([market], 2001), 1890, CONFIG.market_edge)
+        for market in (worlds[0], scaled(worlds[0], 1951, 3.0))
+    )
     assert np.array_equal(before[: 1950 - 1890 + 1], after[: 1950 - 1890 + 1])
     assert not np.array_equal(before, after)
 
 
-def test_without_edge_the_filter_predicts_nothing_and_the_reference_is_equal_weight():
-    markets = simulate_markets(STILL, world_seeds(STILL, "valid", 6))
-    outlook = planted_outlook(markets, Span(first=1890, last=2518), 0.0)[..., 0]
-    returns = np.stack([m.close[1891:] / m.close[1890:-1] - 1.0 for m in markets])
-    product = (outlook * (returns - returns.mean(2, keepdims=True))).mean((1, 2))
-    assert abs(product.mean()) < 3.5 * product.std(ddof=1) / np.sqrt(6)
+def test_without_edge_the_reference_is_equal_weight():
     equal, _ = sharpe_of(STILL, buy_equal_weight, max_order=1.0)
-    reference, weights = sharpe_of(STILL, ReferencePolicy(STILL))
-    assert abs((reference - equal).mean()) < 0.15
+    held, weights = sharpe_of(STILL, reference(0.0))
+    assert abs((held - equal).mean()) < 0.15
     np.testing.assert_allclose(weights[10:], 0.2, atol=0.03)
 
 
 def test_memory_earns_what_a_rule_on_event_and_holdings_cannot():
     equal = sharpe_of(CONFIG, buy_equal_weight, max_order=1.0)[0].mean()
-    reference = sharpe_of(CONFIG, ReferencePolicy(CONFIG))[0].mean()
-    memoryless = sharpe_of(CONFIG, MemorylessRule())[0].mean()
-    assert 6.0 < reference < 9.0
-    assert equal < memoryless < equal + 0.4 * (reference - equal)
+    best = sharpe_of(CONFIG, reference(CONFIG.market_edge))[0].mean()
+    rule = sharpe_of(CONFIG, follow(memoryless))[0].mean()
+    assert 6.0 < best < 9.0
+    assert equal < rule < equal + 0.4 * (best - equal)
