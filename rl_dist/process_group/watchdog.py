@@ -4,10 +4,8 @@ The process group's own timeout cannot distinguish a slow rank from a dead one, 
 missing. So every rank publishes its status every few seconds, through the store where the ranks
 met, and reads the others'. A rank that waits in a collective ends when
 
-- another rank has left and will never make that call;
-- all ranks wait, but not all in the same collective: none of these calls will ever return;
-- a rank has neither come nor made progress for `timeout_s` (in start-up: `startup_timeout_s`). A
-  slow rank that makes progress is waited for; or
+- another rank has neither come there nor made progress for `timeout_s` (in start-up:
+  `startup_timeout_s`). A slow rank that makes progress is waited for; or
 - the store has not answered for as long.
 
 With `watches_work` a rank also ends when its own work, outside collectives, makes no progress for
@@ -36,12 +34,10 @@ from rl_dist.process_group.process_ends import flush_and_leave, report
 logger = logging.getLogger(__name__)
 
 STARTUP = "start-up"
-LEFT = "left"  # the phase of a rank that makes no more calls
 CONNECTION = "connection of the ranks"  # a place, after they have met in the store
 STARTUP_TIMEOUT_S = 600.0
 PERIOD_S = 5.0  # between two messages of a rank
 LAST_WORD_S = 20.0  # for a call of the store that has begun
-STEADY_MESSAGES = 2  # further messages from the same place, before a rank is believed to wait there
 
 
 @dataclass
@@ -56,8 +52,6 @@ class RankStatus:
     @property
     def where(self) -> str:
         """Describe the place for a message."""
-        if self.phase == LEFT:
-            return f"which has left after collective {self.calls}"
         if self.place:
             return f"in '{self.place}' (collective {self.calls}, {self.phase})"
         return f"in {self.phase}, outside any collective"
@@ -85,17 +79,6 @@ class Peer:
 
     status: RankStatus
     since_s: float  # when this status was first seen
-    first: int  # number of its first message with this status
-    last: int = 0
-
-    @property
-    def steady(self) -> bool:
-        """True if it has said repeatedly that it waits in a collective call.
-
-        Connecting to the other ranks is no call.
-        """
-        in_call = self.status.place and self.status.calls > 0
-        return bool(in_call) and self.last - self.first >= STEADY_MESSAGES
 
 
 @dataclass
@@ -123,26 +106,23 @@ class Verdicts:
 
         Args:
             own: the status of this rank.
-            messages: of all ranks, number and status as JSON; None: the store did not answer.
+            messages: statuses of all ranks as JSON; None: the store did not answer.
             now_s: the time of this look; looks are `period_s` apart.
         """
         if own != self._own:
-            self._own, self._since_s, self._looks = own, now_s, 0
+            self._own, self._since_s, self._heard_s, self._looks = own, now_s, now_s, 0
             self._peers.clear()
         self._looks += 1
         if messages is not None:
             self._heard_s = now_s
         for rank, message in (messages or {}).items():
-            number, fields = json.loads(message)
-            status = RankStatus(**fields)
+            status = RankStatus(**json.loads(message))
             if rank not in self._peers or self._peers[rank].status != status:
-                self._peers[rank] = Peer(status, now_s, number)
-            self._peers[rank].last = number
-        self._peers.pop(self.rank, None)
-        limit_s, limit = self.timeout_s, f"(--collective_timeout {self.timeout_s:g})"
+                self._peers[rank] = Peer(status, now_s)
+        limit_s, flag = self.timeout_s, "--collective_timeout"
         if own.phase == STARTUP:
-            limit_s = self.startup_timeout_s
-            limit = f"(--startup_timeout {limit_s:g})"
+            limit_s, flag = self.startup_timeout_s, "--startup_timeout"
+        limit = f"({flag} {limit_s:g})"
         if own.place:
             return self._waits_for_nothing(own, now_s, limit_s, limit)
         worked_s = (self._looks - 1) * self.period_s
@@ -153,28 +133,14 @@ class Verdicts:
     def _waits_for_nothing(self, own: RankStatus, now_s: float, limit_s: float, limit: str) -> str:
         waited_s = now_s - self._since_s
         waited = f"waited {waited_s:.0f} s {own.where}"
-        if now_s - max(self._since_s, self._heard_s) >= limit_s:
+        if now_s - self._heard_s >= limit_s:
             return f"{waited}, and the store that knows for whom does not answer: it may be lost"
-        peers = dict(sorted(self._peers.items()))
-        left = [
-            f"rank {rank}, {peer.status.where}"
-            for rank, peer in peers.items()
-            if peer.status.phase == LEFT and peer.status.calls < own.calls
-        ]
-        if left:
-            return f"waits {own.where} for {' and '.join(left)}"
         elsewhere = {
             rank: peer
-            for rank, peer in peers.items()
-            if (peer.status.place, peer.status.calls) != (own.place, own.calls)
+            for rank, peer in sorted(self._peers.items())
+            if rank != self.rank
+            and (peer.status.place, peer.status.calls) != (own.place, own.calls)
         }
-        all_wait = len(peers) == self.size - 1 and all(peer.steady for peer in peers.values())
-        if all_wait and elsewhere and own.calls > 0:
-            calls = [f"rank {rank} waits {peer.status.where}" for rank, peer in elsewhere.items()]
-            return (
-                "the ranks made different collective calls and wait forever: "
-                f"rank {self.rank} waits {own.where}; {'; '.join(calls)}"
-            )
         progress_s = now_s - limit_s + 2 * self.period_s
         if waited_s < limit_s or any(peer.since_s > progress_s for peer in elsewhere.values()):
             return ""  # another rank is slow, but makes progress
@@ -182,7 +148,7 @@ class Verdicts:
             f"rank {rank}, which made no progress {peer.status.where}"
             for rank, peer in elsewhere.items()
         ]
-        absent = {*range(self.size)} - {self.rank, *peers}
+        absent = {*range(self.size)} - {self.rank, *self._peers}
         missing += [f"rank {rank}, which never came" for rank in sorted(absent)]
         if missing:
             return f"{waited} for {' and '.join(missing)} {limit}"
@@ -207,7 +173,6 @@ class Watchdog:
         for key in self._keys:  # reading waits for missing keys
             self._store.compare_set(key, "", "")
         self._messages: dict[int, bytes] | None = None  # read since the last look
-        self._number = 0  # of this rank's messages
         self._closed = threading.Event()
         self._main_thread = threading.get_ident()
         self._exchange = threading.Thread(target=self._exchange_statuses, daemon=True)
@@ -220,19 +185,12 @@ class Watchdog:
         self._exchange.join(LAST_WORD_S)  # in the store at exit, it would abort the process
 
     def _exchange_statuses(self) -> None:
+        key = self._keys[self._verdicts.rank]
         while not self._closed.wait(self._verdicts.period_s):
             with suppress(RuntimeError, OSError):  # the store is lost: `Verdicts` counts the time
-                self._publish()
+                self._store.set(key, json.dumps(asdict(self.doing)))
                 texts = enumerate(self._store.multi_get(self._keys))
                 self._messages = {rank: text for rank, text in texts if text}
-        with suppress(RuntimeError, OSError):
-            self.doing.phase, self.doing.place = LEFT, ""
-            self._publish()
-
-    def _publish(self) -> None:
-        self._number += 1
-        message = json.dumps([self._number, asdict(self.doing)])
-        self._store.set(self._keys[self._verdicts.rank], message)
 
     def _watch(self) -> None:
         while not self._closed.wait(self._verdicts.period_s):

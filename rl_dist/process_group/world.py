@@ -296,15 +296,14 @@ def destroy_group(group: dist.ProcessGroup | None = None) -> None:
 
 
 def leave_world() -> bool:
-    """Let the other ranks know that this one has failed, without waiting for them.
+    """Leave the process group after a failure, unless that could wait for other ranks.
 
-    Returns True if their process group is open: this process must end by `os._exit`.
+    Returns True if the group is still open: this process must end by `os._exit`.
     """
-    if _current is None or _current.size == 1 or _current.watchdog is None:
-        close_world()
-        return False
-    _current.watchdog.close()
-    return True
+    if _current is not None and _current.size > 1:
+        return True
+    close_world()
+    return False
 
 
 def _stay_on_loopback() -> None:
