@@ -28,7 +28,7 @@ from turns import describe
 from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.child import as_flags, measure_short_runs
 from rl_dist.process_group.world import threads_per_rank
-from rl_dist.speedup.model import predict, rank_cost
+from rl_dist.speedup.model import SMALL_COLLECTIVES, predict, rank_cost
 
 DEVICE_TYPE = "cuda" if torch.cuda.is_available() else "cpu"
 TOTALS = ("num_envs", "batch_size")  # sizes that ranks share with strong scaling
@@ -56,7 +56,9 @@ def compare(name: str, scaling: str, args: argparse.Namespace) -> dict[str, Any]
         measure, as_flags(job | {"scaling": scaling}), threads=threads_per_rank(1), num_gpus=ranks
     )
     num_bytes = alone(iterations=1).gradient_bytes
-    reductions = time_reductions(ranks, [num_bytes], DEVICE_TYPE)
+    small_bytes = 64  # of a sum of metrics
+    reduction_s = time_reductions(ranks, [num_bytes, small_bytes], DEVICE_TYPE)
+    small_s = SMALL_COLLECTIVES * reduction_s[small_bytes]
     predictions, measured = [], []
     for number in range(args.rounds):
         runs = {
@@ -64,8 +66,8 @@ def compare(name: str, scaling: str, args: argparse.Namespace) -> dict[str, Any]
             for side in ((alone, together) if number % 2 else (together, alone))
         }
         work = rank_cost([record for copy in runs[alone] for record in copy])
-        gradients_s = work.gradient_steps * reductions.gradients_s[num_bytes]
-        predictions.append(predict(work, ranks, gradients_s + reductions.small_s))
+        gradients_s = work.gradient_steps * reduction_s[num_bytes]
+        predictions.append(predict(work, ranks, gradients_s + small_s))
         measured.append(harmonic_mean([record["time/sps"] for record in runs[together][0]]))
     predicted = [prediction.steps_per_s for prediction in predictions]
     errors = [p / m - 1 for p, m in zip(predicted, measured, strict=True)]
@@ -79,8 +81,8 @@ def compare(name: str, scaling: str, args: argparse.Namespace) -> dict[str, Any]
         "measured": round(median(measured)),
         "predicted_parts_s": predictions[-1].parts_s,
         "gradient_bytes": num_bytes,
-        "reduction_s": reductions.gradients_s[num_bytes],
-        "small_s": reductions.small_s,
+        "reduction_s": reduction_s[num_bytes],
+        "small_s": small_s,
     }
 
 

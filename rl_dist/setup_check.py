@@ -107,7 +107,7 @@ def check_setup(
             print("checking: ranks that reduce gradients", file=sys.stderr)
             seconds = time_reductions(
                 plan.num_ranks, REDUCED_BYTES, plan.device_type, gpu_ids=plan.gpu_ids
-            ).gradients_s
+            )
             figures["reductions_s"] = seconds
             times = [f"{size // 2**10:,} KiB in {duration(s)}" for size, s in seconds.items()]
             yield check(step, f"all sums are right: {', '.join(times)}")

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from train_runs import lives
+from train_runs import REPO, lives, wait_until
 
-REPO = Path(__file__).parents[1]
 UNSHARE = "setpriv --pdeathsig KILL unshare --mount --net --uts --pid --fork --kill-child"
 PATIENCE_S = 300
 
@@ -67,11 +66,13 @@ class Host:
     def start(self, *argv, cwd=REPO, **environment):
         """Start a command with a separate log file, on 1 core, as on a 1-core host."""
         log = self.network.folder / f"host{self.number}_{time.monotonic_ns()}.log"
+        cores = sorted(os.sched_getaffinity(0))
+        core = str(cores[self.number % len(cores)])
         path = f"{REPO}{os.pathsep}{REPO / 'tests'}"
         variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | environment
         with log.open("wb") as file:
             process = subprocess.Popen(
-                self.command("taskset", "--cpu-list", core(self.number), *argv, cwd=cwd),
+                self.command("taskset", "--cpu-list", core, *argv, cwd=cwd),
                 env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -87,20 +88,11 @@ class Host:
             subprocess.run(argv, capture_output=True)  # a host that did not start has none
         self.unshare.kill()
         self.unshare.communicate()
-        deadline_s = time.monotonic() + 60
-        while lives(self.pid):
-            assert time.monotonic() < deadline_s, f"host {self.name} does not end"
-            time.sleep(0.01)
+        wait_until(lambda: not lives(self.pid))
 
     def link(self, state):
         """Cut the cable ("down") or mend it ("up")."""
         self.network.switch.run("ip", "link", "set", f"port{self.number}", state)
-
-
-def core(number):
-    """One of the cores that this process may use."""
-    cores = sorted(os.sched_getaffinity(0))
-    return str(cores[number % len(cores)])
 
 
 @dataclass
@@ -174,19 +166,16 @@ def connected_or_skip(folder, *names):
         network.close()
 
 
-def torchrun(
-    host, *flags, nodes="2", restarts=3, conf="", interval=0.1, cwd=REPO, code=REPO, **variables
-):
+def torchrun(host, *flags, nodes="2", conf="", cwd=REPO, code=REPO, **variables):
     """Start an agent with one rank of train_distributed.py; the agents meet on the first host."""
     options = {
         "nnodes": nodes,
         "nproc-per-node": 1,
-        "max-restarts": restarts,
+        "max-restarts": 3,
         "rdzv-backend": "c10d",
         "rdzv-endpoint": f"{host.network.names[0]}:29500",
         "rdzv-id": "job",
         "rdzv-conf": conf,
-        "monitor-interval": interval,
     }
     argv = [sys.executable, "-m", "torch.distributed.run"]
     argv += [f"--{name}={value}" for name, value in options.items()]

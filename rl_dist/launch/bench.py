@@ -1,6 +1,6 @@
 """Ranks that reduce as training does: verified, and timed.
 
-    time_reductions(2, [1024, 2**20]).gradients_s[1024]  # 0.0002
+    time_reductions(2, [1024, 2**20])[1024]  # 0.0002
 
 The ranks are those of training: started by `rl_dist.launch`, joined by `open_world`, wrapped by
 `wrap`. They run in a subprocess, so that a hang or an abort inside NCCL does not end the caller.
@@ -16,8 +16,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,30 +25,18 @@ from torch import Tensor, nn
 
 from rl_dist.errors import report_to_caller
 from rl_dist.launch.child import Child, ChildError, ChildTimeoutError
-from rl_dist.process_group.collectives import all_gather_json, all_reduce_sum
+from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World, close_world, open_world
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 
 NUM_TENSORS = 16  # of a module: a few, as in a network
 WORK_S, WARM_UP, REPEATS = 0.004, 3, 12
-# An iteration of training, besides its gradients; tests/speedup/test_estimate.py counts them in
-# a real one.
-SUMS, GATHERS = 2, 1
-RECORD = {f"a number of a rank's record, the {i}th": i * 0.12345678901234567 for i in range(14)}
 RUN = """import json, sys
 from rl_dist.launch.bench import run_rank
 from rl_dist.launch.ranks import launch
 job = json.loads(sys.argv[1])
 sys.exit(launch(run_rank, (job,), job["num_ranks"]))"""
-
-
-@dataclass(frozen=True)
-class Reductions:
-    """Median seconds that the last rank to arrive waits; every gradient was verified."""
-
-    gradients_s: dict[int, float]  # by size in bytes
-    small_s: float  # all sums and gathers of one iteration
 
 
 def time_reductions(
@@ -59,13 +46,16 @@ def time_reductions(
     *,
     timeout_s: float = 180.0,
     gpu_ids: Sequence[int] = (),
-) -> Reductions:
-    """Time reductions of gradients of each size, and small collectives.
+) -> dict[int, float]:
+    """Time reductions of gradients of each size, and verify every sum.
 
     Args:
         sizes_bytes: sizes of the float32 gradients.
         timeout_s: limit for the whole call, including the start of the ranks.
         gpu_ids: GPU of each rank; empty: rank i takes GPU i.
+
+    Returns:
+        Median seconds that the last rank to arrive waits, by size.
 
     Raises:
         UserError: more ranks than GPUs.
@@ -90,21 +80,19 @@ def time_reductions(
         if code:
             error = child.error()
             raise ChildError(f"{bench}: {error}") if isinstance(error, ChildError) else error
-        small_s, *gradients_s = json.loads(child.facts()["measured"])
-    return Reductions(dict(zip(sizes_bytes, gradients_s, strict=True)), small_s)
+        return dict(zip(sizes_bytes, json.loads(child.facts()["seconds"]), strict=True))
 
 
 # ---- in the ranks
 
 
 def run_rank(job: dict[str, Any]) -> None:
-    """Reduce gradients of each size, and what else an iteration reduces."""
+    """Reduce gradients of each size; the main process reports the times."""
     world = open_world(job["device_type"], max(job["timeout_s"] / 2, 1.0), job["gpu_ids"])
     world.set_phase("all-reduce")
-    measured_s = [_last_arrival_s(lambda: _small(world), world)]
-    measured_s += [_gradient_s(size, world) for size in job["sizes_bytes"]]
+    seconds = [_last_arrival_s(num_bytes, world) for num_bytes in job["sizes_bytes"]]
     if world.is_main_process:
-        report_to_caller(measured=json.dumps(measured_s))
+        report_to_caller(seconds=json.dumps(seconds))
     close_world(world)
 
 
@@ -121,50 +109,30 @@ class Weights(nn.Module):
         return torch.stack([weight.sum() for weight in self.weights]).sum() * value
 
 
-def _gradient_s(num_bytes: int, world: World) -> float:
-    """Time one size; every gradient of rank i is i + 1."""
+def _last_arrival_s(num_bytes: int, world: World) -> float:
+    """Return the median over reductions of the shortest wait among the ranks."""
     module = Weights(max(1, num_bytes // 4)).to(world.device)
     wrapped = Strategy(StrategyConfig(mode="ddp"), world).wrap(module)
-    value = torch.tensor(world.rank + 1.0, device=world.device)
-
-    def reduce() -> None:
+    value = torch.tensor(world.rank + 1.0, device=world.device)  # the gradient of this rank
+    matrix = torch.full((256, 256), 0.01, device=world.device)
+    waits_s = []
+    for _ in range(WARM_UP + REPEATS):
+        # arithmetic between reductions, so that caches are as cold as in a training
+        until_s, product = time.perf_counter() + WORK_S, matrix
+        while time.perf_counter() < until_s:
+            product = (product @ product).tanh()
         loss = wrapped(value)
         wrapped.zero_grad(set_to_none=True)
+        world.forget_waits()
         with world.reduction_context():
             loss.backward()
-
-    seconds = _last_arrival_s(reduce, world)
+        waits_s.append(world.gradient_seconds)
+        world.heartbeat()
     for weight in module.weights:
         if weight.grad is None or (weight.grad != (world.size + 1) / 2).any():
             raise RuntimeError(
                 f"rank {world.rank}: an all-reduce of {num_bytes} bytes over {world.backend} "
                 "gave wrong sums"
             )
-    return seconds
-
-
-def _small(world: World) -> None:
-    """Run the small sums and gathers of one iteration."""
-    for _ in range(SUMS):
-        all_reduce_sum({f"sum {i}": float(i) for i in range(8)}, world)
-    for _ in range(GATHERS):
-        all_gather_json(RECORD, world)
-
-
-def _last_arrival_s(call: Callable[[], None], world: World) -> float:
-    """Return the median over calls of the shortest wait among the ranks."""
-    matrix = torch.full((256, 256), 0.01, device=world.device)
-
-    def wait_s() -> float:
-        # arithmetic between calls, so that caches are as cold as in a training
-        until_s, product = time.perf_counter() + WORK_S, matrix
-        while time.perf_counter() < until_s:
-            product = (product @ product).tanh()
-        world.forget_waits()
-        call()
-        world.heartbeat()
-        return world.sync_seconds + world.gradient_seconds
-
-    waits_s = [wait_s() for _ in range(WARM_UP + REPEATS)][WARM_UP:]
-    by_rank = all_gather_json(waits_s, world)
+    by_rank = all_gather_json(waits_s[WARM_UP:], world)
     return statistics.median(min(call_waits) for call_waits in zip(*by_rank, strict=True))

@@ -221,7 +221,7 @@ class ShortRuns:
     records: list[list[Record]]
     config: dict[str, Any]  # of the first copy, by section
     gradient_bytes: int
-    copy_bytes: int  # memory of the first copy's processes
+    copy_bytes: int = 0  # memory of the first copy's processes
 
 
 def measure_short_runs(

@@ -100,7 +100,7 @@ class MeasuredJob:
         ranks = max(2, self.most_copies)
         logger.info("measuring reductions over %d ranks", ranks)
         num_bytes = [max(4, int(self.gradient_bytes * factor)) for factor in FIT_FACTORS]
-        seconds = time_reductions(ranks, num_bytes, self.device_type).gradients_s
+        seconds = time_reductions(ranks, num_bytes, self.device_type)
         return Network(fit_link(ranks, seconds), self.ranks_here)
 
     def shares(self, scalings: Sequence[str]) -> Iterator[Share]:

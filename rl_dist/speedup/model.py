@@ -18,7 +18,7 @@ from statistics import NormalDist, fmean, harmonic_mean, median, stdev
 from typing import Any
 
 MODEL_ERROR = 0.1  # assumed standard error of an iteration that was not measured, as a share
-SMALL_COLLECTIVES = 3  # per iteration: SUMS and GATHERS of rl_dist.launch.bench
+SMALL_COLLECTIVES = 3  # sums and gathers of an iteration, besides its gradients
 # The parts of an iteration: the name of what is lost there, and how to lose less.
 LOSSES = {
     "rollouts": (

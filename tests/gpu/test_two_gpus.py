@@ -50,6 +50,5 @@ def test_a_rank_that_fails_or_hangs_ends_the_job_and_is_named(fault):
 
 def test_reductions_are_right_and_have_a_rate(record_property):
     measured = time_reductions(2, (2**10, 2**20, 2**26), "cuda")
-    record_property("seconds by bytes", measured.gradients_s)
-    record_property("small collectives of an iteration, seconds", measured.small_s)
-    assert min(measured.gradients_s.values()) > 0.0
+    record_property("seconds by bytes", measured)
+    assert min(measured.values()) > 0.0

@@ -1,15 +1,8 @@
 """Short runs and reductions as children: what they measure and refuse, and that none is left."""
 
-import os
-import signal
-import subprocess
-import sys
-import threading
-from contextlib import suppress
-
 import psutil
 import pytest
-from train_runs import RECALL, REPO, lives, wait_until
+from train_runs import RECALL
 
 from rl_dist.errors import UserError
 from rl_dist.launch import child
@@ -19,13 +12,19 @@ from rl_dist.launch.child import ChildError, ChildTimeoutError, measure_short_ru
 TINY = RECALL[:-2]  # without --device
 
 
+@pytest.fixture(autouse=True)
+def nobody_left():
+    before = psutil.Process().children()
+    yield
+    assert psutil.Process().children() == before
+
+
 def test_copies_train_side_by_side_with_their_flags_and_other_episodes():
     runs = measure_short_runs([*TINY, "--num_episodes", "7"], copies=2, threads=1, iterations=4)
     for records in runs.records:
         numbers = [record["iteration"] for record in records]
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         assert numbers[0] > 2 and len(numbers) >= 4
-        assert all(record["time/collect_s"] > 0 and record["time/sps"] > 0 for record in records)
     assert runs.config["task"]["env"] == "Recall-v0" and runs.config["train"]["num_envs"] == 4
     first, second = ({r["iteration"]: r["loss/value"] for r in copy} for copy in runs.records)
     both = first.keys() & second.keys()
@@ -40,7 +39,6 @@ def test_copies_train_side_by_side_with_their_flags_and_other_episodes():
         (["--resume", "runs/x"], {}, UserError, "--resume"),
         ([], {"timeout_s": 0.0}, ChildTimeoutError, "took too long"),
         (["--hidden_size", "0"], {}, UserError, "hidden_size"),
-        pytest.param(["--frobnicate=3"], {}, UserError, "frob", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_refuses_its_flags_or_makes_no_progress_is_given_up(flags, options, error, says):
@@ -49,7 +47,7 @@ def test_a_run_that_refuses_its_flags_or_makes_no_progress_is_given_up(flags, op
 
 
 def test_two_iterations_are_enough_late():
-    assert len(measure_short_runs(TINY, iterations=10**6, enough_s=0.0, steady=True).records[0]) > 1
+    assert len(measure_short_runs(TINY, iterations=10**6, enough_s=0.0).records[0]) > 1
 
 
 @pytest.mark.parametrize("flag", ["--num_episodes 5", "--num-episodes=5", "--no-num_episodes"])
@@ -58,13 +56,9 @@ def test_flags_are_left_out_with_their_values(flag):
     assert without([*kept[:2], *flag.split(), *kept[2:]], ["num_episodes"]) == kept
 
 
-@pytest.mark.parametrize(
-    ("visible", "gpus"), [(None, ["0", "1"]), ("GPU-aa,GPU-bb", ["GPU-aa", "GPU-bb"])]
-)
+@pytest.mark.parametrize(("visible", "gpus"), [("", ["0", "1"]), ("GPU-a,GPU-b", None)])
 def test_each_copy_has_one_of_the_visible_gpus(visible, gpus, monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     taken = []
 
     class Failing(child.Child):
@@ -75,68 +69,22 @@ def test_each_copy_has_one_of_the_visible_gpus(visible, gpus, monkeypatch):
     monkeypatch.setattr(child, "Child", Failing)
     with pytest.raises(ChildError, match="ZeroDivisionError"):
         measure_short_runs(TINY, copies=2, device_type="cuda")
-    assert taken == gpus
-
-
-@pytest.mark.slow
-def test_copies_die_with_their_caller(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path)}
-    call = f"child.measure_short_runs({TINY!r}, 2, 1, 10**6)"
-    words = [sys.executable, "-c", f"from rl_dist.launch import child; {call}"]
-    caller = subprocess.Popen(words, env=environment)
-    try:
-        wait_until(lambda: len(list(tmp_path.glob("*/copy_*/metrics.jsonl"))) == 2)
-        children = psutil.Process(caller.pid).children()
-    finally:
-        caller.kill()
-        caller.wait()
-    assert len(children) == 2
-    wait_until(lambda: not any(lives(process.pid) for process in children))
-
-
-# ---- reductions
-
-
-def jobs():
-    """The processes of ours that start ranks to measure."""
-    found = []
-    for process in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):  # it has just ended
-            if "launch.bench" in " ".join(process.cmdline()):
-                found.append(process)
-    return found
+    assert taken == (gpus or visible.split(","))
 
 
 @pytest.mark.slow  # as tests/setup_check/ does by default
 def test_every_size_is_timed_on_two_ranks():
-    reductions = time_reductions(2, [4, 1024, 2**20])
-    assert list(reductions.gradients_s) == [4, 1024, 2**20]
-    seconds = [*reductions.gradients_s.values(), reductions.small_s]
-    assert all(1e-6 < s < 5.0 for s in seconds)
+    seconds = time_reductions(2, [4, 1024, 2**20])
+    assert list(seconds) == [4, 1024, 2**20] and all(1e-6 < s < 5.0 for s in seconds.values())
 
 
 @pytest.mark.slow
-def test_a_failure_of_the_backend_is_reported_in_its_words(monkeypatch):
+def test_a_failure_of_the_backend_is_reported_with_its_message(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
     with pytest.raises(ChildError, match="code 1: .*RuntimeError.*no_such_interface"):
         time_reductions(2, [4])
 
 
-@pytest.mark.slow
-def test_a_rank_that_hangs_ends_the_measurement_with_an_error_and_leaves_no_process():
-    family = []
-
-    def halt_one_rank():
-        def ranks():
-            family[:] = [*jobs(), *(q for p in jobs() for q in p.children(recursive=True))]
-            return [p for p in family if "spawn_main" in " ".join(p.cmdline())]
-
-        os.kill(wait_until(ranks)[0].pid, signal.SIGSTOP)
-
-    halting = threading.Thread(target=halt_one_rank)
-    halting.start()
-    with pytest.raises(ChildTimeoutError, match="did not end within 25 s"):
-        time_reductions(2, [4], timeout_s=25)
-    halting.join()
-    assert family
-    wait_until(lambda: not any(lives(process.pid) for process in family))
+def test_ranks_that_do_not_end_in_time_are_killed():
+    with pytest.raises(ChildTimeoutError, match="did not end within 2 s"):
+        time_reductions(2, [4], timeout_s=2)

@@ -5,15 +5,13 @@ import importlib
 import os
 import signal
 import threading
-import time
 
 import pytest
-from train_runs import RECALL, records, train_here
+from train_runs import RECALL, lives, records, start, train_here, wait_until
 
 import rl_dist
 from rl_dist.launch.child import Child, as_flags, launch_distributed_training
 from rl_dist.resume_check import differences, result_of
-from rl_dist.run_dir import RunDir
 from rl_dist.status import read_status
 
 SHORT = [*RECALL, "--eval_episodes", "4"]
@@ -26,14 +24,13 @@ def test_a_training_that_succeeds_has_its_result_and_monitoring_changes_no_numbe
     named = {"total_steps": 512, "monitor_every": 0.01, "anneal_lr": False, "num_gpus": 1}
     run_dir = tmp_path / "run"
     result = launch_distributed_training(SHORT, echo=False, run_dir=run_dir, **named)
-    assert result.success and result.exit_code == 0 and result.error == ""
-    assert result.run_dir.is_absolute() and result.iterations == 8 and 0 < result.seconds < 600
-    last = records(result.run_dir)[-1]
+    assert (result.success, result.exit_code, result.error) == (True, 0, "")
+    assert result.run_dir == run_dir and result.iterations == 8 and 0 < result.seconds < 600
+    last = records(run_dir)[-1]
     assert {"loss/policy", "loss/value", "loss/entropy"} <= result.final_losses.keys()
     assert result.final_losses.items() <= last.items()
-    found = read_status(result.run_dir)
-    assert [found[name] for name in ("state", "iteration", "num_ranks")] == ["finished", 8, 1]
-    sampled = [line["ranks"][0] for line in records(result.run_dir)]
+    assert read_status(run_dir)["state"] == "finished"
+    sampled = [line["ranks"][0] for line in records(run_dir)]
     assert any(rank["cpu/percent"] is not None for rank in sampled)
     flags = [*SHORT, *as_flags(named), "--monitor_every", 0, "--run_dir", tmp_path / "plain"]
     assert train_here(monkeypatch, *flags) == 0
@@ -42,49 +39,42 @@ def test_a_training_that_succeeds_has_its_result_and_monitoring_changes_no_numbe
     assert differences(result_of(run_dir), result_of(tmp_path / "plain")) == []
 
 
-def test_bad_flags_are_refused_in_the_scripts_own_words(tmp_path, capfd):
+def test_bad_flags_are_refused_with_the_scripts_message(tmp_path, capfd):
     result = launch_distributed_training(SHORT, run_dir=tmp_path / "run", num_stepz=3)
     assert (result.success, result.exit_code, result.run_dir) == (False, 2, None)
     assert "--num_stepz" in result.error and "--num_steps" in result.error
-    assert capfd.readouterr().err == f"error: {result.error}\n"  # passed on as well
+    assert capfd.readouterr().err == f"error: {result.error}\n"
     assert (result.iterations, result.final_losses) == (0, {}) and not (tmp_path / "run").exists()
 
 
-def when(true, act):
-    """Do something in a thread once a condition holds."""
-
-    def wait():
-        while not true():
-            time.sleep(0.1)
-        act()
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-@pytest.mark.slow
-def test_a_training_that_dies_has_its_error(tmp_path):
-    run = RunDir(tmp_path / "run")
-    when(
-        lambda: any(run.path.glob("checkpoints/*.pt")),
-        lambda: os.kill(run.state().ranks[1].pid, signal.SIGKILL),
-    )
-    named = {"total_steps": 10**8, "num_gpus": 2, "checkpoint_every": 1}
-    result = launch_distributed_training(SHORT, echo=False, run_dir=run.path, **named)
-    assert (result.success, result.exit_code) == (False, 1) and result.iterations > 0
-    assert "rank 1" in result.error and "SIGKILL" in result.error
+@pytest.mark.parametrize(
+    ("code", "exit_code", "error"),
+    [("os.abort()", -6, "SIGABRT"), ("sys.exit(4)", 4, "without a report")],
+)
+def test_a_training_that_dies_has_its_error(code, exit_code, error, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(f"import os, sys; {code}")
+    result = launch_distributed_training(echo=False, script=script)
+    assert (result.success, result.exit_code) == (False, exit_code) and error in result.error
 
 
-@pytest.mark.slow
 def test_ctrl_c_lets_the_training_save_and_is_raised_here(tmp_path):
-    run = RunDir(tmp_path / "run")
-    # a training in this process has let it end us immediately
+    script, saved = tmp_path / "script.py", tmp_path / "saved"
+    script.write_text(
+        "import pathlib, time\ntry:\n"
+        f"    pathlib.Path({str(tmp_path / 'started')!r}).touch(); time.sleep(60)\n"
+        f"except KeyboardInterrupt: pathlib.Path({str(saved)!r}).touch()"
+    )
+
+    def press():
+        wait_until((tmp_path / "started").exists)
+        os.kill(os.getpid(), signal.SIGINT)
+
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    when(lambda: run.path.exists() and run.records(), lambda: os.kill(os.getpid(), signal.SIGINT))
+    threading.Thread(target=press, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        launch_distributed_training(SHORT, echo=False, total_steps=10**8, run_dir=run.path)
-    found = read_status(run.path)
-    assert found["state"] == "stopped"
-    assert found["checkpoint"] == f"iteration_{found['iteration']:08d}.pt"
+        launch_distributed_training(echo=False, script=script)
+    assert saved.exists()
 
 
 def test_keywords_become_flags():
@@ -95,13 +85,23 @@ def test_keywords_become_flags():
 
 @pytest.mark.parametrize("name", rl_dist.__all__)
 def test_every_function_the_package_offers_is_there_with_an_example(name):
-    home = f"rl_dist.{rl_dist._HOMES[name]}"
+    home = importlib.import_module(f"rl_dist.{rl_dist._HOMES[name]}")
     function = getattr(rl_dist, name)
-    assert function is getattr(importlib.import_module(home), name) and callable(function)
-    assert f"{name}(" in function.__doc__  # an example
+    assert function is getattr(home, name) and f"{name}(" in function.__doc__
 
 
-def test_a_child_loads_no_library_before_it_becomes_a_program_of_its_own(tmp_path, monkeypatch):
+def test_a_child_loads_no_library_before_it_becomes_another_program(tmp_path, monkeypatch):
     # between fork and exec it can deadlock, where there are threads
     monkeypatch.setattr(ctypes, "CDLL", None)
     assert Child(["-c", ""], tmp_path).job.wait(60) == 0
+
+
+def test_a_child_dies_with_its_caller(tmp_path):
+    call = f"Child(['-c', 'import time; time.sleep(999)'], pathlib.Path({str(tmp_path)!r}))"
+    imports = "import pathlib; from rl_dist.launch.child import Child"
+    caller = start("-c", f"{imports}; child = {call}; print(child.job.pid, flush=True); input()")
+    child = int(caller.stdout.readline())
+    assert lives(child)
+    caller.kill()
+    caller.communicate()
+    wait_until(lambda: not lives(child))
