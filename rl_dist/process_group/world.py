@@ -296,7 +296,7 @@ def destroy_group(group: dist.ProcessGroup | None = None) -> None:
 
 
 def leave_world() -> bool:
-    """Leave the process group after a failure, unless that could wait for other ranks.
+    """Leave the group after a failure, unless that could wait for other ranks.
 
     Returns True if the group is still open: this process must end by `os._exit`.
     """
