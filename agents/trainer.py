@@ -85,7 +85,7 @@ class Training:
         torch.manual_seed(stream_seeds(train.seed, POLICY_STREAM, 0, 1)[0])
         self.policy = Policy(job.policy, layout, self.action_space).to(world.device, job.dtype)
         if job.pretrained:
-            job.pretrained.load_into(self.policy)
+            self.policy.load_state_dict(self.policy.state_dict() | job.pretrained.weights)
         self.normalizers = Normalizers(
             layout, scale_obs=train.normalize_obs, scale_rewards=train.normalize_rewards
         )
@@ -133,7 +133,8 @@ class Training:
             sums = self.normalizers.sums(rollout.raw_obs, rollout.discounted_returns)
             self.normalizers.merge(all_reduce_sum(sums, self.world))
         if self.job.pretrained:
-            self.job.pretrained.set_moments(self.normalizers)
+            moments = self.normalizers.state_dict() | self.job.pretrained.moments
+            self.normalizers.load_state_dict(moments)
         self.carry = self._reset()
         self.env.take_metrics()  # those of the warm-up do not count
 

@@ -78,8 +78,8 @@ def _one_line(error: ValidationError) -> ValueError:
 
 def fields_of(section: Any) -> dict[str, FieldInfo]:
     """Return the fields of a section that are flags, by name."""
-    fields: dict[str, FieldInfo] = type(section).__pydantic_fields__
-    return {name: field for name, field in fields.items() if field.description}
+    fields = type(section).__pydantic_fields__.items()
+    return {name: field for name, field in fields if field.description}
 
 
 def changed(sections: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,16 +141,19 @@ def parse_flags(
     if extra:
         extra(parser)
     shows_all = not main or bool({"--help_all", "--help-all"} & set(argv))
+    flags: list[str] = []
     for heading, section in sections.items():
         group = parser.add_argument_group(heading)
+        flags += fields_of(section)
         for name, field in fields_of(section).items():
             about = str(field.description).rstrip(".").replace("%", "%%")
             text = f"{about} (default: {shown(getattr(section, name))}; {allowed(field)})"
             _add_flag(group, name, field, text if shows_all or name in main else argparse.SUPPRESS)
     values = vars(_parse_known(parser, argv))
-    names = [name for section in sections.values() for name in vars(section) if name in values]
-    given = {name: values.pop(name) for name in names}
-    given = {name: " ".join(v) if isinstance(v, list) else v for name, v in given.items()}
+    given = {name: values.pop(name) for name in flags if name in values}
+    given = {
+        name: text if isinstance(text, str) else " ".join(text) for name, text in given.items()
+    }
     try:
         configs = changed(sections, given)
     except ValueError as error:

@@ -30,14 +30,13 @@ class SeedsResult:
     run_dir: Path  # of all: seed_N below it is one run
     metric: str
     scores: dict[int, float]  # by seed, of the evaluation that ended each run
-    intervals: dict[str, Interval]  # of "mean" and "interquartile_mean"
+    interval: Interval  # of the mean
 
     def __str__(self) -> str:
         scores = ", ".join(f"{seed}: {score:.4g}" for seed, score in self.scores.items())
-        lines = [f"{self.metric} by seed: {scores}"]
-        for name, (value, low, high) in self.intervals.items():
-            lines.append(f"  {name:<20}{value:>10.4g}   95 % interval [{low:.4g}, {high:.4g}]")
-        return "\n".join(lines)
+        mean, low, high = self.interval
+        interval = f"mean {mean:.4g}, 95 % interval [{low:.4g}, {high:.4g}]"
+        return f"{self.metric} by seed: {scores}\n  {interval}"
 
 
 def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any) -> SeedsResult:
@@ -69,31 +68,21 @@ def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any)
         if run.exit_code:
             raise UserError(f"seed {seed} was stopped", exit_code=run.exit_code)
         metric, scores[seed] = score_of(RunDir(path).summary())
-    result = SeedsResult(folder, metric, scores, score_intervals(np.array(list(scores.values()))))
+    result = SeedsResult(folder, metric, scores, mean_interval(np.array(list(scores.values()))))
     figures = asdict(result) | {"run_dir": str(folder)}
     write_whole(folder / SEEDS_FILE, json.dumps(figures, indent=2) + "\n")
     return result
 
 
-def interquartile_mean(scores: np.ndarray) -> np.ndarray:
-    """Return the mean of the middle half; the scores at its ends count in part."""
-    count = scores.shape[-1]
-    ends = np.clip(np.arange(count + 1), count / 4, 3 * count / 4)  # of each score's share
-    return (np.sort(scores) * np.diff(ends)).sum(-1) / (count / 2)
-
-
-def score_intervals(scores: np.ndarray) -> dict[str, Interval]:
-    """Return means of the scores of several runs [R], with bootstrap intervals.
+def mean_interval(scores: np.ndarray) -> Interval:
+    """Return the mean of the scores of several runs [R], and its bootstrap interval.
 
     Source: Agarwal et al., "Deep reinforcement learning at the edge of the statistical precipice",
-    NeurIPS 2021, https://arxiv.org/abs/2108.13264 (their library: rliable).
+    NeurIPS 2021, https://arxiv.org/abs/2108.13264.
     """
     draws = np.random.default_rng(0).choice(scores, (RESAMPLES, len(scores)))
-    intervals = {}
-    for name, figure in (("mean", np.mean), ("interquartile_mean", interquartile_mean)):
-        low, high = np.quantile([figure(draw) for draw in draws], [0.025, 0.975])
-        intervals[name] = (float(figure(scores)), float(low), float(high))
-    return intervals
+    low, high = np.quantile(draws.mean(axis=1), [0.025, 0.975])
+    return float(scores.mean()), float(low), float(high)
 
 
 def train_several(parsed: ParsedFlags) -> int:

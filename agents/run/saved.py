@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from agents.config import RunConfig, TrainConfig, empty_policy
-from agents.network.inputs import Normalizer, Normalizers, observation_normalizer
+from agents.network.inputs import Normalizer, observation_normalizer
 from agents.policy import Policy
 from agents.rollout import fresh_carry
 from envs.vector.layout import Layout
@@ -167,23 +167,12 @@ def load_agent(
 # ---- initial weights
 
 
-@dataclass(frozen=True, kw_only=True)
-class InitialWeights:
+class InitialWeights(NamedTuple):
     """Weights that a new run begins with, and statistics that belong to them."""
 
     weights: dict[str, Tensor]  # by their names in the policy
-    parts: tuple[str, ...] = ("",)  # prefixes of these names; other weights stay
-    obs: dict[str, Tensor]  # in normalisers' states; missing ones stay
-    rewards: dict[str, Tensor] = field(default_factory=dict)
-
-    def load_into(self, policy: Policy) -> None:
-        """Give a fresh policy the weights."""
-        policy.load_state_dict(policy.state_dict() | self.weights)
-
-    def set_moments(self, normalizers: Normalizers) -> None:
-        """Set the statistics, which move on from there."""
-        for normalizer, saved in ((normalizers.obs, self.obs), (normalizers.rewards, self.rewards)):
-            normalizer.load_state_dict(normalizer.state_dict() | saved)
+    moments: dict[str, Tensor]  # by their names in `Normalizers`; missing ones stay
+    parts: tuple[str, ...] = ("",)  # prefixes of the names of these weights; other weights stay
 
 
 def initial_weights(config: TrainConfig) -> InitialWeights | None:
@@ -194,8 +183,9 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
     """
     if config.init_from:
         _, state = load_saved(config.init_from, "")
-        moments = {"obs": state["obs_normalizer"], "rewards": state["reward_normalizer"]}
-        return InitialWeights(weights=state["policy"], **moments)
+        parts = {"obs": state["obs_normalizer"], "rewards": state["reward_normalizer"]}
+        moments = {f"{part}.{name}": parts[part][name] for part in parts for name in parts[part]}
+        return InitialWeights(state["policy"], moments)
     if not config.pretrained:
         return None
     file, state = load_saved(config.pretrained, "", FIT)
@@ -204,9 +194,9 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
     if extra.get("kind") != FEATURES or shapes != dict.fromkeys(MOMENTS, [extra.get("num_obs")]):
         raise UserError(f"{file} is no feature LSTM: name a run of python -m agents.pretrain")
     return InitialWeights(
-        weights={name: value for name, value in module.items() if name.startswith(FEATURE_PARTS)},
-        parts=FEATURE_PARTS,
-        obs={name.removeprefix("normalizer."): module[name] for name in MOMENTS},
+        {name: value for name, value in module.items() if name.startswith(FEATURE_PARTS)},
+        {name.replace("normalizer.", "obs."): module[name] for name in MOMENTS},
+        FEATURE_PARTS,
     )
 
 

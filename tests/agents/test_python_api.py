@@ -21,7 +21,7 @@ from train_runs import REPO, only_error, records, run_here, start, train_here
 import agents
 import train_distributed
 from agents import load_policy, train
-from agents.api.seeds import interquartile_mean, score_intervals
+from agents.api.seeds import mean_interval
 from agents.evaluate import command as evaluate
 from agents.evaluate.episodes import PolicyController
 from agents.run.callbacks import Watch
@@ -306,14 +306,11 @@ def test_a_metric_that_no_environment_gives_is_a_warning_and_one_that_it_gives_s
 # ---- several seeds
 
 
-def test_intervals_hold_the_means_of_the_scores():
+def test_the_interval_holds_the_mean_of_the_scores():
     scores = np.random.default_rng(0).normal(5.0, 2.0, 9)
-    intervals = score_intervals(scores)
-    for value, low, high in intervals.values():
-        assert low < value < high
-    assert intervals["mean"][0] == pytest.approx(scores.mean())
-    assert interquartile_mean(np.arange(8.0)[::-1]) == pytest.approx((2 + 3 + 4 + 5) / 4)
-    assert interquartile_mean(np.array([0.0, 1.0, 5.0])) == pytest.approx((1 + 0.25 * 5) / 1.5)
+    mean, low, high = mean_interval(scores)
+    assert low < mean < high and mean == pytest.approx(scores.mean())
+    assert high - low == pytest.approx(2 * 1.96 * scores.std() / 3, rel=0.15)
 
 
 @pytest.mark.parametrize("main", [evaluate.main, status.main])
@@ -331,7 +328,7 @@ def test_several_seeds_are_trained_and_reported(tmp_path, monkeypatch, capfd):
     flags = [*FLAGS, "--env=CartPole-v1", "--total_steps=64", "--run_dir", tmp_path]
     for _ in range(2):  # then nothing is trained again, and all is evaluated again
         assert train_here(monkeypatch, *flags, "--seeds", 1, 2) == 0
-        assert "interquartile_mean" in capfd.readouterr().out
+        assert "95 % interval" in capfd.readouterr().out
         scores = json.loads((tmp_path / "seeds.json").read_text())["scores"]
         for seed in (1, 2):
             assert [line["iteration"] for line in records(tmp_path / f"seed_{seed}")] == [1]
