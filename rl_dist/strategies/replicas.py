@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     bf16_compress_hook,
 )
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.utils._pytree import tree_map
+from torch.nn.parallel import scatter
 
 from rl_dist.process_group.world import World
 from rl_dist.strategies.config import StrategyConfig
@@ -101,43 +102,30 @@ class DataParallel(nn.DataParallel):
     """torch.nn.DataParallel for a module that names the batch axis of each input.
 
     Torch cuts every input along the same axis. A recurrent module's inputs have their batch on
-    different ones (steps are [L, N, ...], states [N, S, H]), so here all enter with the batch
-    first, and are put back inside, on each GPU. The class constant BATCH_AXES holds the axes; the
-    first is that of the outputs, too. Forward takes tensors and returns one, or a tuple of them.
+    different ones (steps are [L, N, ...], states [N, S, H]). The class constant BATCH_AXES of the
+    module holds the axes; the first is that of the outputs, too. Forward takes tensors and returns
+    one, or a tuple of them.
     """
 
     def __init__(self, module: nn.Module, device_ids: Sequence[int]) -> None:
-        super().__init__(BatchFirst(module), list(device_ids))
+        self.axes: Sequence[int] = getattr(module, "BATCH_AXES", ())
+        super().__init__(module, list(device_ids), dim=self.axes[0] if self.axes else 0)
 
-    def forward(self, *inputs: Tensor) -> Any:
-        """Return the module's outputs for the whole batch."""
-        axes = batch_axes(self.module.module, len(inputs))
-        # torch forgets it in the threads of the replicas
-        self.module.autocast_dtype = torch.get_autocast_dtype("cuda")
-        moved = [tensor.movedim(axis, 0) for tensor, axis in zip(inputs, axes, strict=True)]
-        return tree_map(lambda output: output.movedim(0, axes[0]), super().forward(*moved))
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        """Return the inputs of each GPU, and their keyword arguments: none."""
+        axes = self.axes or (0,) * len(inputs)
+        parts = [
+            scatter(tensor, device_ids, axis) for tensor, axis in zip(inputs, axes, strict=True)
+        ]
+        return [*zip(*parts, strict=True)], [{}] * len(parts[0])
 
-
-class BatchFirst(nn.Module):
-    """A module with the batch on axis 0, around one that has it elsewhere."""
-
-    autocast_dtype = torch.float16
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *inputs: Tensor) -> Any:
-        """Return the module's outputs, batch first, for inputs with the batch first."""
-        axes = batch_axes(self.module, len(inputs))
-        moved = [tensor.movedim(0, axis) for tensor, axis in zip(inputs, axes, strict=True)]
+    def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
+        """Run the replicas in threads, with autocast's type, which torch forgets."""
         enabled = torch.is_autocast_enabled("cuda")
-        with torch.autocast("cuda", self.autocast_dtype, enabled=enabled):
-            outputs = self.module(*moved)
-        return tree_map(lambda output: output.movedim(axes[0], 0), outputs)
+        dtype = torch.get_autocast_dtype("cuda")
 
+        def run(replica: nn.Module, *parts: Tensor) -> Any:
+            with torch.autocast("cuda", dtype, enabled=enabled):
+                return replica(*parts)
 
-def batch_axes(module: nn.Module, num_inputs: int) -> tuple[int, ...]:
-    """Return the batch axis of each input of a module's forward."""
-    axes: tuple[int, ...] = getattr(module, "BATCH_AXES", (0,) * num_inputs)
-    return axes
+        return super().parallel_apply([partial(run, r) for r in replicas], inputs, kwargs)

@@ -13,8 +13,9 @@ from train_runs import REPO, start
 
 from agents.policy import Evaluation
 from rl_dist.launch.ranks import launch
+from rl_dist.strategies import replicas
 from rl_dist.strategies.adam import EagerAdam
-from rl_dist.strategies.replicas import BatchFirst, DataParallel, OrderedDDP
+from rl_dist.strategies.replicas import DataParallel, OrderedDDP
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -108,18 +109,19 @@ def test_ranks_whose_devices_round_differently_stay_equal(ranks_folder):
     ("form", "space"),
     [("clstm", BOX), ("clstm", DISCRETE), ("window of 4", BOX), ("mlp", DISCRETE)],
 )
-def test_slots_cut_into_parts_are_evaluated_as_all_together(form, space):
+def test_slots_cut_into_parts_are_evaluated_as_all_together(form, space, monkeypatch):
     """Cut and joined by hand: several GPUs are torch's own part, and are not run here."""
+    monkeypatch.setattr(replicas, "scatter", lambda x, devices, axis: x.chunk(len(devices), axis))
     policy = make_policy(FORMS[form], space)
     obs, state, starts, noise = make_inputs(policy, num_envs=7)
     actions = torch.randint(3, starts.shape) if space is DISCRETE else noise
     inputs = obs, actions, state, starts
-    whole = policy(*inputs)
-    assert all(map(torch.equal, DataParallel(policy, [0, 1])(*inputs), whole))  # nothing is cut
-    chunks = [
-        tensor.movedim(axis, 0).chunk(3)
-        for tensor, axis in zip(inputs, policy.BATCH_AXES, strict=True)
-    ]
-    outputs = [BatchFirst(policy)(*part) for part in zip(*chunks, strict=True)]
-    joined = Evaluation(*(torch.cat(terms).movedim(0, 1) for terms in zip(*outputs, strict=True)))
+    whole, parallel = policy(*inputs), DataParallel(policy, [0, 1])
+    assert all(map(torch.equal, parallel(*inputs), whole))  # nothing is cut without GPUs
+    parts, options = parallel.scatter(inputs, {}, [0, 1, 2])
+    assert len(parts) == len(options) == 3
+    outputs = [policy(*part) for part in parts]
+    joined = Evaluation(
+        *(torch.cat(terms, policy.BATCH_AXES[0]) for terms in zip(*outputs, strict=True))
+    )
     torch.testing.assert_close(joined, whole, rtol=1e-12, atol=1e-12)
