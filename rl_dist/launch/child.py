@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psutil
-
 from rl_dist.errors import RESULT_FILE, UserError
 from rl_dist.process_group.join import COPIES, JOB_DIR_VARIABLE
 from rl_dist.process_group.process_ends import die_with_parent, how_it_ended
@@ -221,7 +219,6 @@ class ShortRuns:
     records: list[list[Record]]
     config: dict[str, Any]  # of the first copy, by section
     gradient_bytes: int
-    copy_bytes: int = 0  # memory of the first copy's processes
 
 
 def measure_short_runs(
@@ -293,12 +290,10 @@ def measure_short_runs(
             if now_s - started_s > timeout_s:
                 raise ChildTimeoutError("a short run took too long: try smaller sizes")
         state = runs[0].state()
-        processes = psutil.Process(children[0].job.pid).children(recursive=True)
         return ShortRuns(
             records=[r[skip:] for r, skip in zip(records, skipped, strict=True)],
             config=runs[0].config(),
             gradient_bytes=state.gradient_bytes if state else 0,
-            copy_bytes=sum(process.memory_info().rss for process in processes),
         )
 
 

@@ -15,13 +15,23 @@ from torch.utils.benchmark import Timer
 from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import UserError, table
 from rl_dist.launch.child import without
-from rl_dist.machine import duration
 from rl_dist.run_dir import RunDir
 from rl_dist.speedup.measure import MeasuredJob
-from rl_dist.speedup.model import CARDS, Prediction, bottleneck, predict, steps_per_episode
+from rl_dist.speedup.model import CARDS, Card, Prediction, bottleneck, predict, steps_per_episode
 
-COLUMNS = ("ranks", "scaling", "theoretical", "predicted (95 %)", "efficiency", "lost most in",
-           "source", "steps/s", "time", "cost")  # fmt: skip
+COLUMNS = {  # heading: the value of a row, and its form
+    "ranks": ("gpus", "{}"),
+    "scaling": ("scaling", "{}"),
+    "theoretical": ("gpus", "{}x"),
+    "predicted": ("speedup", "{:.2f}x"),
+    "95 %": ("speedup_interval", "{0[0]:.2f}-{0[1]:.2f}"),
+    "efficiency": ("efficiency", "{:.0%}"),
+    "lost most in": ("bottleneck", "{}"),
+    "source": ("source", "{}"),
+    "steps/s": ("steps_per_s", "{:,.0f}"),
+    "hours": ("hours", "{:.3g}"),
+    "cost": ("cost", "{:,.2f}"),
+}
 EPISODES = 5000  # default length of a training
 CARD_ESTIMATE = (
     "an estimate by data sheet and the lowest list price of 2026-11 in US dollars: rollouts as "
@@ -91,26 +101,9 @@ def estimate_training_speedup(
     job = MeasuredJob(job_flags, device, gpus, rate_is_known=bool(sps))
     env_steps = total_steps or num_episodes * steps_per_episode(job.records)
 
-    # a row for each number of ranks
-    rows = []
-    one: Prediction | None = None  # of one rank
-    slower = 1.0  # factor from the measured to the given rate
-    network = card.network if card else job.network()
-    ratio = _fp32_tflops(device) / card.fp32_tflops if card else 1.0
-    for share in job.shares(("strong", "weak") if scaling == "both" else (scaling,)):
-        work = share.work.scaled(1.0, share.processors * ratio) if card else share.work
-        crowding = 1.0 if card else share.crowding  # the ranks of cards do not share cores
-        if sps and not one:
-            slower = work.env_steps / sps / work.seconds
-        work = work.scaled(crowding * slower, crowding * slower)
-        talk_s = network.iteration_s(work.gradient_steps, job.gradient_bytes, share.ranks)
-        prediction = predict(work, share.ranks, talk_s * crowding)
-        one = one or prediction
-        row = {"scaling": share.scaling, "source": "estimate" if card else share.source}
-        row |= _speedup(prediction, one)
-        rows.append(row | _time(prediction if sps or not card else None, env_steps, price_per_hour))
-
     # the report
+    scalings = ("strong", "weak") if scaling == "both" else (scaling,)
+    rows = _rows(job, scalings, card, sps, env_steps, price_per_hour)
     if card:
         job.notes.append(f"{gpu}: {CARD_ESTIMATE}")
     if card and not sps:
@@ -144,6 +137,39 @@ def print_training_speedup_estimates(flags: Sequence[str] = (), **options: Any) 
 # ---- the rows of the report
 
 
+def _rows(
+    job: MeasuredJob,
+    scalings: Sequence[str],
+    card: Card | None,
+    sps: float,
+    env_steps: float,
+    usd_per_hour: float,
+) -> list[dict[str, Any]]:
+    """Predict each number of ranks here or on cards, at a rate of one rank unless it is 0."""
+    rows = []
+    one: Prediction | None = None  # of one rank
+    slower = 1.0  # factor from the measured to the given rate
+    network = card.network if card else job.network()
+    ratio = _fp32_tflops(job.device_type) / card.fp32_tflops if card else 1.0
+    for share in job.shares(scalings):
+        work = share.work.scaled(1.0, share.processors * ratio) if card else share.work
+        crowding = 1.0 if card else share.crowding  # the ranks of cards do not share cores
+        if sps and not one:
+            slower = work.env_steps / sps / work.seconds
+        work = work.scaled(crowding * slower, crowding * slower)
+        talk_s = network.iteration_s(work.gradient_steps, job.gradient_bytes, share.ranks)
+        prediction = predict(work, share.ranks, talk_s * crowding)
+        one = one or prediction
+        row = {"scaling": share.scaling, "source": "estimate" if card else share.source}
+        rate = prediction.steps_per_s if sps or not card else math.nan
+        times = {"steps_per_s": rate, "iteration_s": prediction.env_steps / rate}
+        times["hours"] = hours = env_steps / rate / 3600
+        times["cost"] = hours * share.ranks * usd_per_hour or math.nan
+        known = {name: None if math.isnan(value) else value for name, value in times.items()}
+        rows.append(row | _speedup(prediction, one) | known)
+    return rows
+
+
 def _fp32_tflops(device_type: str) -> float:
     """Return the measured fp32 rate of one thread, or of the GPU."""
     matrix = torch.randn(768, 768, device=device_type)
@@ -167,38 +193,18 @@ def _speedup(prediction: Prediction, one: Prediction) -> dict[str, Any]:
     }
 
 
-def _time(prediction: Prediction | None, env_steps: float, usd_per_hour: float) -> dict[str, Any]:
-    """Return rate, time and cost of a training; None: unknown."""
-    times: dict[str, Any] = dict.fromkeys(("steps_per_s", "iteration_s", "hours", "cost"))
-    if prediction:
-        times |= {"steps_per_s": prediction.steps_per_s, "iteration_s": prediction.iteration_s}
-        if not math.isnan(env_steps):
-            times["hours"] = hours = env_steps / prediction.steps_per_s / 3600
-            times["cost"] = hours * prediction.ranks * usd_per_hour or None
-    return times
-
-
 def as_text(report: SpeedupReport) -> str:
     """Return title, table, fixes and notes: at most 25 lines for 4 numbers of GPUs."""
     # One rank is the same job for both ways of scaling.
     first = report.rows[0]["scaling"]
     rows = [row for row in report.rows if row["gpus"] > 1 or row["scaling"] == first]
+    columns = {
+        heading: [form.format(row[name]) for row in rows]
+        for heading, (name, form) in COLUMNS.items()
+        if rows[0][name] is not None
+    }
     fixes = dict.fromkeys(row["fix"] for row in rows if row["fix"])
     notes = [f"to lose less: {'; '.join(fixes)}"] if fixes else []
     notes += [f"note: {note}" for note in report.notes]
-    return "\n".join([report.title, "", table(COLUMNS, map(_cells, rows)), "", *notes])
-
-
-def _cells(row: dict[str, Any]) -> Sequence[str]:
-    return (
-        str(row["gpus"]),
-        row["scaling"] if row["gpus"] > 1 else "-",
-        f"{row['gpus']}x",
-        "{:.2f}x ({:.2f}-{:.2f})".format(row["speedup"], *row["speedup_interval"]),
-        f"{row['efficiency']:.0%}",
-        row["bottleneck"] or "-",
-        row["source"],
-        f"{row['steps_per_s']:,.0f}" if row["steps_per_s"] else "-",
-        duration(row["hours"] * 3600) if row["hours"] else "-",
-        f"{row['cost']:,.2f}" if row["cost"] else "-",
-    )
+    cells = zip(*columns.values(), strict=True)
+    return "\n".join([report.title, "", table([*columns], cells), "", *notes])

@@ -29,7 +29,6 @@ def test_copies_train_side_by_side_with_their_flags_and_other_episodes():
     first, second = ({r["iteration"]: r["loss/value"] for r in copy} for copy in runs.records)
     both = first.keys() & second.keys()
     assert not both or any(first[number] != second[number] for number in both)
-    assert 20 * 2**20 < runs.copy_bytes < psutil.virtual_memory().total
     assert 1000 < runs.gradient_bytes < 10**6 and runs.gradient_bytes % 4 == 0
 
 
