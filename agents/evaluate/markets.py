@@ -69,7 +69,7 @@ def run_markets(env: Any, controller: Controller, on_step: Callable[[], None]) -
         on_step()
         values.append(torch.where(alive, info["portfolio_value"], values[-1]))
         for name in names:
-            days[name].append((info[name].T * alive).T)
+            days[name].append(info[name] * (alive if name in ACCOUNTS else alive[:, None]))
         start = terminated | truncated
         alive = alive & ~start
     days["values"] = values

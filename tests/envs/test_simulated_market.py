@@ -7,7 +7,7 @@ import pytest
 import torch
 from trading_markets import scaled
 
-from envs.trading.baselines import buy_equal_weight, follow, memoryless, news_model, planted_outlook
+from envs.trading.baselines import buy_equal_weight, follow, memoryless, planted_outlook
 from envs.trading.baselines import reference as reference_choice
 from envs.trading.config import SimulatedMarketConfig, TradingConfig
 from envs.trading.environment import TradingVectorEnv
@@ -50,14 +50,6 @@ def sharpe_of(config, rule, **options):
         weights.append(info["weights"])
     returns = torch.stack(paths).diff(dim=0) / torch.stack(paths[:-1])
     return (returns.mean(0) / returns.std(0) * 252**0.5).numpy(), torch.stack(weights).numpy()
-
-
-def test_chances_of_the_states_of_the_news_stay_chances():
-    model = news_model()
-    np.testing.assert_allclose(model.transition.sum(1), 1.0)
-    # its own frequencies repeat themselves, and all announcements are as often up as down
-    np.testing.assert_allclose(model.start @ model.transition, model.start, atol=1e-12)
-    assert model.start @ model.event == pytest.approx(0.0, abs=1e-12)
 
 
 def test_a_world_is_the_same_whichever_worlds_are_drawn_with_it():

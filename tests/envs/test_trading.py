@@ -133,58 +133,37 @@ def test_bars_after_the_fill_day_do_not_change_a_step_and_tomorrow_only_fills():
 # ---- rewards
 
 
-def test_excess_rewards_subtract_what_equal_weight_earns_from_the_change_of_value():
-    env = make_env(8, reward="excess")
-    close = random_market().close
-    for actions in random_actions(19, env):
-        days, before = day(env).tolist(), env.portfolio_value
-        _, rewards, terminated, truncated, info = env.step(actions)
-        expected = [1e6 * 1e-4 * (close[d + 1] / close[d] - 1).mean() for d in days]
-        assert (info["raw_rewards"] - rewards).tolist() == pytest.approx(expected, abs=1e-5)
-        change = (env.portfolio_value - before) * 1e-4
-        going_on = ~(terminated | truncated)
-        assert torch.allclose(info["raw_rewards"][going_on], change[going_on], rtol=0, atol=1e-9)
+def test_training_rewards_differ_from_the_change_of_value_as_promised():
+    forms = {"excess": {}, "attributed": {}, "plain": {"risk_aversion": 10.0}}
+    envs = {name: make_env(4, reward=name, **options) for name, options in forms.items()}
+    close, gamma, last = random_market().close, 0.8, NUM_DAYS - 1
+    changes = np.diff(close, axis=0)
+    covariance = np.cov((changes / close[:-1])[FIRST:].T)
+    later = np.zeros_like(close)  # the discounted later profit of a share, from each day on
+    for d in range(last - 1, -1, -1):
+        later[d] = changes[d] + gamma * later[d + 1]
 
+    def look(env):
+        value, weights, days = env.portfolio_value.numpy(), env.weights.numpy(), day(env)
+        profit = (account(env)[1].numpy() * later[days]).sum(1)
+        risk = 0.5 * 10 * value * np.einsum("bi,ij,bj->b", weights, covariance, weights)
+        return value, profit, risk, (changes[days] / close[days]).mean(1)
 
-def test_attributed_rewards_keep_the_discounted_return_of_an_episode():
-    env = make_env(4, reward="attributed", episode_days=70)
-    discount = 0.8
-    env.reset(seed=[1, 2, 3, 4], options={"random_age": False})  # episodes longer than the test
-    plain = shaped = torch.zeros(4, dtype=torch.float64)
-    for step, actions in enumerate(random_actions(60, env)):
-        _, rewards, _, _, info = env.step(actions)
-        plain = plain + discount**step * info["raw_rewards"]
-        shaped = shaped + discount**step * rewards
-    # the potential of what is still held
-    close = torch.from_numpy(random_market().close)
-    changes, last = close[1:] - close[:-1], env.span.last
-    weights = discount ** torch.arange(NUM_DAYS, dtype=torch.float64)
-    later = torch.stack([weights[: last - d] @ changes[d:last] for d in day(env).tolist()])
-    left = discount**60 * 1e-4 * (account(env)[1] * later).sum(1)
-    assert torch.allclose(shaped, plain + left, atol=1e-6, rtol=0)
-    assert (rewards - info["raw_rewards"]).abs().max() > 1e-6
-
-
-def test_an_order_is_charged_for_the_variance_it_adds():
-    neutral = make_env(4, reward="attributed")
-    averse = make_env(4, reward="attributed", risk_aversion=10.0)
-    closes = random_market().close[FIRST:]
-    covariance = np.cov((closes[1:] / closes[:-1] - 1).T)
-
-    def risk(env):
-        weights = env.weights.numpy()
-        value = env.portfolio_value.numpy()
-        return 0.5 * 10 * value * np.einsum("bi,ij,bj->b", weights, covariance, weights)
-
-    for actions in random_actions(15, neutral):
-        before = risk(averse)
-        _, rewards, terminated, truncated, info = neutral.step(actions)
-        _, charged, _, _, averse_info = averse.step(actions)
-        assert torch.equal(info["raw_rewards"], averse_info["raw_rewards"])
-        going_on = ~(terminated | truncated).numpy()
-        expected = (risk(averse) - before) * 1e-4 / (1 - 0.8)
-        charges = (rewards - charged).numpy()[going_on]
-        assert charges == pytest.approx(expected[going_on], rel=1e-6, abs=1e-9)
+    for actions in random_actions(19, envs["plain"]):
+        value, profit, risk, mean_return = look(envs["plain"])
+        steps = {name: env.step(actions) for name, env in envs.items()}
+        value_after, profit_after, risk_after, _ = look(envs["plain"])
+        promised = {
+            "excess": -1e6 * mean_return,
+            "attributed": gamma * profit_after - profit,
+            "plain": (risk - risk_after) / (1 - gamma),
+        }
+        for name, (_, rewards, terminated, truncated, info) in steps.items():
+            going_on = ~(terminated | truncated)
+            raw = info["raw_rewards"]
+            assert raw[going_on].numpy() == pytest.approx(1e-4 * (value_after - value)[going_on])
+            added = (rewards - raw)[going_on].numpy()
+            assert added == pytest.approx(1e-4 * promised[name][going_on], abs=1e-5)
 
 
 def test_turbulence_sells_everything_and_buys_nothing():
@@ -212,13 +191,11 @@ def test_turbulence_sells_everything_and_buys_nothing():
 def test_paper_observation_of_30_stocks_has_181_numbers():
     market = random_market(num_stocks=30)
     env = make_env(2, [market], observation="paper", order_unit="shares", max_order=100)
-    obs, _ = env.reset(seed=[1, 2])
+    obs = env.step(torch.full((2, 30), 0.5))[0]
     names = feature_names(env.config.observation, env.tickers)
     assert obs.shape == (2, 181) and len(names) == 181 and obs.dtype == torch.float32
-    obs = env.step(torch.full((2, 30), 0.5))[0]
-    assert obs[0, 0] == account(env)[0][0].float()
-    assert obs[0, names.index("shares:T07")] == 50
-    assert obs[0, names.index("close:T07")] == np.float32(market.close[day(env)[0], 7])
+    seen = [obs[0, names.index(name)] for name in ("cash", "shares:T07", "close:T07")]
+    assert seen == [account(env)[0][0].float(), 50, np.float32(market.close[day(env)[0], 7])]
 
 
 @pytest.mark.parametrize(
@@ -234,11 +211,3 @@ def test_paper_observation_of_30_stocks_has_181_numbers():
 def test_rules_that_cannot_work_are_refused_with_the_fix(options, message):
     with pytest.raises(ValueError, match=message):
         make_env(**options)
-
-
-def test_a_span_that_starts_before_the_indicators_are_warm_is_refused():
-    options = {"markets": [random_market()], "config": TradingConfig(episode_days=5)}
-    first = first_tradable_day(random_market(), TradingConfig())
-    TradingVectorEnv(1, span=Span(first, 300), **options)
-    with pytest.raises(AssertionError):
-        TradingVectorEnv(1, span=Span(first - 1, 300), **options)

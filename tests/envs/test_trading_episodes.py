@@ -41,24 +41,19 @@ def test_an_ended_episode_is_followed_by_a_new_one_in_the_same_step():
     assert (env.row // env.num_days).unique().tolist() == [0, 1]  # the markets
 
 
-def test_first_episodes_have_random_ages_and_later_ones_full_length():
+def test_first_episodes_have_ages_and_days_by_the_seed_and_later_ones_full_length():
+    def starts(seed):
+        state = make_env(64, seed=[seed + 1000 * i for i in range(64)]).get_state()
+        return state["row"], state["end_row"] - state["row"]
+
+    rows, lengths = starts(7)
+    assert same((rows, lengths), starts(7)) and len(set(rows.tolist())) > 40
+    assert lengths.min() >= 1 and lengths.max() <= 20 and len(set(lengths.tolist())) > 12
+    for other in (8, 2**63 - 70_000):
+        assert (starts(other)[0] != rows).sum() > 48
     env = make_env(64)
     truncated = torch.stack([env.step(torch.zeros(64, 4))[3] for _ in range(61)])
-    ends = [column.nonzero().flatten() for column in truncated.T]
-    firsts = [int(steps[0]) for steps in ends]
-    assert max(firsts) < 20 and len(set(firsts)) > 12
-    assert {int(length) for steps in ends for length in steps.diff()} == {20}
-
-
-def test_different_seeds_start_on_different_days_and_the_same_seed_on_the_same():
-    def starts(seed):
-        state = make_env(16, seed=[seed + 1000 * i for i in range(16)]).get_state()
-        return torch.stack([state["row"], state["end_row"]])
-
-    first = starts(7)
-    assert torch.equal(first, starts(7)) and first[0].unique().numel() > 10
-    for other in (8, 2**63 - 20_000):
-        assert (first != starts(other)).any(0).sum() > 12
+    assert {int(n) for column in truncated.T for n in column.nonzero().flatten().diff()} == {20}
 
 
 def test_a_batch_equals_its_environments_one_by_one():
