@@ -92,6 +92,12 @@ def ranks_folder(all_of_two_ranks, request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def ranks(ranks_folder):
+    """What two ranks have saved for this file."""
+    return [torch.load(ranks_folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
 def world():
     """A process group of size 1 in this process."""
     from agents_ranks import world_of_one

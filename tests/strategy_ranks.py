@@ -1,7 +1,6 @@
 """Functions for the ranks of the strategy tests; they must be importable."""
 
 import itertools
-import json
 import os
 import time
 from functools import partial
@@ -85,7 +84,7 @@ def choose(out_dir):
     modes = [Candidate(mode, partial(jobs_steps, world, mode)) for mode in ("ddp", "hybrid")]
     assert not any(result.problem for result in fastest(modes, world)[1])
     found["groups left behind"] = len(groups) - before
-    Path(out_dir, f"{world.rank}.json").write_text(json.dumps(found))
+    torch.save(found, Path(out_dir, f"rank_{world.rank}.pt"))
     close_world(world)
 
 
@@ -114,5 +113,5 @@ def train_on_unequal_devices(out_dir):
                 strategy.backward(wrapped(torch.full((4, 3), 5.0 + world.rank)).square().mean())
                 strategy.step(optimizer, max_grad_norm=0.5)
         hashes[str(agreed)] = parameter_hash(module)
-    Path(out_dir, f"{world.rank}.json").write_text(json.dumps(hashes))
+    torch.save(hashes, Path(out_dir, f"rank_{world.rank}.pt"))
     close_world(world)

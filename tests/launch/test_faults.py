@@ -43,11 +43,6 @@ def log(folder, rank=0):
 # ---- faults that a rank survives, in one job
 
 
-@pytest.fixture(scope="module")
-def ranks(ranks_folder):
-    return [torch.load(ranks_folder / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
-
-
 def test_environments_that_misbehave_begin_again_as_on_one_rank(ranks, ranks_folder, tmp_path):
     with world_of_one() as world:
         alone = faults_ranks.restarts(world, tmp_path)

@@ -8,11 +8,6 @@ import torch
 from rl_dist.machine import available_cores
 
 
-@pytest.fixture(scope="module")
-def ranks(ranks_folder):
-    return [torch.load(ranks_folder / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
-
-
 def test_each_rank_is_a_process_with_its_share_of_the_cores_that_talks_over_loopback(ranks):
     assert ranks[0]["pid"] != ranks[1]["pid"]
     for rank in ranks:

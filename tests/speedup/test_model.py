@@ -42,31 +42,52 @@ def test_rings_trees_and_machines():
     assert both.iteration_s(10, 8e6, 16) > 10 * two_levels and both.iteration_s(10, 8e6, 1) == 0.0
 
 
-# ---- a synthetic machine: its constants come back
+# ---- a simulated machine: its constants come back
 
-
-MACHINE = {"collect_s": 0.8, "update_s": 0.9, "collect_spread_s": 0.08, "update_spread_s": 0.08}
 STEPS, ENV_STEPS = 8, 4096
+REDUCTION_S, SMALL_S = 0.002, 0.01
+COLLECT, STEP = (0.8, 0.05), (0.1, 0.01)  # mean and standard deviation
 
 
-def record(iteration, collect_s, own_s, rest_s=0.0):
-    """Metrics of one iteration of one rank with these gradient steps."""
-    entry = {
+def record(iteration, collect_s, steps_s, **figures):
+    """Metrics of one iteration of ranks that collect for [R] s and step for [STEPS, R] s."""
+    ranks = {
         "time/collect_s": collect_s,
-        "time/update_own_s": own_s.sum() + rest_s,
-        "time/step_spread_s": own_s.std(ddof=1),
+        "time/update_own_s": steps_s.sum(0),
+        "time/step_spread_s": steps_s.std(0, ddof=1),
+        "time/reduction_s": figures.pop("reduction_s", collect_s),
     }
-    counts = {"iteration": iteration, "global_step": ENV_STEPS * iteration}
-    return counts | {"optim/steps": float(STEPS), "ranks": [entry]}
+    return figures | {
+        "iteration": iteration,
+        "global_step": ENV_STEPS * iteration,
+        "optim/steps": float(STEPS),
+        "ranks": [
+            {name: seconds[rank] for name, seconds in ranks.items()}
+            for rank in range(len(collect_s))
+        ],
+    }
 
 
-def test_a_synthetic_machines_constants_are_recovered():
+def simulated(ranks, iterations=100, first=1):
+    """Records of ranks that meet after the rollout and in every gradient step."""
     rng = np.random.default_rng(1)
-    collect, own = rng.normal(0.8, 0.08, 800), rng.normal(0.1, 0.01, (800, STEPS))
-    work = rank_cost([record(i + 1, collect[i], own[i], 0.1) for i in range(800)])
-    assert (work.env_steps, work.gradient_steps) == (ENV_STEPS, STEPS)
-    for name, seconds in MACHINE.items():
-        assert getattr(work, name) == pytest.approx(seconds, rel=0.05), name
+    for iteration in range(first, first + iterations):
+        collect_s = rng.normal(*COLLECT, ranks)
+        steps_s = rng.normal(*STEP, (STEPS, ranks))
+        waits = steps_s.max(1, keepdims=True) - steps_s + REDUCTION_S
+        sync_s = collect_s.max() - collect_s + SMALL_S
+        elapsed = collect_s + steps_s.sum(0) + waits.sum(0) + sync_s
+        figures = {"time/sps": ENV_STEPS / elapsed[0], "time/sync_s": sync_s[0]}
+        yield record(iteration, collect_s, steps_s, reduction_s=waits.min(0), **figures)
+
+
+def test_a_simulated_machines_constants_are_recovered():
+    work = rank_cost(list(simulated(2, 800)))
+    assert (work.env_steps, work.gradient_steps) == (ENV_STEPS / 2, STEPS)
+    seconds = (work.collect_s, work.update_s, work.collect_spread_s, work.update_spread_s)
+    assert seconds == pytest.approx(
+        (COLLECT[0], STEPS * STEP[0], COLLECT[1], STEPS * STEP[1]), 0.05
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
@@ -87,7 +108,7 @@ def test_cores_of_two_speeds_that_last_for_an_iteration_are_predicted():
     steps = rng.normal(0.05, 0.002, (8000, STEPS, 2)) * speed[:, None] / 0.8
     own_s = float(collect.max(1).mean() + steps.max(2).sum(1).mean())
     talk_s = STEPS * 0.004 + 0.01
-    copies = [record(1, collect[i, n], steps[i, :, n]) for i in range(400) for n in (0, 1)]
+    copies = [record(1, collect[i], steps[i]) for i in range(400)]
     found = predict(rank_cost(copies), 2, talk_s)
     assert found.iteration_s == pytest.approx(own_s + talk_s, rel=0.02)
 
@@ -179,38 +200,6 @@ def test_the_bottleneck_names_what_is_lost_and_its_fix(many, talk_s, where):
 
 
 # ---- the audit of a run
-
-REDUCTION_S = 0.002
-SMALL_S = 0.01
-COLLECT, STEP = (0.8, 0.05), (0.1, 0.01)  # mean and standard deviation
-
-
-def simulated(ranks, iterations=100, first=1):
-    """Records of ranks that meet after the rollout and in every gradient step."""
-    rng = np.random.default_rng(1)
-    for iteration in range(first, first + iterations):
-        collect = rng.normal(*COLLECT, ranks)
-        own = rng.normal(*STEP, (STEPS, ranks))
-        waits = own.max(1, keepdims=True) - own + REDUCTION_S
-        sync = collect.max() - collect + SMALL_S
-        elapsed = collect + own.sum(0) + waits.sum(0) + sync
-        entries = [
-            {
-                "time/collect_s": collect[rank],
-                "time/update_own_s": own[:, rank].sum(),
-                "time/reduction_s": waits[:, rank].min(),
-                "time/step_spread_s": own[:, rank].std(ddof=1),
-            }
-            for rank in range(ranks)
-        ]
-        yield {
-            "iteration": iteration,
-            "global_step": ENV_STEPS * iteration,
-            "optim/steps": float(STEPS),
-            "time/sps": ENV_STEPS / elapsed[0],
-            "time/sync_s": sync[0],
-            "ranks": entries,
-        }
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -6,12 +6,6 @@ from speed_ranks import SINGLE, trained
 
 
 @pytest.fixture(scope="module")
-def ranks(ranks_folder):
-    """Return the results that two ranks have written."""
-    return [torch.load(ranks_folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
-
-
-@pytest.fixture(scope="module")
 def alone(world):
     """The training of one rank on whole batches."""
     return trained(world)

@@ -1,7 +1,6 @@
 """Settings chosen by trying: the fastest that fits, and the same one on all ranks."""
 
 import errno
-import json
 import weakref
 from pathlib import Path
 
@@ -117,8 +116,8 @@ def test_an_error_in_the_program_is_not_taken_for_a_candidate_that_does_not_work
         fastest([Candidate("one", steps)], world)
 
 
-def test_two_ranks_agree_where_a_candidate_fails_or_is_slow_on_one_of_them(ranks_folder):
-    one, other = (json.loads((ranks_folder / f"{rank}.json").read_text()) for rank in range(2))
+def test_two_ranks_agree_where_a_candidate_fails_or_is_slow_on_one_of_them(ranks):
+    one, other = ranks
     assert one == other
     assert "rank 1: CUDA out of memory" in one["ddp, full"]["problem"]
     assert one["broken"]["problem"].startswith("rank 0: shard_size 3")

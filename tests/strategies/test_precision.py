@@ -1,7 +1,6 @@
 """--precision: what is computed in fewer bits, what is not, and what that changes."""
 
 import math
-from unittest import mock
 
 import pytest
 import torch
@@ -65,22 +64,10 @@ def test_an_lstm_trains_under_autocast_on_any_cpu_and_nothing_stays_switched(dty
 
 
 @pytest.mark.parametrize("name", LOW)
-def test_training_follows_fp32_and_its_ratio_is_1_before_the_first_step(name, world):
+def test_training_follows_fp32(name, world):
     full = trained(world, dtype=SINGLE)
     assert trained(world, dtype=SINGLE, precision="auto").hashes == full.hashes
-    low = Recording(job_of(dtype=SINGLE, precision=name), world)
-    first, step = {}, low.ppo.step
-
-    def probe(minibatch, plans):
-        with torch.no_grad():
-            parts = minibatch.obs, minibatch.actions, minibatch.lstm_state, minibatch.episode_start
-            ratio = (low.policy(*parts).logprobs - minibatch.logprobs).exp()
-        first.setdefault(low.iteration, (ratio - 1).abs().max().item())
-        return step(minibatch, plans)
-
-    with mock.patch.object(low.ppo, "step", probe):
-        train(low, NullWriter(), StopFlag())
-    assert sorted(first) == [1, 2] and max(first.values()) < ROUNDING[name]
+    low = trained(world, dtype=SINGLE, precision=name)
     assert low.hashes[0] != full.hashes[0]
     # eight Adam steps of 0.003 each
     torch.testing.assert_close(low.parameters[-1], full.parameters[-1], rtol=0, atol=0.02)

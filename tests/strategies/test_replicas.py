@@ -1,7 +1,5 @@
 """Replicas: bucket order of DDP, different devices, and our DataParallel."""
 
-import json
-
 import ordered_ranks
 import pytest
 import torch
@@ -99,8 +97,8 @@ def test_ranks_that_leave_right_after_a_gradient_step_do_not_hang():
     assert job.returncode == 0, stderr
 
 
-def test_ranks_whose_devices_round_differently_stay_equal(ranks_folder):
-    first, second = (json.loads((ranks_folder / f"{rank}.json").read_text()) for rank in range(2))
+def test_ranks_whose_devices_round_differently_stay_equal(ranks):
+    first, second = ranks
     assert first["True"] == second["True"]
     assert first["False"] != second["False"]  # left to themselves they drift apart
 
