@@ -153,9 +153,9 @@ class Tally:
         zeros = partial(torch.zeros, dtype=torch.float64, device=device)
         self.losses = zeros(len(METRICS))
         self.epoch_kl = zeros(2)  # sum of approx_kl, and steps
-        # taken, skipped, bad, bad by this rank's loss; bad ones in a row: now, and most
-        self.counts = zeros(6)
-        self.counts[4] = bad_in_a_row
+        # steps taken, skipped, bad; bad ones in a row: now, and most
+        self.counts = zeros(5)
+        self.counts[3] = bad_in_a_row
 
     @torch.no_grad()
     def add(
@@ -169,14 +169,9 @@ class Tally:
         self.epoch_kl += torch.stack([approx_kl, stepped.double()])
         # an overflow is part of the search for a loss scale
         bad = ~stepped & ~torch.as_tensor(overflowed)
-        bad_here = bad & ~torch.isfinite(parts.total)
-        self.counts[:4] += torch.stack([stepped, ~stepped, bad, bad_here])
-        in_a_row = torch.where(stepped, 0.0, self.counts[4] + bad)
-        self.counts[4:] = torch.stack([in_a_row, torch.maximum(in_a_row, self.counts[5])])
-
-
-class NonFiniteGradientError(UserError):
-    """Too many gradients in a row held NaN or inf; the optimizer was not stepped."""
+        self.counts[:3] += torch.stack([stepped, ~stepped, bad])
+        in_a_row = torch.where(stepped, 0.0, self.counts[3] + bad)
+        self.counts[3:] = torch.stack([in_a_row, torch.maximum(in_a_row, self.counts[4])])
 
 
 def refreshed_states(policy: Policy, batch: Batch) -> Tensor:
@@ -301,7 +296,15 @@ class PPO:
         microbatches = minibatch.into_microbatches(self.num_microbatches)
         for number, microbatch in enumerate(microbatches, 1):
             with self.strategy.accumulating(last=number == self.num_microbatches):
-                losses.append(self._loss(microbatch, *plans[number - 1 : number]))
+                with section("forward"):
+                    evaluation = self.wrapped(
+                        microbatch.obs,
+                        microbatch.actions,
+                        microbatch.lstm_state,
+                        microbatch.episode_start,
+                        *plans[number - 1 : number],
+                    )
+                    losses.append(ppo_loss(evaluation, microbatch, self.config))
                 self.clock.mark("forward")
                 scaled = losses[-1].total / self.num_microbatches
                 with self.strategy.backward_context(scaled) as loss:
@@ -310,13 +313,6 @@ class PPO:
         if len(losses) == 1:
             return losses[0]
         return LossParts(*(torch.stack(terms).mean() for terms in zip(*losses, strict=True)))
-
-    @section("forward")
-    def _loss(self, minibatch: Minibatch, *plan: Plan) -> LossParts:
-        evaluation = self.wrapped(
-            minibatch.obs, minibatch.actions, minibatch.lstm_state, minibatch.episode_start, *plan
-        )
-        return ppo_loss(evaluation, minibatch, self.config)
 
     def _report(self, tally: Tally, batch: Batch) -> dict[str, float]:
         """Return means over ranks and steps, read from the device in one transfer."""
@@ -337,7 +333,7 @@ class PPO:
         if bad := int(counts[2]):
             text = f"{bad} gradient step(s) skipped in iteration {self.iteration}: NaN or inf"
             events.notify("bad_steps", text, iteration=self.iteration, skipped=bad)
-            logger.warning("%s, in the loss of this rank %d times", text, counts[3])
+            logger.warning(text)
         report = dict(zip(means, numbers, strict=False))
         del report["loss/total"]
         report["optim/learning_rate"] = self.optimizer.param_groups[0]["lr"]
@@ -345,9 +341,9 @@ class PPO:
 
     def _refuse_bad_steps(self, counts: list[float]) -> None:
         """Stop after too many bad steps in a row."""
-        self.bad_in_a_row, most = map(int, counts[4:])
+        self.bad_in_a_row, most = map(int, counts[3:])
         if most > self.config.max_bad_steps:
-            raise NonFiniteGradientError(
+            raise UserError(
                 f"loss or gradient was NaN or inf in {most} steps in a row, more than "
                 f"--max_bad_steps {self.config.max_bad_steps}: lower --learning_rate",
                 exit_code=1,

@@ -19,12 +19,13 @@ from agents.network.noise import action_noise, sequence_orders
 from agents.network.seeds import ENVIRONMENT_STREAM, POLICY_STREAM, stream_seeds
 from agents.pipeline import PipelinePPO, StageStrategy
 from agents.policy import Policy, PolicyConfig
-from agents.ppo import PPO, NonFiniteGradientError, PPOConfig
+from agents.ppo import PPO, PPOConfig
 from agents.recorder import Recorder
 from agents.rollout import Carry, Rollout, collect, fresh_carry
 from agents.run.sizes import Sizes, shard_sizes
 from envs.vector.layout import TorchEnv
-from rl_dist.checkpoint.store import CHECKPOINT_DIR, Best, last_checkpoint, save_agreed
+from rl_dist.checkpoint.spec import flatten
+from rl_dist.checkpoint.store import CHECKPOINT_DIR, Best, save_agreed
 from rl_dist.errors import UserError, one_line
 from rl_dist.process_group.clock import NullProfiler
 from rl_dist.process_group.collectives import (
@@ -186,11 +187,7 @@ class Training:
             self.sizes.num_minibatches,
         )
         batch = make_batch(rollout, order, self.normalizers, self.world, self.job.ppo)
-        try:
-            losses = self.ppo.update(batch)
-        except NonFiniteGradientError as error:
-            message = f"{error}; {last_checkpoint(self.job.run_dir)}"
-            raise NonFiniteGradientError(message, exit_code=1) from error
+        losses = self.ppo.update(batch)
         self.normalizers.merge(batch.statistics)
         return losses
 
@@ -204,43 +201,39 @@ class Training:
             "episode/total": self.episodes,
         }
 
+    def shared_state(self) -> dict[str, Any]:
+        """Return the part of the state that all ranks share; all ranks must call."""
+        strategy = self.ppo.strategy
+        return {
+            "iteration": self.iteration,
+            "global_step": self.global_step,
+            "episodes": self.episodes,
+            "policy": strategy.module_state(),
+            "optimizer": strategy.optimizer_state(self.ppo.optimizer),
+            "bad_in_a_row": self.ppo.bad_in_a_row,
+            "strategy": strategy.state_dict(),
+            "obs_normalizer": self.normalizers.obs.state_dict(),
+            "reward_normalizer": self.normalizers.rewards.state_dict(),
+        }
+
     def replicated(self) -> dict[str, Tensor]:
         """Return tensors that must be equal on all ranks, by name; all ranks must call."""
-        parameters = dict(self.policy.named_parameters())
-        tensors: dict[str, Tensor] = {**parameters}
-        optimizer = self.ppo.strategy.optimizer_state(self.ppo.optimizer)["state"]
-        for index, name in enumerate(parameters):
-            for key, value in optimizer.get(index, {}).items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer {key} of {name}"] = value
-        if self.ppo.strategy.scaler:
-            tensors["loss scale"] = torch.tensor(self.ppo.strategy.scaler.get_scale())
-        for name, buffer in self.normalizers.named_buffers():
-            tensors[f"normalizer {name}"] = buffer
-        return tensors
+        leaves = flatten(self.shared_state())
+        return {name: value for name, value in leaves if isinstance(value, Tensor)}
 
     def state(self) -> dict[str, Any] | None:
         """Return the whole state on the main process, else None; all ranks must call."""
         carry = gather_dicts(self.carry.tensors(), self.world)
         snapshot = self.env.can_snapshot
         environments = gather_dicts(self.env.get_state(), self.world) if snapshot else None
-        policy = self.ppo.strategy.module_state()
-        optimizer = self.ppo.strategy.optimizer_state(self.ppo.optimizer)
+        shared = self.shared_state()
         if not self.world.is_main_process:
             return None
         return {
-            "config": json.dumps(self.job.config or {}),
-            "iteration": self.iteration,
-            "global_step": self.global_step,
-            "episodes": self.episodes,
+            **shared,
             **self.policy.shapes(),
+            "config": json.dumps(self.job.config or {}),
             "spaces": self.env.spaces_json,  # before they became rows
-            "policy": policy,
-            "optimizer": optimizer,
-            "bad_in_a_row": self.ppo.bad_in_a_row,
-            "strategy": self.ppo.strategy.state_dict(),
-            "obs_normalizer": self.normalizers.obs.state_dict(),
-            "reward_normalizer": self.normalizers.rewards.state_dict(),
             "carry": carry,
             "environments": environments,
         }

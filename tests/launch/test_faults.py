@@ -72,8 +72,8 @@ def test_bad_steps_of_one_rank_are_skipped_by_all_and_too_many_end_the_run(ranks
         assert (one["error"], one["skipped"], one["finite"]) == ("", [0, 1, 0], True)
         assert len(one["hashes"]) == len(set(one["hashes"])) == 3 * 4 - 1  # the optimizer's steps
         assert one["hashes"] == ranks[0]["one_bad_step"]["hashes"]
-        assert log(ranks_folder / "one_bad_step", rank).count("step skipped") == 1
-        assert "--max_bad_steps 3" in many["error"] and str(path) in many["error"]
+        assert log(ranks_folder / "one_bad_step", rank).count("step(s) skipped") == 1
+        assert "--max_bad_steps 3" in many["error"]
         assert len(many["steps"]) == 2 and len(many["hashes"]) == 4 + 2
     saved = torch.cat([value.flatten() for value in load_checkpoint(path)["policy"].values()])
     assert torch.equal(saved, ranks[0]["bad_steps"]["last"])  # of iteration 2
@@ -82,10 +82,10 @@ def test_bad_steps_of_one_rank_are_skipped_by_all_and_too_many_end_the_run(ranks
 @pytest.mark.parametrize(
     ("scenario", "iteration", "what"),
     [
-        ("drift", 4, "critic_head.weight"),
-        ("drift_saved", 3, "critic_head.weight"),
-        ("drift_optimizer", 1, "optimizer exp_avg of critic_head.weight"),
-        ("drift_normalizer", 4, "normalizer obs.moments.mean"),
+        ("drift", 4, "policy/critic_head.weight"),
+        ("drift_saved", 3, "policy/critic_head.weight"),
+        ("drift_optimizer", 1, "optimizer/state/16/exp_avg"),
+        ("drift_normalizer", 4, "obs_normalizer/moments.mean"),
     ],
 )
 def test_whatever_drifts_is_found_at_the_next_check_by_rank_and_name(
