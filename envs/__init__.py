@@ -55,6 +55,7 @@ def make_vector_env(
     that cannot be made raises ValueError.
     """
     from envs.vector.adapter import TorchVectorEnv
+    from envs.vector.one_by_one import OneByOne
 
     spec = find_spec(env_id)
     kwargs = dict(env_kwargs or {})
@@ -89,7 +90,8 @@ def make_vector_env(
         given = f" with {kwargs}" * bool(kwargs)
         reason = f"{one_line(cause)}{place_of(cause)}"
         raise ValueError(f"environment {env_id}{given} cannot be made: {reason}") from error
-    return TorchVectorEnv(envs, env_id=env_id, make=make, heartbeat=heartbeat, **options)
+    adapter = OneByOne if isinstance(envs, list) else TorchVectorEnv
+    return adapter(envs, env_id=env_id, make=make, heartbeat=heartbeat, **options)
 
 
 def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:

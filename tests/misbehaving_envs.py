@@ -127,3 +127,4 @@ class Saved(Misbehaving):
 
 gymnasium.register("Misbehaving-v0", entry_point=Misbehaving)
 gymnasium.register("MisbehavingSaved-v0", entry_point=Saved)
+gymnasium.register("SavedWithLimit-v0", entry_point=Saved, max_episode_steps=5)

@@ -14,7 +14,7 @@ from agents.network.noise import action_noise
 from agents.network.seeds import PREDICTION_STREAM, stream_seeds
 from agents.rollout import policy_input, shift_history
 from agents.run.saved import LoadedAgent, Which, load_agent
-from envs.vector.spaces import MASK_KEY, ActionDecoder, check_masks, flat_mask, leaves, pick
+from envs.vector.spaces import MASK_KEY, ActionDecoder, check_masks, flat_mask
 from rl_dist.errors import UserError, one_line
 
 # recurrent state [B, S, H], window before [B, n-1, F], action before as an input [B, n or 0]
@@ -112,9 +112,10 @@ class LoadedPolicy:
 
     def _encoded(self, observation: Any) -> tuple[np.ndarray, bool]:
         """Return an observation, or a batch, as rows [B, F], and whether it is a single one."""
-        path, space = next(leaves(self.observation_space))
+        first = self._encode.leaves[0]
+        space = first.space
         try:
-            shape = np.shape(pick(observation, path))
+            shape = np.shape(first.pick(observation))
             is_single = shape == space.shape
             if not is_single and (shape[1:] != space.shape or not shape[0]):
                 raise ValueError(f"its shape is {shape}; one has {space.shape}")

@@ -90,7 +90,7 @@ def film(agent: PolicyController, task: GymTask, folder: Path, seed: int, world:
 
     def draw_and_act(env: Any, obs: Tensor, episode_start: Tensor) -> Tensor:
         if len(frames) < MAX_FRAMES:
-            picture = Image.fromarray(np.asarray(env.guards[0].env.render(), np.uint8))  # [H, W, 3]
+            picture = Image.fromarray(np.asarray(env.env[0].render(), np.uint8))  # [H, W, 3]
             picture.thumbnail((MAX_SIDE, MAX_SIDE))
             frames.append(picture.convert("P", palette=Image.Palette.ADAPTIVE))
         return policy(env, obs, episode_start)

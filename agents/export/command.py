@@ -23,15 +23,7 @@ import torch
 from agents.export.step import ExportedStep, Runner, float_copy, run_onnx, write_onnx
 from agents.rollout import policy_input, shift_history
 from agents.run.saved import LoadedAgent, load_agent
-from envs.vector.spaces import (
-    ActionDecoder,
-    categories_of,
-    image_axes,
-    image_scale,
-    leaves,
-    named,
-    pick,
-)
+from envs.vector.spaces import ActionDecoder
 from rl_dist.errors import CommandParser, UserError, explains_errors
 from rl_dist.files import path_to_write
 
@@ -73,9 +65,7 @@ def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> f
             )
             decided, actor, _, vectors = policy.act(seen, vectors, begins)
             history = shift_history(history, seen)
-            nested = decoder(decided)
-            parts = [pick(nested, path).reshape(batch, -1) for path, _ in leaves(decoder.target)]
-            rows = [action.reshape(batch, -1), np.concatenate(parts, axis=1)]
+            rows = [action.reshape(batch, -1), decoder.flat(decided)]
             if policy.discrete:
                 rows = [_logits(decoder, actor.numpy(), row) for row in rows]
             exported.append(rows[0])
@@ -149,7 +139,7 @@ def file_hash(path: Path) -> str:
 
 def _parts(agent: LoadedAgent) -> list[dict[str, Any]]:
     """Return the parts of a row, and how values become numbers."""
-    spaces = {named(path) or "observation": space for path, space in leaves(agent.spaces[0])}
+    leaves = {leaf.part.name: leaf for leaf in agent.encoder().leaves}
     parts = []
     for part, columns in agent.policy.layout.slices():
         entry: dict[str, Any] = {
@@ -158,12 +148,11 @@ def _parts(agent: LoadedAgent) -> list[dict[str, Any]]:
             "columns": [columns.start, columns.stop],
             "shape": list(part.shape),
         }
-        space: Any = spaces.get(part.name)
-        if part.kind == "image":
-            axes = image_axes(space) or ()
-            entry["image"] = {"axes": list(axes), "divided_by": image_scale(space)}
-        elif categories := categories_of(space):
-            first, sizes = (values.tolist() for values in categories)
+        leaf = leaves.get(part.name)
+        if leaf and leaf.axes:
+            entry["image"] = {"axes": leaf.axes, "divided_by": leaf.scale}
+        elif leaf and leaf.choices:
+            first, sizes = (values.tolist() for values in leaf.choices)
             entry["one_hot"] = {"first": first, "sizes": sizes}
         parts.append(entry)
     return parts

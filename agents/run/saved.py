@@ -118,7 +118,7 @@ class LoadedAgent:
     def encoder(self) -> ObservationEncoder:
         """Return the encoder of observations; refuse other rows than in training."""
         observation, action = self.spaces
-        sizes = ActionDecoder(action, "of this policy").sizes.tolist()
+        sizes = ActionDecoder(action, "of this policy").sizes
         encoder = ObservationEncoder(observation, "of this policy", sizes)
         if self.spaces_json:
             extras = self.policy.layout.parts[len(encoder.parts) :]

@@ -22,12 +22,11 @@ from rl_dist.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    # observations, rewards, terminated, truncated and info, see `TorchEnv.step`
-    StepResult = tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]
-
 # vector: normalised by running statistics; plain: passed on as it is, such as one-hots;
 # image: [C, H, W] in [0, 1], for a convolutional encoder; mask: 1 where an action is allowed
 Kind = Literal["vector", "plain", "image", "mask"]
+# observations, rewards, terminated, truncated and info, see `TorchEnv.step`
+StepResult = tuple["Tensor", "Tensor", "Tensor", "Tensor", dict[str, Any]]
 MAX_NUMBERS = 10**9  # in a row
 _FIELDS = TypeAdapter(list[tuple[str, Kind, tuple[PositiveInt, ...]]])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +22,20 @@ if TYPE_CHECKING:
 MASK_KEY = "action_mask"
 MIN_IMAGE_SIDE = 8  # pixels; a smaller array is a vector
 MAX_CHANNELS = 64
-Space = spaces.Space[Any]
+Space = Any  # a space of Gymnasium
 Path = tuple[Any, ...]  # keys from the top of a nested observation to one part of it
+
+# The kinds of spaces that a row is made of, and the arguments that make each again. The order of
+# the parts of a Dict is the order of a row.
+_ARGUMENTS: dict[type[Any], tuple[str, ...]] = {
+    spaces.Dict: ("spaces",),
+    spaces.Tuple: ("spaces",),
+    spaces.Box: ("low", "high", "shape", "dtype"),
+    spaces.Discrete: ("n", "start"),
+    spaces.MultiDiscrete: ("nvec", "start"),
+    spaces.MultiBinary: ("n",),
+}
+_KINDS: Any = tuple(_ARGUMENTS)
 
 
 class RowFaultError(ValueError):
@@ -34,159 +46,143 @@ class RowFaultError(ValueError):
         self.row = row
 
 
-def _refusal(env_id: str, kind: str, space: Any, fix: str) -> ValueError:
+def _refusal(env_id: str, kind: str, space: Space, fix: str) -> ValueError:
     return ValueError(f"environment {env_id} has {kind} space {space!s:.160}, not supported: {fix}")
 
 
-def leaves(space: Space, path: Path = ()) -> Iterator[tuple[Path, Space]]:
+def _leaves(space: Space, path: Path = ()) -> Iterator[tuple[Path, Space]]:
     """Yield the parts of nested Dict and Tuple spaces, in order."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         inner = space.spaces
         for key, part in inner.items() if isinstance(inner, dict) else enumerate(inner):
-            yield from leaves(part, (*path, key))
+            yield from _leaves(part, (*path, key))
     else:
         yield path, space
 
 
-def pick(values: Any, path: Path) -> Any:
-    """Return one part of a nested observation."""
-    for key in path:
-        values = values[key]
-    return values
-
-
-def named(path: Path) -> str:
+def _named(path: Path) -> str:
     """Return the name of a part in messages and layouts."""
-    return "/".join(map(str, path))
+    return "/".join(map(str, path)) or "observation"
 
 
-def categories_of(space: Space) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return first value and number of choices of each digit; None: no choices."""
+def _choices(space: Space) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return first value and number of options of each choice; None: no choices."""
+    if isinstance(space, spaces.MultiBinary):
+        space = spaces.MultiDiscrete(np.full(space.shape, 2))
     if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         return None
     sizes = space.n if isinstance(space, spaces.Discrete) else space.nvec
     return np.array(space.start, np.int64).ravel(), np.array(sizes, np.int64).ravel()
 
 
-def one_hot(digits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Encode digits [count, D] of `sizes` choices as [count, sum of sizes] float32."""
+def _one_hot(digits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Encode digits [count, D] of `sizes` options as [count, sum of sizes] float32."""
     encoded = np.zeros((len(digits), int(sizes.sum())), dtype=np.float32)
     firsts = np.cumsum(sizes) - sizes
     encoded[np.arange(len(digits))[:, None], digits + firsts] = 1.0
     return encoded
 
 
-def image_axes(space: Space) -> tuple[int, ...] | None:
-    """Return the axes of (frames,) channels, height and width; None: no image.
+def _image_axes(space: Space) -> list[int]:
+    """Return the axes of (frames,) channels, height and width; empty: no image.
 
     Images are uint8 [H, W], [H, W, C] or [C, H, W], or frames of the last two. Of first and last
     axis the one holds channels without which the image is a square, or else the shorter.
     """
-    shape = space.shape or ()
+    shape = space.shape
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:
-        return None
-    axes: tuple[int, ...] = (0, 1)
+        return []
+    axes = list(range(len(shape)))
     if len(shape) > 2:
-        frames = len(shape) - 3
         first, middle, last = shape[-3:]
         channels_first = first <= last
         if (first == middle) != (middle == last):
             channels_first = middle == last
-        order = (0, 1, 2) if channels_first else (2, 0, 1)
-        axes = (*range(frames), *(frames + axis for axis in order))
+        if not channels_first:
+            axes.insert(-2, axes.pop())
     *channels, height, width = (shape[axis] for axis in axes)
     fits = min(height, width) >= MIN_IMAGE_SIDE and math.prod(channels) <= MAX_CHANNELS
-    return axes if fits else None
+    return axes if fits else []
 
 
-def image_scale(space: Space) -> int:
-    """Return the divisor of pixels: their largest possible value, at least 1."""
-    assert isinstance(space, spaces.Box)
-    return max(int(space.high.max()), 1)
-
-
-class _Leaf:
+class Leaf:
     """One part of an observation, and its encoding."""
 
     def __init__(self, path: Path, space: Space, is_mask: bool) -> None:
         self.path = path
         self.space = space
-        self.shape = space.shape or ()
-        self.categories = None if is_mask else categories_of(space)
-        self.axes = None if is_mask else image_axes(space)
-        shape: tuple[int, ...] = (math.prod(self.shape),)
+        self.is_mask = is_mask
+        # first values and numbers of options, if the part is one-hot
+        is_one_hot = not is_mask and not isinstance(space, spaces.MultiBinary)
+        self.choices = _choices(space) if is_one_hot else None
+        self.axes = [] if is_mask else _image_axes(space)
+        self.scale = 1  # divisor of pixels: their largest possible value
         kind: Kind = "vector" if isinstance(space, spaces.Box) else "plain"
+        shape: tuple[int, ...] = (math.prod(space.shape),)
         if is_mask:
             kind = "mask"
-        elif self.categories:
-            shape = (int(self.categories[1].sum()),)
+        elif self.choices:
+            shape = (int(self.choices[1].sum()),)
         elif self.axes:
-            *channels, height, width = (self.shape[axis] for axis in self.axes)
-            kind, shape = "image", (math.prod(channels), height, width)
-            self.scale = np.float32(image_scale(space))
-        self.part = Part(named(path) or "observation", kind, shape)
+            kind = "image"
+            *channels, height, width = (space.shape[axis] for axis in self.axes)
+            shape = (math.prod(channels), height, width)
+            self.scale = max(int(space.high.max()), 1)
+        self.part = Part(_named(path), kind, shape)
+
+    def pick(self, nested: Any) -> Any:
+        """Return this part of a nested observation."""
+        for key in self.path:
+            nested = nested[key]
+        return nested
 
     def encode(self, raw: Any, count: int) -> np.ndarray:
         """Return a fresh array [count, n] float32 of values [count, ...]."""
         values = np.asarray(raw)
-        if values.shape != (count, *self.shape):
-            problem = f"{self.part.name} has shape {values.shape[1:]}, not {self.shape}"
+        if values.shape != (count, *self.space.shape):
+            problem = f"{self.part.name} has shape {values.shape[1:]}, not {self.space.shape}"
             raise RowFaultError(None, problem)
         if self.axes:
             if values.dtype.kind == "f":
                 problem = f"{self.part.name} has type {values.dtype}, not {self.space.dtype}"
                 raise RowFaultError(None, problem)
-            channels_first = values.transpose(0, *(axis + 1 for axis in self.axes))
-            return channels_first.reshape(count, -1).astype(np.float32) / self.scale
+            values = values.transpose(0, *(axis + 1 for axis in self.axes))
         values = values.reshape(count, -1)
-        if self.categories is None:
+        if self.choices is None:
             with np.errstate(over="ignore"):  # infinity is refused later
-                return values.astype(np.float32)
-        start, sizes = self.categories
+                numbers = values.astype(np.float32)
+            return numbers / np.float32(self.scale) if self.axes else numbers
+        start, sizes = self.choices
         digits = values.astype(np.int64) - start
         outside = (values != digits + start) | (digits < 0) | (digits >= sizes)
         if outside.any():
             problem = f"{self.part.name} has a value outside {self.space}"
             raise RowFaultError(int(outside.any(axis=1).argmax()), problem)
-        return one_hot(digits, sizes)
+        return _one_hot(digits, sizes)
 
 
 class ObservationEncoder:
     """Encode observations, nested ones too, as finite rows [B, F] float32.
 
     Categories become one-hot, and images channels first, divided by their largest value. With
-    `mask_sizes`, the options of each choice, a part called action_mask of a Dict is a mask of all.
+    `mask_sizes` [D], the options of each choice, a part called action_mask of a Dict is a mask.
     """
 
-    def __init__(self, source: Space, env_id: str, mask_sizes: Sequence[int] = ()) -> None:
-        self.source = source
-        self._mask_sizes = np.array(mask_sizes, np.int64)
-        self._leaves = []
-        for path, space in leaves(source):
-            numbers = spaces.Box | spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary
-            if not isinstance(space, numbers) or 0 in (space.shape or ()):
-                fix = (
-                    f"its part {named(path)!r} must be Box, Discrete, MultiDiscrete, MultiBinary, "
-                )
-                fix += "Dict or Tuple; gymnasium.wrappers.TransformObservation can make it so"
+    def __init__(self, source: Space, env_id: str, mask_sizes: np.ndarray) -> None:
+        self._mask_sizes = mask_sizes
+        self.leaves: list[Leaf] = []
+        for path, space in _leaves(source):
+            if not isinstance(space, _KINDS) or 0 in space.shape:
+                names = ", ".join(kind.__name__ for kind in _KINDS)
+                fix = f"its part {_named(path)!r} must be of {names}; "
+                fix += "gymnasium.wrappers.TransformObservation can make it so"
                 raise _refusal(env_id, "observation", source, fix)
-            self._leaves.append(_Leaf(path, space, len(mask_sizes) > 0 and path == (MASK_KEY,)))
-        self.parts = tuple(leaf.part for leaf in self._leaves)
-        if any(part.kind == "mask" and part.size != sum(mask_sizes) for part in self.parts):
-            fix = (
-                f"its {MASK_KEY} must have {sum(mask_sizes)} numbers, one per option of each choice"
-            )
+            self.leaves.append(Leaf(path, space, len(mask_sizes) > 0 and path == (MASK_KEY,)))
+        self.parts = tuple(leaf.part for leaf in self.leaves)
+        size = mask_sizes.sum()
+        if any(part.kind == "mask" and part.size != size for part in self.parts):
+            fix = f"its {MASK_KEY} must have {size} numbers, one per option of each choice"
             raise _refusal(env_id, "observation", source, fix)
-
-    @property
-    def warnings(self) -> list[str]:
-        """Warnings of Boxes of three or more axes that the policy does not see as images."""
-        return [
-            f"{leaf.part.name} {list(leaf.shape)} of {leaf.space.dtype} is read as "
-            f"{leaf.part.size} numbers without a CNN, which reads uint8 images"
-            for leaf in self._leaves
-            if leaf.part.kind == "vector" and len(leaf.shape) > 2
-        ]
 
     def __call__(self, raw: Any, count: int) -> np.ndarray:
         """Return a fresh array [count, F] of a batch, or of a list of single observations.
@@ -195,13 +191,11 @@ class ObservationEncoder:
         nothing.
         """
         encoded = []
-        for leaf in self._leaves:
-            if isinstance(raw, list):
-                values = [pick(single, leaf.path) for single in raw]
-            else:
-                values = pick(raw, leaf.path)
+        for leaf in self.leaves:
+            is_list = isinstance(raw, list)
+            values = [leaf.pick(single) for single in raw] if is_list else leaf.pick(raw)
             encoded.append(leaf.encode(values, count))
-            if leaf.part.kind == "mask":
+            if leaf.is_mask:
                 check_masks(encoded[-1], self._mask_sizes)
         rows = encoded[0] if len(encoded) == 1 else np.concatenate(encoded, axis=1)
         usable = np.isfinite(rows)
@@ -219,14 +213,11 @@ def check_masks(masks: np.ndarray, sizes: np.ndarray) -> None:
     if masks.shape[1] != sizes.sum():
         problem = f"{MASK_KEY} has {masks.shape[1]} numbers, not {sizes.sum()}, one per option"
         raise RowFaultError(None, problem)
-    wrong = ((masks != 0) & (masks != 1)).any(axis=1)  # [B]
-    if wrong.any():
-        problem = f"{MASK_KEY} holds another number than 0 and 1"
-        raise RowFaultError(int(wrong.argmax()), problem)
-    allowed = np.add.reduceat(masks, np.cumsum(sizes) - sizes, axis=1) > 0  # [B, D]
-    if not allowed.all():
-        row, digit = np.argwhere(~allowed)[0]
-        raise RowFaultError(int(row), f"{MASK_KEY} allows no action of choice {digit}")
+    allowed = np.add.reduceat(masks, np.cumsum(sizes) - sizes, axis=1)  # [B, D]
+    usable = ((masks == 0) | (masks == 1)).all(axis=1) & (allowed > 0).all(axis=1)  # [B]
+    if not usable.all():
+        problem = f"{MASK_KEY} allows no option of a choice, or holds another number than 0 and 1"
+        raise RowFaultError(int(usable.argmin()), problem)
 
 
 def flat_mask(mask: Any) -> np.ndarray:
@@ -247,34 +238,21 @@ class ActionDecoder:
         self.space: spaces.Discrete | spaces.MultiDiscrete | spaces.Box
         self.target = target
         self.sizes = np.zeros(0, np.int64)  # options of each choice, [D]
-        self.is_bounded = True
-        parts = [space for _, space in leaves(target)]
+        parts = [space for _, space in _leaves(target)]
         self._ends = np.cumsum([math.prod(space.shape or ()) for space in parts])[:-1]
-        digits = [
-            categories_of(spaces.MultiDiscrete(np.full(space.shape, 2)))
-            if isinstance(space, spaces.MultiBinary)
-            else categories_of(space)
-            for space in parts
-        ]
-        boxes = [space for space in parts if isinstance(space, spaces.Box)]
-        if parts and all(digits):
-            self.start, self.sizes = (  # [D] each
-                np.concatenate(column) for column in zip(*filter(None, digits), strict=True)
-            )
+        choices = [pair for pair in map(_choices, parts) if pair is not None]
+        if len(choices) == len(parts) > 0:
+            self.start, self.sizes = np.concatenate(choices, axis=1)  # [D] each
             self.space = spaces.MultiDiscrete(self.sizes)
             if isinstance(target, spaces.Discrete):
                 self.space = spaces.Discrete(int(self.sizes[0]))
-        elif boxes == parts and all(np.issubdtype(box.dtype, np.floating) for box in boxes):
-            low, high = (
-                np.concatenate([getattr(box, side).astype(np.float64).ravel() for box in boxes])
-                for side in ("low", "high")
-            )
-            finite = np.isfinite(low) & np.isfinite(high)
-            self.is_bounded = bool(finite.all())
-            self.low = np.where(finite, -1.0, low)
-            self.high = np.where(finite, 1.0, high)
-            low = np.where(finite, low, -1.0)
-            high = np.where(finite, high, 1.0)
+        elif all(isinstance(box, spaces.Box) and box.dtype.kind == "f" for box in parts):
+            ends = [[box.low.ravel(), box.high.ravel()] for box in parts]
+            bounds = np.concatenate(ends, axis=1).astype(np.float64)  # [2, A]
+            finite = np.isfinite(bounds).all(axis=0)
+            units = np.array([[-1.0], [1.0]])
+            self.low, self.high = np.where(finite, units, bounds)
+            low, high = np.where(finite, bounds, units)
             self.scale = 0.5 * (high - low)
             self.offset = 0.5 * (high + low)
             self.space = spaces.Box(self.low.astype(np.float32), self.high.astype(np.float32))
@@ -292,20 +270,21 @@ class ActionDecoder:
         """Return actions as inputs [count, n] float32: one-hot, or clipped."""
         values = actions.detach().cpu().numpy()
         if self.mask_size:
-            return one_hot(values.reshape(len(values), -1), self.sizes)
+            return _one_hot(values.reshape(len(values), -1), self.sizes)
         return np.clip(values, self.low, self.high).astype(np.float32)
+
+    def flat(self, actions: Tensor) -> np.ndarray:
+        """Return actions [count, ...] in the environment's units, as rows [count, n]."""
+        values = actions.detach().cpu().numpy().reshape(len(actions), -1)
+        if self.mask_size:
+            return values.astype(np.int64) + self.start
+        if not np.isfinite(values).all():
+            raise ValueError("actions must be finite, got NaN or infinity: the policy has diverged")
+        return np.clip(values.astype(np.float64), self.low, self.high) * self.scale + self.offset
 
     def __call__(self, actions: Tensor) -> Any:
         """Return actions [count, ...] in the environment's structure and bounds."""
-        values = actions.detach().cpu().numpy().reshape(len(actions), -1)
-        if self.mask_size:
-            flat = values.astype(np.int64) + self.start
-        elif not np.isfinite(values).all():
-            raise ValueError("actions must be finite, got NaN or infinity: the policy has diverged")
-        else:
-            flat = np.clip(values.astype(np.float64), self.low, self.high)
-            flat = flat * self.scale + self.offset
-        return _nested(self.target, iter(np.split(flat, self._ends, axis=1)))
+        return _nested(self.target, iter(np.split(self.flat(actions), self._ends, axis=1)))
 
 
 def _nested(target: Space, parts: Iterator[np.ndarray]) -> Any:
@@ -315,67 +294,49 @@ def _nested(target: Space, parts: Iterator[np.ndarray]) -> Any:
     if isinstance(target, spaces.Tuple):
         return tuple(_nested(inner, parts) for inner in target.spaces)
     numbers = next(parts)
-    shaped = numbers.reshape(len(numbers), *(target.shape or ())).astype(target.dtype)
+    shaped = numbers.reshape(len(numbers), *target.shape).astype(target.dtype)
     if isinstance(target, spaces.Box):
-        return np.clip(shaped, target.low, target.high)  # rounding may exceed the bounds
+        shaped = np.clip(shaped, target.low, target.high)  # rounding may exceed the bounds
     return shaped
 
 
 # ---- spaces as JSON, so that a checkpoint brings those of its task
 
-_ARGUMENTS = {
-    spaces.Discrete: ("n", "start"),
-    spaces.MultiDiscrete: ("nvec", "start"),
-    spaces.MultiBinary: ("n",),
-}
-
 
 def to_json(observation: Space, action: Space) -> str:
     """Return both spaces of an environment as JSON."""
-    return json.dumps([_plain(observation), _plain(action)])
+    return json.dumps([observation, action], default=_plain)
 
 
 def from_json(text: str) -> tuple[Space, Space]:
     """Invert `to_json`. Raises ValueError: the text is something else."""
     try:
-        observation, action = map(_space, json.loads(text))
+        observation, action = json.loads(text, object_hook=_space)
     except (ValueError, TypeError, LookupError, AssertionError, MemoryError) as error:
         raise ValueError(f"the saved spaces cannot be read: {error}") from None
     return observation, action
 
 
-def _plain(space: Space) -> dict[str, Any]:
-    if isinstance(space, spaces.Dict):
-        return {"kind": "Dict", "parts": {key: _plain(part) for key, part in space.spaces.items()}}
-    if isinstance(space, spaces.Tuple):
-        return {"kind": "Tuple", "parts": [_plain(part) for part in space.spaces]}
-    if isinstance(space, spaces.Box):
-        bounds = {"low": _bound(space.low), "high": _bound(space.high)}
-        return {"kind": "Box", **bounds, "shape": space.shape, "dtype": str(space.dtype)}
-    kind, names = next(item for item in _ARGUMENTS.items() if isinstance(space, item[0]))
-    fields = {name: np.asarray(getattr(space, name)).tolist() for name in names}
-    return {"kind": kind.__name__, **fields}
+def _plain(value: Any) -> Any:
+    """Return what JSON holds of a space, or of an array, a number or a type in it."""
+    for kind, names in _ARGUMENTS.items():
+        if isinstance(value, kind):
+            plain = {"kind": kind.__name__} | {name: getattr(value, name) for name in names}
+            for end in {"low", "high"} & plain.keys():
+                first = plain[end].flat[0]
+                if (plain[end] == first).all():  # as in images
+                    plain[end] = first
+            return plain
+    return str(value) if isinstance(value, np.dtype) else value.tolist()
 
 
-def _bound(values: np.ndarray) -> Any:
-    """Return a bound as one number if all are the same, as in images."""
-    flat = values.ravel().tolist()
-    return flat[0] if flat.count(flat[0]) == len(flat) else flat
-
-
-def _space(plain: dict[str, Any]) -> Space:
-    kind = plain.pop("kind")
-    if kind == "Dict":
-        # pairs keep their order, by which rows are laid out; a dict would be sorted
-        return spaces.Dict([(name, _space(part)) for name, part in plain["parts"].items()])
-    if kind == "Tuple":
-        return spaces.Tuple([_space(part) for part in plain["parts"]])
-    if kind == "Box":
-        dtype = np.dtype(plain["dtype"])
-        shape = plain["shape"]
-        low, high = (
-            np.broadcast_to(np.array(plain[end], dtype), math.prod(shape)).reshape(shape)
-            for end in ("low", "high")
-        )
-        return spaces.Box(low, high, dtype=dtype.type)
-    return {space.__name__: space for space in _ARGUMENTS}[kind](**plain)
+def _space(plain: dict[str, Any]) -> Any:
+    """Return the space that JSON holds, or the parts of a Dict as pairs, which keep their order."""
+    name = plain.get("kind")
+    if not isinstance(name, str):
+        return list(plain.items())
+    kind = {kind.__name__: kind for kind in _ARGUMENTS}[name]
+    arguments = {name: plain[name] for name in _ARGUMENTS[kind]}
+    for end in {"low", "high"} & plain.keys():
+        arguments[end] = np.resize(np.array(plain[end], plain["dtype"]), plain["shape"])
+    return kind(**arguments)

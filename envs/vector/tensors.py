@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
-from envs.vector.layout import Layout, TorchEnv
+from envs.vector.layout import Layout, StepResult, TorchEnv
 
 
 class TensorVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):  # type: ignore[misc]
@@ -40,3 +40,9 @@ def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tenso
     parts = dict(zip(order, packed.split([len(array) for array in raw]), strict=True))
     kinds = [torch.from_numpy(array[:0]).dtype for array in arrays]
     return [parts[i].view(kinds[i]).view(array.shape) for i, array in enumerate(arrays)]
+
+
+def step_result(arrays: Sequence[np.ndarray], device: torch.device) -> StepResult:
+    """Return what `TorchEnv.step` returns, made of arrays; the last one is final_obs."""
+    obs, rewards, terminated, truncated, final_obs = to_tensors(arrays, device)
+    return obs, rewards, terminated, truncated, {"final_obs": final_obs}

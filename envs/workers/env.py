@@ -10,19 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from envs.vector.guards import GRACE_S, EnvironmentFaultError
-from envs.vector.tensors import TensorVectorEnv, to_tensors
+from envs.vector.layout import StepResult
+from envs.vector.tensors import TensorVectorEnv, step_result, to_tensors
 from envs.workers.host import WorkerProcess
-from envs.workers.worker import STATUS, STEP_FIELDS, row_fields, shared_rows
-
-if TYPE_CHECKING:
-    from envs.vector.layout import StepResult
+from envs.workers.worker import KEPT, STATUS, STEP_FIELDS, row_fields, shared_rows
 
 _LOGGER = logging.getLogger(__name__)
 CLOSE_S = 10.0  # longest time for environments to close
@@ -82,7 +80,7 @@ class WorkerEnv(TensorVectorEnv):
         # while the environments are first made, nothing is timed or restarted
         self._limit_s = math.inf
         self._max_restarts = 0
-        self._rows = np.zeros(num_envs, [("restarts", "i8"), ("lifetime_step", "i8")])
+        self._rows = np.zeros(num_envs, KEPT)
 
         self._groups = _split(slice(0, num_envs), min(num_groups, num_envs))
         self._file = os.memfd_create("environments")
@@ -132,7 +130,7 @@ class WorkerEnv(TensorVectorEnv):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Start all environments, as `TorchVectorEnv` does."""
         if seed is not None:
-            self._rows["life_seeds"] = seed
+            self._rows["life_seed"] = seed
             self._rows["lifetime_step"] = 0
         self._ask_all("reset", lambda rows: seed and seed[rows])
         return to_tensors([self._rows["obs"].copy()], self.device)[0], {}
@@ -155,9 +153,7 @@ class WorkerEnv(TensorVectorEnv):
 
     def _result(self, workers: Sequence[_Worker], rows: slice) -> StepResult:
         self._answers(workers)
-        arrays = [self._rows[name][rows].copy() for name in STEP_FIELDS]
-        obs, rewards, terminated, truncated, final_obs = to_tensors(arrays, self.device)
-        return obs, rewards, terminated, truncated, {"final_obs": final_obs}
+        return step_result([self._rows[name][rows].copy() for name in STEP_FIELDS], self.device)
 
     def take_metrics(self) -> dict[str, tuple[float, int]]:
         """Return sum and count of each metric since the last call."""

@@ -17,12 +17,15 @@ import numpy as np
 import torch
 
 from envs import make_vector_env
+from envs.vector.adapter import LIFE
 from envs.vector.guards import EnvironmentFaultError
 from envs.vector.layout import TorchEnv
 
 # A worker reports its progress without messages. "beats" grows while its environments make
 # progress; "number" is 1 + the global number of the environment that it calls, or 0.
 STATUS = [("beats", "i8"), ("number", "i8")]
+# for a process that replaces one that died
+KEPT = [*LIFE, ("lifetime_step", "i8")]
 STEP_FIELDS = ("obs", "rewards", "terminated", "truncated", "final_obs")
 
 
@@ -36,10 +39,7 @@ def row_fields(env: TorchEnv) -> list[tuple[Any, ...]]:
         ("rewards", "f8"),
         ("terminated", "?"),
         ("truncated", "?"),
-        # for a process that replaces one that died
-        ("restarts", "i8"),
-        ("life_seeds", "i8"),
-        ("lifetime_step", "i8"),
+        *KEPT,
     ]
 
 
@@ -72,7 +72,7 @@ class Worker:
             value = problem = None
             try:
                 value = getattr(self if hasattr(self, name) else self._env, name)(*args)
-                self._keep_for_a_replacement()
+                self._rows["lifetime_step"] = self._env.lifetime_step
             except (EnvironmentFaultError, ValueError) as error:
                 problem = error
             self._status["number"] = 0
@@ -101,11 +101,13 @@ class Worker:
         np.random.seed(first % 2**32)  # noqa: NPY002  # which old environments draw from
         torch.manual_seed(first)
         options |= {"num_envs": rows.stop - rows.start, "env_offset": first}
-        env = make_vector_env(**options, end=self._end, heartbeat=self._beat)
+        env: Any = make_vector_env(**options, end=self._end, heartbeat=self._beat)
         self._rows = shared_rows(self._rows_file, num_rows, row_fields(env))[rows]
+        env.lives = self._rows
+        env.lifetime_step = int(self._rows["lifetime_step"][0])
         self._env = env
         if again:
-            env.begin_again(self._rows)
+            env.begin_again(self._rows["obs"])
         return env.layout, env.single_action_space, env.spaces_json, env.can_snapshot
 
     def reset(self, seeds: list[int] | None) -> None:
@@ -125,12 +127,6 @@ class Worker:
     def set_state(self, state: dict[str, np.ndarray]) -> None:
         """Continue exactly where `get_state` was called."""
         self._env.set_state({name: torch.from_numpy(array) for name, array in state.items()})
-
-    def _keep_for_a_replacement(self) -> None:
-        """Write down what a new process needs if this one dies."""
-        self._rows["restarts"] = self._env.restarts
-        self._rows["life_seeds"] = self._env.life_seeds
-        self._rows["lifetime_step"] = self._env.lifetime_step
 
     # ---- called by environments and threads
 

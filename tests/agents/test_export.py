@@ -51,7 +51,7 @@ def agent_of(form, folder, extras=()):
     torch.manual_seed(4)
     config, observation, action = ALL[form]
     decoder = ActionDecoder(action, "here")
-    parts = ObservationEncoder(observation, "here", decoder.sizes.tolist()).parts
+    parts = ObservationEncoder(observation, "here", decoder.sizes).parts
     policy = Policy(config, Layout((*parts, *extras)), decoder.space)
     torch.nn.init.normal_(policy.actor_head.weight, std=1.0)  # actions that differ visibly
     normalizer = observation_normalizer(policy.layout, True)

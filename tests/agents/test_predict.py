@@ -30,7 +30,7 @@ WRONG = {  # policy, observation, other arguments, the error
     "choice outside": ("images", IMAGE | {"gear": 3}, {}, "gear has a value outside"),
     "mask of nothing": (
         "several masked choices", MASKED | {"action_mask": np.array([0] * 4 + [1] * 3)}, {},
-        "allows no action",
+        "allows no option",
     ),
     "mask of halves": (
         "several masked choices", MASKED | {"action_mask": np.full(7, 0.5)}, {}, "another number",
@@ -55,7 +55,7 @@ def test_a_mask_of_info_that_allows_nothing_is_refused_and_none_is_warned_of(tmp
     mask = Part("action_mask", "mask", (3,))
     policy = LoadedPolicy(agent_of("start of choices", tmp_path, (mask,)))
     assert policy.predict(np.zeros(4), action_masks=[0, 1, 0])[0] == 6
-    with pytest.raises(UserError, match="allows no action"):
+    with pytest.raises(UserError, match="allows no option"):
         policy.predict(np.zeros(4), action_masks=[0, 0, 0])
     with pytest.warns(UserWarning, match="action_masks") as said:
         policy.predict(np.zeros(4))

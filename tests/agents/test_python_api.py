@@ -124,14 +124,14 @@ def test_ranks_of_a_script_that_calls_train_without_a_guard_are_one_line(tmp_pat
 def test_a_loaded_policy_acts_as_the_evaluation_does(pendulum, batched):
     policy = load_policy(pendulum.run_dir)
     env = make_vector_env("Pendulum-v1", 3)
-    assert (policy.observation_space, policy.action_space) == env.source_spaces
+    assert to_json(policy.observation_space, policy.action_space) == env.spaces_json
     agent = load_agent(pendulum.run_dir, which="")
     controller = PolicyController(agent.policy, agent.normalizer)
     obs = env.reset(seed=[1, 2, 3])[0]
     start = torch.ones(3, dtype=torch.bool)
     state, single = None, [None] * 3
     for _ in range(5):
-        expected = env._decoder(controller(env, obs, start))
+        expected = env.decoder(controller(env, obs, start))
         if batched:
             actions, state = policy.predict(obs.numpy(), state, start.numpy())
         else:
@@ -178,7 +178,7 @@ def test_masks_last_actions_and_rewards_reach_a_loaded_policy(env_id, tmp_path):
         more = {"action_masks": info["action_mask"]} if settings.get("info_mask") else {}
         expected = controller(rows, row, start)
         action, state = policy.predict(obs, state, start.numpy(), reward=reward, **more)
-        assert np.array_equal(action, rows._decoder(expected)[0])
+        assert np.array_equal(action, rows.decoder(expected)[0])
         row, _, terminated, truncated, _ = rows.step(expected)
         obs, reward, *ends, info = single.step(action)
         start = terminated | truncated
