@@ -19,7 +19,6 @@ from own_cores import Decay
 from train_runs import REPO, only_error, records, run_here, start, train_here
 
 import agents
-import train_distributed
 from agents import load_policy, train
 from agents.api.seeds import mean_interval
 from agents.evaluate import command as evaluate
@@ -329,12 +328,10 @@ def test_several_seeds_are_trained_and_reported(tmp_path, monkeypatch, capfd):
     for _ in range(2):  # then nothing is trained again, and all is evaluated again
         assert train_here(monkeypatch, *flags, "--seeds", 1, 2) == 0
         assert "95 % interval" in capfd.readouterr().out
-        scores = json.loads((tmp_path / "seeds.json").read_text())["scores"]
-        for seed in (1, 2):
-            assert [line["iteration"] for line in records(tmp_path / f"seed_{seed}")] == [1]
-            summary = json.loads((tmp_path / f"seed_{seed}" / "summary.json").read_text())
-            assert scores[str(seed)] == summary["test"]["return"]
-    assert run_here(train_distributed.main, [*flags, "--seeds", 1], monkeypatch) == 2
+        report = json.loads((tmp_path / "seeds.json").read_text())
+        assert report["scores"].keys() == {"1", "2"}
+        assert all(len(records(tmp_path / f"seed_{seed}")) == 1 for seed in (1, 2))
+    assert train_here(monkeypatch, *flags, "--seeds", 1) == 2
 
 
 def test_the_package_offers_its_names_and_importing_it_loads_next_to_nothing():

@@ -130,23 +130,18 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     assert (whole / "summary.json").read_text() == (again / "summary.json").read_text()
 
 
-@pytest.mark.parametrize(("signum", "ends"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_the_first_stop_signal_is_answered_before_the_iteration_ends(
-    signum, ends, tmp_path, monkeypatch, capfd
-):
+def test_the_first_stop_signal_is_answered_before_the_iteration_ends(tmp_path, monkeypatch, capfd):
     update, answers = Training.update, []
 
     def interrupted(training, rollout):
-        signal.raise_signal(signum)
+        signal.raise_signal(signal.SIGINT)
         answers.append(capfd.readouterr().err)
         return update(training, rollout)
 
     monkeypatch.setattr(Training, "update", interrupted)
     flags = [*CARTPOLE, "--num_episodes", 99, "--run_dir", tmp_path / "run"]
-    assert train_here(monkeypatch, *flags) == 128 + signum
-    (answer,) = answers
-    assert f"{signum.name}: saving after this iteration" in answer
-    assert ("press again" in answer) == ends
+    assert train_here(monkeypatch, *flags) == 128 + signal.SIGINT
+    assert len(answers) == 1 and "SIGINT: saving after this iteration" in answers[0]
     assert latest_checkpoint(tmp_path / "run").name == "iteration_00000001.pt"
 
 
@@ -230,18 +225,13 @@ def test_a_fault_of_an_environment_is_named_and_leaves_its_traceback_in_a_free_d
     tmp_path, monkeypatch, capsys
 ):
     run_dir = tmp_path / "run"
-    for env, code, parts in (
-        ("NanAtFive-v0", 1, ["NanAtFive-v0", "number 0", "step 5", "nan"]),
-        ("Raises-v0", 1, ["RuntimeError: fell over (faulty_envs.py:", "logs/rank_0.log"]),
-        ("Walk-v0", 0, []),
-    ):
-        flags = [*SIZES, "--eval_episodes", "2", "--run_dir", run_dir, "--env"]
-        assert train_here(monkeypatch, *flags, f"faulty_envs:{env}") == code
-        err = capsys.readouterr().err
-        if code:
-            assert [part for part in parts if part not in only_error(err)] == []
-            assert names(run_dir) == ["logs"]
+    flags = [*SIZES, "--eval_episodes", "2", "--run_dir", run_dir, "--env"]
+    assert train_here(monkeypatch, *flags, "faulty_envs:Raises-v0") == 1
+    line = only_error(capsys.readouterr().err)
+    assert "RuntimeError: fell over (faulty_envs.py:" in line and "logs/rank_0.log" in line
+    assert names(run_dir) == ["logs"]
     assert "in _stumble" in (run_dir / "logs/rank_0.log").read_text()
+    assert train_here(monkeypatch, *flags, "faulty_envs:Walk-v0") == 0
     assert read(run_dir, "summary")["test"]["return"] == 9.0
 
 
