@@ -14,9 +14,9 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rl_dist.errors import RESULT_FILE, UserError
 from rl_dist.process_group.join import COPIES, JOB_DIR_VARIABLE
@@ -53,12 +53,8 @@ class ChildTimeoutError(ChildError):
 
 def leave_at_signals() -> None:
     """Let SIGINT and SIGTERM leave through all `finally`, which end children."""
-
-    def leave(signum: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + signum)
-
     for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, leave)
+        signal.signal(signum, lambda number, frame: sys.exit(128 + number))
 
 
 class Child:
@@ -68,7 +64,6 @@ class Child:
         self,
         arguments: Sequence[object],
         folder: Path,
-        name: str = "child",
         *,
         variables: Mapping[str, str] | None = None,
         echo: bool = False,
@@ -81,8 +76,8 @@ class Child:
             variables: of its environment, beside ours without those that make a process a rank.
             echo: it prints where this process prints.
         """
-        self._stderr = folder / f"{name}.err"
-        self._report = folder / f"{name}.json"
+        self._stderr = folder / "stderr"
+        self._report = folder / "report.json"
         self._report.write_text("{}")
         environment = {
             name: value
@@ -127,7 +122,7 @@ class Child:
         if code == 2 and error:
             return UserError(error)
         last_lines = self._stderr.read_text(errors="replace").splitlines()[-3:]
-        reason = error or "; ".join(last_lines) or "it printed nothing"
+        reason = error or "; ".join(last_lines)
         return ChildError(f"a child process ended with code {code}: {reason}")
 
 
@@ -141,7 +136,7 @@ class TrainingResult:
     success: bool
     exit_code: int  # of the script; negative: ended by that signal
     iterations: int  # of the whole run, those before a resume included
-    final_losses: dict[str, float] = field(default_factory=dict)  # of the last iteration
+    final_losses: dict[str, float]  # of the last iteration
     seconds: float
     run_dir: Path | None  # absolute; None: a failed start has none
     error: str  # one line; "": there is none
@@ -171,7 +166,7 @@ def launch_distributed_training(
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rl_dist_result_") as folder:
         words = [script, *flags, *as_flags(named)]
-        child = Child(words, Path(folder), variables={"PYTHONUNBUFFERED": "1"}, echo=echo)
+        child = Child(words, Path(folder), echo=echo)
         try:
             child.job.wait()
         except KeyboardInterrupt:
@@ -258,7 +253,7 @@ def measure_short_runs(
     started_s = time.monotonic()
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="short_run_")))
-        runs = [RunDir(folder / f"copy_{number}") for number in range(copies)]
+        runs = [RunDir(folder / str(number) / "run") for number in range(copies)]
         children = []
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         gpus = visible.split(",") if visible else list(map(str, range(copies)))
@@ -267,7 +262,8 @@ def measure_short_runs(
             arguments = [SCRIPT, *words, f"--seed={number + 1}", "--run_dir", run.path]
             on_gpu = device_type == "cuda" and num_gpus is not None
             variables = {"CUDA_VISIBLE_DEVICES": gpus[number]} if on_gpu else {}
-            children.append(Child(arguments, folder, run.path.name, variables=variables))
+            run.path.parent.mkdir()
+            children.append(Child(arguments, run.path.parent, variables=variables))
             held.callback(children[-1].kill)
         skipped: list[int] = []  # iterations of each copy before the measurement
         end_s = math.inf  # of its shortest time

@@ -158,7 +158,7 @@ class Ranks:
         self.stop = stop  # of the launcher
         self.processes: list[BaseProcess] = []  # in rank order
         self.pages: list[ReportPage] = []  # in rank order
-        self.first_dead: list[int] = []  # ranks that had ended when the first failure was seen
+        self.silent: list[int] = []  # ranks that died without a report, the first one first
 
     def start(
         self, fn: RankFunction, args: tuple[Any, ...], num_ranks: int, variables: dict[str, str]
@@ -174,18 +174,25 @@ class Ranks:
             self.processes.append(process)
 
     def wait(self) -> None:
-        """Wait for all ranks; pass stop signals on; kill the others after a failure."""
+        """Pass stop signals on until all ranks have ended, or may not run any longer."""
         passed_on = False
         deadline_s = math.inf
-        while len(self._ended()) < len(self.processes):
+        while time.monotonic() < deadline_s and not self.stop.insists:
             time.sleep(POLL_S)
+            ended = {rank for rank, p in enumerate(self.processes) if p.exitcode is not None}
+            reports = self._reports()
+            self.silent += sorted(ended - reports.keys() - {*self.silent})
+            if len(ended) == len(self.processes):
+                return
             if not passed_on and (signum := self._stop_signal()):
                 passed_on = True
                 self.kill(signum)
             if deadline_s == math.inf:
-                deadline_s = time.monotonic() + self._grace_s()
-            if self.stop.insists or time.monotonic() > deadline_s:
-                self.kill(signal.SIGKILL)
+                failed = {rank for rank, report in reports.items() if report.failed}
+                if self.silent or failed & ended:
+                    deadline_s = time.monotonic() + DEATH_GRACE_S
+                elif len(reports) == len(self.processes):
+                    deadline_s = time.monotonic() + (FAILED_GRACE_S if failed else EXIT_GRACE_S)
 
     def kill(self, signum: int) -> None:
         """Send a signal to the ranks that run."""
@@ -200,24 +207,22 @@ class Ranks:
         A rank that died without a report is the cause; other ranks' connection errors follow from
         it.
         """
-        reports = self._reports()
         signum = self._stop_signal()
         if self.stop.insists:
             summary = "stopped immediately, nothing saved since the last checkpoint"
             return RankReport(128 + signum, summary=summary)
         if signum and any(process.exitcode == -signum for process in self.processes):
             return RankReport(128 + signum, summary=stopped_in_evaluation(signum, run_dir))
-        failed = [report for report in reports.values() if report.failed]
-        failed.sort(key=lambda report: report.consequence)
-        silent = [rank for rank in self.first_dead or self._ended() if rank not in reports]
-        if silent and not (failed and failed[0].consequence == 0):
-            process = self.processes[silent[0]]
-            code = process.exitcode or 0
-            summary = f"rank {silent[0]} (process {process.pid}) {how_it_ended(code)}"
-            return RankReport(1 + (code == SCRIPT_RAN_AGAIN), silent[0], True, summary)
+        reports = sorted(self._reports().values(), key=lambda report: report.consequence)
+        failed = [report for report in reports if report.failed]
+        if self.silent and not (failed and failed[0].consequence == 0):
+            rank = self.silent[0]
+            code, pid = self.processes[rank].exitcode or 0, self.processes[rank].pid
+            summary = f"rank {rank} (process {pid}) {how_it_ended(code)}"
+            return RankReport(1 + (code == SCRIPT_RAN_AGAIN), rank, True, summary)
         if failed:
             return failed[0]
-        return RankReport(max(report.exit_code for report in reports.values()))
+        return RankReport(max(report.exit_code for report in reports))
 
     def _stop_signal(self) -> int:
         """Return the first stop signal to the launcher or to a rank that it ended; 0: none came.
@@ -227,22 +232,9 @@ class Ranks:
         codes = {-process.exitcode for process in self.processes if process.exitcode}
         return self.stop.signum or next((s for s in STOP_SIGNALS if s in codes), 0)
 
-    def _grace_s(self) -> float:
-        """Return how long ranks may still run."""
-        reports, ended = self._reports(), self._ended()
-        if any(rank not in reports or reports[rank].failed for rank in ended):
-            self.first_dead = ended
-            return DEATH_GRACE_S
-        if len(reports) < len(self.processes):
-            return math.inf
-        return FAILED_GRACE_S if any(r.failed for r in reports.values()) else EXIT_GRACE_S
-
     def _reports(self) -> dict[int, RankReport]:
         pages = {rank: page.read() for rank, page in enumerate(self.pages)}
         return {rank: RankReport(**facts) for rank, facts in pages.items() if facts}
-
-    def _ended(self) -> list[int]:
-        return [rank for rank, p in enumerate(self.processes) if p.exitcode is not None]
 
 
 def _run_once(

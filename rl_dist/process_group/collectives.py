@@ -75,28 +75,23 @@ def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tenso
     Raises:
         DesyncError: the ranks passed different names, types or trailing shapes.
     """
-    names = sorted(tensors)
-    layouts = all_gather_json(
-        [[name, str(tensors[name].dtype), list(tensors[name].shape)] for name in names], world
-    )
-    kinds = [[(name, dtype, shape[1:]) for name, dtype, shape in layout] for layout in layouts]
-    for rank, kind in enumerate(kinds):
-        if kind != kinds[0]:
-            raise DesyncError(f"rank {rank} gathers {kind}, but rank 0 gathers {kinds[0]}")
-    if not names:
-        return {} if world.is_main_process else None
-    received = _gather_bytes(torch.cat([_as_bytes(tensors[name]) for name in names]), world)
-    if not world.is_main_process:
-        return None
-    rows: dict[str, list[Tensor]] = {name: [] for name in names}
-    for raw, layout in zip(received, layouts, strict=True):
-        for name, _, shape in layout:
-            dtype = tensors[name].dtype
-            end = torch.Size(shape).numel() * dtype.itemsize
-            # the clone is aligned to its type
-            rows[name].append(raw[:end].clone().view(dtype).reshape(shape))
-            raw = raw[end:]
-    return {name: torch.cat(rows[name]) for name in tensors}
+    layout = {name: [str(tensor.dtype), *tensor.shape[1:]] for name, tensor in tensors.items()}
+    lengths = {name: len(tensor) for name, tensor in tensors.items()}
+    ranks = all_gather_json([layout, lengths], world)
+    for rank, (other, _) in enumerate(ranks):
+        if other != ranks[0][0]:
+            raise DesyncError(f"rank {rank} gathers {other}, but rank 0 gathers {ranks[0][0]}")
+    joined = {}
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        parts = [
+            raw.view(tensor.dtype).reshape(lengths[name], *tensor.shape[1:])
+            for raw, (_, lengths) in zip(
+                _gather_bytes(_as_bytes(tensor), world), ranks, strict=True
+            )
+        ]
+        joined[name] = torch.cat(parts)
+    return joined if world.is_main_process else None
 
 
 def all_gather_json(obj: Any, world: World) -> list[Any]:

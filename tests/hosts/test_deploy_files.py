@@ -4,12 +4,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from simulated_hosts import REPO, connected_or_skip
-from train_runs import RECALL
+from train_runs import RECALL, wait_until
 
 yaml = pytest.importorskip("yaml")
 models = pytest.importorskip("kubeflow_trainer_api.models")
@@ -22,7 +21,7 @@ MODELS = {
 
 
 def documents(name):
-    return {one["kind"]: one for one in yaml.safe_load_all((FILES / name).read_text())}
+    return {entry["kind"]: entry for entry in yaml.safe_load_all((FILES / name).read_text())}
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FILES.glob("*.yaml")))
@@ -32,62 +31,57 @@ def test_every_field_is_known_and_has_its_type(name):
         assert getattr(models, MODELS[kind]).from_dict(document).to_dict() == document
 
 
-def trainer_of_trainjob():
+def trainjob():
     """Command and environment of the TrainJob, with what Kubeflow's controller adds."""
     trainer = documents("trainjob.yaml")["TrainJob"]["spec"]["trainer"]
-    environment = {one["name"]: one["value"] for one in trainer["env"]}
-    environment |= {
-        "PET_NNODES": str(trainer["numNodes"]),
-        "PET_MASTER_ADDR": "clstm-ppo-node-0-0.clstm-ppo",
-        "PET_MASTER_PORT": "29400",
-    }
-    return trainer["command"], environment
+    added = {"PET_NNODES": str(trainer["numNodes"]), "PET_MASTER_PORT": "29400"}
+    added["PET_MASTER_ADDR"] = "clstm-ppo-node-0-0.clstm-ppo"
+    return trainer["command"], trainer["env"], added
 
 
-def trainer_of_indexed_job():
+def indexed_job():
     """Command and environment of the Job; the id comes from a label of the pod."""
     spec = documents("indexed-job.yaml")["Job"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
-    environment = {one["name"]: one.get("value", "from a label") for one in container["env"]}
-    assert int(environment["PET_NNODES"]) == spec["completions"] == spec["parallelism"]
-    return container["command"], environment
+    nodes = str(spec["completions"])
+    assert {"name": "PET_NNODES", "value": nodes} in container["env"]
+    return container["command"], container["env"], {}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("trainer", "names"),
+    ("job", "names"),
     [
-        (trainer_of_trainjob, ["clstm-ppo-node-0-0", "clstm-ppo-node-0-1"]),
-        (trainer_of_indexed_job, ["clstm-ppo-0", "clstm-ppo-1"]),
+        (trainjob, ["clstm-ppo-node-0-0", "clstm-ppo-node-0-1"]),
+        (indexed_job, ["clstm-ppo-0", "clstm-ppo-1"]),
     ],
 )
-def test_the_command_trains_over_two_pods_and_goes_on_with_a_new_one(trainer, names, tmp_path):
+def test_the_command_trains_over_two_pods_and_continues_with_a_new_one(job, names, tmp_path):
     """One CPU rank for each pod, and a folder of the test in the place of /runs."""
-    command, environment = trainer()
-    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment |= {"PET_NPROC_PER_NODE": "1", "PATH": programs}
+    command, entries, environment = job()
+    environment |= {entry["name"]: entry.get("value", "from a label") for entry in entries}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = [word.replace("/runs/", f"{tmp_path}/") for word in command]
+    command += [*RECALL, "--total_steps", 64 * 30, "--checkpoint_every", 2]
+    run_dir = tmp_path / "clstm-ppo"
     # pods have such names by the service
     pods = [f"{name}.clstm-ppo {name}" for name in names]
     with connected_or_skip(tmp_path, *pods) as network:
 
         def start(number):
-            flags = [*command, *RECALL, "--total_steps", 64 * 30, "--checkpoint_every", 2]
-            pod = network.hosts[pods[number]]
-            return pod.start(*flags, PET_NODE_RANK=str(number), **environment)
+            variables = environment | {"PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(number)}
+            return network.hosts[pods[number]].start(*command, **variables)
 
         first, _ = start(0), start(1)
-        while not (tmp_path / "clstm-ppo/checkpoints/iteration_00000006.pt").exists():
-            assert first.process.poll() is None, first.text
-            time.sleep(0.05)
+        wait_until((run_dir / "checkpoints/iteration_00000006.pt").exists, first.process, 300)
         network.hosts[pods[1]].kill()
         network.start(pods[1])
         second = start(1)
-        assert "continuing from" in first.succeed(300)
-        second.succeed(300)
-    assert json.loads((tmp_path / "clstm-ppo/summary.json").read_text())["iteration"] == 30
-    state = json.loads((tmp_path / "clstm-ppo/state.json").read_text())
+        assert "continuing from" in first.succeed()
+        second.succeed()
+    assert json.loads((run_dir / "summary.json").read_text())["iteration"] == 30
+    state = json.loads((run_dir / "state.json").read_text())
     assert [rank["host"] for rank in state["ranks"]] == names
 
 

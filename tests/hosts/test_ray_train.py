@@ -6,10 +6,11 @@ Ray is no dependency of the tests: pip install 'ray[train]' into an environment 
 import json
 import os
 import signal
-import time
 
 import pytest
-from train_runs import RECALL, REPO, start, start_training
+from train_runs import RECALL, REPO, start, start_training, wait_until
+
+from rl_dist.resume_check import differences, result_of
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -34,24 +35,15 @@ def address(monkeypatch):
         os.sched_setaffinity(0, cores)
 
 
-def result(run_dir):
-    found = json.loads((run_dir / "summary.json").read_text())
-    return found["iteration"], found["parameter_sha256"]
-
-
 def test_ray_starts_the_ranks_again_and_the_end_is_the_same(address, tmp_path):
-    run_dir = tmp_path / "run"
+    run_dir, alone = tmp_path / "run", tmp_path / "alone"
     options = ["--address", address, "--workers", "2", "--max_failures", "1"]
     job = start(REPO / "examples/ray_train.py", *options, *FLAGS, "--run_dir", run_dir)
-    end_s = time.monotonic() + 300
-    while not list(run_dir.glob("checkpoints/iteration_*.pt")):
-        assert job.poll() is None and time.monotonic() < end_s, job.communicate()
-        time.sleep(0.1)
+    wait_until(lambda: list(run_dir.glob("checkpoints/iteration_*.pt")), job, 300)
     ranks = json.loads((run_dir / "state.json").read_text())["ranks"]
     os.kill(ranks[1]["pid"], signal.SIGKILL)
     out, err = job.communicate(timeout=400)
-    assert job.returncode == 0, out + err
-    assert (out + err).count("continuing from") == 1
-    alone = start_training(*FLAGS, "--num_gpus", "2", "--run_dir", tmp_path / "alone")
-    assert alone.communicate(timeout=300) and alone.returncode == 0
-    assert result(run_dir) == result(tmp_path / "alone")
+    assert job.returncode == 0 and (out + err).count("continuing from") == 1, out + err
+    straight = start_training(*FLAGS, "--num_gpus", "2", "--run_dir", alone)
+    assert straight.communicate(timeout=300) and straight.returncode == 0
+    assert differences(result_of(run_dir), result_of(alone)) == []

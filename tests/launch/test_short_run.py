@@ -61,9 +61,9 @@ def test_each_copy_has_one_of_the_visible_gpus(visible, gpus, monkeypatch):
     taken = []
 
     class Failing(child.Child):
-        def __init__(self, arguments, folder, name, variables):
+        def __init__(self, arguments, folder, variables):
             taken.append(variables["CUDA_VISIBLE_DEVICES"])
-            super().__init__(["-c", "1 / 0"], folder, name)
+            super().__init__(["-c", "1 / 0"], folder)
 
     monkeypatch.setattr(child, "Child", Failing)
     with pytest.raises(ChildError, match="ZeroDivisionError"):
