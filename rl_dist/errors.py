@@ -1,4 +1,4 @@
-"""Errors for users, printed once, on streams that outlive their readers; tables."""
+"""Errors of one line, streams that survive their readers, and tables of text."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from typing import Any, NoReturn
 
 # Environment variable: the file in which a child process leaves its result.
 RESULT_FILE = "RL_DIST_RESULT_FILE"
-# The same result, for a program that calls ours as a function.
+# The same result, for a caller in this process.
 reported: dict[str, str] = {}
 
-FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # a user can make room while a run waits
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the user can make room, then resume
 CLOSED_DISK = {errno.EACCES, errno.EPERM, errno.EROFS}
 # Everything that a user's own code may raise. Its SystemExit must not end a job as a success.
 FOREIGN_ERRORS = (Exception, SystemExit)
 
 FIRST_RANK_S = 10.0  # longest wait for the first rank of a machine to print the same error
-# Refusals by the system that another name or place avoids: exit code 2.
+# Errors of the system that another path avoids; their exit code is 2.
 _WRONG_PLACE = {
     *(errno.ENOENT, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EISDIR),
     *(errno.ENOTDIR, errno.EEXIST, errno.EINVAL, errno.ELOOP),
@@ -56,14 +56,14 @@ class _OutlivingStream:
             self._stream.flush()
 
     def close(self) -> None:
-        """Stay open: an environment that closes it would close ours."""
+        """Stay open, even if an environment closes it."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 def outlive_readers() -> None:
-    """Let stdout and stderr of this process go nowhere once nobody reads them."""
+    """Make stdout and stderr drop their text once nobody reads them."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115  # None: closed
         if not isinstance(stream, _OutlivingStream):
@@ -76,7 +76,7 @@ def outlive_readers() -> None:
 def printable(text: Any) -> str:
     """Return text with line ends and control characters escaped.
 
-    The content of a run directory may come from anybody.
+    A run directory may be foreign, and its text must not control the terminal.
     """
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
@@ -91,7 +91,7 @@ def one_line(error: BaseException, limit: int = 300, *, named: bool = True) -> s
 
 
 def explained(error: ValueError | OSError) -> tuple[str, int]:
-    """Return an error of the user or the system in one line, and the exit code."""
+    """Return an error's message in one line, and the exit code that it means."""
     message, exit_code = str(error), getattr(error, "exit_code", 2)
     if isinstance(error, OSError):
         place = f"{error.filename}: " if error.filename else ""
@@ -102,7 +102,7 @@ def explained(error: ValueError | OSError) -> tuple[str, int]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a question that names similar known names; "": there are none."""
+    """Return a question that suggests similar names, or "" if there are none."""
     near = difflib.get_close_matches(name, list(known), n=3)
     return f"did you mean {' or '.join(near)}?" if near else ""
 
@@ -116,7 +116,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def no_module(module: str, error: BaseException) -> str:
-    """Return a sentence if a module or its package does not exist; "": it does."""
+    """Return why a module was not found, or "" if the error has another cause."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if not missing or not f"{module}.".startswith(f"{missing}."):
         return ""
@@ -135,7 +135,7 @@ class UserError(ValueError):
 
 
 def unwritable(what: str, error: OSError) -> UserError:
-    """Return the error of a file or folder that cannot be written."""
+    """Return an error that says what cannot be written, and why."""
     message = f"{what} cannot be written: {error.strerror or error}"
     if error.errno not in FULL_DISK:
         return UserError(message)
@@ -143,7 +143,7 @@ def unwritable(what: str, error: OSError) -> UserError:
 
 
 def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
-    """Let a command end with one line if it cannot work with its flags or files."""
+    """Make a command print wrong flags and files as one line, with an exit code."""
 
     @functools.wraps(main)
     def command(*args: Any, **options: Any) -> int:
@@ -158,7 +158,7 @@ def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
 
 
 def report_to_caller(**facts: str) -> None:
-    """Leave run_dir or error to the program that started or called this one."""
+    """Report run_dir or error to the program that started or called this one."""
     reported.update(facts)
     if path := os.environ.get(RESULT_FILE):
         with suppress(OSError, ValueError):
@@ -167,14 +167,12 @@ def report_to_caller(**facts: str) -> None:
 
 
 def print_error_once(line: str) -> None:
-    """Print an error on stderr, under torchrun once on a machine.
+    """Print an error on stderr; under torchrun, print it once on each machine.
 
-    Ranks mostly see the same flags, files and numbers. The first one prints and leaves a mark; the
-    others wait for it, and print an error that the first one does not see.
+    The ranks of a machine mostly see the same error. The first rank prints it and leaves a mark.
+    The others wait for this mark, and print an error that the first rank did not see.
     """
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")  # its folder: this start of ranks
-    name = f"printed_{hashlib.sha256(line.encode()).hexdigest()}"
-    mark = Path(error_file).parent.parent / name if error_file else None
+    mark = _mark(f"printed_{hashlib.sha256(line.encode()).hexdigest()}")
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     deadline_s = time.monotonic() + FIRST_RANK_S
     while mark and not is_first and time.monotonic() < deadline_s:
@@ -184,15 +182,8 @@ def print_error_once(line: str) -> None:
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
     report_to_caller(error=line.removeprefix("error: "))
-    if mark and is_first:
-        with suppress(OSError):
-            mark.touch()
-
-
-def _mark_of_refusal() -> Path | None:
-    """Return a file that all starts of torchrun's ranks on this machine share, or None."""
-    start = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
-    return start.parent / "refused" if start.name.startswith("attempt_") else None
+    if is_first:
+        _leave(mark)
 
 
 def refuse_restarts() -> None:
@@ -200,15 +191,30 @@ def refuse_restarts() -> None:
 
     torchrun restarts ranks after any exit code. The new ranks find the mark and leave.
     """
-    if mark := _mark_of_refusal():
-        with suppress(OSError):
-            mark.touch()
+    _leave(_mark("refused", every_start=True))
 
 
 def restarts_refused() -> bool:
     """Return True in a rank after `refuse_restarts` at an earlier start."""
-    mark = _mark_of_refusal()
+    mark = _mark("refused", every_start=True)
     return mark is not None and mark.exists()
+
+
+def _mark(name: str, *, every_start: bool = False) -> Path | None:
+    """Return a file that torchrun's ranks on this machine share; None without torchrun.
+
+    It belongs to this start of the ranks, or to every start of them.
+    """
+    start = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+    if not start.name.startswith("attempt_"):
+        return None
+    return (start.parent if every_start else start) / name
+
+
+def _leave(mark: Path | None) -> None:
+    with suppress(OSError):
+        if mark:
+            mark.touch()
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -219,15 +225,15 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=as_written, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse words, all of which must be text."""
+        """Parse the command line; refuse words that are not UTF-8."""
         words = sys.argv[1:] if args is None else list(args)
         for word in words:
             if word != word.encode(errors="replace").decode():
-                self.error(f"{word!r} is no text in UTF-8: use other names")
+                self.error(f"{word!r} is not UTF-8 text: use another name")
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Print and exit."""
+        """Print the message and exit."""
         print_error_once("error: " + " ".join(message.split()))
         refuse_restarts()
         raise SystemExit(2) from UserError(message)

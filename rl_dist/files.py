@@ -24,32 +24,33 @@ logger = logging.getLogger(__name__)
 SMALL = 64 * 2**20  # bytes, many times the size of any config.json and summary.json
 TAIL_BYTES = 2**20  # read from growing files if only the last lines are needed
 EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
-# Folders and files that training writes. Checkpoints get new names, and W&B makes links in wandb/.
+# Folders and files that training writes. Files of checkpoints/ get new names, and W&B makes links
+# in wandb/: they are not listed.
 FOLDERS = ("checkpoints", "logs", "plots", "profile", "wandb")
 FILES = (
     *("*.json", "*.jsonl", EVENT_FILES, "*_run_id", "mlflow.db"),
     *("logs/rank_*.log", "plots/*.png*", "profile/*"),
 )
-LARGE = 1e18  # larger numbers are no metrics
+LARGE = 1e18  # no metric is larger
 Record = dict[str, Any]
 
 
 def check_layout(run_dir: Path) -> None:
-    """Refuse files that cannot be written, or lead out of the run directory."""
+    """Refuse links, pipes and the like in the places where training writes."""
     for kind, is_right, patterns in (
         ("folder", Path.is_dir, FOLDERS),
         ("file", Path.is_file, FILES),
     ):
         for path in (path for pattern in patterns for path in run_dir.glob(pattern)):
             if not is_right(path_to_write(run_dir, path.relative_to(run_dir))):
-                raise UserError(f"{path} is no {kind}, as it is in a run directory: move it away")
+                raise UserError(f"{path} must be a {kind}: move it away")
 
 
 def path_to_write(run_dir: str | Path, name: str | Path) -> Path:
-    """Return the path of a file or folder in a run directory, which may be written.
+    """Return a path in a run directory that is safe to write.
 
-    Everything that writes into a run directory asks here first. The directory itself may be a link;
-    in it there are only plain files and folders.
+    Everything that writes into a run directory calls this first. The directory itself may be a
+    link; below it only plain files and folders are allowed.
 
     Raises:
         OSError: a part of the path is a link, pipe, socket or device.
@@ -59,7 +60,7 @@ def path_to_write(run_dir: str | Path, name: str | Path) -> Path:
         path /= part
         with suppress(FileNotFoundError):
             if stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
-                raise OSError(errno.EINVAL, "it is not a file or folder of this run", str(path))
+                raise OSError(errno.EINVAL, "it is not a plain file or folder", str(path))
     return path
 
 
@@ -80,10 +81,11 @@ def read_plain(path: str | Path, most: int | None = SMALL) -> bytes:
     """Return the content of a plain file.
 
     Args:
-        most: bytes that it may have; None: half of the free memory, as parsing takes as much again.
+        most: its largest size in bytes; None: half of the free memory, because parsing needs the
+            same again.
 
     Raises:
-        OSError: it cannot be read, is no plain file, or is too large.
+        OSError: it cannot be read, is not a plain file, or is too large.
     """
     if most is None:
         from rl_dist.machine import host_memory  # start-up: 2 s of torch, seldom needed
@@ -118,10 +120,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_record(line: bytes) -> Record | None:
-    """Return a line of metrics.jsonl; None: it is no record.
+    """Parse a line of metrics.jsonl; return None if it is not a record.
 
-    "iteration" and "global_step" are integers, other values are numbers or None, and "ranks", if
-    there, is a list of such records.
+    "iteration" and "global_step" must be integers. Other values that are not numbers become None,
+    in the entries of "ranks", too.
     """
     try:
         values = json.loads(line)
@@ -144,7 +146,7 @@ def _numbers(values: Mapping[str, Any]) -> Record:
 
 
 def leads_to(path: str | Path, file: IO[Any]) -> bool:
-    """Return True if a path still leads to the open file, not deleted or replaced."""
+    """Return True if the path still names the open file, and no other."""
     try:
         return os.path.samestat(Path(path).stat(), os.fstat(file.fileno()))
     except OSError:
@@ -152,11 +154,14 @@ def leads_to(path: str | Path, file: IO[Any]) -> bool:
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = False, part: str = "") -> None:
-    """Make a file hold `data`, or leave it as it was; raises OSError.
+    """Replace a file as a whole, or leave it as it was.
 
     Args:
-        sync: wait until the disk has it.
-        part: name of the file while it is written, which a killed process leaves behind.
+        sync: wait until the data is on the disk.
+        part: name of the unfinished file, which a killed process leaves behind.
+
+    Raises:
+        OSError: it cannot be written.
     """
     unfinished = path.with_name(part or f"{path.name}.tmp")
     try:
@@ -174,7 +179,7 @@ def replace_file(path: Path, data: bytes, *, sync: bool = False, part: str = "")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Make a file on the disk hold `text`, or raise UserError and leave it as it was."""
+    """Replace a file on the disk as a whole; UserError if it cannot be written."""
     try:
         replace_file(path, text.encode(), sync=True)
     except OSError as error:
@@ -182,7 +187,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file that is no longer needed; a failure is logged once."""
+    """Remove a file that is no longer needed; log a failure once."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -191,6 +196,6 @@ def remove(path: Path) -> None:
 
 @functools.cache
 def log_once(line: str) -> None:
-    """Log a line from one rank and only once, however often this is called."""
+    """Log a warning once, and only on the first rank."""
     if os.environ.get("RANK", "0") == "0":
         logger.warning("%s", line)

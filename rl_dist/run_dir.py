@@ -1,8 +1,8 @@
 """The directory of a run: paths, lock, one reader and one writer of each file.
 
 config.json is written in place, because the lock is on it. state.json and summary.json are replaced
-as a whole: no reader sees half of one. `rl_dist.telemetry.metrics` appends to metrics.jsonl. Files
-may be torn or come from anybody: readers skip bad lines, or refuse a file in one line.
+as a whole: no reader sees half of one. `rl_dist.telemetry.metrics` appends to metrics.jsonl. A file
+may be torn or foreign: readers skip bad lines, or refuse the file with an error of one line.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from rl_dist.files import (
 STATE_FILE = "state.json"
 CHECKPOINT_DIR = "checkpoints"
 PATIENCE_S = 25.0  # ranks of a killed launcher may still save (world.ORPHAN_GRACE_S)
-# entries of config.json that are no flags, or hold for its number of ranks or its process only
+# Entries of config.json that are not flags, or that another run of the same job may not share.
 RECORDED = {"data_digest", "callback", "threads", "chosen_strategy", "chosen_on", "on_event"}
 LONGEST_ERROR = 2000  # characters
 WORKING = ("dry_run", "warm_up", "training", "validation", "saving", "evaluation")
 ENDED = ("done", "stopped", "failed")
 PHASES = ("starting", "restarting", *WORKING, *ENDED)
 
-# A terminal shows the content of state.json: no control characters, no rubbish.
+# `status` prints a state.json that may be foreign: no control characters, no absurd numbers.
 Count = Annotated[int, Field(ge=0, lt=10**18)]
 Real = Annotated[float, Field(ge=0, lt=1e18)]
 Text = Annotated[str, Field(pattern=r"^[^\p{C}]*$")]
@@ -106,9 +106,9 @@ class JobState(BaseModel):
 class RunDir(AbstractContextManager["RunDir"]):
     """A run directory, and the lock on it while this process or a rank holds it.
 
-    One training holds the lock from its choice of a checkpoint to its end: a RunDir that is sent to
-    a new process takes the open file along. The lock is free once all processes have closed it or
-    are dead.
+    A training holds the lock from the choice of its checkpoint to its end. A RunDir that is pickled
+    for a new process shares the open file with it. The lock is free when the last of these
+    processes has closed the file or ended.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -122,7 +122,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.lock: IO[bytes] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Travel to a new process with the lock as an inherited descriptor."""
+        """Share the lock with a new process, which inherits its descriptor."""
         return vars(self) | {"lock": self.lock and reduction.DupFd(self.lock.fileno())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     @classmethod
     def fresh(cls, runs: Path) -> Self:
-        """Make a directory named by the time; no two runs get the same."""
+        """Make a run directory named after the time; the name is unique."""
         stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
         try:
             runs.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         return cls(path)
 
     def hold(self, patience_s: float = PATIENCE_S) -> Self:
-        """Take the lock, which makes config.json if it is missing.
+        """Take the lock; create config.json if it is missing.
 
         Raises:
             UserError: it is still held after `patience_s`, or a file cannot be written.
@@ -165,9 +165,9 @@ class RunDir(AbstractContextManager["RunDir"]):
         return self
 
     def hold_new(self) -> Self:
-        """Take the lock of a run that begins, in a directory that holds none."""
+        """Take the lock for a new run; refuse a directory that holds one."""
         self.hold(0.0)
-        if self.config_path.stat().st_size:  # another run has begun and ended meanwhile
+        if self.config_path.stat().st_size:  # another run began and ended meanwhile
             self.release()
             raise UserError(
                 f"{self.path} holds a run already: continue it with --resume {self.path}, or name "
@@ -204,11 +204,11 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.release()
 
     def is_locked(self) -> bool:
-        """Return whether a training holds the run directory."""
+        """Return True if a training holds the lock."""
         try:
             with open(self.config_path, "rb", opener=plain_file) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return False  # closing unlocks; a training that begins just now tries again
+                return False  # closing unlocks; a training that starts just now tries again
         except BlockingIOError:
             return True
         except OSError:
@@ -219,11 +219,11 @@ class RunDir(AbstractContextManager["RunDir"]):
         return self.lock is None or leads_to(self.config_path, self.lock)
 
     def is_unused(self) -> bool:
-        """Return whether a run may begin here: the directory is empty but for logs."""
+        """Return True if the directory is missing, empty or holds only logs."""
         return not self.path.exists() or set(self.path.iterdir()) <= {self.logs}
 
     def discard_unstarted(self, exit_code: int) -> None:
-        """Remove a held run without an iteration; after exit code 1 the logs stay."""
+        """Remove a held run without an iteration; keep the logs after exit code 1."""
         held = self.lock and self.is_in_place()
         if not held or self.checkpoints.exists() or self.records(last=1):
             return
@@ -238,14 +238,16 @@ class RunDir(AbstractContextManager["RunDir"]):
     # ---- config.json and summary.json
 
     def config(self) -> dict[str, Any]:
-        """Return the content of config.json; UserError: there is none."""
+        """Return the content of config.json."""
         return read_object(self.config_path)
 
     def flags(self) -> dict[str, str]:
-        """Return the values of the flags that make the run's configuration, by name."""
+        """Return the run's configuration as flags: values as text, by name."""
         sections = self.config().values()
         if not all(isinstance(section, dict) for section in sections):
-            raise UserError(f"{self.config_path} is no configuration of a run: give flags instead")
+            raise UserError(
+                f"{self.config_path} is not the configuration of a run: give flags instead"
+            )
         values = {name: value for section in sections for name, value in section.items()}
         return {
             "preset" if name == "chosen_preset" else name: "none" if value is None else str(value)
@@ -269,7 +271,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             file.truncate()
 
     def summary(self) -> dict[str, Any]:
-        """Return the content of summary.json; {}: the run has not finished."""
+        """Return the content of summary.json, or {} before the run has finished."""
         return read_object(self.summary_path) if self.summary_path.exists() else {}
 
     def write_summary(self, content: Mapping[str, Any]) -> None:
@@ -279,23 +281,22 @@ class RunDir(AbstractContextManager["RunDir"]):
     # ---- metrics.jsonl
 
     def records(self, last: int | None = None) -> list[Record]:
-        """Return the valid records of metrics.jsonl, or the `last` ones."""
+        """Return the valid records of metrics.jsonl: all, or the `last` ones."""
         try:
             content = read_tail(self.metrics_path) if last else read_plain(self.metrics_path, None)
         except OSError:
             return []
-        # of the last lines one more: one may be torn
-        lines = content.splitlines()[-last - 1 if last else 0 :]
-        records = [record for line in lines if (record := parse_record(line))]
-        return records[-last if last else 0 :]
+        records = [record for line in content.splitlines() if (record := parse_record(line))]
+        return records[-last:] if last else records
 
-    def cut_records(self, iteration: int) -> int:
-        """Remove later iterations and torn lines; return the number of records that stay.
+    def cut_records(self, iteration: int) -> None:
+        """Remove torn lines and the records of later iterations.
 
-        Raises UserError if the file cannot be written and stays as it was.
+        Raises:
+            UserError: the file cannot be written, and stays as it was.
         """
         if not self.metrics_path.exists():
-            return 0
+            return
         before = read_plain(self.metrics_path, None)
         kept = [
             line + b"\n"
@@ -304,7 +305,6 @@ class RunDir(AbstractContextManager["RunDir"]):
         ]
         if (text := b"".join(kept)) != before:
             write_whole(self.metrics_path, text.decode())
-        return len(kept)
 
     def write_records(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Replace metrics.jsonl by these records."""
@@ -315,7 +315,9 @@ class RunDir(AbstractContextManager["RunDir"]):
     def state(self) -> JobState | None:
         """Return the content of state.json, or None without the file.
 
-        Raises UserError if it is torn or foreign, OSError if it cannot be read.
+        Raises:
+            UserError: it is torn or foreign.
+            OSError: it cannot be read.
         """
         try:
             return JobState.model_validate_json(read_plain(self.state_path), strict=True)
@@ -328,7 +330,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             raise UserError(f"{problem}: {place}: {first['msg']}, got {value!r:.60}") from None
 
     def begin_state(self, **values: Any) -> None:
-        """Write the state of a run that begins; `values` are fields of `JobState`."""
+        """Write the first state of a run; `values` are fields of `JobState`."""
         values |= {"launcher_pid": launcher_pid(), "host": socket.gethostname()}
         state = JobState(started=time.time(), **values)
         with suppress(OSError):
@@ -344,16 +346,20 @@ class RunDir(AbstractContextManager["RunDir"]):
     def record_exit(
         self, pid: int, code: int, error: str = "", signum: int = 0, *, may_restart: bool = False
     ) -> None:
-        """Write how a run ended, unless that is known; its ranks are gone. Never fails.
+        """Record the end of a run once; never fails. Call it when all ranks have ended.
 
-        `pid` is the launcher's. `signum` ended it, if the code is not 128 and its number. With
-        `may_restart`, torchrun ended the ranks and may start them again.
+        Args:
+            pid: the launcher's; the state of another launcher stays as it is.
+            code: exit code of the run.
+            error: why it failed.
+            signum: the signal that ended the launcher, if any.
+            may_restart: torchrun ended the ranks and may start them again.
         """
         with suppress(OSError, UserError):
             state = self.state()
             if not state or state.launcher_pid != pid or state.exit:
                 return
-            # ranks of a killed launcher may have saved and stopped by now
+            # the ranks of a killed launcher may have saved and stopped already
             stopped = code > 128 or (signum and state.phase == "stopped")
             phase = "stopped" if stopped else "failed" if code else "done"
             names = {member.value: member.name for member in signal.Signals}
@@ -371,7 +377,7 @@ class RunDir(AbstractContextManager["RunDir"]):
 
 
 def launcher_pid() -> int:
-    """Return the process that starts the ranks."""
+    """Return the id of the process that starts the ranks."""
     return os.getppid() if "RANK" in os.environ else os.getpid()
 
 

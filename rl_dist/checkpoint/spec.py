@@ -1,6 +1,7 @@
-"""The contents of a checkpoint: plain values, and the entries that a job reads.
+"""Check the content of a checkpoint: plain values, and the entries that a run reads.
 
-The checksum guards against damage; this guards against contents that were changed or went wrong.
+The checksum finds damage. These checks find values that somebody changed, or that went wrong in
+training.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+# programs that write checkpoints
 RUN = "train_distributed.py"
 FIT = "rl_dist.supervised.fit"
 MEASURED = "measured"  # {metric: value} of the metric that chooses the best
@@ -43,14 +45,14 @@ class CheckpointError(ValueError):
 
 
 def kind_of(state: Mapping[str, Any]) -> str:
-    """Return which program wrote a state: RUN, FIT or "" (another one)."""
+    """Return the program that wrote a state: RUN, FIT, or "" for another one."""
     return next((_MARKS[name] for name in state if name in _MARKS), "")
 
 
 def flatten(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values in nested dicts, lists and tuples, each with its place.
 
-    An empty container is a value, and so is a key that a file cannot hold.
+    An empty container counts as a value, and so does a key that a file cannot hold.
     """
     if type(value) in (list, tuple):
         value = dict(enumerate(value)) or value
@@ -86,15 +88,15 @@ def check_state(state: Any) -> None:
         value: Any = state.get(name)
         fits = isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)
         if not fits or (wanted is int and not 0 <= value <= LARGEST_COUNT):
-            raise CheckpointError(f"its {name} is no {wanted.__name__}, or out of range")
+            raise CheckpointError(f"its {name} is not of type {wanted.__name__}, or out of range")
     measured = state.get(MEASURED, {})
     if type(measured) is not dict or any(type(value) is not float for value in measured.values()):
-        raise CheckpointError(f"its {MEASURED} values are no numbers")
+        raise CheckpointError(f"its {MEASURED} values are not numbers")
     for name, tensor in flatten({key: state[key] for key in state.keys() - {"environments"}}):
         if not isinstance(tensor, Tensor):
             continue
         # an expanded tensor would take more memory to look at than it has
         if tensor.is_sparse or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
-            raise CheckpointError(f"{name!r:.80} is no plain tensor")
+            raise CheckpointError(f"{name!r:.80} is not a plain tensor")
         if kind == RUN and not tensor.isfinite().all():
             raise CheckpointError(f"{name!r:.80} is not finite: NaN or inf")

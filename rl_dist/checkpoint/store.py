@@ -59,7 +59,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU; tensors and plain values, never pickled code.
 
     Raises:
-        CheckpointError: missing, empty, truncated, changed, of another format, or no checkpoint.
+        CheckpointError: the file is missing, damaged, of another format or not a checkpoint.
     """
     data = _read_sealed(Path(path))
     written = _FORMAT.search(data[:-_SEAL_BYTES][-200:])
@@ -72,7 +72,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
             f"{FORMAT_VERSION}: use {reader} of the program"
         )
     try:
-        with warnings.catch_warnings(action="ignore"):  # the line below says it all
+        with warnings.catch_warnings(action="ignore"):  # the error below replaces them
             state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
         check_plain(state)
         check_state(state)
@@ -81,7 +81,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     except Exception as error:  # zip, pickle and torch errors of many kinds
         cause = one_line(error, 80)
         raise CheckpointError(
-            f"checkpoint {path} is no plain data; nothing was run: do not trust it ({cause})"
+            f"checkpoint {path} is not plain data; nothing was run: do not trust it ({cause})"
         ) from None
     return state
 
@@ -90,12 +90,12 @@ def _read_sealed(path: Path) -> bytes:
     """Return the bytes of a file if they match its seal."""
     try:
         with open(path, "rb", opener=plain_file) as file:
-            is_archive = file.read(4) == b"PK\x03\x04"  # a giant that is none is not read
+            is_archive = file.read(4) == b"PK\x03\x04"  # a giant of another kind is not read
         data = read_plain(path, None) if is_archive else b""
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from None
     if data[-_SEAL_BYTES:-64] != _MARK:
-        raise CheckpointError(f"checkpoint {path} is empty, truncated or no checkpoint")
+        raise CheckpointError(f"checkpoint {path} is empty, truncated or not a checkpoint")
     if data[-64:] != hashlib.sha256(memoryview(data)[:-_SEAL_BYTES]).hexdigest().encode():
         problem = "is damaged: its bytes do not match its SHA-256 checksum"
         raise CheckpointError(f"checkpoint {path} {problem}")
@@ -106,7 +106,7 @@ def pack(state: dict[str, Any]) -> bytes:
     """Return the bytes of a checkpoint file.
 
     Raises:
-        CheckpointError: a value that could not be loaded again.
+        CheckpointError: a value could not be loaded again.
     """
     check_plain(state)
     buffer = io.BytesIO()
@@ -115,7 +115,7 @@ def pack(state: dict[str, Any]) -> bytes:
 
 
 def seal(archive: bytes, format_version: int = FORMAT_VERSION) -> bytes:
-    """Return a zip archive with the comment.
+    """Add the comment to a zip archive.
 
     Source: a zip file ends with the two-byte length of its comment and the comment, PKWARE APPNOTE
     4.3.16.
@@ -127,15 +127,15 @@ def seal(archive: bytes, format_version: int = FORMAT_VERSION) -> bytes:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Make a file hold `data` whole, or leave it as it was; make its folder.
+    """Write a file as a whole or not at all; create its folder.
 
     Raises:
-        CheckpointError: names path, bytes needed and cause. No half-written file stays.
+        CheckpointError: it cannot be written; names path, size and cause.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, data, sync=True, part="unfinished.part")
-        # the new name survives a power cut, too, where the file system can sync a folder
+        # keep the new name through a power cut; not every file system can sync a folder
         folder = os.open(path.parent, os.O_RDONLY)
         with suppress(OSError):
             os.fsync(folder)
@@ -155,24 +155,25 @@ def save_checkpoint(
 
     Args:
         state: tensors, numbers, strings, None, in dicts, lists and tuples.
-        iteration: part of the name. Later iterations already there are removed: they are from a
+        iteration: part of the name. Checkpoints of later iterations are removed: they belong to a
             past that a resumed run does not share.
         keep: number of newest checkpoints that stay, at least 1.
-        best: it becomes best.pt as well, which stays however many follow.
+        best: also write best.pt, which `keep` does not count.
 
     Raises:
-        CheckpointError: a value that could not be loaded again, or a disk that cannot be written.
+        CheckpointError: a value could not be loaded again, or the disk cannot be written.
     """
     path = Path(directory, f"iteration_{iteration:08d}.pt")
     data = pack(state)
-    # best.pt first: a run killed between the two repeats this iteration, and finds its best there
+    # best.pt first: a run that is killed between the two repeats this iteration, and finds its best
     if best:
         write_atomically(path.with_name(BEST_FILE), data)
     write_atomically(path, data)
     numbered = [file for file in checkpoint_files(path.parent) if file.name != BEST_FILE]
-    end = numbered.index(path) + 1
-    for file in [*numbered[:end][:-keep], *numbered[end:]]:
-        remove(file)
+    kept = numbered[: numbered.index(path) + 1][-keep:]
+    for file in numbered:
+        if file not in kept:
+            remove(file)
     return path
 
 
@@ -190,10 +191,11 @@ def save_agreed(
 
     Args:
         state: on the main process; None on the others.
-        measured: value of the metric by which the best is chosen.
+        measured: value of the metric that chooses the best, by its name.
+        best: this is the best checkpoint so far.
 
     Returns:
-        The checkpoint's path, and why it could not be written: "" where it was.
+        The checkpoint's path; and why it could not be written, or "".
     """
     path, problem = run_dir, ""
     if state is not None:
@@ -207,9 +209,9 @@ def save_agreed(
 
 
 def load_latest(run_dir: str | Path) -> Found | None:
-    """Load the newest valid checkpoint of a run or folder; logs which it skipped.
+    """Load the newest valid checkpoint of a run or folder; log those skipped.
 
-    best.pt is the last resort: it may be all that a cleaner has left.
+    best.pt comes last: it may be all that a cleaner has left.
 
     Raises:
         OtherFormatError: the newest one is whole, but of another format: falling back would lose
@@ -255,7 +257,7 @@ def checkpoint_folder(path: str | Path) -> Path:
 def checkpoint_files(path: str | Path) -> list[Path]:
     """List the checkpoints of a run or folder: best.pt, then by iteration.
 
-    A pipe, device, folder or broken link with the name of a checkpoint is none.
+    What is not a file is skipped, even if it has the name of a checkpoint.
     """
     files = [file for file in checkpoint_folder(path).glob("*.pt") if file.is_file()]
     named = [file for file in files if file.name == BEST_FILE or iteration_in_name(file) >= 0]
@@ -263,7 +265,7 @@ def checkpoint_files(path: str | Path) -> list[Path]:
 
 
 def iteration_in_name(path: Path) -> int:
-    """Return the iteration in a file's name; -1: there is none."""
+    """Return the iteration in a file's name, or -1 if there is none."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else -1
 
@@ -275,7 +277,7 @@ class Best:
     better.
 
     Args:
-        names: the metric is the first of these that the run reports; none: no best.pt.
+        names: the first of these that the run reports is the metric; empty: no best.pt.
     """
 
     def __init__(self, names: Sequence[str], directory: Path, world: World) -> None:
@@ -293,8 +295,8 @@ class Best:
         name = next((name for name in self.names if name in metrics), "")
         value = all_gather_json(metrics[name], self.world)[0] if name else None
         if not isinstance(value, int | float | None):
-            raise UserError(f"keep_best {name} is no number: name a metric that is one")
-        # None: no episode has ended, for example
+            raise UserError(f"keep_best {name} is not a number: name another metric")
+        # it is None if no episode has ended, for example
         if value is not None and math.isfinite(value):
             self.measured = {name: float(value)}
         self.improved = bool(self.measured) and (self.value is None or value > self.value)
@@ -307,7 +309,7 @@ class Best:
 
 
 def _value_of_best(names: Sequence[str], path: Path) -> float | None:
-    """Return the value in best.pt; None: the next checkpoint replaces it."""
+    """Return the value in best.pt, or None if the next checkpoint replaces it."""
     if not path.exists():
         return None
     with suppress(CheckpointError):

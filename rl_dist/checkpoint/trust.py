@@ -1,7 +1,7 @@
-"""Find the modules that a run names without an import, and trust or refuse them.
+"""Trust or refuse the modules that a run names, before they are imported.
 
-A run directory may come from anybody. Nothing in it is ever run. It names modules to import only if
-the command line names them, too, or if the run is the user's own.
+A run directory may be foreign, and nothing in it is ever run. A module that the run names is
+imported only if the command line names it, too, or if the run is the user's own.
 """
 
 from __future__ import annotations
@@ -18,19 +18,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rl_dist.errors import (
-    FOREIGN_ERRORS,
-    UserError,
-    no_module,
-    one_line,
-)
+from rl_dist.errors import FOREIGN_ERRORS, UserError, no_module, one_line
 from rl_dist.files import plain_file
 
 
 def import_from_here(*values: str) -> None:
-    """Search the current directory, last, if any of these values is a `module:name`.
+    """Put the current directory last on the path if a value is a `module:name`.
 
-    A script has its folder on the path instead; ranks inherit the path.
+    Python puts the folder of a script on the path instead. Ranks inherit the path.
     """
     here = str(Path.cwd())
     if any(":" in value for value in values) and not {"", here} & {*sys.path}:
@@ -41,7 +36,7 @@ def import_own(field: str, value: str) -> Any:
     """Return the class or function that `module:name` names.
 
     Raises:
-        UserError: there is no such module, it raises as it is imported, or has no such function.
+        UserError: there is no such module, it raises while it is imported, or has no such function.
     """
     module, _, name = value.partition(":")
     try:
@@ -56,18 +51,18 @@ def import_own(field: str, value: str) -> Any:
 
 
 def module_files(names: Sequence[str]) -> dict[str, list[Path]]:
-    """Return the files behind each `module:name`, by module; imports nothing."""
+    """Find the files of each `module:name` without an import, by module."""
     modules = {module for name in names if (module := name.rpartition(":")[0])}
     return {module: [*filter(Path.is_file, map(Path, _places(module)))] for module in modules}
 
 
 def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: str | None) -> None:
-    """Refuse a run's `module:name` before the module is imported.
+    """Refuse an untrusted `module:name` of a run before it is imported.
 
-    From here on nothing is imported from the run directory, even if it is the current one.
+    Afterwards nothing is imported from the run directory, even if it is the current directory.
 
     Args:
-        section: of config.json.
+        section: the section of config.json that holds these values.
         saved: values of the section as the checkpoint holds them; the first one names the module.
         given: the module:name on the command line, or None.
 
@@ -76,7 +71,7 @@ def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: st
             no config.json that only this user can write holds these values.
     """
     run_dir = run_dir.absolute()
-    if not _inside(__file__, run_dir):  # else the run directory is a folder above the program
+    if not _inside(__file__, run_dir):  # else the run directory contains this program
         sys.path[:] = [entry for entry in sys.path if not _inside(entry or ".", run_dir)]
     field, value = next(iter(saved.items()))
     module = value.rpartition(":")[0]
@@ -93,7 +88,7 @@ def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: st
 
 
 def _is_own(path: Path, section: str, saved: Mapping[str, str]) -> bool:
-    """Return True for a config.json of this user that holds the saved values."""
+    """Return True if only this user can write config.json, and it holds the values."""
     try:
         with open(path, "rb", opener=plain_file) as file:
             about = os.fstat(file.fileno())
@@ -105,7 +100,7 @@ def _is_own(path: Path, section: str, saved: Mapping[str, str]) -> bool:
 
 
 def _places(module: str) -> list[str]:
-    """List where a module and the packages around it would be imported from; runs nothing."""
+    """List the places from which a module and its packages would be imported."""
     places: list[str] = []
     path: Sequence[str] | None = None
     for part in module.split("."):
@@ -114,7 +109,7 @@ def _places(module: str) -> list[str]:
         except (ImportError, ValueError):
             spec = None
         if spec is None:
-            return places  # importing the module will name the problem
+            return places  # its import will name the problem
         path = list(spec.submodule_search_locations or [])
         places += [*path, *([spec.origin] if spec.has_location and spec.origin else [])]
     return places
@@ -122,7 +117,7 @@ def _places(module: str) -> list[str]:
 
 def _inside(place: str | Path, folder: Path) -> bool:
     """Return True for a place in a folder, with or without links followed."""
-    # normpath: without "..", and without following links
+    # normpath removes ".." and does not follow links
     places, folders = (
         {Path(os.path.normpath(Path.cwd() / path)), Path(path).resolve()}
         for path in (place, folder)

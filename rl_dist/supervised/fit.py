@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from rl_dist.checkpoint.store import BEST_FILE, latest_checkpoint, load_checkpoint, save_agreed
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, one_line
 from rl_dist.files import check_layout
 from rl_dist.process_group.collectives import (
     all_gather_json,
@@ -228,7 +228,13 @@ class Fitting:
                 raise UserError(f"{run.path} holds checkpoints: resume it, or name another run_dir")
         newest = all_gather_json(newest, self.strategy.world)[0]
         if newest:
-            self._load(load_checkpoint(newest), run.checkpoints / BEST_FILE)
+            try:
+                self._load(load_checkpoint(newest), run.checkpoints / BEST_FILE)
+            except ValueError:
+                raise
+            except Exception as error:  # torch raises many kinds for other names and shapes
+                problem = f"{newest} is of another module or optimizer: {one_line(error)}"
+                raise UserError(problem) from error
             logger.info("continuing from %s, epoch %d", newest, self.epoch)
 
     def _load(self, state: dict[str, Any], best_file: Path) -> None:

@@ -44,7 +44,8 @@ from rl_dist.process_group.world import World
 from rl_dist.run_dir import RunDir
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
-from rl_dist.supervised.fit import FitState
+from rl_dist.supervised.config import FitConfig
+from rl_dist.supervised.fit import Fitting
 
 HUGE = [10**4000, -(10**4000), 2**63, -(2**63), 1e308, float("nan"), float("inf")]
 NESTED = json.loads("[" * 500 + "]" * 500)
@@ -242,23 +243,31 @@ def test_every_odd_entry_is_refused_in_one_line_or_the_run_continues(copy, monke
         assert (code == 0 and not errors) or (code in (1, 2) and len(errors) == 1), (name, errors)
 
 
-def fitted():
+def fitting():
     module = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     world = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
     strategy = Strategy(StrategyConfig(), world)
-    strategy.wrap(module)(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    return FitState(strategy, optimizer, scheduler, {"kind": "x"}, {"samples": 3})
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    return Fitting(
+        module=strategy.wrap(module),
+        optimizer=optimizer,
+        criterion=torch.nn.functional.mse_loss,
+        strategy=strategy,
+        metrics={},
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        config=FitConfig(),
+        extra={"kind": "x"},
+    )
 
 
 def test_every_odd_entry_of_a_fit_is_one_line_or_is_taken(tmp_path):
-    state = fitted()
-    state.add({"epoch": 1.0, "valid/loss": 1.0})
-    state.save(RunDir(tmp_path), keep=1, best=True)
-    best = tmp_path / "checkpoints" / "best.pt"
-    for _, candidate in odd_states(load_checkpoint(best)):
+    run, fit = RunDir(tmp_path), fitting()
+    fit.module(torch.ones(1, 2)).sum().backward()
+    fit.optimizer.step()
+    fit.save(run, fit.end_epoch({"epoch": 1.0, "valid/loss": 1.0}))
+    (path,) = run.checkpoints.glob("iteration_*.pt")
+    (run.checkpoints / "best.pt").unlink()
+    for _, candidate in odd_states(load_checkpoint(path)):
+        path.write_bytes(pack(candidate))
         with suppress(ValueError):  # a command prints it in one line
-            check_state(candidate)
-            fitted().load(candidate, best)
+            fitting().restore(run, resume=True)

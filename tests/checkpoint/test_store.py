@@ -107,7 +107,7 @@ REFUSED = {
     "names no format": [without_format],
     "a Tensor, not a state": [lambda data: seal(archive_of(torch.zeros(2)))],
     "is a set": [lambda data: seal(archive_of({"env": {1, 2}}))],
-    "no plain data; nothing was run": [
+    "not plain data; nothing was run": [
         lambda data: with_pickle(data, b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s."),  # holds itself
         lambda data: with_pickle(data, b"\x80\x02]"),
         lambda data: script(),

@@ -49,12 +49,12 @@ def test_records_and_scalars_hold_finite_numbers_by_global_step_and_rank(tmp_pat
 
 def test_a_resumed_run_continues_its_files_without_doubles(tmp_path):
     run = RunDir(tmp_path)
-    assert run.cut_records(5) == 0  # there are none
+    run.cut_records(5)  # there are none
     write(tmp_path, *(record(n, x=float(n)) for n in (1, 2, 3)))
     with run.metrics_path.open("a") as file:
         file.write('{"iteration": 4, "glob')  # torn by a kill
     assert [line["iteration"] for line in run.records(last=2)] == [2, 3]
-    assert run.cut_records(2) == 2
+    run.cut_records(2)
     found = write(tmp_path, record(3, x=30.0), start=2, purge_step=201)
     assert [(line["iteration"], line["x"]) for line in found] == [(1, 1), (2, 2), (3, 30)]
     assert sorted(scalars(tmp_path)["x"]) == [(100, 1.0), (200, 2.0), (300, 30.0)]
