@@ -96,13 +96,14 @@ def test_of_torchruns_ranks_the_first_prints_a_mistake_and_the_others_only_what_
     environment, monkeypatch, capsys, tmp_path
 ):
     def printed_by(rank, patience_s):
-        error_file = str(tmp_path / str(rank) / "error.json")
+        error_file = str(tmp_path / "attempt_0" / str(rank) / "error.json")
         numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         environment(**TORCHRUN | numbers, TORCHELASTIC_ERROR_FILE=error_file)
         monkeypatch.setattr(errors, "FIRST_RANK_S", patience_s)
         assert train_here(monkeypatch, "--num_envs", "-4") == 2
         return capsys.readouterr().err
 
+    (tmp_path / "attempt_0").mkdir()
     assert only_error(printed_by(1, 0.01))  # the first has not failed
     assert only_error(printed_by(0, 1e6))
     assert printed_by(1, 1e6) == ""
