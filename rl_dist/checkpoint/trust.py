@@ -46,7 +46,7 @@ def import_own(field: str, value: str) -> Any:
         raise UserError(f"{field} {value!r}: {why}") from error
     named = getattr(imported, name, None)
     if not callable(named):
-        raise UserError(f"{field} {value!r}: {module} has no function or class {name!r}")
+        raise UserError(f"{field} {value!r}: {module} has no function or class {name}")
     return named
 
 
