@@ -1,4 +1,4 @@
-"""Check the content of a checkpoint: plain values, and the entries that a run reads.
+"""Check the content of a checkpoint: plain values, and the entries of a run.
 
 The checksum finds damage. These checks find values that somebody changed, or that went wrong in
 training.
