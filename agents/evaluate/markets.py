@@ -56,7 +56,7 @@ Record = dict[str, np.ndarray]
 # ---- one pass over markets
 
 
-def run_markets(env: Any, controller: Controller, on_step: Callable[[], None]) -> Record:
+def run_markets(env: Any, controller: Controller, world: World) -> Record:
     """Make one pass over all markets; a ruined portfolio keeps its last value."""
     obs, _ = env.reset(seed=[0] * env.num_envs)
     start = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
@@ -66,7 +66,7 @@ def run_markets(env: Any, controller: Controller, on_step: Callable[[], None]) -
     days: dict[str, list[Tensor]] = {name: [] for name in names}
     for _ in range(env.num_days - 1):
         obs, _, terminated, truncated, info = env.step(controller(env, obs, start))
-        on_step()
+        world.heartbeat()
         values.append(torch.where(alive, info["portfolio_value"], values[-1]))
         for name in names:
             days[name].append(info[name] * (alive if name in ACCOUNTS else alive[:, None]))
@@ -96,7 +96,7 @@ def evaluate_markets(
 
     local_records: dict[str, dict[str, list]] = {}
     for name, trader in traders.items() if local_markets else ():
-        record = run_markets(make_env(trader is buy_equal_weight), trader, world.heartbeat)
+        record = run_markets(make_env(trader is buy_equal_weight), trader, world)
         local_records[name] = {key: column.tolist() for key, column in record.items()}
     ranks = [rank for rank in all_gather_json(local_records, world) if rank]
     return {

@@ -1,10 +1,12 @@
 """Indicators: causal, and right on series with known answers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from trading_markets import random_market, scaled
 
 from envs.trading import features
-from envs.trading.market_data import Market
 
 INDICATORS = {  # with the day from which on they are warm
     "macd": (features.macd, 25),
@@ -16,35 +18,16 @@ INDICATORS = {  # with the day from which on they are warm
 }
 
 
-def market(close, high, low):
-    none = np.zeros(0)
-    return Market("bars", none, (), open=none, high=high, low=low, close=close, volume=none)
-
-
-def random_bars(num_days, n):
-    rng = np.random.default_rng(0)
-    close = 50.0 * np.exp(np.cumsum(0.01 * rng.standard_t(4, size=(num_days, n)), axis=0))
-    spread = close * rng.uniform(0.001, 0.02, size=(2, num_days, n))
-    return market(close, close + spread[0], close - spread[1])
-
-
 @pytest.mark.parametrize("name", INDICATORS)
 def test_values_are_nan_until_warm_and_never_change_with_later_bars(name):
     indicator, warm_day = INDICATORS[name]
-    bars = random_bars(300, 3)
+    bars = random_market(num_days=300)
     before = indicator(bars)
     assert np.isnan(before[:warm_day]).all() and np.isfinite(before[warm_day:]).all()
     for today in (warm_day, 150, 298):
-        factor = np.ones((300, 1))
-        factor[today + 1 :, 0] = np.linspace(3.0, 0.2, 299 - today)
-        after = indicator(market(bars.close * factor, bars.high * factor, bars.low * factor))
+        after = indicator(scaled(bars, today + 1, 3.0))
         np.testing.assert_array_equal(after[: today + 1], before[: today + 1])
         assert not np.array_equal(after[today + 1 :], before[today + 1 :], equal_nan=True)
-
-
-UP = np.arange(100.0, 220.0)
-DOWN = UP[::-1]
-LINES = np.stack([UP, DOWN], axis=1)
 
 
 @pytest.mark.parametrize(
@@ -58,12 +41,15 @@ LINES = np.stack([UP, DOWN], axis=1)
 )
 def test_straight_lines_have_known_values(name, expected):
     indicator, warm_day = INDICATORS[name]
-    values = indicator(market(LINES, LINES + 0.5, LINES - 0.5))[warm_day:]
+    up = np.arange(100.0, 220.0)
+    lines = np.stack([up, up[::-1]], axis=1)
+    bars = replace(random_market(), close=lines, high=lines + 0.5, low=lines - 0.5)
+    values = indicator(bars)[warm_day:]
     np.testing.assert_allclose(values, np.tile(expected, (len(values), 1)), atol=1e-9)
 
 
 def test_turbulence_equals_a_slow_reference_on_single_days():
-    close = random_bars(420, 6).close
+    close = random_market(num_stocks=6).close
     values = features.turbulence(close)
     for day in (253, 317, 419):
         history = np.array([close[t] / close[t - 1] - 1 for t in range(day - 252, day)])
@@ -73,10 +59,10 @@ def test_turbulence_equals_a_slow_reference_on_single_days():
 
 
 def test_turbulence_survives_a_twin_and_a_stock_that_never_moves():
-    close = random_bars(300, 3).close
+    close = random_market(num_days=300).close
     expected = features.turbulence(close)
     for other, rtol in ((np.full((300, 1), 7.0), 1e-6), (2.0 * close[:, :1], 1e-4)):
         values = features.turbulence(np.concatenate([close, other], axis=1))
         np.testing.assert_allclose(values, expected, rtol=rtol)
-    with pytest.raises(ValueError, match="fewer stocks than its 3 days"):
-        features.turbulence(close, days=3)
+    with pytest.raises(ValueError, match="fewer stocks than its 4 days"):
+        features.turbulence(close, days=4)
