@@ -141,27 +141,22 @@ def test_every_look_at_the_test_span_of_real_prices_is_kept(runs, evaluated, mon
         path.rmdir()
 
 
-def test_daily_returns_weights_and_trades_give_the_figures_of_the_table(runs):
-    summary = json.loads((runs / "csv" / "summary.json").read_text())["train"]
-    table = pd.read_csv(runs / "csv" / "evaluation" / "train.csv")
+def test_daily_figures_on_real_bars_give_those_of_the_table_and_equal_weight_the_known_ones(runs):
+    summary = json.loads((runs / "csv" / "summary.json").read_text())["valid"]
+    table = pd.read_csv(runs / "csv" / "evaluation" / "valid.csv")
     for name, days in table.groupby("strategy"):
         assert days["date"].iloc[-1] == summary["days"][1] and len(days) == summary["num_days"]
         growth = (1 + days["return"]).prod() - 1
         assert growth == pytest.approx(summary["policies"][name]["cumulative_return"])
-    figures = summary["policies"]["policy"]
+    figures, held = (summary["policies"][name] for name in ("policy", "equal weight"))
     days = table[table["strategy"] == "policy"]
     weights, usd = (days.filter(like=f"{kind}:").to_numpy() for kind in ("weight", "usd"))
     assert weights.sum(1).mean() == pytest.approx(figures["exposure"], rel=1e-5)
     assert (usd != 0).sum() == figures["num_trades"] and usd.shape[1] == 5
     assert abs(usd).sum() * 1e-3 == pytest.approx(figures["fees_usd"], rel=1e-4)
-
-
-def test_equal_weight_on_real_bars_earns_the_mean_of_the_stocks_less_the_fee(runs):
-    valid = json.loads((runs / "csv" / "summary.json").read_text())["valid"]
-    held = valid["policies"]["equal weight"]
+    # bought at the first open, less the fee
     bars = pd.read_csv(runs / "five.csv")
-    bars = bars[(bars["date"] > valid["days"][0]) & (bars["date"] <= valid["days"][1])]
-    stocks = bars.groupby("tic")
+    stocks = bars[bars["date"].between(days["date"].iloc[0], summary["days"][1])].groupby("tic")
     expected = (stocks["close"].last() / stocks["open"].first()).mean() / 1.001 - 1
     assert held["cumulative_return"] == pytest.approx(expected, abs=1e-3)
     assert held["num_trades"] == 5
@@ -178,19 +173,18 @@ def test_a_run_does_not_continue_with_prices_that_have_changed(runs, monkeypatch
     assert str(prices) in only_error(capsys.readouterr().err)
 
 
-def test_policies_are_compared_in_one_table(runs, evaluated):
-    mlp, same = str(runs / "csv_mlp"), str(runs / "csv")
-    policies = evaluated("csv", "--compare", mlp, same)[1]["valid"]["policies"]
-    assert set(policies) == {"policy", "equal weight", mlp, same}
-    assert policies[same] == policies["policy"] != policies[mlp]
-
-
-def test_a_checkpoint_copied_elsewhere_is_drawn_there(runs, evaluated, tmp_path, monkeypatch):
+def test_policies_are_compared_and_a_copied_checkpoint_is_drawn_where_it_lies(
+    runs, evaluated, tmp_path, monkeypatch
+):
     copy = tmp_path / "elsewhere" / "best.pt"
     copy.parent.mkdir()
     shutil.copy(latest_checkpoint(runs / "csv"), copy)
+    mlp, original = str(runs / "csv_mlp"), str(runs / "csv")
+    policies = evaluated(copy, "--compare", mlp, original)[1]["valid"]["policies"]
+    assert set(policies) == {"policy", "equal weight", mlp, original}
+    assert policies[original] == policies["policy"] != policies[mlp]
     plots = copy.parent / "plots"
-    assert evaluated(copy)[1] == evaluated("csv")[1] and (plots / "evaluation.png").exists()
+    assert (plots / "evaluation.png").exists()
     evaluated(copy, "--plot", tmp_path / "mine.png")
     assert (tmp_path / "mine.png").exists()
     plots.rename(tmp_path / "kept")
@@ -221,7 +215,7 @@ def test_a_film_shows_every_step_of_the_first_episode_that_is_evaluated(
 REFUSED = [
     ("fading", "--compare {}/csv", "trained on observations of parts"),
     ("csv", "--num_gpus 0", "num_gpus"),
-    ("nothing", "", "does not exist"),
+    ("nothing", "", "/nothing"),
     ("five.csv", "", "no checkpoint"),
     ("fading", "--video {}/films", "render"),
     ("nan.pt", "--env FadingNan-v0", "FadingNan-v0 number 0 at its step 2"),
