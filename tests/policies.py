@@ -1,6 +1,7 @@
 """Policies of all forms, and inputs for them."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,38 +14,31 @@ from envs.vector.layout import Layout, Part
 BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)
 DISCRETE = spaces.Discrete(3)
 SEVERAL = spaces.MultiDiscrete([3, 2, 4])
+small = partial(PolicyConfig, hidden_size=8)
 FORMS = {
-    "clstm": PolicyConfig(hidden_size=8),
-    "window of 1": PolicyConfig(hidden_size=8, feature_window=1),
-    "window of 4": PolicyConfig(hidden_size=8, feature_window=4),
-    "no memory": PolicyConfig(hidden_size=8, memory=False),
-    "mlp": PolicyConfig(hidden_size=8, policy="mlp"),
-    "clstm of 2 layers": PolicyConfig(hidden_size=8, num_layers=2),
-    "lstm of 2 layers": PolicyConfig(hidden_size=8, policy="lstm", num_layers=2),
-    "gru": PolicyConfig(hidden_size=8, policy="gru"),
-    "gru of 2 layers": PolicyConfig(hidden_size=8, policy="gru", num_layers=2),
-    "mingru": PolicyConfig(hidden_size=8, policy="mingru"),
-    "separate mingrus of 2 layers": PolicyConfig(
-        hidden_size=8, policy="mingru", num_layers=2, separate_trunks=True
-    ),
-    "separate lstms": PolicyConfig(hidden_size=8, policy="lstm", separate_trunks=True),
-    "own": PolicyConfig(hidden_size=8, policy="own", core="own_cores:Decay"),
+    "clstm": small(),
+    "window of 1": small(feature_window=1),
+    "window of 4": small(feature_window=4),
+    "no memory": small(memory=False),
+    "mlp": small(policy="mlp"),
+    "clstm of 2 layers": small(num_layers=2),
+    "lstm of 2 layers": small(policy="lstm", num_layers=2),
+    "gru": small(policy="gru"),
+    "gru of 2 layers": small(policy="gru", num_layers=2),
+    "mingru": small(policy="mingru"),
+    "separate mingrus of 2 layers": small(policy="mingru", num_layers=2, separate_trunks=True),
+    "separate lstms": small(policy="lstm", separate_trunks=True),
+    "own": small(policy="own", core="own_cores:Decay"),
 }
 NUM_OBS = 4
 CAMERA, MASK = Part("camera", "image", (2, 9, 8)), Part("action_mask", "mask", (9,))
 NESTED = Layout((CAMERA, Part("keys", "plain", (3,)), MASK, Part("pose", "vector", (2,))))
 ROWS = {  # form: configuration, actions, and what a row holds
-    "nested rows, masks": (PolicyConfig(hidden_size=8), SEVERAL, NESTED),
-    "windows of nested rows, masks": (
-        PolicyConfig(hidden_size=8, feature_window=2), spaces.Discrete(9), NESTED,
-    ),
-    "images, two mingrus": (
-        PolicyConfig(hidden_size=8, policy="mingru", num_layers=2), BOX, Layout((CAMERA,)),
-    ),
-    "squashed actions": (
-        PolicyConfig(hidden_size=8, policy="lstm", squash_actions=True), BOX, NUM_OBS,
-    ),
-}  # fmt: skip
+    "nested rows, masks": (small(), SEVERAL, NESTED),
+    "windows of nested rows, masks": (small(feature_window=2), spaces.Discrete(9), NESTED),
+    "images, two mingrus": (small(policy="mingru", num_layers=2), BOX, Layout((CAMERA,))),
+    "squashed actions": (small(policy="lstm", squash_actions=True), BOX, NUM_OBS),
+}
 
 
 def make_policy(config, space=BOX, layout=NUM_OBS, seed=0):
@@ -55,20 +49,20 @@ def make_policy(config, space=BOX, layout=NUM_OBS, seed=0):
 
 
 def make_inputs(policy, num_steps=11, num_envs=5, seed=3):
+    """Observations, states, episode starts and noise of some environments."""
     generator = torch.Generator().manual_seed(seed)
-    width = policy.num_obs * max(policy.config.feature_window, 1)
-    obs = torch.randn(num_steps, num_envs, width, dtype=torch.float64, generator=generator)
+
+    def normal(*shape):
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    obs = normal(num_steps, num_envs, max(policy.config.feature_window, 1), policy.num_obs)
     if columns := policy.mask_columns:
-        rows = obs.unflatten(-1, (-1, policy.num_obs))
-        rows[..., columns] = (rows[..., columns] > 0).double()
+        obs[..., columns] = (obs[..., columns] > 0).double()
         first = np.cumsum([0, *policy.action_sizes[:-1]])
-        rows[..., np.array(columns)[first]] = 1.0  # something is allowed of every choice
-    state = torch.randn(policy.initial_state(num_envs).shape, generator=generator).double()
+        obs[..., np.array(columns)[first]] = 1.0  # something is allowed of every choice
     starts = torch.rand(num_steps, num_envs, generator=generator) < 0.25
-    noise = torch.randn(
-        num_steps, num_envs, policy.num_actions, dtype=torch.float64, generator=generator
-    )
-    return obs, state, starts, noise
+    state = normal(*policy.initial_state(num_envs).shape)
+    return obs.flatten(2), state, starts, normal(num_steps, num_envs, policy.num_actions)
 
 
 def act(policy, obs, state, starts, noise=None):

@@ -46,7 +46,7 @@ def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> f
     """
     policy, decoder = float_copy(agent), step.decoder
     generator = np.random.default_rng(0)
-    exported, expected = [], []
+    exported, expected = [], []  # numbers [B, n] of every step
     for batch in BATCHES:
         vectors, history = policy.initial_state(batch), policy.empty_history(batch)
         state = np.zeros((batch, step.state_size), np.float32)
@@ -67,11 +67,13 @@ def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> f
             history = shift_history(history, seen)
             rows = [action.reshape(batch, -1), decoder.flat(decided)]
             if policy.discrete:
-                rows = [_logits(decoder, actor.numpy(), row) for row in rows]
+                chosen = [torch.from_numpy(row - decoder.start) for row in rows]
+                rows = [(decoder.encode(c) * actor.numpy()).sum(1, keepdims=True) for c in chosen]
             exported.append(rows[0])
             expected.append(rows[1])
     wanted = np.concatenate(expected)
-    scale = np.maximum(1.0 if policy.discrete else decoder.scale, np.abs(wanted).max(axis=0))
+    smallest = 1.0 if policy.discrete else decoder.scale
+    scale = np.maximum(smallest, np.abs(wanted).max(axis=0))
     differences = np.abs(np.concatenate(exported) - wanted) / scale
     return float(np.nan_to_num(differences, nan=np.inf).max())
 
@@ -89,14 +91,6 @@ def sample_rows(
     if policy.mask_columns:
         rows[:, np.array(policy.mask_columns)[np.cumsum(decoder.sizes) - 1]] = 1.0
     return rows
-
-
-def _logits(decoder: ActionDecoder, actor: np.ndarray, choices: np.ndarray) -> np.ndarray:
-    """Return the actor's outputs for choices [B, D]; NaN for one that does not exist."""
-    digits = choices.astype(np.int64) - decoder.start
-    exists = (digits >= 0) & (digits < decoder.sizes)
-    places = np.cumsum(decoder.sizes) - decoder.sizes + np.where(exists, digits, 0)
-    return np.where(exists, np.take_along_axis(actor, places, axis=1), np.nan)
 
 
 # ---- the contract

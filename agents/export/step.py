@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
 import json
 import logging
 import warnings
@@ -33,8 +31,8 @@ Runner = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.nda
 class ExportedStep(nn.Module):
     """One step without noise and critic; normaliser, reset and bounds are inside.
 
-    The state is one row of D numbers, zeros at first: vectors of the cores, then the observations
-    of a window before this one.
+    The state is one row of D numbers, zeros at first: vectors of the cores, then the earlier
+    observations of a window.
     """
 
     start: Tensor  # [D] int64, first value of each choice
@@ -49,9 +47,9 @@ class ExportedStep(nn.Module):
         policy.critic_core, weight = PassThrough(), policy.critic_head.weight
         policy.critic_head = nn.Identity()  # type: ignore[assignment]
         policy.critic_head.register_buffer("weight", weight)  # only its type is read
-        is_stateless = policy.config.stateless
-        self.vectors_size = 0 if is_stateless else policy.initial_state(1).numel()
-        self.state_size = self.vectors_size + policy.empty_history(1).numel()
+        vectors_size = 0 if policy.config.stateless else policy.initial_state(1).numel()
+        self.sizes = [vectors_size, policy.empty_history(1).numel()]
+        self.state_size = sum(self.sizes)
         self.normalize = agent.normalizer.frozen(torch.float32)
 
         # bounds and units of the environment's actions
@@ -79,20 +77,17 @@ class ExportedStep(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return actions [B, ...] and the state [B, D] after them."""
         state = torch.where(episode_start[:, None], 0.0, state)
-        vectors = self.policy.initial_state(obs.shape[0])
-        history = self.policy.empty_history(obs.shape[0])
-        vectors_row, history_row = state[:, : self.vectors_size], state[:, self.vectors_size :]
-        if self.vectors_size:
-            vectors = vectors_row.reshape(vectors.shape)
-        if self.state_size > self.vectors_size:
-            history = history_row.reshape(history.shape)
+        batch = obs.shape[0]  # len would make it a constant
+        parts = self.policy.initial_state(batch), self.policy.empty_history(batch)
+        vectors, history = (
+            row.reshape(part.shape) if row.shape[1] else part
+            for row, part in zip(state.split(self.sizes, dim=1), parts, strict=True)
+        )
         seen = policy_input(self.normalize, history, obs, torch.float32)
         actions, _, _, vectors = self.policy.act(seen, vectors, episode_start)
-        if self.vectors_size:
-            vectors_row = vectors.flatten(1)
-        if self.state_size > self.vectors_size:
-            history_row = shift_history(history, seen).flatten(1)
-        return self._in_units(actions), torch.cat([vectors_row, history_row], dim=1)
+        after = [vectors, shift_history(history, seen)]
+        rows = [part.flatten(1) for part, size in zip(after, self.sizes, strict=True) if size]
+        return self._in_units(actions), torch.cat(rows or [state], dim=1)
 
     def _in_units(self, actions: Tensor) -> Tensor:
         """Return actions in the environment's units, within its bounds."""
@@ -128,11 +123,7 @@ def write_onnx(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # the exporter reports its progress
     try:
-        with (
-            torch.no_grad(),
-            warnings.catch_warnings(action="ignore"),
-            contextlib.redirect_stdout(io.StringIO()),
-        ):
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             program = torch.export.export(step, inputs, dynamic_shapes=BATCH_AXIS)
             model = torch.onnx.export(
                 program.run_decompositions(),

@@ -12,54 +12,36 @@ from envs.vector.layout import Layout, Part
 from rl_dist.errors import UserError
 
 IMAGE = {"camera": np.zeros((2, 13, 12, 3), np.uint8), "speed": np.zeros(4), "gear": 1}
-MASKED = {"action_mask": np.ones(7, np.int8), "place": np.zeros(4)}
+PLACE = np.zeros(4)
 STATE = np.zeros((1, 6, 8), np.float32)  # of the cascade, one observation
-WRONG = {  # policy, observation, other arguments, the error
-    "no key": ("images", {"camera": IMAGE["camera"], "speed": np.zeros(4)}, {}, "gear"),
-    "shape": ("clstm", np.zeros(3), {}, r"shape is \(3,\); one has \(4,\)"),
-    "empty": ("clstm", np.zeros((0, 4)), {}, r"shape is \(0, 4\); one has"),
-    "text": ("clstm", np.array(["a"] * 4), {}, "could not convert"),
-    "NaN": ("clstm", np.full(4, np.nan), {}, "observation is nan at 0"),
-    "NaN state": (
-        "clstm", np.zeros(4), {"state": (STATE * np.nan, np.zeros((1, 0, 4)), np.zeros((1, 0)))},
-        "reward or state holds NaN",
-    ),
-    "image of floats": (
-        "images", IMAGE | {"camera": np.zeros((2, 13, 12, 3))}, {}, "camera has type float64",
-    ),
-    "choice outside": ("images", IMAGE | {"gear": 3}, {}, "gear has a value outside"),
-    "mask of nothing": (
-        "several masked choices", MASKED | {"action_mask": np.array([0] * 4 + [1] * 3)}, {},
-        "allows no option",
-    ),
-    "mask of halves": (
-        "several masked choices", MASKED | {"action_mask": np.full(7, 0.5)}, {}, "another number",
-    ),
-    "other batch": (
-        "clstm", np.zeros((2, 4)), {"state": (STATE, np.zeros((1, 0, 4)), np.zeros((1, 0)))},
-        "state does not fit 2 observation",
-    ),
-}  # fmt: skip
+NAN_STATE, ONE_STATE = (
+    {"state": (state, np.zeros((1, 0, 4)), np.zeros((1, 0)))} for state in (STATE * np.nan, STATE)
+)
+MASK = np.array([1, 0, 0, 0, 0, 0, 0])
+MASKED = "several masked choices"
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_is_refused_in_one_line(name, tmp_path):
-    form, observation, arguments, words = WRONG[name]
+@pytest.mark.parametrize(
+    ("form", "observation", "arguments", "problem"),
+    [
+        ("images", {"camera": IMAGE["camera"], "speed": PLACE}, {}, "gear"),
+        ("images", IMAGE | {"camera": np.zeros((2, 13, 12, 3))}, {}, "camera has type float64"),
+        ("images", IMAGE | {"gear": 3}, {}, "gear has a value outside"),
+        ("clstm", np.zeros(3), {}, r"shape is \(3,\); one has \(4,\)"),
+        ("clstm", np.zeros((0, 4)), {}, r"shape is \(0, 4\); one has"),
+        ("clstm", np.array(["a"] * 4), {}, "could not convert"),
+        ("clstm", np.full(4, np.nan), {}, "observation is nan at 0"),
+        ("clstm", PLACE, NAN_STATE, "holds NaN"),
+        ("clstm", np.zeros((2, 4)), ONE_STATE, "state does not fit 2 observation"),
+        (MASKED, {"action_mask": MASK, "place": PLACE}, {}, "allows no option"),
+        (MASKED, {"action_mask": MASK / 2, "place": PLACE}, {}, "another number"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(form, observation, arguments, problem, tmp_path):
     policy = LoadedPolicy(agent_of(form, tmp_path))
-    with pytest.raises(UserError, match=words) as refused:
+    with pytest.raises(UserError, match=problem) as refused:
         policy.predict(observation, **arguments)
     assert "\n" not in str(refused.value)
-
-
-def test_a_mask_of_info_that_allows_nothing_is_refused_and_none_is_warned_of(tmp_path):
-    mask = Part("action_mask", "mask", (3,))
-    policy = LoadedPolicy(agent_of("start of choices", tmp_path, (mask,)))
-    assert policy.predict(np.zeros(4), action_masks=[0, 1, 0])[0] == 6
-    with pytest.raises(UserError, match="allows no option"):
-        policy.predict(np.zeros(4), action_masks=[0, 0, 0])
-    with pytest.warns(UserWarning, match="action_masks") as said:
-        policy.predict(np.zeros(4))
-    assert said[0].filename == __file__
 
 
 ALLOWED = [1, 0, 0], [0, 1]  # one allowed action for each of the two choices
@@ -78,11 +60,15 @@ def test_masks_come_in_every_form_of_training(shape, masks, tmp_path, monkeypatc
     monkeypatch.setitem(ALL, "choices", (SIZED, VECTOR, spaces.MultiDiscrete([3, 2])))
     policy = LoadedPolicy(agent_of("choices", tmp_path, (Part("action_mask", "mask", (5,)),)))
     assert (policy.predict(np.zeros(shape), action_masks=masks)[0] == [0, 1]).all()
-    with pytest.raises(UserError, match="action_masks must be 3 mask"):
-        policy.predict(np.zeros((3, 4)), action_masks=masks)
+    for others in (masks, np.zeros((3, 5))):
+        with pytest.raises(UserError, match="action_masks must be 3 mask"):
+            policy.predict(np.zeros((3, 4)), action_masks=others)
+    with pytest.warns(UserWarning, match="action_masks") as warned:
+        policy.predict(np.zeros(shape))
+    assert warned[0].filename == __file__
 
 
-def test_a_policy_whose_observations_were_read_otherwise_is_refused(tmp_path):
+def test_a_policy_that_read_its_observations_in_another_way_is_refused(tmp_path):
     agent = agent_of("images", tmp_path)
     camera, *others = agent.policy.layout.parts
     agent.policy.layout = Layout((Part("camera", "vector", (camera.size,)), *others))
@@ -101,8 +87,8 @@ def test_sampled_actions_are_white_noise_of_no_training(tmp_path):
     drawn = np.array([policy.predict(obs, deterministic=False)[0] for _ in range(400)])
     noise = (drawn[:, 0, 0] - [0.2, 446.5]) / [0.02, 90.7]  # [400, A]
     assert np.abs(noise.mean(0)).max() < 0.2 and np.abs(noise.std(0) - 1).max() < 0.15
-    assert np.abs((noise[1:] * noise[:-1]).mean(0)).max() < 0.2
-    trained = action_noise(policy._decode.space, 7, 0, 1, 0, 400)[:, 0].numpy()
-    assert np.abs((noise * trained).mean(0)).max() < 0.2
+    trained = action_noise(spaces.Box(-1.0, 1.0, (2,)), 7, 0, 1, 0, 400)[:, 0].numpy()
+    for other in (noise[:-1], trained[:-1], trained[1:]):
+        assert np.abs((noise[1:] * other).mean(0)).max() < 0.2
     again = LoadedPolicy(agent, seed=7)
     assert np.array_equal(drawn[0], again.predict(obs, deterministic=False)[0])
