@@ -1,9 +1,9 @@
 """The ranks of the fault tests."""
 
-import functools
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -15,8 +15,9 @@ import agents.ppo
 from agents.ppo import PPOConfig, ppo_loss
 from agents.trainer import train
 from envs import make_vector_env
+from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import UserError
-from rl_dist.process_group.collectives import all_reduce_max
+from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
 from rl_dist.process_group.world import StopFlag, close_world, open_world
 from rl_dist.telemetry.metrics import NullWriter, close_logging, setup_logging
 
@@ -43,6 +44,10 @@ def run(job, world, loss=ppo_loss, **hooks):
         except UserError as raised:
             error = str(raised)
     return training, writer.records, error
+
+
+def log_of(folder, rank):
+    return (folder / "logs" / f"rank_{rank}.log").read_text()
 
 
 def restarts(world, folder):
@@ -78,19 +83,33 @@ def bad_steps(world, folder, bad_from=6, bad_to=7, **options):
         bad = world.rank == 1 and bad_from <= len(calls) < bad_to
         return parts._replace(total=parts.total * torch.nan) if bad else parts
 
-    training, records, error = run(make_job(JOB, folder, **options), world, loss)
-    return {
-        "error": error,
-        "steps": [int(record["optim/steps"]) for record in records],
-        "skipped": [record["optim/skipped_steps"] for record in records],
-        "finite": all(torch.tensor(r["loss/policy"]).isfinite() for r in records),
-        "hashes": training.hashes,
-        "last": training.parameters[-1],
-    }
+    return run(make_job(JOB, folder, **options), world, loss)
 
 
-def drift(world, folder, what="parameter", **options):
-    """Something changes on rank 1, by a hair, in iteration 1."""
+def one_bad_step(world, folder):
+    """All ranks skip it: the second of four steps of iteration 2."""
+    training, records, error = bad_steps(world, folder, iterations=3)
+    assert error == "" and [record["optim/skipped_steps"] for record in records] == [0, 1, 0]
+    assert all(torch.tensor(record["loss/policy"]).isfinite() for record in records)
+    assert len(training.hashes) == len(set(training.hashes)) == 3 * 4 - 1
+    assert all_gather_json(training.hashes, world) == [training.hashes] * 2
+    assert log_of(folder, world.rank).count("step(s) skipped") == 1
+
+
+def many_bad_steps(world, folder):
+    """They end the run with the checkpoint of the last good iteration: all from the seventh on."""
+    ppo = PPOConfig(update_epochs=2, max_bad_steps=3)
+    options = {"iterations": 5, "checkpoint_every": 1, "ppo": ppo}
+    training, records, error = bad_steps(world, folder, 7, 1000, **options)
+    path = latest_checkpoint(folder)
+    assert path.name == "iteration_00000002.pt"
+    assert "--max_bad_steps 3" in error and len(records) == 2 and len(training.hashes) == 4 + 2
+    saved = torch.cat([value.flatten() for value in load_checkpoint(path)["policy"].values()])
+    assert torch.equal(saved, training.parameters[-1])
+
+
+def drift(world, folder, changed, iteration, names, **options):
+    """Something changes on rank 1, by a hair, in iteration 1; the next check finds it by name."""
 
     def update(training, rollout):
         losses = Recording.update(training, rollout)
@@ -98,11 +117,13 @@ def drift(world, folder, what="parameter", **options):
             weight = training.policy.critic_head.weight
             tensors = {"mean": training.normalizers.obs.moments.mean, "parameter": weight.data[0]}
             state = training.ppo.optimizer.state[weight]
-            (tensors[what] if what in tensors else state[what][0])[1] += 1e-12
+            (tensors[changed] if changed in tensors else state[changed][0])[1] += 1e-12
         return losses
 
-    training, _, error = run(make_job(JOB, folder, iterations=6, **options), world, update=update)
-    return {"error": error, "iteration": training.iteration}
+    job = make_job(JOB, folder, iterations=6, **options)
+    training, _, error = run(job, world, update=update)
+    assert training.iteration == iteration and f"rank 1 in {names} (" in error, error
+    assert not (folder / "checkpoints").exists()
 
 
 def slow(world, folder, phase, victim):
@@ -122,11 +143,13 @@ def slow(world, folder, phase, victim):
     with ExitStack() as held:
         for module in ("agents.recorder", "rl_dist.process_group.clock"):
             held.enter_context(mock.patch(f"{module}.time", clock))
-        return {"error": run(job, world, loss, collect=collect)[2]}
+        assert run(job, world, loss, collect=collect)[2] == ""
+    line = f"straggler: rank {victim} is slow in {phase}: "
+    assert world.rank == 1 or log_of(folder, 0).count(line) == 1
 
 
-def other_call(world, folder, before="update"):
-    """Rank 1 makes one more collective call in iteration 2: before the update, or within it."""
+def other_call(world, folder, place, before):
+    """Rank 1 makes one more collective call: before an update, or within one."""
     calls = []
 
     def update(training, rollout):
@@ -141,42 +164,51 @@ def other_call(world, folder, before="update"):
         return ppo_loss(*args)
 
     error = run(make_job(JOB, folder, iterations=5), world, loss, update=update)[2]
+    assert f"rank 0 in '{place}" in error, error
+    assert "rank 1 in 'agreement on a number' (collective " in error, error
     world.doing.calls = 0  # the ranks continue together
-    return {"error": error}
 
 
+WEIGHT = "policy/critic_head.weight"
 SCENARIOS = {
     "restarts": restarts,
-    # the second of four steps of iteration 2; then all from the third of iteration 2 on
-    "one_bad_step": functools.partial(bad_steps, iterations=3),
-    "bad_steps": functools.partial(
-        bad_steps,
-        bad_from=7,
-        bad_to=1000,
-        iterations=5,
-        checkpoint_every=1,
-        ppo=PPOConfig(update_epochs=2, max_bad_steps=3),
+    "one bad step": one_bad_step,
+    "many bad steps": many_bad_steps,
+    "drift": partial(drift, changed="parameter", iteration=4, names=WEIGHT, sync_check_every=4),
+    "drift before a save": partial(
+        drift,
+        changed="parameter",
+        iteration=3,
+        names=WEIGHT,
+        sync_check_every=0,
+        checkpoint_every=3,
     ),
-    "drift": functools.partial(drift, sync_check_every=4),
-    "drift_saved": functools.partial(drift, sync_check_every=0, checkpoint_every=3),
-    "drift_optimizer": functools.partial(drift, what="exp_avg", sync_check_every=1),
-    "drift_normalizer": functools.partial(drift, what="mean", sync_check_every=4),
-    "slow_collect": functools.partial(slow, phase="collect", victim=1),
-    "slow_update": functools.partial(slow, phase="update", victim=0),
-    "other_call": other_call,
-    "other_call_in_step": functools.partial(other_call, before="step"),
+    "drift of the optimizer": partial(
+        drift,
+        changed="exp_avg",
+        iteration=1,
+        names="optimizer/state/16/exp_avg",
+        sync_check_every=1,
+    ),
+    "drift of a normalizer": partial(
+        drift, changed="mean", iteration=4, names="obs_normalizer/moments.mean", sync_check_every=4
+    ),
+    "slow collect": partial(slow, phase="collect", victim=1),
+    "slow update": partial(slow, phase="update", victim=0),
+    "other call": partial(other_call, place="sum of ", before="update"),
+    "other call in a step": partial(other_call, place="gradient reduction", before="step"),
 }
 
 
 def survived(out_dir):
     """All faults after which this process continues, one after the other."""
     world = open_world("cpu", timeout_s=60)
-    results = {}
     for name, scenario in SCENARIOS.items():
-        setup_logging(Path(out_dir, name), world.rank)
-        results[name] = scenario(world, Path(out_dir, name))
+        folder = Path(out_dir, name)
+        setup_logging(folder, world.rank)
+        if result := scenario(world, folder):
+            torch.save(result, Path(out_dir, f"{name}_{world.rank}.pt"))
     close_logging()
-    torch.save(results, Path(out_dir, f"rank_{world.rank}.pt"))
     all_reduce_max(0, world)  # no rank leaves before the others have read its message
     close_world(world)
     return 0

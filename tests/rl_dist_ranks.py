@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -41,76 +42,99 @@ def make_module(seed):
 
 
 def exercise(out_dir):
-    """Use everything on this rank; the results go to rank_N.pt."""
+    """Assert on both ranks what they must find."""
     world = open_world("cpu", timeout_s=30)
-    variables = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
-    results = {"size": world.size, "pid": os.getpid(), "threads": torch.get_num_threads()}
-    results["environment"] = {name: os.environ.get(name) for name in variables}
-    results["store"] = os.path.realpath(f"{os.environ['RL_DIST_JOB_DIR']}/store_0")
-    results |= use_collectives(world) | use_ddp(world)
-    results["sync_seconds"] = world.sync_seconds
-    torch.save(results, Path(out_dir, f"rank_{world.rank}.pt"))
-    all_reduce_max(0, world)
+    check_process(world)
+    check_collectives(world)
+    check_errors(world)
+    check_threads(world)
+    check_wrapping(world)
     close_world(world)
 
 
-def use_collectives(world):
+def check_process(world):
+    """It is a process with its share of the cores that talks over loopback, and in memory."""
+    assert (world.size, world.rank) == (2, int(os.environ["RANK"]))
+    assert len(set(all_gather_json(os.getpid(), world))) == 2
+    assert torch.get_num_threads() == 1 == int(os.environ["OMP_NUM_THREADS"])  # as it was started
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    # never cut short, as a file on a full disk may be
+    assert os.path.realpath(f"{os.environ['RL_DIST_JOB_DIR']}/store_0").startswith("/memfd:")
+
+
+def check_collectives(world):
     rank = world.rank
     sums = all_reduce_sum({"b": torch.full((2, 2), rank + 1.0), "a": 10.0**rank}, world)
-    reversed_order = {"b": 1.0, "a": 2.0} if rank else {"a": 2.0, "b": 1.0}
-    results = {"sums": sums, "same_names_in_any_order": all_reduce_sum(reversed_order, world)}
-    others = {f"name {rank}": 1.0}
-    results["desync"] = error_of(all_reduce_sum, others, world)
-    other_shapes = {"x": torch.zeros(1 + 999 * rank)}
-    results["other_shapes"] = error_of(all_reduce_sum, other_shapes, world)
-    world.backend = "without announcements"  # as over NCCL
-    results["desync_later"] = error_of(all_reduce_sum, others, world)
-    world.backend = "gloo"
+    assert sums["a"].item() == 11.0
+    assert torch.equal(sums["b"], torch.full((2, 2), 3.0, dtype=torch.float64))
+    other_order = {"b": 1.0, "a": 2.0} if rank else {"a": 2.0, "b": 1.0}
+    assert all_reduce_sum(other_order, world) == {"a": 4.0, "b": 2.0}
+    assert all_reduce_max(3 - 5 * rank, world) == 3
+    texts = all_gather_json({"text": "é" * (1 + 5 * rank)}, world)
+    assert texts == [{"text": "é"}, {"text": "éééééé"}]
+    assert 0 < world.sync_seconds < 60
     uneven = {
         "x": torch.arange(2 + rank) + 10 * rank,
         "flag": torch.tensor([rank == 0]),
         "y": torch.full((1, 2), 0.5 + rank, dtype=torch.float64),
         "none": torch.zeros(0, 3),
     }
-    results["gathered"] = gather_dicts(uneven, world)
-    results["wrong_gather"] = error_of(gather_dicts, {"x": torch.zeros(1, 2 + rank)}, world)
+    gathered = gather_dicts(uneven, world)
+    if rank == 0:
+        assert gathered["x"].tolist() == [0, 1, 10, 11, 12]
+        assert gathered["flag"].tolist() == [True, False]
+        assert gathered["y"].tolist() == [[0.5, 0.5], [1.5, 1.5]]
+        assert gathered["y"].dtype == torch.float64 and gathered["none"].shape == (0, 3)
+    else:
+        assert gathered is None
+
+
+def check_errors(world):
+    """Ranks that differ all get an error that names the difference."""
+    rank = world.rank
+    name, shape = {f"name {rank}": 1.0}, {"x": torch.zeros(1 + 999 * rank)}
+    module = dict(make_module(seed=rank).named_parameters())
+    more = {"x": torch.zeros(2)} | ({"y": torch.zeros(2)} if rank else {})
+    wrong = {"x": torch.zeros(1, 2 + rank)}
+    for call, values, says in (
+        (all_reduce_sum, name, "rank 0 in 'sum of name 0' .*; rank 1 in 'sum of name 1' "),
+        (all_reduce_sum, shape, r"rank 0 in 'sum of x\[1\]' .*; rank 1 in 'sum of x\[1000\]' "),
+        (gather_dicts, wrong, "rank 1 gathers"),
+        (check_in_sync, module, r"rank 1 in 0.weight, 0.bias, 2.weight \(4 of 4\)"),
+        (check_in_sync, more, "rank 1 in y "),
+    ):
+        with pytest.raises(UserError, match=says):
+            call(values, world)
+    world.backend = "without announcements"  # as over NCCL
+    with pytest.raises(UserError, match="other names"):
+        all_reduce_sum(name, world)
+    world.backend = "gloo"
+
+
+def check_threads(world):
+    """Gathering much opens no second OpenMP team, which would slow every parallel region down."""
     torch.set_num_threads(2)
     torch.ones(10**6).exp_().sum()  # the pool has started
     before = psutil.Process().num_threads()
-    long = {"x": torch.arange(3 * 16_384 + 5 + rank), "b": torch.ones(3, dtype=torch.bool)}
-    results["long"] = gather_dicts(long, world)
-    numbers = all_gather_json(list(range(100_000 + rank)), world)[1]
+    lengths = [3 * 16_384 + more for more in (5, 6)]
+    gathered = gather_dicts({"x": torch.arange(lengths[world.rank])}, world)
+    joined = torch.cat([torch.arange(length) for length in lengths])
+    assert world.rank == 1 or torch.equal(gathered["x"], joined)
+    assert all_gather_json(list(range(100_000 + world.rank)), world)[1] == list(range(100_001))
     counts = []
     for _ in range(10):  # a thread that only comes and goes does not count
         counts.append(psutil.Process().num_threads())
         time.sleep(0.05)
-    results["new_threads"] = min(counts) - before
+    assert min(counts) <= before
     torch.set_num_threads(1)
-    results["long_json"] = numbers == list(range(100_001))
-    results["json"] = all_gather_json({"rank": rank, "text": "é" * (1 + 5 * rank)}, world)
-    results["largest"] = all_reduce_max(3 - 5 * rank, world)
-    return results
 
 
-def use_ddp(world):
-    results = {"reference": parameter_hash(make_module(seed=0))}
-    module = make_module(seed=world.rank)  # ranks start apart, and are made equal
-    parameters = dict(module.named_parameters())
-    results["apart"] = error_of(check_in_sync, parameters, world)
-    more = {"x": torch.zeros(2)} | ({"y": torch.zeros(2)} if world.rank else {})
-    results["more"] = error_of(check_in_sync, more, world)
+def check_wrapping(world):
+    """It gives every rank the parameters of rank 0."""
+    module = make_module(seed=world.rank)
     Strategy(StrategyConfig(), world).wrap(module)
-    results["together"] = error_of(check_in_sync, parameters, world)
-    results["start"] = parameter_hash(module)
-    return results
-
-
-def error_of(call, *args):
-    try:
-        call(*args)
-    except UserError as error:
-        return str(error)
-    return ""
+    check_in_sync(dict(module.named_parameters()), world)
+    assert parameter_hash(module) == parameter_hash(make_module(seed=0))
 
 
 def started(out_dir):
@@ -180,12 +204,10 @@ def end_slowly(out_dir):
     end_rank("too late")
 
 
-def refuse(out_dir, alone):
-    """Raise UserError on rank 1 alone, while rank 0 waits for it, or on both."""
-    world = started(out_dir)
-    if world.rank == 1 or not alone:
-        raise UserError("this cannot be", exit_code=1)
-    all_gather_json(world.rank, world)
+def refuse(out_dir):
+    """Refuse something on both ranks."""
+    started(out_dir)
+    raise UserError("this cannot be", exit_code=1)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,8 +14,7 @@ from train_runs import PATIENCE_S, REPO, assert_nobody_left, start, wait_until
 
 from rl_dist.errors import UserError
 from rl_dist.launch.ranks import launch, restart_count
-from rl_dist.machine import available_cores
-from rl_dist.process_group.world import stop_flag, threads_per_rank
+from rl_dist.process_group.world import stop_flag
 
 
 @pytest.mark.parametrize(
@@ -120,26 +118,3 @@ def test_one_rank_restarts_too_and_only_as_many_times_as_it_may(times, code, cap
     died = r"rank 0 \(process \d+\) was ended by SIGKILL"
     error = f"error: {died}\n" * code
     assert re.fullmatch(rf"{died}: restart 1 of 1\n{error}", capfd.readouterr().err)
-
-
-@pytest.mark.parametrize(
-    ("limit", "ranks", "threads"),
-    [("", 1, available_cores()), ("", 10_000, 1), ("1", 1, 1), ("-4", 1, available_cores())],
-)
-def test_threads_are_the_cores_shared_out_within_the_limit(limit, ranks, threads, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", limit)
-    assert threads_per_rank(ranks) == threads
-
-
-@pytest.mark.parametrize(
-    ("by_user", "expected"),
-    [({}, "PASSIVE 1000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE None")],
-)
-def test_waiting_threads_yield_unless_the_user_has_decided(by_user, expected):
-    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-    code = f"import os, sys, rl_dist; print(*(os.environ.get(name) for name in {names}),"
-    code += "'torch' in sys.modules)"  # OpenMP reads them when torch is loaded
-    inherited = {name: value for name, value in os.environ.items() if name not in names}
-    command = [sys.executable, "-c", code]
-    out = subprocess.check_output(command, env=inherited | by_user, text=True)
-    assert out == f"{expected} False\n"
