@@ -207,7 +207,7 @@ def survived(out_dir):
         folder = Path(out_dir, name)
         setup_logging(folder, world.rank)
         if result := scenario(world, folder):
-            torch.save(result, Path(out_dir, f"{name}_{world.rank}.pt"))
+            torch.save(result, Path(out_dir, f"rank_{world.rank}.pt"))
     close_logging()
     all_reduce_max(0, world)  # no rank leaves before the others have read its message
     close_world(world)

@@ -43,12 +43,11 @@ def log(folder, rank=0):
 # ---- faults that a rank survives, in one job
 
 
-def test_environments_that_misbehave_begin_again_as_on_one_rank(ranks_folder, tmp_path):
+def test_environments_that_misbehave_begin_again_as_on_one_rank(ranks, ranks_folder, tmp_path):
     """The ranks themselves assert how they survive other faults: tests/faults_ranks.py."""
     with world_of_one() as world:
         alone = faults_ranks.restarts(world, tmp_path)
-    both = [torch.load(ranks_folder / f"restarts_{rank}.pt") for rank in range(2)]
-    assert both[0]["counts"] == both[1]["counts"] == alone["counts"] == [0, 5, 0]
+    assert ranks[0]["counts"] == ranks[1]["counts"] == alone["counts"] == [0, 5, 0]
     assert log(ranks_folder / "restarts", 1).count("made again, 1 of 1") == 3
     # step 20 of a life is index 3 of iteration 2's rollout; an episode has 7 steps
     undisturbed = [t for t in range(16) if (t + 17) % 7 == 0]
@@ -60,9 +59,9 @@ def test_environments_that_misbehave_begin_again_as_on_one_rank(ranks_folder, tm
         assert alone["plain rewards"][3, column] == (0.0 if faulty else 1.0)
     assert torch.isfinite(alone["obs"]).all()
     for name in ("obs", "truncated", "plain rewards"):
-        joined = torch.cat([rank[name] for rank in both], dim=alone[name].shape.index(8))
+        joined = torch.cat([rank[name] for rank in ranks], dim=alone[name].shape.index(8))
         torch.testing.assert_close(joined, alone[name], rtol=0, atol=1e-12)
-    torch.testing.assert_close(both[0]["parameters"], alone["parameters"], rtol=0, atol=1e-10)
+    torch.testing.assert_close(ranks[0]["parameters"], alone["parameters"], rtol=0, atol=1e-10)
 
 
 # ---- faults that end a job
