@@ -35,12 +35,6 @@ class ExportedStep(nn.Module):
     observations of a window.
     """
 
-    start: Tensor  # [D] int64, first value of each choice
-    stretch: Tensor  # [A]
-    offset: Tensor  # [A]
-    low: Tensor  # [A]
-    high: Tensor  # [A]
-
     def __init__(self, agent: LoadedAgent) -> None:
         super().__init__()
         self.policy = policy = float_copy(agent)
@@ -57,17 +51,15 @@ class ExportedStep(nn.Module):
         # parts of nested actions are one row
         self.action_shape = tuple(decoder.target.shape or decoder.space.shape or ())
         if decoder.mask_size:
-            self.register_buffer("start", torch.as_tensor(decoder.start))
+            self.start = torch.as_tensor(decoder.start)  # [D] int64, first value of each choice
             return
         # actions are stretched before they are clipped: the result is the same
-        self.register_buffer("stretch", torch.as_tensor(decoder.scale, dtype=torch.float32))
-        self.register_buffer("offset", torch.as_tensor(decoder.offset, dtype=torch.float32))
-        for name, sign in (("low", 1), ("high", -1)):
-            bound = getattr(decoder, name) * decoder.scale + decoder.offset
-            rounded = bound.astype(np.float32)
-            is_outside = sign * rounded < sign * bound  # of a float64 space
-            inside = np.nextafter(rounded, np.float32(sign * np.inf))
-            self.register_buffer(name, torch.from_numpy(np.where(is_outside, inside, rounded)))
+        self.stretch = torch.as_tensor(decoder.scale, dtype=torch.float32)  # [A]
+        self.offset = torch.as_tensor(decoder.offset, dtype=torch.float32)  # [A]
+        self.low, self.high = (
+            _inside(getattr(decoder, name) * decoder.scale + decoder.offset, sign)
+            for name, sign in (("low", 1.0), ("high", -1.0))
+        )
 
     def forward(
         self,
@@ -96,6 +88,13 @@ class ExportedStep(nn.Module):
             return (actions.reshape(actions.shape[0], len(self.start)) + self.start).reshape(shape)
         stretched = actions * self.stretch + self.offset
         return torch.minimum(torch.maximum(stretched, self.low), self.high).reshape(shape)
+
+
+def _inside(bound: np.ndarray, sign: float) -> Tensor:
+    """Round lower (sign 1) or upper (-1) bounds of float64 to float32, not outwards."""
+    rounded = bound.astype(np.float32)
+    inwards = np.nextafter(rounded, np.float32(sign * np.inf))
+    return torch.from_numpy(np.where(sign * rounded < sign * bound, inwards, rounded))
 
 
 def float_copy(agent: LoadedAgent) -> Any:
