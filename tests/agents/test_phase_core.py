@@ -8,10 +8,11 @@ from agents import train
 from agents.network.own_core import try_core
 from examples.phase_core import CHANNELS, PhaseCore
 
+NAME = "examples.phase_core:PhaseCore"
+
 
 def test_it_keeps_the_contract_of_a_core():
-    core = PhaseCore(5, 16, 1)
-    try_core("examples.phase_core:PhaseCore", core, 5, 16)
+    try_core(NAME, PhaseCore(5, 16, 1), 5, 16)
 
 
 def test_every_input_of_the_window_can_be_read_from_the_state():
@@ -29,12 +30,15 @@ def test_every_input_of_the_window_can_be_read_from_the_state():
 
 @pytest.mark.slow
 def test_a_policy_with_it_learns_what_must_be_remembered(tmp_path):
-    settings = {"env_kwargs": {"length": 12}, "total_steps": 20_480, "validate_every": 0}
-    settings |= {"core": "examples.phase_core:PhaseCore", "hidden_size": 32, "threads": 1}
     run = train(
         "benchmarks.memory_table:MemoryLength-v0",
-        policy="own",
         run_dir=tmp_path / "run",
-        **settings,
+        env_kwargs={"length": 12},
+        policy="own",
+        core=NAME,
+        hidden_size=32,
+        threads=1,
+        total_steps=20_480,
+        validate_every=0,
     )
     assert run.test["return"] > 0.9  # a guess: 0
