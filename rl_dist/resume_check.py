@@ -28,7 +28,13 @@ from rl_dist.run_dir import RunDir
 # Small sizes unless the user gives others, and no validation, which has no part in the proof.
 SMALL = ("--bptt_steps=8", "--batch_size=8", "--validate_every=0", "--eval_episodes=2")
 TOLERANCE = 1e-4  # on another number of ranks, sums are rounded differently
-MACHINE_FACTS = {"time", "host", "gpu", "cpu", "ram"}  # first parts of the names of metrics
+MACHINE_FACTS = {
+    "time",
+    "host",
+    "gpu",
+    "cpu",
+    "ram",
+}  # first parts of metric names that are left out
 DESCRIPTION = (
     "Train K + K iterations with SIGKILL in between and 2K straight, "
     "and compare everything bit for bit."

@@ -23,7 +23,7 @@ from rl_dist.run_dir import ENDED, STATE_FILE, JobState, RunDir, runs_below
 
 RUNS = Path("runs")
 EVERY_S = 2.0  # between two looks of --follow
-RECENT = 20  # iterations that figures are taken over
+RECENT = 20  # iterations from which figures are taken
 LINE = ("state", "progress", "speed", "returns")  # rows that --follow shows
 CHANGING = ("state", "reason", "iteration", "checkpoint")  # it shows their changes
 OVER = ("finished", "stopped", "failed", "dead")
@@ -45,7 +45,7 @@ Status = dict[str, Any]
 
 
 def read_status(run_dir: Path) -> Status:
-    """Return what state.json, metrics, logs and the lock say; None: not known.
+    """Return what the files and the lock of a run say; unknown values are None.
 
     Raises:
         UserError: there is no run here, or its state.json is torn or foreign.
@@ -91,7 +91,7 @@ def read_status(run_dir: Path) -> Status:
 
 
 def _latest(records: Iterable[Record], names: tuple[str, ...]) -> Record:
-    """Return the last number of every metric with such a beginning of its name."""
+    """Return the newest number of each metric that has one of these prefixes."""
     items = (item for record in records for item in record.items())
     return {name: value for name, value in items if name.startswith(names) and value is not None}
 
@@ -117,7 +117,7 @@ def _state_of(run: RunDir, job: JobState) -> tuple[str, str]:
 
 
 def describe(run: Status) -> dict[str, str]:
-    """Return texts for people by the name of their row."""
+    """Return the rows that people see: text by name."""
     share = min(1.0, run["done"] / run["total"]) if run["total"] else 0.0
     done = f"{run['done']:,} of {run['total']:,} {run['unit']} ({share:.0%})"
     rows = {
@@ -141,7 +141,7 @@ def describe(run: Status) -> dict[str, str]:
 
 
 def _listed(metrics: Record) -> str:
-    """Return metrics with their names, which hold the units."""
+    """Return metrics as text; their names hold the units."""
     return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "/" in name)
 
 

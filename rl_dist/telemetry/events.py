@@ -1,7 +1,7 @@
-"""Call the user's command when something happens to a run: mail, chat, a pager.
+"""Call the user's command for events of a run, for example to send a mail.
 
-One process calls `configure`: the one that starts the ranks, and the main rank for what only
-training knows. Everywhere else, and without a command, `notify` does nothing.
+The process that starts the ranks calls `configure`, and so does the main rank for events of the
+training itself. In other processes, and without a command, `notify` does nothing.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from rl_dist.process_group.process_ends import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 
-LIMIT_S = 20.0  # for one call of the command, and for all that are left when the process ends
+LIMIT_S = 20.0  # for one call of the command, and at the end for all calls together
 LONGEST_MESSAGE = 4000  # characters
 
 
 def configure(command: str, run_dir: str | Path) -> None:
-    """Call `command` for events of the run in `run_dir`; "": none."""
+    """Call `command` for events of the run in `run_dir`; "" calls nothing."""
     global _messenger
     if _messenger and (_messenger.command, _messenger.run_dir) == (command, str(run_dir)):
         return
@@ -80,7 +80,9 @@ class _Messenger:
 
     def call(self, event: dict[str, Any]) -> None:
         """Run the command to its end; log the problem, if any."""
-        variables = {f"RL_{k.upper()}": str(v).replace("\0", " ") for k, v in event.items()}
+        variables = {
+            f"RL_{name.upper()}": str(fact).replace("\0", " ") for name, fact in event.items()
+        }
         try:
             process = self.running = subprocess.Popen(
                 self.command,
@@ -95,14 +97,14 @@ class _Messenger:
             problem = f"ended with code {process.returncode}" if process.returncode else ""
         except subprocess.TimeoutExpired:
             problem = f"took longer than {LIMIT_S:g} s"
-        except Exception as error:  # whatever it is, the run continues
+        except Exception as error:  # no error of the command ends the run
             problem = f"could not be called: {error}"
         self.kill()
         if problem:
             logger.warning("on_event: the command for %s %s", event["event"], problem)
 
     def kill(self) -> None:
-        """End the command that runs, with all that it started."""
+        """End the running command, with all processes that it started."""
         running, self.running = self.running, None
         if running and running.returncode is None:
             with suppress(ProcessLookupError, PermissionError):  # it has just ended

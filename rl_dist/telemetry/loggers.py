@@ -16,8 +16,8 @@ from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
 from rl_dist.files import path_to_write, read_plain, write_whole
 
 logger = logging.getLogger(__name__)
-NO_SCALARS = ("iteration", "global_step", "rank", "epoch")  # places on the axis
-PROJECT = "clstm-ppo"  # name at Weights & Biases and MLflow, unless their variables give another
+NO_SCALARS = ("iteration", "global_step", "rank", "epoch")  # positions, not measurements
+PROJECT = "clstm-ppo"  # name at Weights & Biases and MLflow, unless their variables set another
 Settings = Mapping[str, Any]  # by section.name
 Write = Callable[[dict[str, float], int], object]  # gets scalars and their step
 Finish = Callable[[], object]
@@ -73,7 +73,7 @@ def open_tensorboard(folder: Path, *, purge_step: int | None) -> GuardedLogger:
 
 
 def open_wandb(run_dir: Path, settings: Settings) -> tuple[Write, Finish]:
-    """Open a run of Weights & Biases; variables such as WANDB_MODE are obeyed."""
+    """Open a run of Weights & Biases; its variables such as WANDB_MODE apply."""
     import wandb
 
     run = wandb.init(
@@ -84,7 +84,7 @@ def open_wandb(run_dir: Path, settings: Settings) -> tuple[Write, Finish]:
         dir=str(run_dir),
         config=settings,
     )
-    # the service drops steps that were logged before a resume
+    # W&B ignores steps that it received before a resume
     return lambda scalars, step: run.log(scalars, step=step), run.finish
 
 
@@ -141,7 +141,7 @@ def open_logger(name: str, run_dir: Path, config: Mapping[str, Mapping[str, Any]
 
 
 def _scalars_of(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield tags and values of a record's numbers; rank N's stand below rank_N/."""
+    """Yield tag and value of each number; those of rank N are below rank_N/."""
     for key, value in record.items():
         if isinstance(value, bool | int | float) and key not in NO_SCALARS:
             yield prefix + key, float(value)
@@ -150,7 +150,7 @@ def _scalars_of(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def _kept_id(run_dir: Path, name: str, make: Callable[[], str]) -> str:
-    """Return the id of this run at a service; made at first, then read from a file."""
+    """Return the run's id at a service: make it once, then read it from its file."""
     path = path_to_write(run_dir, f"{name}_run_id")
     if not path.exists():
         write_whole(path, make())

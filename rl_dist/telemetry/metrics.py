@@ -1,4 +1,4 @@
-"""Files and display of a training: metrics.jsonl, TensorBoard, progress, logs."""
+"""Write the files of a training, its logs and its progress."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ LOG_FORMAT = "%(asctime)s %(levelname)s rank {} %(name)s: %(message)s"
 
 
 class NullWriter:
-    """The writer of every rank but the main one: takes everything, writes nothing."""
+    """The writer on ranks other than the main one: it ignores everything."""
 
     def write(self, record: Mapping[str, Any], *, done: int) -> None:
-        """Take the metrics of one iteration."""
+        """Write the metrics of one iteration."""
 
     def say(self, text: str) -> None:
-        """Take a line for the user."""
+        """Print a line for the user."""
 
     def update_state(self, **changes: Any) -> None:
-        """Take changes of the run's state, see `rl_dist.run_dir.JobState`."""
+        """Change fields of the run's state, see `rl_dist.run_dir.JobState`."""
 
     def flush(self) -> None:
-        """Let nothing written so far be lost when this process dies."""
+        """Put everything written so far on the disk."""
 
     def close(self) -> None:
         """Finish; safe to call twice."""
@@ -66,14 +66,14 @@ class MetricsWriter(NullWriter):
         """Open the files of a run, and append to metrics.jsonl.
 
         Args:
-            run: once its lock is gone, nothing is written.
+            run: nothing more is written once its directory is deleted or replaced.
             total: `done` at the end of the run.
             unit: of `done`, such as "episodes".
             start: `done` at the start, above 0 on resume.
-            purge_step: the first `global_step` still to come. TensorBoard hides what an earlier
-                writer wrote from there on, if the run's first writer gave this, too.
-            loggers: others to log to beside TensorBoard, see `loggers.LOGGERS`.
-            config: the run's settings by section, which loggers show beside its metrics.
+            purge_step: the first `global_step` to come. TensorBoard hides what earlier writers
+                wrote from there on.
+            loggers: names of loggers beside TensorBoard, see `loggers.LOGGERS`.
+            config: the run's settings by section, which loggers show.
         """
         try:
             run.path.mkdir(parents=True, exist_ok=True)
@@ -84,11 +84,12 @@ class MetricsWriter(NullWriter):
         self._loggers += [open_logger(name, run.path, config) for name in loggers]
         self._progress = Progress(total, unit, start)
         self._run = run
-        self._state_s = -math.inf  # time of the last state.json that followed a record
-        self._unwritten: dict[str, Any] = {}  # changes of the state
+        self._state_s = -math.inf  # when a record last changed state.json
+        self._unwritten: dict[str, Any] = {}  # changes that are not in state.json yet
         self._ranks: list[RankEntry] = []
         with suppress(OSError, UserError):  # a foreign state.json stays as it is
-            self._ranks = (state := run.state()) and state.ranks or []
+            state = run.state()
+            self._ranks = state.ranks if state else []
 
     def write(self, record: Mapping[str, Any], *, done: int) -> None:
         """Write the metrics of one iteration.
@@ -99,7 +100,7 @@ class MetricsWriter(NullWriter):
             done: progress so far, in the writer's unit.
 
         Raises:
-            UserError: the run directory is no longer there, or another one is.
+            UserError: the run directory was deleted or replaced.
         """
         plain = without_nan(record)
         if not self._run.is_in_place():
@@ -126,7 +127,7 @@ class MetricsWriter(NullWriter):
             self._state_s = now_s
 
     def update_state(self, **changes: Any) -> None:
-        """Write changes to state.json, and the next record, too: the phase changes."""
+        """Write changes to state.json now, and the next record as well."""
         self._run.update_state(**self._unwritten | changes)
         self._unwritten = {}
         self._state_s = -math.inf
@@ -136,13 +137,13 @@ class MetricsWriter(NullWriter):
         print(text, flush=True)
 
     def flush(self) -> None:
-        """Put all that was written on disk: a checkpoint must not know more."""
+        """Put everything written so far on the disk, before a checkpoint."""
         self._lines.flush()
         for metrics_logger in self._loggers:
             metrics_logger.flush()
 
     def close(self) -> None:
-        """Finish the files and the progress display; safe to call twice."""
+        """Finish the files and the progress; safe to call twice."""
         if self._unwritten:
             self.update_state()
         self._progress.flush()
@@ -152,7 +153,7 @@ class MetricsWriter(NullWriter):
 
 
 def open_writer(run: RunDir, world: World, total: int, unit: str, **options: Any) -> NullWriter:
-    """Return a `MetricsWriter` on the main process, a writer of nothing elsewhere."""
+    """Return a `MetricsWriter` on the main process, a `NullWriter` on others."""
     return MetricsWriter(run, total, unit, **options) if world.is_main_process else NullWriter()
 
 
@@ -168,15 +169,15 @@ class _LineFile:
         self._append()
 
     def _append(self) -> None:
-        """Append what waits, whole or not at all."""
+        """Append the waiting lines: all of them or none."""
         end = self._file.seek(0, os.SEEK_END)
         left = self._waiting
         try:
-            while left:  # a part may fit: the next call then reports the cause
+            while left:  # a full disk may take a part; the next call then raises
                 left = left[self._file.write(left) :]
             self._waiting = b""
         except OSError as error:
-            # checkpoints decide whether training continues: they need more room
+            # training continues: only a checkpoint that cannot be saved may end it
             with suppress(OSError):
                 self._file.truncate(end)
             log_once(f"cannot write {self._path}: {error.strerror}; its lines wait in memory")
@@ -196,7 +197,7 @@ class _LineFile:
 
 
 def without_nan(value: Any) -> Any:
-    """Return JSON types: numbers of tensors and numpy; None for NaN and infinities."""
+    """Convert numbers of torch and numpy to JSON types, NaN and infinities to None."""
     if isinstance(value, Mapping):
         return {str(key): without_nan(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -206,11 +207,11 @@ def without_nan(value: Any) -> Any:
 
 
 def warn_if_absent(flag: str, name: str, seen: Set[str]) -> None:
-    """Say once that no environment has given the env/ metric that a flag names."""
+    """Warn once if no environment has reported the env/ metric that a flag names."""
     if name.startswith("env/") and name not in seen:
         known = sorted(key for key in seen if key.startswith("env/"))
-        fix = did_you_mean(name, known) or f"there is {', '.join(known) or 'none'}"
-        log_once(f"{flag} {name}: no environment has given it so far: {fix}")
+        fix = did_you_mean(name, known) or f"known are {', '.join(known) or 'none'}"
+        log_once(f"{flag} {name}: no environment has reported it so far: {fix}")
 
 
 # ---- logs
@@ -219,7 +220,7 @@ _handlers: list[logging.Handler] = []  # added by `setup_logging`
 
 
 class _Console(logging.Handler):
-    """Prints warnings for the user; `launch` prints failures itself, once."""
+    """Prints warnings on stderr, but not the failures that `launch` prints itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name != "rl_dist.launch.ranks":
@@ -227,9 +228,9 @@ class _Console(logging.Handler):
 
 
 def setup_logging(run_dir: str | Path, rank: int) -> None:
-    """Log to logs/rank_N.log from INFO up, rank 0 also to the console from WARNING.
+    """Log INFO and above to logs/rank_N.log; rank 0 prints warnings, too.
 
-    Replaces the handlers of an earlier call.
+    Handlers of an earlier call are removed.
     """
     close_logging()
     name = f"logs/rank_{rank}.log"
@@ -253,7 +254,7 @@ def setup_logging(run_dir: str | Path, rank: int) -> None:
 
 
 def _log_end_of_thread(args: threading.ExceptHookArgs) -> None:
-    """Log in one line that a library's thread ended, as TensorBoard's does on a full disk."""
+    """Log in one line that a thread failed, as TensorBoard's does on a full disk."""
     if args.exc_value and args.thread:
         logger.warning("thread %s ended: %s", args.thread.name, one_line(args.exc_value))
 

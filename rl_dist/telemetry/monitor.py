@@ -1,6 +1,6 @@
-"""The use of this rank's GPU, CPU and memory, sampled by a thread.
+"""Sample the use of this rank's GPU, CPU and memory in a thread.
 
-`Monitor.take` never waits for the thread; a source that fails or hangs yields None.
+`Monitor.take` never waits for the thread; the values of a source that fails or hangs are None.
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ GPU_FIELDS = (
     *("utilization_percent", "memory_allocated_gib", "memory_reserved_gib", "memory_peak_gib"),
     *("memory_free_gib", "temperature_c", "power_w"),
 )
-SCHEDSTAT = Path("/proc/self/schedstat")  # main thread: ns on a core, ns ready without a core
+SCHEDSTAT = Path(
+    "/proc/self/schedstat"
+)  # ns of the main thread on a core, ns in which it waited for one
 Values = dict[str, float | None]
 Source = Callable[[], Values]
 
 
 class Monitor:
-    """Samples sources every `every_s` seconds, until `close`; 0: never."""
+    """Samples sources every `every_s` seconds until `close`; 0 disables it."""
 
     def __init__(self, sources: Sequence[Source], every_s: float) -> None:
         self._sources = sources
         self._every_s = every_s
         self._samples: list[Values] = []  # since the last `take`, which replaces the list
-        self._names: Values = {}  # all that were ever sampled
+        self._names: Values = {}  # of all values so far
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         if sources and every_s:
             self._thread.start()
 
     def take(self) -> Values:
-        """Return means since the last call; the highest of peaks, the least of free."""
+        """Return means since the last call, but the highest peak and the least free."""
         samples, self._samples = self._samples, []
         merged: Values = {}
         for name in list(self._names):
@@ -62,7 +64,7 @@ class Monitor:
             for read in self._sources:
                 try:
                     sample |= read()
-                except Exception as error:  # whatever it is, the run continues
+                except Exception as error:  # no failure of a driver ends the run
                     log_once(f"monitor: {one_line(error)}")
             self._names |= sample
             self._samples.append(sample)
@@ -72,7 +74,7 @@ class Monitor:
 def sources_of(device: torch.device) -> list[Source]:
     """Return the sources to sample for a rank on this device."""
     process = psutil.Process()
-    process.cpu_percent()  # it counts from here
+    process.cpu_percent()  # later calls count from here
     before_ns = [0, 0]
 
     def read_host() -> Values:
@@ -83,7 +85,7 @@ def sources_of(device: torch.device) -> list[Source]:
         }
 
     def read_core_wait() -> Values:
-        """Return how long the main thread had work but no core; some kernels do not count it."""
+        """Return the share of time in which the main thread had work, but no core."""
         now_ns = [int(text) for text in SCHEDSTAT.read_text().split()[:2]]
         ran_ns, waited_ns = (now - before for now, before in zip(now_ns, before_ns, strict=True))
         before_ns[:] = now_ns

@@ -7,7 +7,7 @@
         profiler.end(say=print)
 
 Each process profiles its first 5 iterations: it skips 1, times 2 by the clock alone (tracing slows
-short operators down), warms the tracer up in 1 and traces the last. A shorter one has no profile.
+short operators down), warms the tracer up in 1 and traces the last. A shorter training has none.
 Every rank writes RUN_DIR/profile/rank_N.txt and a trace that TensorBoard, Chrome and Perfetto open.
 """
 
@@ -39,8 +39,8 @@ FOLDER = "profile"
 WINDOW = 5  # iterations
 TIMED = (2, 3)  # iterations of the window that the clock times
 WHOLE = "whole iteration"
-GRADIENTS = "waiting for gradients of other ranks"  # within sections
-WAITING = "waiting for other ranks elsewhere"  # within sections
+GRADIENTS = "waiting for gradients of other ranks"  # part of the sections' times
+WAITING = "waiting for other ranks elsewhere"  # part of the sections' times
 TOTALS = (WHOLE, GRADIENTS, WAITING)
 NUM_OPERATORS = 12  # shown in the report; the trace holds all
 Say = Callable[[str], None]
@@ -49,11 +49,11 @@ Say = Callable[[str], None]
 class SectionTimes:
     """A listener that adds up seconds by path, such as "collect/environment".
 
-    It waits for the GPU at both ends of a section, so that the section that asked for work pays.
+    It waits for the GPU at both ends of a section, so that work counts where it was started.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.seconds: dict[str, float] = {}  # in the order in which sections were first left
+        self.seconds: dict[str, float] = {}
         self._device = device
         self._path = ""
 
@@ -70,7 +70,7 @@ class SectionTimes:
             self._path = outer
 
     def now(self) -> float:
-        """Return the clock's seconds, once the GPU has done what it was asked to."""
+        """Return the time in seconds after all work of the GPU is done."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
@@ -81,17 +81,17 @@ class Profiler:
 
     def __init__(self, run_dir: Path, world: World) -> None:
         self._run_dir, self._world = run_dir, world
-        self._number = 0  # number of the iteration within the window
+        self._number = 0  # of the iteration, from 1
         self._times = SectionTimes(world.device)
         self._totals = dict.fromkeys(TOTALS, 0.0)  # seconds of TIMED
         on_gpu = world.device.type == "cuda"
         self._sort_by = f"self_{'device' if on_gpu else 'cpu'}_time_total"
-        # else it writes to stderr that it starts and stops
+        # otherwise the tracer reports on stderr that it starts and stops
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._trace = profile(
             activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu],
             schedule=schedule(wait=WINDOW - 2, warmup=1, active=1, repeat=1),
-            acc_events=True,  # else torch 2.11 warns of a second window
+            acc_events=True,  # otherwise torch 2.11 warns of a second window
         )
 
     def begin(self, iteration: int) -> None:
@@ -152,5 +152,6 @@ class Profiler:
 def section_table(seconds: Mapping[str, float]) -> str:
     """Return a table of sections by path, with their shares of the whole iteration."""
     names = sorted(seconds, key=lambda name: (name in TOTALS, name))
-    rows = [(n, f"{seconds[n]:.4f}", f"{seconds[n] / seconds[WHOLE]:.1%}") for n in names]
+    whole = seconds[WHOLE]
+    rows = [(name, f"{seconds[name]:.4f}", f"{seconds[name] / whole:.1%}") for name in names]
     return table(("section", "seconds", "share"), rows)
