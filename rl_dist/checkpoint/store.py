@@ -35,9 +35,10 @@ from rl_dist.run_dir import CHECKPOINT_DIR
 FORMAT_VERSION = 4  # raised when this program can no longer resume older checkpoints
 LAST_READER = "0.5.0"  # version of this program that reads older formats
 BEST_FILE = "best.pt"
-_MARK = b"sha256:"
-_SEAL_BYTES = len(_MARK) + 64
-_FORMAT = re.compile(rb"rl_dist checkpoint, format (\d{1,9}), torch [^,]{1,100}, \Z")
+_DIGEST_BYTES = len("sha256:") + 64
+_COMMENT = re.compile(
+    rb"rl_dist checkpoint, format (\d{1,9}), torch [^,]{1,100}, sha256:([0-9a-f]{64})\Z"
+)
 _NAME = re.compile(r"iteration_(\d+)\.pt")
 
 
@@ -61,11 +62,19 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, damaged, of another format or not a checkpoint.
     """
-    data = _read_sealed(Path(path))
-    written = _FORMAT.search(data[:-_SEAL_BYTES][-200:])
-    if written is None:
-        raise CheckpointError(f"checkpoint {path} is not ours: it names no format")
-    if (version := int(written[1])) != FORMAT_VERSION:
+    try:
+        with open(path, "rb", opener=plain_file) as file:
+            is_archive = file.read(4) == b"PK\x03\x04"  # a giant of another kind is not read
+        data = read_plain(path, None) if is_archive else b""
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from None
+    comment = _COMMENT.search(data[-300:])
+    if comment is None:
+        raise CheckpointError(f"checkpoint {path} is empty, truncated or not a checkpoint")
+    if hashlib.sha256(memoryview(data)[:-_DIGEST_BYTES]).hexdigest().encode() != comment[2]:
+        problem = "is damaged: its bytes do not match its SHA-256 checksum"
+        raise CheckpointError(f"checkpoint {path} {problem}")
+    if (version := int(comment[1])) != FORMAT_VERSION:
         reader = f"version {LAST_READER}" if version < FORMAT_VERSION else "a newer version"
         raise OtherFormatError(
             f"checkpoint {path} has format version {version}, and this program reads "
@@ -84,22 +93,6 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
             f"checkpoint {path} is not plain data; nothing was run: do not trust it ({cause})"
         ) from None
     return state
-
-
-def _read_sealed(path: Path) -> bytes:
-    """Return the bytes of a file if they match its seal."""
-    try:
-        with open(path, "rb", opener=plain_file) as file:
-            is_archive = file.read(4) == b"PK\x03\x04"  # a giant of another kind is not read
-        data = read_plain(path, None) if is_archive else b""
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from None
-    if data[-_SEAL_BYTES:-64] != _MARK:
-        raise CheckpointError(f"checkpoint {path} is empty, truncated or not a checkpoint")
-    if data[-64:] != hashlib.sha256(memoryview(data)[:-_SEAL_BYTES]).hexdigest().encode():
-        problem = "is damaged: its bytes do not match its SHA-256 checksum"
-        raise CheckpointError(f"checkpoint {path} {problem}")
-    return data
 
 
 def pack(state: dict[str, Any]) -> bytes:
@@ -122,8 +115,8 @@ def seal(archive: bytes, format_version: int = FORMAT_VERSION) -> bytes:
     """
     assert archive[-22:-18] == b"PK\x05\x06" and archive[-2:] == b"\0\0", "not the zip end we know"
     about = f"rl_dist checkpoint, format {format_version}, torch {torch.__version__}, ".encode()
-    data = archive[:-2] + struct.pack("<H", len(about) + _SEAL_BYTES) + about
-    return data + _MARK + hashlib.sha256(data).hexdigest().encode()
+    data = archive[:-2] + struct.pack("<H", len(about) + _DIGEST_BYTES) + about
+    return data + b"sha256:" + hashlib.sha256(data).hexdigest().encode()
 
 
 def write_atomically(path: Path, data: bytes) -> None:
