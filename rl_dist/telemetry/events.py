@@ -29,9 +29,6 @@ LONGEST_MESSAGE = 4000  # characters
 def configure(command: str, run_dir: str | Path) -> None:
     """Call `command` for events of the run in `run_dir`; "" calls nothing."""
     global _messenger
-    if _messenger and (_messenger.command, _messenger.run_dir) == (command, str(run_dir)):
-        return
-    close()
     _messenger = _Messenger(command, str(run_dir)) if command else None
 
 
