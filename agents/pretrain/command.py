@@ -31,7 +31,7 @@ from agents.policy import Policy, PolicyConfig
 from agents.run.choice import is_first
 from agents.run.saved import FEATURES
 from envs.trading.config import DataConfig, Observation, SimulatedMarketConfig, TradingConfig
-from envs.trading.features import gap_columns, market_tables
+from envs.trading.features import market_tables, portfolio_columns
 from envs.trading.market_data import Market, Span
 from envs.trading.task import TradingTask, prepare_task
 from rl_dist.errors import UserError, explains_errors
@@ -148,7 +148,7 @@ def make_windows(
     inputs = windows(features)
     cash, held = _portfolios(windows(close)[:, 0], config, seed)
     inputs[:, :, 0] = cash
-    inputs[:, :, gap_columns(config.observation, close.shape[2])] = held.unsqueeze(1)
+    inputs[:, :, portfolio_columns(config.observation, close.shape[2])] = held.unsqueeze(1)
     return TensorDataset(inputs, windows(targets)), scale
 
 

@@ -34,7 +34,7 @@ SURPRISE_NOISE = 0.30  # sd of log volume against that median on an ordinary day
 BLUNDER = 1e-4  # density that keeps one strange volume from ruling anything out
 VOLATILITY_MEMORY = 0.94  # decay of the exponentially weighted variance (RiskMetrics)
 FIRST_VARIANCE = 3e-4  # of daily returns, before the first one is known
-DIRECTIONS = np.array([-1.0, 0.0, 1.0])  # of an event or a move
+DIRECTIONS = np.array([[-1.0], [0.0], [1.0]])  # of an event or a move
 WARM_UP_DAYS = 60  # the filter has forgotten how it was started after a few announcements
 BAND = 0.01  # share of the value: differences below it are not worth an order
 OUTLOOK_DAYS = 4  # the reference buys ahead: at 5 % a day the order limit needs days to follow
@@ -115,23 +115,17 @@ def volume_surprise(volume: np.ndarray) -> np.ndarray:
     return (log_volume - usual).fillna(0.0).to_numpy()
 
 
-def _volume_likelihood(surprise: np.ndarray) -> np.ndarray:
-    """Return how likely a volume surprise is on a drought, an ordinary day, a surge: [D, k, 3]."""
-    distance = (surprise[..., None] - EVENT_SIZE * DIRECTIONS) / SURPRISE_NOISE
-    return np.exp(-0.5 * distance**2) + BLUNDER
-
-
 def _return_likelihood(close: np.ndarray, edge: float) -> np.ndarray:
-    """Return how likely a day's return is under a move down, none, up: [D, k, 3]."""
+    """Return how likely a day's return is under a move down, none, up: [D, 3, k]."""
     returns = np.zeros_like(close)
     returns[1:] = close[1:] / close[:-1] - 1.0
     squares = pd.DataFrame(returns**2)
     squares.iloc[0] = FIRST_VARIANCE
     decay = squares.ewm(alpha=1.0 - VOLATILITY_MEMORY, adjust=False)
     variance = decay.mean().shift(fill_value=FIRST_VARIANCE).to_numpy()  # before each day's return
-    surprise = returns[..., None] - edge * DIRECTIONS
+    surprise = returns[:, None] - edge * DIRECTIONS
     # Student t with the trailing variance
-    unit = surprise**2 / (variance[..., None] * (TAIL_DEGREES - 2.0))
+    unit = surprise**2 / (variance[:, None] * (TAIL_DEGREES - 2.0))
     return (1.0 + unit) ** (-0.5 * (TAIL_DEGREES + 1.0))
 
 
@@ -150,10 +144,12 @@ def planted_outlook(bars: Market, first: int, market_edge: float) -> np.ndarray:
     """
     model = news_model()
     start = max(0, first - WARM_UP_DAYS)
-    surprise = volume_surprise(bars.volume)[start:]
     close = bars.close[start:]
-    by_event = _volume_likelihood(surprise).swapaxes(1, 2)  # [days, 3, k]
-    by_move = _return_likelihood(close, market_edge * 1e-4).swapaxes(1, 2)
+    # how likely is a volume on a drought, an ordinary day, a surge, and a return under each move
+    surprise = volume_surprise(bars.volume)[start:, None]
+    distance = (surprise - EVENT_SIZE * DIRECTIONS) / SURPRISE_NOISE
+    by_event = np.exp(-0.5 * distance**2) + BLUNDER  # [days, 3, k]
+    by_move = _return_likelihood(close, market_edge * 1e-4)
     posterior = np.repeat(model.start[:, None], close.shape[1], axis=1)  # [S, k]
     outlook = np.empty((*close.shape, OUTLOOK_DAYS))
     for day in range(len(close)):

@@ -11,7 +11,7 @@ from gymnasium.spaces import Box
 from torch import Tensor
 
 from envs.trading.config import TradingConfig
-from envs.trading.features import GRID, gap_columns, market_tables
+from envs.trading.features import GRID, market_tables, portfolio_columns
 from envs.trading.market_data import Market, Span
 from envs.vector.counter_hash import random_int63, seed_keys
 from envs.vector.layout import Layout
@@ -66,7 +66,8 @@ class TradingVectorEnv(TensorVectorEnv):
     At day d the agent has seen the close of d. Its actions, Box(-1, 1, (n,)), become orders of
     whole shares (see `fill_orders`) that fill at the open of d + 1, or at the close of d
     (`execution`). The plain reward is the change of portfolio value from close to close, times
-    1e-4. `features.feature_names` lists the numbers of an observation.
+    1e-4. An observation is the share of cash (or the cash) and the blocks of
+    `features.feature_blocks`.
 
     Training: an episode lasts `episode_days` steps on a market and from a day that are functions of
     the environment's seed and of the number of its episode; the first one after a seed starts at a
@@ -117,7 +118,7 @@ class TradingVectorEnv(TensorVectorEnv):
         # tables for the steps
         num_stocks = len(self.tickers)
         tables = market_tables(markets, span, config, train_span, discount)
-        self._gap = gap_columns(config.observation, num_stocks).start
+        self._gap = portfolio_columns(config.observation, num_stocks).start
         self._features = tables.features.to(self.device)  # [rows, F]
         self._prices = tables.prices.to(self.device)  # [rows, 6, n]
         self._turbulent = None if tables.turbulent is None else tables.turbulent.to(self.device)

@@ -1,7 +1,7 @@
-"""Market tables: what the agent sees and what orders fill at, row by day.
+"""Tabulate markets: observations and fill prices of every day.
 
-Indicators and features are causal, and NaN while they warm up. Arrays are [D, n], one column per
-stock, so that several markets lie side by side as [D, M*n].
+Indicators use no later day, and are NaN until they are warm. Arrays are [D, n] with one column for
+each stock, so M markets can stand side by side as [D, M*n].
 """
 
 from __future__ import annotations
@@ -18,26 +18,28 @@ from torch import Tensor
 from envs.trading.config import TradingConfig
 from envs.trading.market_data import Market, Span
 
-# Money lies on a grid of 2**-20 USD. Sums and products of grid prices and whole shares are then
-# exact in float64 as long as a portfolio stays below 2**33 USD (8.6 billion).
-GRID = 2.0**20  # steps per USD; of float64's 53 bits 33 are left for dollars
+# Amounts of money are multiples of 2**-20 USD. Sums and products of such prices and whole shares
+# are then exact in float64 while a portfolio is worth less than 2**33 USD (8.6 billion).
+GRID = 2.0**20  # steps per USD; the other 33 of float64's 53 bits hold whole dollars
 INDICATOR_DAYS = 30
-CORRELATION_RIDGE = 1e-9  # keeps the correlation matrix of tickers that move as one solvable
-MIN_STD = 1e-12  # daily returns with a smaller deviation are rounding noise around a constant
+CORRELATION_RIDGE = 1e-9  # keeps the correlation matrix invertible if two stocks move as one
+MIN_STD = 1e-12  # a smaller deviation of daily returns is rounding noise around a constant
 
 
 # ---- indicators
 
 
 def by_column(function: Callable[..., np.ndarray], days: int, *arrays: np.ndarray) -> np.ndarray:
-    """Run a TA-Lib function of 1-D arrays over the columns of [D, n] arrays."""
-    rows = [np.ascontiguousarray(array.T, dtype=np.float64) for array in arrays]  # each [n, D]
-    columns = [function(*row, days) for row in zip(*rows, strict=True)]
-    return np.ascontiguousarray(np.transpose(columns))
+    """Apply a TA-Lib function of 1-D arrays to each column of [D, n] arrays."""
+    columns = []
+    for stock in range(arrays[0].shape[1]):
+        series = [np.ascontiguousarray(array[:, stock]) for array in arrays]  # each [D]
+        columns.append(function(*series, days))
+    return np.stack(columns, axis=1)
 
 
 def macd(bars: Market) -> np.ndarray:
-    """Return the 12-day minus the 26-day exponential mean, warm from day 25 on."""
+    """Return the 12-day exponential mean minus the 26-day one, warm from day 25 on."""
     return by_column(talib.EMA, 12, bars.close) - by_column(talib.EMA, 26, bars.close)
 
 
@@ -62,14 +64,14 @@ def trailing_mean(values: np.ndarray) -> np.ndarray:
 
 
 def turbulence(close: np.ndarray, days: int = 252) -> np.ndarray:
-    """Return the squared Mahalanobis distance of today's returns from the past.
+    """Return the squared Mahalanobis distance of each day's returns from the past.
 
-    Mean and covariance come from the `days` daily returns before today; today is not among them. A
-    stock that did not move at all in the window is left out on that day, its scale being unknown.
+    Mean and covariance are those of the `days` daily returns before that day. A stock without any
+    move in that window has no scale and is omitted on that day.
 
-    Returns: [D], about n in ordinary times (n stocks), warm from day `days + 1` on.
-    Raises: ValueError: more stocks than a covariance over `days` returns can have.
-    Source: Kritzman and Li, "Skulls, Financial Turbulence, and Risk Management" (2010), not
+    Returns: [D], warm from day `days + 1` on; about n in ordinary times, for n stocks.
+    Raises: ValueError: there are too many stocks for a covariance over `days` returns.
+    Source: Kritzman and Li, "Skulls, Financial Turbulence, and Risk Management" (2010), but not
         divided by n.
     """
     num_days, num_stocks = close.shape
@@ -84,69 +86,52 @@ def turbulence(close: np.ndarray, days: int = 252) -> np.ndarray:
 
 def _squared_distance(today: np.ndarray, past: np.ndarray) -> float:
     """Return the squared Mahalanobis distance of today [n] from the past [days, n]."""
-    mean, std = past.mean(axis=0), past.std(axis=0, ddof=1)
-    known = std > MIN_STD
-    units = ((past - mean) / np.maximum(std, MIN_STD))[:, known]  # [days, stocks that moved]
-    # Correlations, not covariances: the ridge then means the same for calm and for wild stocks.
-    correlation = units.T @ units / (len(past) - 1) + CORRELATION_RIDGE * np.eye(units.shape[1])
-    z = ((today - mean) / np.maximum(std, MIN_STD))[known]
-    return z @ np.linalg.solve(correlation, z)
+    std = past.std(axis=0, ddof=1)
+    moved = std > MIN_STD  # [n]
+    today, past, std = today[moved], past[:, moved], std[moved]
+    scaled_past = (past - past.mean(axis=0)) / std
+    scaled_today = (today - past.mean(axis=0)) / std
+    # With correlations instead of covariances, the ridge is the same for calm and wild stocks.
+    correlation = scaled_past.T @ scaled_past / (len(past) - 1)
+    correlation += CORRELATION_RIDGE * np.eye(len(std))
+    return scaled_today @ np.linalg.solve(correlation, scaled_today)
 
 
 # ---- observations
 
 
-def _log_return(bars: Market) -> np.ndarray:
-    return np.diff(np.log(bars.close), axis=0, prepend=np.nan)
+PORTFOLIO_BLOCK = {"paper": 1, "relative": 2}  # index of the block that the environment fills in
 
 
-def _price_to_mean(bars: Market) -> np.ndarray:
-    return np.log(bars.close / trailing_mean(bars.close))
-
-
-def _log_volume_to_mean(bars: Market) -> np.ndarray:
+def feature_blocks(bars: Market, observation: str) -> list[np.ndarray]:
+    """Return the blocks of an observation in order, each [D, n]."""
+    portfolio = np.zeros_like(bars.close)  # the environment writes weights or shares here
+    if observation == "paper":
+        return [bars.close, portfolio, macd(bars), rsi(bars), cci(bars), adx(bars)]
     log_volume = np.log1p(bars.volume)
-    return np.clip(log_volume - trailing_mean(log_volume), -3.0, 3.0)
+    return [
+        np.diff(np.log(bars.close), axis=0, prepend=np.nan),
+        np.log(bars.close / trailing_mean(bars.close)),
+        portfolio,
+        20.0 * macd(bars) / bars.close,
+        (rsi(bars) - 50.0) / 50.0,
+        cci(bars) / 200.0,
+        adx(bars) / 100.0,
+        np.clip(log_volume - trailing_mean(log_volume), -3.0, 3.0),
+    ]
 
 
-# the features of each stock in the order of an observation; None is a gap for the portfolio's
-Blocks = dict[str, Callable[[Market], np.ndarray] | None]
-_BLOCKS: dict[str, Blocks] = {
-    "paper": {
-        "close": lambda bars: bars.close,
-        "shares": None,
-        "macd": macd,
-        "rsi": rsi,
-        "cci": cci,
-        "adx": adx,
-    },
-    "relative": {
-        "log_return": _log_return,
-        "price_to_mean": _price_to_mean,
-        "weight": None,
-        "macd": lambda bars: 20.0 * macd(bars) / bars.close,
-        "rsi": lambda bars: (rsi(bars) - 50.0) / 50.0,
-        "cci": lambda bars: cci(bars) / 200.0,
-        "adx": lambda bars: adx(bars) / 100.0,
-        "log_volume_to_mean": _log_volume_to_mean,
-    },
-}
-
-
-def feature_names(observation: str, tickers: Sequence[str]) -> list[str]:
-    """Return the name of every number of an observation, in order."""
-    first = "cash_share" if observation == "relative" else "cash"
-    return [first] + [f"{name}:{ticker}" for name in _BLOCKS[observation] for ticker in tickers]
-
-
-def gap_columns(observation: str, num_stocks: int) -> slice:
-    """Return the columns of weights (`relative`) or shares (`paper`)."""
-    first = 1 + num_stocks * list(_BLOCKS[observation].values()).index(None)
+def portfolio_columns(observation: str, num_stocks: int) -> slice:
+    """Return the columns of an observation that hold weights or shares."""
+    first = 1 + num_stocks * PORTFOLIO_BLOCK[observation]
     return slice(first, first + num_stocks)
 
 
 def side_by_side(markets: Sequence[Market], num_days: int) -> Market:
-    """Return the first days of M markets as one with columns [D, M*n]."""
+    """Join the first days of M markets to one market with arrays [num_days, M*n].
+
+    Opens, dates and tickers are those of the first market.
+    """
     joined: dict[str, Any] = {
         name: np.concatenate([getattr(market, name)[:num_days] for market in markets], axis=1)
         for name in ("high", "low", "close", "volume")
@@ -155,33 +140,29 @@ def side_by_side(markets: Sequence[Market], num_days: int) -> Market:
 
 
 def feature_table(markets: Sequence[Market], observation: str, span: Span) -> np.ndarray:
-    """Market features [M, days, F] float32 of a span, with gaps for the portfolio.
+    """Return the observations of a span, [M, days, F] float32, without a portfolio.
 
-    Indicators see the days before the span, never later ones; NaN where one is not warm yet.
+    Cash and portfolio are 0. Indicators also use days before the span; they are NaN until warm.
     """
-    shape = span.last - span.first + 1, len(markets), len(markets[0].tickers)
     bars = side_by_side(markets, span.last + 1)
-    gap = np.zeros(shape)
-    columns = [
-        gap if feature is None else feature(bars)[span.first :].reshape(shape)
-        for feature in _BLOCKS[observation].values()
-    ]
-    table = np.concatenate([gap[:, :, :1], *columns], axis=2).swapaxes(0, 1)
-    return np.ascontiguousarray(table, dtype=np.float32)
+    shape = span.last - span.first + 1, len(markets), len(markets[0].tickers)
+    blocks = [block[span.first :].reshape(shape) for block in feature_blocks(bars, observation)]
+    table = np.concatenate([np.zeros((*shape[:2], 1)), *blocks], axis=2)
+    return np.ascontiguousarray(table.swapaxes(0, 1), dtype=np.float32)
 
 
 def first_tradable_day(market: Market, config: TradingConfig) -> int:
-    """Return the index of the first day from which on every feature in use is warm."""
+    """Return the first day from which on all features in use are warm, as an index."""
     num_days = len(market.dates)
     table = feature_table([market], config.observation, Span(0, num_days - 1))
-    known = np.isfinite(table[0]).all(axis=1)
+    warm = np.isfinite(table[0]).all(axis=1)
     if config.turbulence_quantile > 0:
-        known &= np.isfinite(turbulence(market.close))
-    first = num_days - int(known[::-1].argmin())  # the day after the last that is not known
+        warm &= np.isfinite(turbulence(market.close))
+    first = num_days - int(warm[::-1].argmin())  # the day after the last one that is not warm
     if first == num_days:
         raise ValueError(
-            f"no day is left after the indicators' warm-up, got {num_days} days: "
-            "use a longer history"
+            f"no day is left after the indicators' warm-up: {num_days} days are too few, use a "
+            "longer history"
         )
     return first
 
@@ -190,28 +171,28 @@ def first_tradable_day(market: Market, config: TradingConfig) -> int:
 
 
 def to_grid(usd: Tensor) -> Tensor:
-    """Round amounts in USD to the money grid."""
+    """Round amounts in USD to multiples of 1 / GRID."""
     return torch.round(usd * GRID) / GRID
 
 
 def net_prices(fill: Tensor, fee_bps: float) -> tuple[Tensor, Tensor]:
-    """Return USD received per share sold and paid per share bought, fees included."""
+    """Return the USD received per share sold and paid per share bought, with fees."""
     fee = to_grid(fill * (fee_bps * 1e-4))
     return fill - fee, fill + fee
 
 
 @dataclass(frozen=True, kw_only=True)
 class MarketTables:
-    """Everything a step looks up, one row per market and day.
+    """What a step looks up, one row for each market and day.
 
     Row = market * days of the span + day - span.first.
     """
 
-    features: Tensor  # [rows, F] float32, an observation of the day by a portfolio that is all cash
-    # [rows, 6, n] float64 USD: close, received and paid per share, tomorrow's close, and what a
-    # share gains later, discounted: after today's close, and after tomorrow's as seen from today
+    features: Tensor  # [rows, F] float32, the observation of a portfolio that is all cash
+    # [rows, 6, n] float64 USD per share: today's close, received if sold, paid if bought,
+    # tomorrow's close, and the discounted gain after today's close and after tomorrow's
     prices: Tensor
-    turbulent: Tensor | None  # [rows] bool, None without the rule
+    turbulent: Tensor | None  # [rows] bool; None: turbulence_quantile is 0
 
 
 def market_tables(
@@ -229,7 +210,7 @@ def market_tables(
         fill = _tomorrow(torch.from_numpy(np.stack([market.open[days] for market in markets])))
     close = to_grid(close)
     sell, buy = net_prices(to_grid(fill), config.fee_bps)
-    # the discounted sum of the price changes after each day, up to the last one
+    # discounted sum of the price changes after each day, up to the end of the span
     changes = _tomorrow(close) - close
     gains = torch.zeros_like(close)
     for day in range(close.shape[1] - 2, -1, -1):
@@ -251,11 +232,14 @@ def market_tables(
 
 
 def _tomorrow(values: Tensor) -> Tensor:
-    """Return the next day's values [M, days, n]; the last day, where no step starts, its own."""
+    """Return the next day's values, [M, days, n].
+
+    The last day keeps its own values: no step starts there.
+    """
     return torch.cat([values[:, 1:], values[:, -1:]], dim=1)
 
 
 def _turbulent_days(market: Market, quantile: float, train_span: Span) -> np.ndarray:
-    """Return which days exceed a quantile of the training span's turbulence, [D] bool."""
+    """Mark days [D] whose turbulence exceeds a quantile of the training span's."""
     values = turbulence(market.close)
     return values > np.quantile(values[train_span.first : train_span.last + 1], quantile)
