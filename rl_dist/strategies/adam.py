@@ -1,4 +1,4 @@
-"""Adam without torch.compile, stepped by a flag on the device."""
+"""Adam without torch.compile, and steps that a flag on the device allows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 
 class EagerAdam(torch.optim.Adam):
-    """Adam that does not load torch.compile, which takes as long as torch itself.
+    """Adam that does not load torch.compile, which takes as long as loading torch.
 
-    Torch wraps these methods so that they are never compiled, and loads the compiler for it. The
-    numbers are the same.
+    Torch wraps these methods so that they are never compiled, and the wrappers load the compiler.
+    The numbers are the same.
     """
 
     add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
@@ -25,10 +25,10 @@ class EagerAdam(torch.optim.Adam):
 
 
 def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Step if the flag [] is set; torch's fused optimizers read it on the GPU."""
+    """Step if the flag [] is True; torch's fused optimizers read it on the GPU."""
     fused: Any = optimizer
     if finite.device.type == "cuda" and getattr(fused, "_step_supports_amp_scaling", False):
-        # as torch.amp.GradScaler does
+        # torch.amp.GradScaler does the same
         fused.grad_scale, fused.found_inf = None, (~finite).float()
         fused.step()
         del fused.grad_scale, fused.found_inf
@@ -37,12 +37,12 @@ def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_adam(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Adam:
-    """Return Adam, whose step is one kernel."""
+    """Return an Adam that steps all parameters in one kernel."""
     return EagerAdam(parameters, lr=lr, eps=1e-5, fused=True)
 
 
 def keep_options(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return saved state of one group, with the options of `optimizer`."""
+    """Return a saved state with the options of `optimizer`, such as its `eps`."""
     saved = state["param_groups"][0]
     options = optimizer.param_groups[0]
     return state | {"param_groups": [options | {"params": saved["params"]}]}

@@ -1,4 +1,4 @@
-"""Options of a strategy, and the checks of what cannot work."""
+"""Options of a strategy, and checks that the hardware allows them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class StrategyConfig:
     device_ids: tuple[int, ...] = ()
     """GPUs of mode dp, the world's device first."""
     find_unused_parameters: bool = False
-    """Some parameters may take no part in a step; costs a walk over the graph."""
+    """Allow parameters that take no part in a step; costs a walk over the graph."""
     hybrid_form: HybridForm = "shard"
     """Form of mode hybrid; shard: parameters sharded over ranks; pipeline: two stages on pairs."""
     shard_size: int = Field(0, ge=0, le=10**6)
-    """Ranks that share one copy of gradients and optimizer state in mode hybrid; 0: those of a
-    machine."""
+    """Number of ranks that share one copy of gradients and optimizer state in mode hybrid; 0: all
+    ranks of a machine."""
     gradient_compression: Compression = "none"
     """bf16: gradients travel in half the bytes, rounded to 8 bits; ddp only."""
     precision: Precision = "auto"
-    """See precision.py; forward passes must be inside `Strategy.autocast`."""
+    """Precision of matrix products; forward passes must be inside `Strategy.autocast`."""
 
     @property
     def pipelined(self) -> bool:
@@ -44,17 +44,18 @@ class StrategyConfig:
 def check_strategy(
     config: StrategyConfig, ranks: int, device_type: str = "cpu", num_devices: int = 0
 ) -> str:
-    """Return the mode that is meant on this hardware; refuse what cannot work.
+    """Return the mode for this hardware, never "default"; refuse what cannot work.
 
     Args:
-        num_devices: GPUs of mode dp.
+        ranks: number of ranks.
+        num_devices: number of GPUs for mode dp.
     """
     mode = config.mode
     if mode == "default":
         mode = "ddp" if ranks > 1 else "none"
     uses_ddp = mode == "ddp" or (mode == "auto" and ranks > 1)
     compression = config.gradient_compression
-    # does it apply, the problem, the fix
+    # each rule: if it is broken, the problem, the fix
     rules = (
         (mode in ("none", "dp") and ranks > 1,
          f"strategy {mode} works in one process, got {ranks} ranks", "use --strategy ddp"),
@@ -69,8 +70,8 @@ def check_strategy(
         (config.precision == "fp16" and mode == "hybrid",
          "precision fp16 does not work with strategy hybrid", "use --precision bf16"),
     )  # fmt: skip
-    for applies, problem, fix in rules:
-        if applies:
+    for is_broken, problem, fix in rules:
+        if is_broken:
             raise UserError(f"{problem}: {fix}")
     tries_hybrid = mode == "auto" and ranks > 1 and config.shard_size
     if (mode == "hybrid" and not config.pipelined) or tries_hybrid:
@@ -80,7 +81,7 @@ def check_strategy(
 
 
 def resolve_shard_size(shard_size: int, num_ranks: int) -> int:
-    """Return how many ranks share one copy in mode hybrid; 0: those of this machine."""
+    """Return the number of ranks that share one copy; 0 means those of this machine."""
     if num_ranks == 1:
         raise UserError("strategy hybrid needs several ranks, got 1: use --strategy none")
     size = shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))

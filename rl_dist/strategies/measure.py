@@ -1,9 +1,9 @@
-"""Choose the fastest of some settings by trying them, the same on all ranks.
+"""Try some settings and choose the fastest; all ranks choose the same.
 
     candidates = [Candidate("fp32", steps_in_fp32), Candidate("bf16", steps_in_bf16)]
     best, results = fastest(candidates, world)
 
-Strategy, precision, batch size and the number of environment workers are chosen like this.
+This chooses strategy, precision, batch size and the number of environment workers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import CollectiveError, World
 
 STEPS = 4  # timed in each of two turns
-HEADROOM = 0.9  # share of the memory: a batch size is taken only if a ninth more fits as well
+HEADROOM = 0.9  # share of the memory that a batch size may take
 TOLERANCE = 1.05  # a simpler setting may take this many times as long as the fastest one
-PATIENCE = 2  # sizes without gain, after which larger ones are not tried
+PATIENCE = 2  # number of sizes without gain after which no larger size is tried
 LONGEST_STEP_S = 10.0  # no larger size is tried once a step takes this long
 logger = logging.getLogger(__name__)
 
@@ -35,19 +35,19 @@ logger = logging.getLogger(__name__)
 class Candidate:
     """A setting, and steps that use it.
 
-    The first `next` of `steps` does what this rank can do alone, and raises where the setting does
-    not work or does not fit here. Every later one takes a step, together with the other ranks.
-    Closing the iterator frees what it holds.
+    The first `next` of `steps` does what this rank can do alone; it raises if the setting does not
+    work or does not fit into memory. Each later `next` takes a step together with the other ranks.
+    Closing the iterator frees its memory.
     """
 
     name: str
     steps: Callable[[], Iterator[None]]
-    samples: float = 1.0  # in a step; times are compared per sample
+    samples: float = 1.0  # of a step; times are compared per sample
 
 
 @dataclass(frozen=True)
 class Result:
-    """The measurement of a candidate, the same on all ranks."""
+    """The measured time or the problem of a candidate, the same on all ranks."""
 
     name: str
     seconds: float = math.inf  # per sample, on the slowest rank
@@ -64,19 +64,19 @@ def fastest(
     tolerance: float = TOLERANCE,
     growing: bool = False,
 ) -> tuple[Result | None, list[Result]]:
-    """Return the first candidate about as fast as any, and the results of all.
+    """Return the first candidate about as fast as the fastest one; all ranks call.
 
-    Each candidate has the memory to itself. Those that work run again in a second turn and keep
-    the better time, because other load on the machine only slows. Torch's random numbers continue
-    as if nothing had been tried. All ranks call together.
+    Each candidate has the memory to itself. Candidates that work run again in a second turn; the
+    better time counts, because other load on the machine only slows them down. Torch's random
+    numbers continue as if nothing had been tried.
 
     Args:
         tolerance: a candidate may take this many times as long as the fastest one.
-        growing: candidates are ascending sizes; none is tried after one that does not work, takes
-            long, or no longer pays.
+        growing: candidates are ascending sizes; the first one that does not work, takes long, or
+            brings no gain ends the trials.
 
     Returns:
-        None instead of a candidate if none works on all ranks.
+        The result of the chosen candidate, or None if none works on all ranks; and all results.
     """
     phase = world.doing.phase
     results: dict[Candidate, Result] = {}
@@ -97,7 +97,7 @@ def fastest(
 
 
 def _pays_to_grow(results: list[Result], samples: float) -> bool:
-    """Return True if a size larger than the last one may be faster per sample."""
+    """Return True if a size above the last one may be faster per sample."""
     last = results[-1]
     if last.problem or last.seconds * samples > LONGEST_STEP_S:
         return False
@@ -107,19 +107,19 @@ def _pays_to_grow(results: list[Result], samples: float) -> bool:
 
 
 def measure(candidate: Candidate, world: World) -> Result:
-    """Try a candidate on all ranks together and free it.
+    """Try a candidate on all ranks together, and free its memory.
 
-    The result is the same on all ranks. A step that fails on one rank alone, while others wait for
-    it inside, leaves them waiting until the watchdog ends the job.
+    If a step fails on one rank while the others wait for it inside the step, they wait until the
+    watchdog ends the job.
 
     Raises:
-        CollectiveError: the ranks lost each other, so that nothing can be agreed.
+        CollectiveError: the ranks lost each other, and cannot agree on a result.
     """
     world.set_phase(f"trial of {candidate.name}")
     steps = candidate.steps()
     seconds: list[float] = []
     problem = ""
-    for _ in range(2 + STEPS):  # one alone, the first one together, those that count
+    for _ in range(2 + STEPS):  # the step alone, the first one together, then those that count
         started = time.perf_counter()
         local_problem = ""
         try:
@@ -128,7 +128,8 @@ def measure(candidate: Candidate, world: World) -> Result:
                 torch.cuda.synchronize(world.device)
         except CollectiveError:
             raise
-        except (RuntimeError, ValueError, MemoryError) as error:  # "out of memory" is the first
+        # torch raises RuntimeError if memory runs out
+        except (RuntimeError, ValueError, MemoryError) as error:
             local_problem = one_line(error, named=False)
             logger.info("trial failed: %s", local_problem)
         seconds.append(time.perf_counter() - started)
@@ -148,7 +149,7 @@ def measure(candidate: Candidate, world: World) -> Result:
 
 
 def doublings(sizes: Iterable[int]) -> Iterator[int]:
-    """Yield the first size, then the next one at least twice as large, and so on."""
+    """Yield the first size, then always the next one at least twice as large."""
     last = 0
     for size in sizes:
         if size >= 2 * last:
@@ -159,7 +160,7 @@ def doublings(sizes: Iterable[int]) -> Iterator[int]:
 def fastest_batch_size(
     try_step: Callable[[int], object], sizes: Iterable[int], world: World | None = None
 ) -> int:
-    """Return the smallest batch size that is about as fast as any and fits in memory.
+    """Return the smallest batch size that fits in memory and is about as fast as any.
 
         def try_step(size):  # forward, backward, optimizer on `size` samples; no collective calls
             optimizer.zero_grad()
@@ -168,13 +169,15 @@ def fastest_batch_size(
 
         size = fastest_batch_size(try_step, range(8, 65_537, 8))
 
-    Sizes are doubled until they do not fit, with a tenth of the memory to spare, or do not pay.
-    With a `world` all ranks call together and get the same answer: the poorest and the slowest rank
-    count. `try_step` takes real steps, so give it a copy of the model, not wrapped for distributed
-    training.
+    Sizes are doubled until one does not fit with a tenth of the memory to spare, or brings no gain.
+    With a `world`, all ranks call together and get the same answer; the slowest rank and the rank
+    with the least memory decide. `try_step` takes real steps, so give it a copy of the model that
+    is not wrapped for distributed training.
 
     Args:
-        sizes: samples of one rank that are allowed, ascending; a range will do.
+        try_step: takes a step with a number of samples; no collective calls.
+        sizes: allowed numbers of samples of one rank, ascending, such as a range.
+        world: the ranks that choose together; None: this process alone.
 
     Raises:
         UserError: not even the first size works.

@@ -14,27 +14,29 @@ _numbers = count()
 
 
 def make_mesh(world: World, shape: tuple[int, int]) -> DeviceMesh:
-    """Return a mesh over all ranks; ask for its groups by axis; all ranks call.
+    """Return a mesh over all ranks with a group for each axis; all ranks call.
 
-    torch's own groups of a mesh give up after 10 minutes over NCCL and 30 over gloo, whatever
-    `--collective_timeout` says: here only the watchdog decides. The names of its axes are its own:
-    meshes that compare equal are one to DTensor, which gives the results of its operators a mesh
-    that it keeps, and the groups of an earlier one may be closed.
+    The groups that torch makes for a mesh give up after 10 minutes over NCCL and 30 over gloo,
+    whatever `--collective_timeout` says; here only the watchdog decides. No two meshes have equal
+    names of axes: DTensor takes meshes that compare equal for one, and would use the closed groups
+    of an earlier mesh.
     """
     ranks = torch.arange(world.size).reshape(shape)
-    own: list[dist.ProcessGroup] = []
+    groups_of_rank: list[dist.ProcessGroup] = []
     for lines in (ranks.T, ranks):  # along the first axis, then along the second
         for members in lines.tolist():
             group = dist.new_group(members, timeout=GROUP_TIMEOUT)
             if world.rank in members:
-                own.append(group)
+                groups_of_rank.append(group)
     number = next(_numbers)
     names = f"rows_{number}", f"columns_{number}"
-    return DeviceMesh.from_group(own, world.device.type, mesh=ranks, mesh_dim_names=names)
+    return DeviceMesh.from_group(
+        groups_of_rank, world.device.type, mesh=ranks, mesh_dim_names=names
+    )
 
 
 def close_mesh(mesh: DeviceMesh) -> None:
-    """Close the mesh's groups, unless they went with the world; all their ranks call."""
+    """Close the mesh's groups, if the world is still open; all ranks call."""
     if dist.is_initialized():
         for group in mesh.get_all_groups():
             destroy_group(group)

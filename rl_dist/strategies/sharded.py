@@ -1,11 +1,11 @@
-"""Gradients and optimizer state shared out over groups of ranks (FSDP2).
+"""Shard gradients and optimizer state over groups of ranks (FSDP2).
 
-The module is one unit: its forward may call its parts another number of times on every rank (as
-sequences cut at episode starts do), and a unit's collectives follow its forward. Between steps the
-parameters are whole, so that the bare module acts, is evaluated and is hashed as everywhere;
-gradients and optimizer state never are.
+FSDP gets the whole module as one unit, because a unit's collectives follow the calls of its
+forward: ranks call the parts of a policy differently often, as their episodes differ. Between steps
+every rank holds the whole parameters, so that the bare module acts, is evaluated and is hashed as
+in other modes. Gradients and optimizer state are never whole.
 
-Source: Zhao et al., "PyTorch FSDP", https://arxiv.org/abs/2304.11277; its hybrid sharding.
+Source: Zhao et al., "PyTorch FSDP", https://arxiv.org/abs/2304.11277, hybrid sharding.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from rl_dist.process_group.world import World
 from rl_dist.strategies.config import resolve_shard_size
 from rl_dist.strategies.mesh import make_mesh
 
-SHARD = 1  # the axis of the mesh along which parameters are cut; along 0 they are repeated
-# Newer torch has another name for it, and warns of the old one.
+SHARD = 1  # the axis of the mesh along which parameters are cut; along axis 0 they are repeated
+# Newer torch has a new name for this function and warns of the old one.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# Outputs of a policy are views of its network's; nobody changes them in place.
+# Outputs of a policy are views of its network's outputs; nothing changes them in place.
 warnings.filterwarnings(
     "ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning
 )
 
 
 class Shards:
-    """A module whose parameters are sharded in place, those of rank 0 on every rank.
+    """Shards the parameters of a module in place, starting from those of rank 0.
 
-    Neighbouring ranks form a group of `shard_size`; ranks of equal places in their groups hold the
-    same shards. The module's class changes, for good.
+    Each `shard_size` neighbouring ranks form a group. Ranks with the same place in their groups
+    hold the same shards. FSDP changes the class of the module, and cannot change it back.
     """
 
     def __init__(self, module: nn.Module, shard_size: int, world: World) -> None:
@@ -51,20 +51,20 @@ class Shards:
             self.mesh = make_mesh(world, (world.size // shard_size, shard_size))
         self.module = module
         self._unit = fully_shard(module, mesh=self.mesh, reshard_after_forward=False)
-        # then divides: gloo has no mean
+        # gloo has no mean: FSDP then sums and divides
         self._unit.set_force_sum_reduction_for_comms(True)
-        reducing: Any = _AnnouncedReduceScatter(world)  # torch keeps the base class to itself
+        reducing: Any = _AnnouncedReduceScatter(world)  # the base class is private in torch
         self._unit.set_custom_reduce_scatter(reducing)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.unshard()
 
     def unshard(self) -> None:
-        """Gather the parameters from their shards; nothing happens if they are whole."""
+        """Gather the whole parameters from their shards, if they are not whole."""
         with self.world.waiting("gather of parameters"):
             self._unit.unshard()
 
     def accumulate(self, last: bool) -> None:
-        """Let the next backward pass reduce all gradients so far, if it is the last."""
+        """Prepare a backward pass: the last one of a step reduces all gradients so far."""
         self._unit.set_requires_gradient_sync(last)
         self._unit.set_reshard_after_backward(last)
 
@@ -74,14 +74,14 @@ class Shards:
 
     def grad_norm(self) -> Tensor:
         """Return the norm of the whole gradient; all ranks call."""
-        own = nn.utils.get_total_norm(self._gradients())
-        square = own.double().square()
+        local_norm = nn.utils.get_total_norm(self._gradients())
+        square = local_norm.double().square()
         with self.world.waiting("norm of the gradient"):
             dist.all_reduce(square, group=self.mesh.get_group(SHARD))
-        return square.sqrt().to(own.dtype)
+        return square.sqrt().to(local_norm.dtype)
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale the sharded gradient of this norm down to `max_norm`."""
+        """Scale a gradient with this norm down to `max_norm`."""
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
         for shard in self._gradients():
             shard.mul_(factor)
@@ -89,7 +89,7 @@ class Shards:
     def module_state(self) -> dict[str, Tensor]:
         """Gather the module's whole `state_dict` on the CPU of every rank."""
         with self.world.waiting("gather of weights"):
-            # `state_dict` frees the gathered parameters, so gather them again below
+            # `state_dict` frees the whole parameters: gather them again below
             state = _whole(self.module.state_dict())
         self.unshard()
         return state
@@ -105,7 +105,7 @@ class Shards:
         optimizer: torch.optim.Optimizer,
         optimizer_state: dict[str, Any],
     ) -> None:
-        """Take this rank's shards of whole states."""
+        """Load this rank's shards of whole states."""
         shards = self.module.state_dict()
         shards = {name: _shard_of(weights[name], shard) for name, shard in shards.items()}
         self.module.load_state_dict(shards)
@@ -120,7 +120,7 @@ class Shards:
 
 
 class _AnnouncedReduceScatter:
-    """A reduction of gradients from which on waiting for other ranks counts."""
+    """Reduces gradients; the time from its call on counts as waiting for other ranks."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -134,14 +134,14 @@ class _AnnouncedReduceScatter:
 
 
 def _whole(state: Any) -> Any:
-    """Replace every shard of a nested state by the whole tensor, on the CPU; all ranks call."""
+    """Replace the shards of a state by whole tensors on the CPU; all ranks call."""
     return tree_map_only(DTensor, lambda tensor: tensor.full_tensor().cpu(), state)
 
 
 def _shard_of(value: Any, like: Tensor) -> Any:
-    """Return this rank's shard of a whole tensor that every rank has; nothing is sent.
+    """Return this rank's shard of a tensor that every rank has whole.
 
-    A value of another shape is a count, the same for all shards.
+    A value of another shape, such as a count of steps, is the same for all shards.
     """
     if not isinstance(like, DTensor) or getattr(value, "shape", None) != like.shape:
         return value

@@ -1,4 +1,4 @@
-"""Training of a module on the ranks of a world: one interface for all modes.
+"""Train a module on the ranks of a world: one interface for all modes.
 
     strategy = Strategy(StrategyConfig(mode="ddp"), world)
     module = strategy.wrap(module.to(world.device))
@@ -7,14 +7,14 @@
             strategy.backward(loss_of(module(part)))
     grad_norm, stepped = strategy.step(optimizer, max_grad_norm=0.5)
 
-The gradient is that of the losses' mean over ranks; all ranks step together, or none does.
+The gradient is that of the mean of all ranks' losses. All ranks take a step, or none does.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class Strategy:
-    """One way of training modules on the ranks of a world.
+    """Trains one module in one mode: none, dp, ddp or hybrid.
 
     strategy = Strategy(StrategyConfig(mode="ddp"), world)
     """
@@ -52,24 +52,24 @@ class Strategy:
             raise UserError("strategy auto must be measured first: see rl_dist.strategies.measure")
         if device_type == "cuda":
             set_tf32(config.precision)
-        # scales losses so that fp16 gradients do not vanish
+        # scales losses up, so that fp16 gradients do not vanish
         self.scaler = torch.amp.GradScaler(device_type) if config.precision == "fp16" else None
-        # the last step was skipped, and the loss scale may be the only reason
+        # True if the last step was skipped, perhaps only because the loss scale was too large
         self.overflowed: Tensor | bool = False
         # set by `wrap`
-        self.bare: Any = None
-        self.module: nn.Module | None = None  # the wrapped one
-        self.parameters: list[nn.Parameter] = []  # for the optimizer: shards in mode hybrid
-        self.gradient_bytes = 0
-        self.unequal_devices = False
+        self.bare: Any = None  # the module as it was given
+        self.module: nn.Module | None = None  # the wrapped module
+        self.parameters: list[nn.Parameter] = []  # for the optimizer; shards in mode hybrid
+        self.gradient_bytes = 0  # reduced in each step
+        self.unequal_devices = False  # ranks have different kinds of GPUs or CPUs
         self.shards: Shards | None = None
         self.mesh: DeviceMesh | None = None  # in mode hybrid
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Return a wrapped module, trained by its forward; it must be on world.device.
+        """Return the module in the wrapper of the mode; it must be on world.device.
 
-        Only a loss computed through the returned module's `forward` is reduced; calling the inner
-        module directly trains replicas apart without any error.
+        Compute losses by the returned module. Gradients of losses that were computed by the inner
+        module are not reduced: the ranks drift apart without any error.
         """
         if self.config.pipelined:
             raise UserError(
@@ -94,7 +94,7 @@ class Strategy:
         return self.module
 
     def _keep(self, module: nn.Module, reduced: list[nn.Parameter]) -> None:
-        """Remember a module before it is wrapped, and the size of its reduced gradients."""
+        """Keep a module and its parameters with reduced gradients, before it is wrapped."""
         self.module = self.bare = module
         self.parameters = reduced
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in reduced)
@@ -102,22 +102,24 @@ class Strategy:
 
     @contextmanager
     def accumulating(self, last: bool = True) -> Iterator[None]:
-        """Enclose forward and backward of a part of a step; the last one reduces."""
+        """Enclose forward and backward of one part of a step; the last part reduces."""
         if self.shards:
             self.shards.accumulate(last)
-        keeps_gradients = isinstance(self.module, DistributedDataParallel) and not last
-        with self.module.no_sync() if keeps_gradients else nullcontext():  # type: ignore[union-attr,operator]
+        if isinstance(self.module, DistributedDataParallel) and not last:
+            with self.module.no_sync():
+                yield
+        else:
             yield
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Enclose a forward pass, so that its products have the strategy's precision."""
+        """Compute matrix products inside in the precision of the strategy."""
         return autocast(autocast_dtype(self.config.precision), self.world.device)
 
     @contextmanager
     def backward_context(self, loss: Tensor) -> Iterator[Tensor]:
-        """Yield the scaled loss; its `backward` inside reduces gradients over ranks.
+        """Yield the loss to call `backward` of, which reduces gradients over ranks.
 
-        A loss that is not finite makes the gradient NaN, which all ranks see.
+        A loss that is not finite makes the reduced gradient NaN, so that all ranks notice it.
         """
         one = loss.detach() * 0.0 + 1.0  # NaN if the loss is not finite
         with section("backward"), self.world.reduction_context():
@@ -125,7 +127,7 @@ class Strategy:
             yield scaled * one
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this rank's loss, reduced over ranks."""
+        """Add the gradient of a loss, reduced over ranks."""
         with self.backward_context(loss) as scaled:
             scaled.backward()
 
@@ -133,16 +135,20 @@ class Strategy:
     def step(
         self, optimizer: torch.optim.Optimizer, max_grad_norm: float = math.inf
     ) -> tuple[Tensor, Tensor]:
-        """Clip the reduced gradient and step, if it is finite: on all ranks, or on none.
+        """Clip the reduced gradient and step; skip the step if it is not finite.
 
-        A loss scale that was too large falls, and sets `overflowed`. Returns the norm before
-        clipping, and whether the step was taken. With a fused optimizer of torch nobody waits
-        for a GPU until that is read.
+        All ranks take the step, or none does. With a fused optimizer of torch, nothing here waits
+        for a GPU.
+
+        Returns:
+            The norm of the gradient before clipping, and True if the step was taken.
 
         Raises:
-            UserError: the optimizer steps other parameters than `parameters`.
+            UserError: the optimizer holds other parameters than `parameters`.
         """
         self._check_parameters(optimizer)
+
+        # the norm, and clipping
         if self.scaler:
             self.scaler.unscale_(optimizer)
         if self.shards:
@@ -152,11 +158,13 @@ class Strategy:
             gradients = [p.grad for p in self.parameters if p.grad is not None]
             grad_norm = self.agreed_norm(get_total_norm(gradients))
             clip_grads_with_norm_(self.parameters, max_grad_norm, grad_norm)
-        stepped = torch.isfinite(grad_norm)  # the reduced norm: all ranks see the same
+
+        # the step
+        stepped = torch.isfinite(grad_norm)  # equal on all ranks, because gradients are reduced
         step_if(stepped, optimizer)
         if self.shards:
             self.shards.unshard()
-        if self.scaler:
+        if self.scaler:  # a scale that was too large is lowered
             scale = self.scaler.scale(torch.ones_like(grad_norm))
             self.overflowed = ~stepped & (scale > 1.0)
             self.scaler.update()
@@ -165,8 +173,8 @@ class Strategy:
     def agreed_norm(self, norm: Tensor) -> Tensor:
         """Return the gradient norm of rank 0 if devices differ; all ranks call.
 
-        The reduced gradients are equal to the bit, but different devices add their squares in
-        different orders. Without one common norm, ranks would clip by different factors and drift
+        Reduced gradients are equal to the bit, but different devices add their squares in
+        different orders. Without a common norm, ranks would clip by different factors and drift
         apart.
         """
         if self.unequal_devices:
@@ -175,7 +183,7 @@ class Strategy:
         return norm
 
     def _check_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse parameters of an optimizer that are not reduced, or not trained any more."""
+        """Refuse parameters that are not reduced, or that shards have replaced."""
         reduced = {id(parameter) for parameter in self.parameters}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if id(parameter) not in reduced and (self.shards or parameter.grad is not None):
@@ -189,7 +197,7 @@ class Strategy:
         """Give this rank the parameters that only others train; none, unless overridden."""
 
     def module_state(self) -> dict[str, Tensor]:
-        """Return the whole `state_dict`, the same in every mode; all ranks call."""
+        """Return the module's whole `state_dict`, in every mode; all ranks call."""
         return self.shards.module_state() if self.shards else self.bare.state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -202,7 +210,7 @@ class Strategy:
         optimizer: torch.optim.Optimizer,
         optimizer_state: dict[str, Any],
     ) -> None:
-        """Continue from whole states, saved in any mode by any number of ranks."""
+        """Load whole states that any mode and any number of ranks have saved."""
         if self.shards:
             self.shards.load(weights, optimizer, optimizer_state)
         else:
@@ -210,16 +218,16 @@ class Strategy:
             optimizer.load_state_dict(optimizer_state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of a resumed run: the loss scale of fp16."""
+        """Return what a resumed run needs besides: the loss scale of fp16."""
         return {"loss_scaler": self.scaler.state_dict()} if self.scaler else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`; nothing of it need be there."""
+        """Load the result of `state_dict`, which may be of another precision."""
         if self.scaler and "loss_scaler" in state:
             self.scaler.load_state_dict(state["loss_scaler"])
 
     def close(self) -> None:
-        """Release the module, and the groups of a mesh; the world stays open."""
+        """Release the module and close the groups of its mesh; the world stays open."""
         if self.mesh is not None:
             from rl_dist.strategies.mesh import close_mesh
 
