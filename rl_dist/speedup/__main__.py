@@ -1,6 +1,6 @@
 """Predict the speedup of training on more GPUs.
 
-RUN_DIR stands for the flags of a run; other flags are those of train_distributed.py.
+RUN_DIR gives the flags of a run; other flags are those of train_distributed.py.
 
 examples:
   python -m rl_dist.speedup                             the main job, on this machine
@@ -8,9 +8,9 @@ examples:
   python -m rl_dist.speedup RUN_DIR                     the job of a run
   python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM"   a card that is not here: speedup
   python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM" --sps 90000    ... and time and cost
-predicted: environment steps/s relative to one rank, with a 95 % interval: from the spread of the
-iterations, and at least a standard error of 10 % for modelled figures. Time and cost need a rate,
-measured here or given by --sps. Each figure takes about 15 s. docs/planning.md says how it works.
+predicted: environment steps/s relative to one rank. The 95 % interval follows from the spread of
+the iterations; modelled figures have a standard error of at least 10 %. Time and cost need a rate,
+measured here or given by --sps. Each figure takes about 15 s. docs/planning.md explains the model.
 exit codes: 0 done, 1 a short run failed or its rate kept changing, 2 bad usage
 """
 
@@ -39,7 +39,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 
 def _parse(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments of `estimate_training_speedup` by name, and the flags of training."""
+    """Return arguments of `estimate_training_speedup` by name, and training flags."""
     parser = CommandParser(
         prog="python -m rl_dist.speedup",
         usage="%(prog)s [RUN_DIR] [--gpus N [N ...]] [training flags]",
@@ -56,7 +56,7 @@ def _parse(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     args, flags = parser.parse_known_args(argv)
     args.run_dir = flags.pop(0) if argv and not argv[0].startswith("-") else ""
     if flags and not flags[0].startswith("-"):
-        fix = "RUN_DIR comes first, values follow their flag"
+        fix = "RUN_DIR comes first, other values follow a flag"
         raise UserError(f"unexpected argument {flags[0]!r}: {fix}")
     return vars(args), flags
 

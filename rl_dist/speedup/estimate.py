@@ -1,4 +1,4 @@
-"""Estimate the speedup of training on more GPUs: the functions for Python."""
+"""Functions that estimate the speedup of training on more GPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_dist.run_dir import RunDir
 from rl_dist.speedup.measure import MeasuredJob
 from rl_dist.speedup.model import CARDS, Card, Prediction, bottleneck, predict, steps_per_episode
 
-COLUMNS = {  # heading: the value of a row, and its form
+COLUMNS = {  # by heading: the value of a row to print, and its format
     "ranks": ("gpus", "{}"),
     "scaling": ("scaling", "{}"),
     "theoretical": ("gpus", "{}x"),
@@ -34,15 +34,15 @@ COLUMNS = {  # heading: the value of a row, and its form
 }
 EPISODES = 5000  # default length of a training
 CARD_ESTIMATE = (
-    "an estimate by data sheet and the lowest list price of 2026-11 in US dollars: rollouts as "
-    "measured here, the rest scaled by peak fp32 rates, 8 cards to a machine, InfiniBand NDR "
+    "an estimate from data sheets and the lowest list price of 2026-11 in US dollars: rollouts as "
+    "measured here, the rest scaled by peak fp32 rates, 8 cards in a machine, InfiniBand NDR "
     "between machines"
 )
 
 
 @dataclass(frozen=True)
 class SpeedupReport:
-    """All predictions of one call, as JSON values; unknown ones are None."""
+    """All predictions of one call as JSON values; None is an unknown value."""
 
     title: str  # job, machine, date
     rows: list[dict[str, Any]]
@@ -68,19 +68,19 @@ def estimate_training_speedup(
         report.rows[-1]["speedup"]
 
     Args:
-        flags: of train_distributed.py, on top of those of `run_dir` if there is one.
-        run_dir: directory of a run that has the job to estimate.
+        flags: flags of train_distributed.py; they override those of `run_dir`.
+        run_dir: directory of a run with the job to estimate.
         gpus: numbers of GPUs (ranks).
         scaling: strong (the job's sizes are totals), weak (they are per rank) or both.
         gpu: name of a card to estimate instead of this machine.
         sps: steps/s of one rank, from a run here or on `gpu`; 0: as measured here.
-        num_episodes: length of the training; 0: the run's, or 5000.
-        total_steps: environment steps instead of episodes.
-        price_per_hour: of one GPU; 0: the lowest list price of `gpu` in US dollars.
+        num_episodes: length of the training; 0: that of the run, or 5000.
+        total_steps: length in environment steps instead of episodes.
+        price_per_hour: price of one GPU; 0: the lowest list price of `gpu` in US dollars.
         device: auto, cpu or cuda.
 
     Raises:
-        UserError: impossible arguments, in one line.
+        UserError: wrong arguments, or flags that training refuses.
         ChildError: a short run failed, or its rate kept changing.
     """
     # the job
@@ -115,7 +115,7 @@ def estimate_training_speedup(
 
 
 def _job_of(run: RunDir, flags: Sequence[str]) -> dict[str, str]:
-    """Return the flags of a run by name, if the user trusts the modules that they name."""
+    """Return the flags of a run by name; refuse modules that the user did not name."""
     saved = run.flags()
     if not {"env", "core", "num_episodes", "total_steps"} <= saved.keys():
         raise UserError(f"{run.config_path} names no env, core and length: give flags instead")
@@ -145,10 +145,15 @@ def _rows(
     env_steps: float,
     usd_per_hour: float,
 ) -> list[dict[str, Any]]:
-    """Predict each number of ranks here or on cards, at a rate of one rank unless it is 0."""
+    """Return a row for each number of ranks, on this machine or on cards.
+
+    Args:
+        sps: steps/s of one rank; 0: as measured.
+        env_steps: length of the training; NaN: unknown.
+    """
     rows = []
-    one: Prediction | None = None  # of one rank
-    slower = 1.0  # factor from the measured to the given rate
+    one: Prediction | None = None  # the prediction for one rank, which comes first
+    slower = 1.0  # seconds at the given rate per measured second
     network = card.network if card else job.network()
     ratio = _fp32_tflops(job.device_type) / card.fp32_tflops if card else 1.0
     for share in job.shares(scalings):
@@ -171,7 +176,7 @@ def _rows(
 
 
 def _fp32_tflops(device_type: str) -> float:
-    """Return the measured fp32 rate of one thread, or of the GPU."""
+    """Measure the fp32 rate of one CPU thread, or of the GPU."""
     matrix = torch.randn(768, 768, device=device_type)
     timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=1)
     return 2 * 768**3 / timer.timeit(8).median / 1e12
@@ -194,8 +199,8 @@ def _speedup(prediction: Prediction, one: Prediction) -> dict[str, Any]:
 
 
 def as_text(report: SpeedupReport) -> str:
-    """Return title, table, fixes and notes: at most 25 lines for 4 numbers of GPUs."""
-    # One rank is the same job for both ways of scaling.
+    """Return title, table, fixes and notes; columns of unknown values are omitted."""
+    # one rank has the same job with both ways of scaling
     first = report.rows[0]["scaling"]
     rows = [row for row in report.rows if row["gpus"] > 1 or row["scaling"] == first]
     columns = {

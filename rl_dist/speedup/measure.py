@@ -1,8 +1,8 @@
 """Measure what the scaling model needs, without training on several ranks.
 
-One rank trains the whole job for a moment. Ranks that only reduce show the cost of a reduction.
-Copies of one rank's share then train side by side without communication, so that they compete for
-cores and memory as ranks do. `rl_dist.speedup.model` predicts the rest.
+One rank trains the whole job for some seconds. Ranks that do nothing but reduce show the cost of a
+reduction. Copies of one rank's share then train side by side without communication: they compete
+for cores and memory as ranks do. `rl_dist.speedup.model` predicts the rest.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup.model import MODEL_ERROR, Link, Network, RankCost, fit_link, rank_cost
 
 logger = logging.getLogger(__name__)
-ENOUGH_S = 12.0  # seconds on one rank after which two ended iterations are enough
-FIT_FACTORS = (1 / 64, 1, 4)  # sizes relative to the gradient, to separate latency from bandwidth
+ENOUGH_S = 12.0  # seconds on one rank after which two iterations are enough
+FIT_FACTORS = (1 / 64, 4)  # sizes relative to the gradient, to separate latency from bandwidth
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The work of one of several ranks that share the job."""
+    """The work of one of several ranks that share a job."""
 
     ranks: int
     scaling: str  # strong: the job's sizes are totals; weak: they are per rank
-    work: RankCost  # of a rank that shares its cores with no other
-    processors: int  # of a rank: CPU threads, or one GPU
+    work: RankCost  # of a rank with enough cores
+    processors: int  # of a rank: its CPU threads, or 1 GPU
     crowding: float  # factor by which missing cores slow the ranks down
-    source: str  # measured: one copy ran for each rank; or modelled
+    source: str  # "measured": a copy ran for each rank; "modelled": fewer copies ran
 
 
 class MeasuredJob:
-    """A job that one rank of this machine has trained for a moment.
+    """A job that one rank of this machine has trained for some seconds.
 
     Args:
-        flags: of the training script.
-        gpus: numbers of ranks to measure beside 1.
-        rate_is_known: accept an unsteady rate.
+        flags: flags of the training script.
+        gpus: numbers of ranks to measure besides 1.
+        rate_is_known: accept a rate that keeps changing.
 
     Raises:
         UserError: flags that training refuses.
-        ChildError: a short run or a reduction failed, or the rate is unsteady.
+        ChildError: a short run or a reduction failed, or the rate keeps changing.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class MeasuredJob:
         (self.records,) = whole.records
         rates = round_rates(self.records)
         if not (is_steady(rates) or rate_is_known):
-            problem = f"two measurements of one rank disagreed: {describe_rates(rates)}"
+            problem = f"the rate of one rank keeps changing: {describe_rates(rates)}"
             fix = "stop other programs and measure again, or give --sps N from a run"
             raise ChildError(f"{problem}: {fix}")
         work, config = rank_cost(self.records), whole.config
@@ -90,11 +90,11 @@ class MeasuredJob:
         self.ranks_here = most_ranks if self.on_cpu else min(most_ranks, torch.cuda.device_count())
         self.most_copies = min(self.ranks_here, self.cores) if self.on_cpu else self.ranks_here
         self.notes: list[str] = []
-        # measured costs by divisor of the sizes, threads, copies
+        # measured costs, by the divisor of the sizes, threads and copies
         self._works = {(1, self.threads, 1): work}
 
     def network(self) -> Network:
-        """Measure the reductions of ranks on this machine."""
+        """Measure reductions between ranks of this machine."""
         if self.ranks_here == 1:
             return Network(Link(), 1)
         ranks = max(2, self.most_copies)
@@ -104,9 +104,10 @@ class MeasuredJob:
         return Network(fit_link(ranks, seconds), self.ranks_here)
 
     def shares(self, scalings: Sequence[str]) -> Iterator[Share]:
-        """Measure one rank's share beside as many others as this machine has room for.
+        """Yield the work of one of N ranks, for each way of scaling and each N.
 
-        Numbers of ranks that the job's sizes do not divide over leave a note.
+        Copies of the share train side by side, at most one for each core or GPU. If the sizes of
+        the job do not divide over N ranks, a note says so.
         """
         for scaling, ranks in itertools.product(scalings, self.numbers):
             divisor = ranks if scaling == "strong" else 1

@@ -3,9 +3,10 @@
     iteration = rollouts + update + reductions of gradients + small collectives
                 + expected wait for the slowest rank
 
-Ranks meet after the rollout and in every gradient step, and wait there for the slowest. The times
-of a rank are means at the sizes, threads and neighbours that it has among N. Their variation counts
-as normal and independent between ranks. Reductions follow latency and bandwidth.
+Ranks meet after the rollout and in every gradient step, and wait there for the slowest one. The
+times of a rank are means, measured with the sizes, threads and neighbours that it has among N
+ranks. Their variation is assumed to be normal and independent between ranks. The time of a
+reduction follows from latency and bandwidth.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 MODEL_ERROR = 0.1  # assumed standard error of an iteration that was not measured, as a share
 SMALL_COLLECTIVES = 3  # sums and gathers of an iteration, besides its gradients
-# The parts of an iteration: the name of what is lost there, and how to lose less.
+# For each part of an iteration: its name as a loss of time, and the fix.
 LOSSES = {
     "rollouts": (
         "rollouts",
@@ -30,7 +31,7 @@ LOSSES = {
     "communication": ("reducing gradients", "raise --batch_size, or use a faster link"),
     "waiting": ("waiting for the slowest", "raise --num_steps, or level out environments"),
 }
-WARM_UP, LATEST = 2, 200  # iterations that an audit skips at first, and compares at most
+WARM_UP, LATEST = 2, 200  # an audit omits the first iterations, and compares the latest ones
 
 
 # ---- the work of one rank
@@ -38,23 +39,23 @@ WARM_UP, LATEST = 2, 200  # iterations that an audit skips at first, and compare
 
 @dataclass(frozen=True, kw_only=True)
 class RankCost:
-    """Seconds of one rank's iteration, without waiting for others."""
+    """Seconds of one rank's iteration, without waiting for other ranks."""
 
-    env_steps: int  # this rank's
+    env_steps: int  # of this rank
     gradient_steps: int
     collect_s: float
     update_s: float  # everything after the rollout
     collect_spread_s: float = 0.0  # standard deviation over iterations and ranks
-    update_spread_s: float = 0.0  # the same, of what ranks wait for in all gradient steps
-    relative_error: float = 0.0  # standard error of an iteration's seconds, as a share
+    update_spread_s: float = 0.0  # the same, added up over the steps in which ranks meet
+    relative_error: float = 0.0  # standard error of the seconds of an iteration, as a share
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of the whole iteration, alone."""
+        """Return the seconds of the whole iteration of a rank alone."""
         return self.collect_s + self.update_s
 
     def scaled(self, collect: float, update: float) -> RankCost:
-        """Return the cost with the times of the rollout and of the update multiplied."""
+        """Return the cost with the times of rollout and update multiplied by factors."""
         return replace(
             self,
             collect_s=self.collect_s * collect,
@@ -65,13 +66,12 @@ class RankCost:
 
 
 def rank_cost(records: Sequence[Mapping[str, Any]]) -> RankCost:
-    """Return one rank's cost: means over iterations and ranks.
+    """Return the cost of one rank: means over iterations and ranks.
 
-    Means, not medians: the cores of a shared host alternate between two speeds, and a median would
-    show only one of them.
+    A median would show only one speed of a shared host, whose cores alternate between two speeds.
 
     Args:
-        records: lines of metrics.jsonl, of one training or of several with the same sizes.
+        records: lines of metrics.jsonl, from one or several trainings with the same sizes.
     """
     entries = [entry for record in records for entry in record["ranks"]]
     collect_s = [entry["time/collect_s"] for entry in entries]
@@ -86,7 +86,7 @@ def rank_cost(records: Sequence[Mapping[str, Any]]) -> RankCost:
         collect_s=fmean(collect_s),
         update_s=fmean(update_s),
         collect_spread_s=_spread(collect_s),
-        # either single steps vary, or whole updates are slow or fast
+        # single steps vary, or whole updates are slow or fast: the larger variation counts
         update_spread_s=max(steps * step_spread_s, _spread(update_s)),
         relative_error=error_s / fmean(iteration_s),
     )
@@ -104,7 +104,7 @@ def steps_per_iteration(records: Sequence[Mapping[str, Any]]) -> float:
 def steps_per_episode(records: Sequence[Mapping[str, Any]]) -> float:
     """Return the environment steps per ended episode; NaN if none ended.
 
-    Not the mean length: the first episodes begin at a random age, so those that end soon are short.
+    The mean length of ended episodes would be too short: the long ones have not ended yet.
     """
     episodes = sum(record["episode/count"] for record in records)
     return len(records) * steps_per_iteration(records) / episodes if episodes else math.nan
@@ -115,18 +115,18 @@ def steps_per_episode(records: Sequence[Mapping[str, Any]]) -> float:
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between ranks: seconds to begin and per hop, bytes per second."""
+    """A connection between ranks: seconds at the start and per hop, bytes per second."""
 
     base_s: float = 0.0
     hop_s: float = 0.0
     bytes_per_s: float = math.inf
 
     def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
-        """Return the seconds of a sum over ranks by a ring or a tree, the faster one.
+        """Return the seconds of a sum over ranks by the faster one of a ring and a tree.
 
         Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
-            MPICH" (2005);
-        NCCL's own choice, https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc
+            MPICH" (2005); NCCL chooses likewise:
+            https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc
         """
         if ranks <= 1:
             return 0.0
@@ -137,23 +137,23 @@ class Link:
 
 
 def fit_link(ranks: int, measured_s: Mapping[int, float]) -> Link:
-    """Return the link that explains all-reduces of a small and a large size.
+    """Return the link that explains the smallest and the largest all-reduce.
 
     Args:
-        measured_s: seconds by bytes.
+        measured_s: seconds of all-reduces, by their bytes.
     """
     small, large = min(measured_s), max(measured_s)
-    # Noise may leave no slope, or nothing but the slope.
+    # noise may make the slope or the rest negative
     byte_s = max(1e-15, (measured_s[large] - measured_s[small]) / (large - small))
-    latency_s = max(0.0, measured_s[small] - small * byte_s)  # a tree, as in `all_reduce_s`
+    latency_s = max(0.0, measured_s[small] - small * byte_s)  # of a tree, see `all_reduce_s`
     hop_s = latency_s / (2 * math.ceil(math.log2(ranks)))
     return Link(hop_s=hop_s, bytes_per_s=2.0 * (ranks - 1) / ranks / byte_s)
 
 
-# Latencies: NCCL's own cost constants (base 8.4 us; per hop 4.0 us NVLink, 14 us network),
-# https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc, which torch ships in
-# torch/_inductor/comm_analysis.py. Bandwidth: four fifths of the nominal rate per direction, unless
-# a source is named.
+# Latencies are NCCL's constants: 8.4 us at the start, 4.0 us per hop of NVLink, 14 us per hop of a
+# network (https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc, copied in
+# torch/_inductor/comm_analysis.py). Bandwidths are four fifths of the nominal rate per direction,
+# unless a source is named.
 BASE_S, NVLINK_HOP_S = 8.4e-6, 4.0e-6
 NETWORK = Link(BASE_S, 14e-6, 0.8 * 50e9)  # InfiniBand NDR: 400 Gbit/s for each GPU
 
@@ -164,17 +164,17 @@ class Network:
 
     inside: Link  # between the ranks of a machine
     ranks_per_machine: int = 8
-    between: Link = NETWORK  # between machines, one for each rank
+    between: Link = NETWORK  # between machines; each rank has one
 
     def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
-        """Return the seconds of sums within machines, then of shares between them."""
+        """Return the seconds of sums within machines, then between machines."""
         local_ranks = min(ranks, self.ranks_per_machine)
         machines = math.ceil(ranks / self.ranks_per_machine)
         inside_s = self.inside.all_reduce_s(num_bytes, local_ranks)
         return inside_s + self.between.all_reduce_s(num_bytes / local_ranks, machines)
 
     def iteration_s(self, gradient_steps: int, gradient_bytes: int, ranks: int) -> float:
-        """Return the seconds that an iteration communicates once all ranks have arrived."""
+        """Return the seconds of all communication of an iteration, without waiting."""
         gradients_s = gradient_steps * self.all_reduce_s(gradient_bytes, ranks)
         return gradients_s + SMALL_COLLECTIVES * self.all_reduce_s(64, ranks)
 
@@ -191,8 +191,8 @@ class Card:
     usd_per_hour: float  # the lowest price that was found
 
 
-# Rates: the makers' pages, checked in November 2026 on the pages named; the others are from memory.
-# Prices: providers' pages from August to November 2026.
+# Rates with a source were checked there in November 2026; the others are from memory. Prices are
+# from the pages of providers, August to November 2026.
 CARDS = {
     # NVLink 3, 600 GB/s both ways; https://hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200
     "A100": Card(19.5, Network(Link(BASE_S, NVLINK_HOP_S, 0.8 * 300e9)), 1.39),
@@ -214,8 +214,8 @@ class Prediction:
     """One iteration on several ranks."""
 
     ranks: int
-    env_steps: int  # all ranks together
-    parts_s: dict[str, float]  # seconds, by the names of LOSSES
+    env_steps: int  # of all ranks together
+    parts_s: dict[str, float]  # seconds of each part, by the names of LOSSES
     relative_error: float  # standard error, as a share
 
     @property
@@ -230,7 +230,7 @@ class Prediction:
 
 
 def predict(work: RankCost, ranks: int, communication_s: float) -> Prediction:
-    """Predict an iteration of `ranks` ranks that each do `work`."""
+    """Predict an iteration of a number of ranks that have this work each."""
     spread_s = work.collect_spread_s + work.update_spread_s
     return Prediction(
         ranks=ranks,
@@ -246,18 +246,18 @@ def predict(work: RankCost, ranks: int, communication_s: float) -> Prediction:
 
 
 def expected_maximum(count: int) -> float:
-    """Return the expected maximum of independent standard normal numbers (2: 0.566).
+    """Return the expected maximum of independent standard normal numbers.
 
-    Tukey's plotting position of the largest: at most 1.4 % from the exact integral for 2 to 256.
+    Tukey's plotting position is within 1.4 % of the exact integral for 2 to 256 numbers.
     """
     return NormalDist().inv_cdf((count - 1 / 3) / (count + 1 / 3))
 
 
 def bottleneck(one: Prediction, many: Prediction) -> tuple[str, str]:
-    """Return where N ranks lose most of their time and the fix, or "" twice."""
+    """Return where N ranks lose most time, and the fix; "" if they lose below 10 %."""
     if many.steps_per_s > 0.9 * many.ranks * one.steps_per_s:
         return "", ""
-    # a perfect split of one rank's iteration has this share of its work on each rank
+    # with perfect scaling each of the ranks does this share of one rank's work
     share = many.env_steps / many.ranks / one.env_steps
     lost_s = {name: many.parts_s[name] - one.parts_s[name] * share for name in LOSSES}
     worst = max(LOSSES, key=lambda name: lost_s[name])
@@ -269,12 +269,13 @@ def bottleneck(one: Prediction, many: Prediction) -> tuple[str, str]:
 
 
 def audit(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Compare predicted and measured steps/s; None: one rank, or few iterations.
+    """Compare predicted and measured steps/s; None for one rank or few iterations.
 
-    The model predicts from the run's own figures: the times of the ranks, how much they varied, and
-    the duration of a reduction once all ranks have arrived. The difference is its error.
+    The model predicts from figures of the run: the times of the ranks, their variation, and the
+    duration of a reduction once all ranks have arrived. The difference is the error of the model.
     """
-    with suppress(LookupError, TypeError, ValueError, ArithmeticError):  # of foreign metrics
+    # metrics that other programs wrote may lack some figures
+    with suppress(LookupError, TypeError, ValueError, ArithmeticError):
         ranks = len(records[-1]["ranks"])
         same = [record for record in records if len(record["ranks"]) == ranks][WARM_UP:][-LATEST:]
         if ranks > 1:
@@ -284,7 +285,7 @@ def audit(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 def _compare(records: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, Any]:
     work = rank_cost(records)
-    # The rank that comes last to a reduction waits for the transfer only.
+    # the rank that arrives last at a reduction waits for the transfer only
     reductions = [min(entry["time/reduction_s"] for entry in record["ranks"]) for record in records]
     gradients_s = work.gradient_steps * median(reductions)
     small_s = min(record["time/sync_s"] for record in records)
