@@ -1,4 +1,4 @@
-"""Report whether this machine can train with given flags: will it fit, how long.
+"""Report if this machine can train with given flags, and how long the training takes.
 
 Run it as `python check_gpu_setup.py [flags of train_distributed.py]`.
 """
@@ -18,9 +18,7 @@ from rl_dist.flags import configuration, parse_flags
 from rl_dist.launch.child import SCRIPT, leave_at_signals, without
 from rl_dist.setup_check import PROBLEM, WARNING, Check, check_setup, worst
 
-DESCRIPTION = (
-    "Check that this machine can train with these flags, if it fits, and how long it takes."
-)
+DESCRIPTION = "Check if this machine can train with these flags, and how long the training takes."
 EPILOG = """examples:
   python check_gpu_setup.py                                  the main job on this machine
   python check_gpu_setup.py --num_gpus 8 --batch_size 512    another one
@@ -44,14 +42,14 @@ def main() -> int:
     """Run the command; return the exit code."""
     sections = {"check": CheckFlags(), **ALL_SECTIONS}
     parsed = parse_flags(sections, description=DESCRIPTION, epilog=EPILOG)
-    own: CheckFlags = parsed.configs["check"]
+    options: CheckFlags = parsed.configs["check"]
     if parsed.configs["run"].resume or parsed.configs["run"].interactive:
-        raise UserError("--resume and --interactive are no flags to check: give those of a new run")
+        raise UserError("--resume and --interactive cannot be checked: give the flags of a new run")
     flags = without(sys.argv[1:], ("json", "strict"))
     checks: list[Check] = []
     figures: dict[str, Any] = {}
     with ExitStack() as held:
-        if own.json:
+        if options.json:
             held.enter_context(redirect_stdout(sys.stderr))
         chosen = choose_run(parsed, held)
         budget = chosen.config.train.budget
@@ -63,8 +61,8 @@ def main() -> int:
                 print(f"{'':<21} -> {check.fix}")
     command = shlex.join(["python", str(SCRIPT), *flags])
     verdict = worst(check.verdict for check in checks)
-    code = int(verdict == PROBLEM or (verdict == WARNING and own.strict))
-    if own.json:
+    code = int(verdict == PROBLEM or (verdict == WARNING and options.strict))
+    if options.json:
         report = {"version": 7, "verdict": verdict, "exit_code": code, "command": command}
         report["checks"] = [dataclasses.asdict(check) for check in checks]
         print(json.dumps(report | figures, indent=2))

@@ -1,13 +1,12 @@
-"""Facts about this machine: GPUs, cores, memory, disk, software.
+"""Facts about this machine: GPUs, cores and memory.
 
-Everything here only reads. Memory and cores are those within the container's limits.
+Memory and cores are those that the limits of a container allow.
 """
 
 from __future__ import annotations
 
 import errno
 import gc
-import math
 import os
 import resource
 from collections.abc import Callable
@@ -20,43 +19,40 @@ import psutil
 import torch
 
 GIB = 2**30
-OUT_OF_MEMORY = (  # in the text of a RuntimeError, in lower case
+OUT_OF_MEMORY = (  # parts of the text of a RuntimeError, in lower case
     *("out of memory", "status_out_of_memory"),  # CUDA, NCCL
     *("not enough memory", "can't allocate memory"),  # torch's allocator of host memory
-    "cannot allocate memory",  # the kernel, through any library
+    "cannot allocate memory",  # the kernel's text, in errors of any library
     *("alloc_failed", "bad_alloc"),  # cuBLAS and cuDNN, C++ libraries
 )
-# Names in /proc/self/cgroup: the files of the limit and of the use, and the cache in memory.stat.
+# By controller in /proc/self/cgroup: the file of the limit, the file of the use, and the name of the
+# cache in memory.stat.
 CGROUPS = {
     "": ("memory.max", "memory.current", "inactive_file"),  # version 2
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-UNITS = (  # of durations: the smallest one that is too long, seconds, name
-    (1e-3, 1e-6, "us"), (1, 1e-3, "ms"), (60, 1, "s"), (3600, 60, "min"),
-    (48 * 3600, 3600, "h"), (math.inf, 86400, "days"),
-)  # fmt: skip
 
 # ---- GPUs
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One of torch's GPUs at one instant; None: not known.
+    """The state of one of torch's GPUs; None is an unknown value.
 
     Allocations are those of this process.
     """
 
-    index: int  # torch's number
+    index: int  # torch's number of it
     name: str
     utilization_percent: float | None  # share of the last sample period with a running kernel
-    memory_allocated_gib: float  # by tensors
-    memory_reserved_gib: float  # by torch's allocator
+    memory_allocated_gib: float  # held by tensors
+    memory_reserved_gib: float  # held by torch's allocator
     memory_peak_gib: float  # highest allocation so far
     memory_free_gib: float | None  # for any process
     memory_total_gib: float | None
     temperature_c: float | None
     power_w: float | None
-    error: str  # why a value is not known; "": all are
+    error: str  # why a value is unknown; "": all are known
 
     def __str__(self) -> str:
         """Return the values in one line."""
@@ -73,20 +69,20 @@ class GpuInfo:
     """All GPUs that torch sees."""
 
     gpus: tuple[Gpu, ...]
-    error: str  # why there is none; "": there are some
+    error: str  # why torch sees none; "": it sees some
 
 
 def read_gpu(index: int) -> Gpu:
-    """Read one of torch's GPUs; a value that does not answer is None.
+    """Read the state of a GPU; a value that cannot be read is None.
 
-    NVML answers from outside, so no device is opened that this process does not use.
+    Most values come from NVML, which does not open a device that this process does not use.
     """
     errors: list[str] = []
 
     def ask(question: Callable[[int], Any]) -> Any:
         try:
             return question(index)
-        except Exception as error:  # NVML's own kinds, which may not be installed, and torch's
+        except Exception as error:  # of torch, or of NVML, which may not be installed
             errors.append(" ".join(str(error).split())[:200])
 
     properties = ask(torch.cuda.get_device_properties)
@@ -95,7 +91,7 @@ def read_gpu(index: int) -> Gpu:
     total = getattr(properties, "total_memory", None)
     free = None if total is None or used is None else total - used
     held = torch.cuda.memory_stats(index) if torch.cuda.is_initialized() else {}
-    if held.get("reserved_bytes.all.current"):  # otherwise this question would open the device
+    if held.get("reserved_bytes.all.current"):  # else the next call would open the device
         free = torch.cuda.mem_get_info(index)[0]
     return Gpu(
         index=index,
@@ -113,7 +109,7 @@ def read_gpu(index: int) -> Gpu:
 
 
 def get_multi_gpu_status() -> list[Gpu]:
-    """Return what every GPU that torch sees does now, in torch's order.
+    """Return the state of every GPU that torch sees, in torch's order.
 
     >>> from rl_dist import get_multi_gpu_status
     >>> for gpu in get_multi_gpu_status():
@@ -123,7 +119,7 @@ def get_multi_gpu_status() -> list[Gpu]:
 
 
 def get_gpu_info() -> GpuInfo:
-    """Return all GPUs that torch sees, or the reason why there is none.
+    """Return all GPUs that torch sees, or the reason that there is none.
 
     >>> get_gpu_info().gpus  # doctest: +SKIP
     (Gpu(index=0, name='NVIDIA H100 80GB HBM3', ...),)
@@ -136,7 +132,7 @@ def get_gpu_info() -> GpuInfo:
 
 
 def print_gpu_info() -> None:
-    """Print one line for every GPU, or the reason why there is none.
+    """Print one line for every GPU, or the reason that there is none.
 
     >>> print_gpu_info()  # doctest: +SKIP
     GPU 0: NVIDIA H100 80GB HBM3, ...
@@ -149,15 +145,15 @@ def print_gpu_info() -> None:
 
 
 def clear_gpu_memory() -> int:
-    """Hand memory that no tensor uses back to the GPUs, for other processes.
+    """Free GPU memory that no tensor uses, for other processes, and reset peaks.
 
-    Tensors that are still referred to stay. Peaks are reset.
+    Tensors with a reference stay.
 
         >>> from rl_dist import clear_gpu_memory
         >>> print(f"{clear_gpu_memory() / 2**30:.1f} GiB handed back")
 
     Returns:
-        Bytes handed back on all GPUs of this process; 0 without a GPU.
+        The freed bytes on all GPUs of this process; 0 without a GPU.
     """
     gc.collect()
     if not torch.cuda.is_initialized():
@@ -175,14 +171,14 @@ def clear_gpu_memory() -> int:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Memory of the host in bytes."""
+    """Bytes of memory of this machine."""
 
     total: int
     available: int
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return the memory within all control groups; cached files count as free."""
+    """Return the memory that all control groups allow; cached files count as free."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
     for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -191,9 +187,9 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
             continue
         limit_file, use_file, cache = CGROUPS[controller]
         group = root / "sys/fs/cgroup" / controller / path.lstrip("/")
-        # a container may see its own group at the top instead
+        # a container may see its own group at the top of the tree
         for folder in (group, *group.parents):
-            with suppress(OSError, ValueError):  # it does not exist, is not readable, or is "max"
+            with suppress(OSError, ValueError):  # no such file, or its content is "max"
                 limit, used = (int((folder / name).read_text()) for name in (limit_file, use_file))
                 if limit < machine.total:
                     lines = (folder / "memory.stat").read_text().splitlines()
@@ -204,7 +200,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def available_cores() -> int:
-    """Return the CPU cores of this process, cut to the container's quota."""
+    """Return the number of CPU cores of this process, within a container's quota."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # there is no quota
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
@@ -213,16 +209,16 @@ def available_cores() -> int:
 
 
 def cpu_has_bf16() -> bool:
-    """Return True if this CPU has units for products of bf16."""
+    """Return True if this CPU has instructions for products of bf16."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if the memory of the device or the host ran out."""
+    """Return True if an error means that a GPU or this machine is out of memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     text = str(error).lower().strip()
-    # oneDNN has no room for its code; a "primitive descriptor" fails for other reasons
+    # oneDNN has no memory for its code; a "primitive descriptor" fails for other reasons
     no_room = text == "could not create a primitive" or any(part in text for part in OUT_OF_MEMORY)
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and no_room)
 
@@ -230,11 +226,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 def free_memory_bytes(device: torch.device, sharers: int = 1) -> int:
     """Return the bytes that this process may still take.
 
-    On a GPU they include those that torch holds without using them.
+    On a GPU they include bytes that torch holds but does not use.
 
     Args:
-        sharers: processes that share what is free in the host; a limit of this process is not
-            shared.
+        sharers: number of processes that share the free memory of this machine; they do not share
+            a limit of this process.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -247,13 +243,7 @@ def free_memory_bytes(device: torch.device, sharers: int = 1) -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most that tensors on a GPU or this process have taken so far."""
+    """Return the highest use so far: of tensors on a GPU, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def duration(seconds: float) -> str:
-    """Return seconds as text with a fitting unit."""
-    size, unit = next((size, unit) for limit, size, unit in UNITS if seconds < limit)
-    return f"{seconds / size:.3g} {unit}"

@@ -1,7 +1,7 @@
 """Check if this machine can train with given flags, by rules and a short run.
 
-ok: nothing to do. warning: it trains, but slower or less safely than it could. problem: it cannot
-train with these flags.
+Verdicts: ok; warning: it trains, but slower or less safely than it could; problem: it cannot train
+with these flags.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rl_dist.launch.child import (
     round_rates,
 )
 from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
-from rl_dist.machine import GIB, GpuInfo, available_cores, duration, get_gpu_info, host_memory
+from rl_dist.machine import GIB, GpuInfo, available_cores, get_gpu_info, host_memory
 from rl_dist.speedup.model import steps_per_episode, steps_per_iteration
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -40,10 +40,10 @@ HOT_C, BUSY_PERCENT = 85, 10
 LITTLE_DISK_GIB = 1.0
 SHM_GIB = 1 / 16  # shared memory that NCCL needs for each rank
 REDUCED_BYTES = (2**10, 2**20, 2**26)
-SHORT_RUN_S = 180.0  # longest short run, with its start
+SHORT_RUN_S = 180.0  # limit of a short run, including its start
 ENOUGH_S = 12.0  # seconds of training after which two iterations are enough
 TIGHT_SHARE = 0.1  # share of the memory that should stay free
-WAITING_SHARE, ROLLOUT_SHARE = 0.2, 0.7  # shares of an iteration; more is a warning
+WAITING_SHARE, ROLLOUT_SHARE = 0.2, 0.7  # shares of an iteration above which there is a warning
 NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
 
 
@@ -58,15 +58,16 @@ class Check:
 
 
 def worst(verdicts: Iterable[str]) -> str:
-    """Return the gravest verdict."""
+    """Return the worst verdict."""
     return max(verdicts, key=(OK, WARNING, PROBLEM).index, default=OK)
 
 
 def check(name: str, measured: str, *rules: tuple[object, str, str]) -> Check:
-    """Return a figure's check: the gravest verdict, and the fixes of broken rules.
+    """Return the check of a figure: the worst verdict and all fixes of broken rules.
 
     Args:
-        rules: for each one if it is broken, its verdict, and the fix.
+        measured: the figure as text.
+        rules: for each rule: if it is broken, its verdict, the fix.
     """
     broken = [(verdict, fix) for is_broken, verdict, fix in rules if is_broken]
     verdict = worst(verdict for verdict, _ in broken)
@@ -80,10 +81,10 @@ def check_setup(
     budget: tuple[int, str],
     figures: dict[str, Any],
 ) -> Iterator[Check]:
-    """Yield every check of a planned training as soon as it is made.
+    """Yield the checks of a planned training, each as soon as it is made.
 
     Args:
-        flags: of training; `launch` holds some of them.
+        flags: all flags of the training, also those in `launch`.
         budget: length of the training, and its unit: episodes or steps.
         figures: receives facts and measurements, for --json.
     """
@@ -100,7 +101,7 @@ def check_setup(
     yield check("ranks", plan.message)
     yield from check_facts(facts, plan)
 
-    # ranks that reduce, and a short run
+    # reductions between ranks, and a short run
     step = "reductions"
     try:
         if plan.num_ranks > 1:
@@ -109,7 +110,7 @@ def check_setup(
                 plan.num_ranks, REDUCED_BYTES, plan.device_type, gpu_ids=plan.gpu_ids
             )
             figures["reductions_s"] = seconds
-            times = [f"{size // 2**10:,} KiB in {duration(s)}" for size, s in seconds.items()]
+            times = [f"{size // 2**10:,} KiB in {1e3 * s:.3g} ms" for size, s in seconds.items()]
             yield check(step, f"all sums are right: {', '.join(times)}")
         step = "short run"
         print("checking: a short run of this training", file=sys.stderr)
@@ -133,22 +134,22 @@ def check_setup(
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts that are read before anything is measured."""
+    """Facts about this machine that are known before anything is measured."""
 
     software: dict[str, str]  # versions by name
     gpu: GpuInfo
-    nvidia_gpus: int  # known to the NVIDIA driver, with or without torch
-    cores: int  # allowed to this process
-    load: float  # processes that wanted a core in the last minute
-    memory_total_gib: float  # cut to the container's limit
+    nvidia_gpus: int  # number of GPUs that the NVIDIA driver lists, whatever torch sees
+    cores: int  # that this process may use
+    load: float  # mean number of processes that wanted a core in the last minute
+    memory_total_gib: float  # within the limit of a container
     shm_free_gib: float  # in /dev/shm
-    folder: str  # existing folder in which the run would be
+    folder: str  # existing folder that would hold the run
     disk_free_gib: float
-    disk_error: str  # why nothing can be written there
+    disk_error: str  # why nothing can be written to the folder; "": writing works
 
 
 def read_facts(run_dir: Path) -> Facts:
-    """Look at this machine; takes well under a second without a GPU."""
+    """Read the facts of this machine; takes well under a second without a GPU."""
     path = run_dir.absolute()
     folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
     disk_error = ""
@@ -171,7 +172,7 @@ def read_facts(run_dir: Path) -> Facts:
 
 
 def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
-    """Yield the checks of what is known before anything is measured."""
+    """Yield the checks of facts."""
     # GPUs
     info, ranks, on_gpu = facts.gpu, plan.num_ranks, plan.device_type == "cuda"
     if info.error:
@@ -192,9 +193,9 @@ def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
         )
     if on_gpu and ranks > 1:  # the ranks communicate over NCCL
         names = {gpu.name for gpu in info.gpus}
-        fix = "expect the pace of the slowest, or choose equal ones with --gpu_ids"
+        fix = "expect the pace of the slowest GPU, or choose equal ones with --gpu_ids"
         yield check("models", ", ".join(names), (len(names) > 1, WARNING, fix))
-        free = f"{facts.shm_free_gib:.3g} GiB free; NCCL wants {SHM_GIB:.2g} for each rank"
+        free = f"{facts.shm_free_gib:.3g} GiB free; NCCL needs {SHM_GIB:.2g} for each rank"
         fix = "start the container with --shm-size=1g or --ipc=host"
         yield check("/dev/shm", free, (facts.shm_free_gib < ranks * SHM_GIB, WARNING, fix))
 
@@ -203,14 +204,14 @@ def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
     yield check(
         "cores",
         f"{facts.cores} for {ranks} rank(s), load {facts.load:.1f}",
-        (few, WARNING, f"start no more ranks than cores: --num_gpus {facts.cores}"),
-        (busy, WARNING, "times below are too long: check again when nothing else runs"),
+        (few, WARNING, f"start at most one rank per core: --num_gpus {facts.cores}"),
+        (busy, WARNING, "other programs slow the run below: check again without them"),
     )
     full = facts.disk_free_gib < LITTLE_DISK_GIB
     yield check(
         "disk",
         f"{facts.folder}: {facts.disk_error or f'{facts.disk_free_gib:.3g} GiB free'}",
-        (facts.disk_error, PROBLEM, "name a place to write with --run_dir"),
+        (facts.disk_error, PROBLEM, "name a writable directory with --run_dir"),
         (full, WARNING, "free some space, or name another disk with --run_dir"),
     )
 
@@ -226,7 +227,7 @@ def check_run(
     figures: dict[str, Any],
 ) -> Iterator[Check]:
     """Check memory and pace of a short run, and add them to the figures."""
-    # memory: the most that a rank used, the least that was free
+    # memory: the highest use of a rank, and the least free memory
     ranks = [rank for record in records for rank in record["ranks"]]
     gpu_totals = [gpu.memory_total_gib for gpu in facts.gpu.gpus if gpu.memory_total_gib]
     memory_gib = {}
@@ -239,23 +240,23 @@ def check_run(
             free = min(rank[free_name] for rank in sampled)
             memory_gib[place] = used, free
             text = f"a rank used up to {used:.3g} GiB, {free:.3g} GiB stayed free"
-            fix = "long episodes or other programs may need the rest: choose smaller sizes"
+            fix = "long episodes or other programs may need more: choose smaller sizes"
             yield check(place, text, (free < TIGHT_SHARE * total, WARNING, fix))
 
-    # pace: without a steady rate there is no time
+    # pace: no time is given without a steady rate
     steps, rates, (length, unit) = steps_per_iteration(records), round_rates(records), budget
     steps_per_s = median(record["time/sps"] for record in records)  # of all ranks together
     total_steps = length * (1.0 if unit == "steps" else steps_per_episode(records))
-    total_s = None  # without its start and its evaluations
+    total_s = None  # of the training, without its start and its evaluations
     if not is_steady(rates):
-        fix = "check again when nothing else runs"
+        fix = "check again without other programs"
         yield Check("pace", WARNING, describe_rates(rates), fix)
     else:
         yield check("pace", f"{steps_per_s:,.0f} steps/s in {len(records)} iterations")
         time, fix = "no episode ended", "give --total_steps to know the time"
         if not math.isnan(total_steps):
             total_s = total_steps / steps_per_s
-            time = f"{duration(total_s)} for {length:,} {unit}"
+            time = f"{total_s / 3600:.3g} h for {length:,} {unit}"
         yield check("training", time, (total_s is None, WARNING, fix))
     collect_s = median(record["time/collect_s"] for record in records)
     rollouts = collect_s * steps_per_s / steps
