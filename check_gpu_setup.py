@@ -1,4 +1,4 @@
-"""Report if this machine can train with given flags, and how long the training takes.
+"""Report if this machine can train with given flags, and how long that takes.
 
 Run it as `python check_gpu_setup.py [flags of train_distributed.py]`.
 """

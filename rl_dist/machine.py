@@ -25,8 +25,8 @@ OUT_OF_MEMORY = (  # parts of the text of a RuntimeError, in lower case
     "cannot allocate memory",  # the kernel's text, in errors of any library
     *("alloc_failed", "bad_alloc"),  # cuBLAS and cuDNN, C++ libraries
 )
-# By controller in /proc/self/cgroup: the file of the limit, the file of the use, and the name of the
-# cache in memory.stat.
+# By controller in /proc/self/cgroup: the file of the limit, the file of the use, and the name of
+# the cache in memory.stat.
 CGROUPS = {
     "": ("memory.max", "memory.current", "inactive_file"),  # version 2
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
