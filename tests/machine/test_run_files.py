@@ -19,7 +19,7 @@ def test_no_path_to_write_leads_through_what_is_no_plain_file_or_folder(tmp_path
     assert path_to_write(tmp_path / "run", "new/file") == tmp_path / "run/new/file"
     ODD_FILES[odd](tmp_path / "odd")
     for name in ("odd", "odd/file"):
-        with pytest.raises(OSError, match="not a file or folder of this run.*run/odd'"):
+        with pytest.raises(OSError, match="run/odd'"):
             path_to_write(tmp_path / "run", name)
 
 
