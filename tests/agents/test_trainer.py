@@ -136,15 +136,6 @@ def test_the_warm_up_is_not_counted_and_all_environments_reset_after_it(world, t
     assert not torch.equal(first.actions[0], training.rollouts[0].actions[0])
 
 
-def test_normalisers_hold_everything_collected_before_in_one_pass(world, tmp_path):
-    training, _ = run(make_job("trading, clstm", tmp_path, iterations=3), world)
-    raw = torch.cat([rollout.raw_obs for rollout in training.rollouts]).double().flatten(0, 1)
-    moments = training.normalizers.obs.moments
-    assert float(moments.count) == len(raw) == 4 * STEPS_PER_ITERATION
-    torch.testing.assert_close(moments.mean, raw.mean(0), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(moments.variance, raw.var(0, correction=0), rtol=1e-9, atol=1e-12)
-
-
 def advantages_of(world, steps, **options):
     """The advantages that updates learn from, and the warm-up's deviation of returns."""
     ppo = PPOConfig(**{"min_adv_std": 100.0} | options.pop("ppo", {}))
