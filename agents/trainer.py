@@ -1,4 +1,4 @@
-"""The training loop, and the state that it carries from iteration to iteration."""
+"""The training loop, and the state of a training between two iterations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from agents.run.sizes import Sizes, shard_sizes
 from envs.vector.layout import TorchEnv
 from rl_dist.checkpoint.spec import flatten
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, Best, save_agreed
-from rl_dist.errors import UserError, one_line
+from rl_dist.errors import UserError
 from rl_dist.process_group.clock import NullProfiler
 from rl_dist.process_group.collectives import (
     all_reduce_max,
@@ -53,7 +53,7 @@ Validate = Callable[[Policy, Normalizer], dict[str, float]]  # called by all ran
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that defines a training besides its world."""
+    """Everything that defines a training, except for the ranks."""
 
     train: TrainConfig
     policy: PolicyConfig
@@ -63,9 +63,9 @@ class Job:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     dtype: torch.dtype = torch.float32
     validate: Validate | None = None
-    watch: Watch | None = None  # callbacks, and when to stop early
+    watch: Watch | None = None  # calls the callbacks, and decides whether to stop early
     pretrained: InitialWeights | None = None
-    config: dict[str, Any] | None = None  # nested configuration, stored in checkpoints
+    config: dict[str, Any] | None = None  # all settings by section, for checkpoints
 
 
 class Training:
@@ -82,7 +82,7 @@ class Training:
         self.action_space = self.env.single_action_space
         layout = self.env.layout
 
-        # policy and normalisers, the same on every rank
+        # policy and normalisers: the same on every rank
         torch.manual_seed(stream_seeds(train.seed, POLICY_STREAM, 0, 1)[0])
         self.policy = Policy(job.policy, layout, self.action_space).to(world.device, job.dtype)
         if job.pretrained:
@@ -100,21 +100,21 @@ class Training:
             from rl_dist.telemetry.profiler import Profiler
 
             self.profiler = Profiler(job.run_dir, world)
-        self.monitor = Monitor((), 0)  # the caller may set one of this rank's GPU, CPU and memory
+        self.monitor = Monitor((), 0)  # measures nothing; the caller may set another one
         self.iteration = 0
         self.global_step = 0
         self.episodes = 0
         self.carry = self._reset()
 
     def _reset(self, resumed_at: int = 0) -> Carry:
-        """Begin new episodes everywhere; other ones in a run resumed at an iteration."""
+        """Reset all environments; after a resume, their episodes differ from earlier ones."""
         first, count = self.sizes.env_offset, self.sizes.num_envs
         seeds = stream_seeds(self.job.train.seed, ENVIRONMENT_STREAM, first, count, resumed_at)
         return fresh_carry(self.policy, self.env.reset(seed=seeds)[0])
 
     @property
     def done(self) -> int:
-        """Steps or episodes so far, in the unit of the budget."""
+        """Number of steps or episodes so far, in the unit of the budget."""
         return self.global_step if self.job.train.total_steps else self.episodes
 
     @property
@@ -123,12 +123,12 @@ class Training:
         return min(self.done / self.job.train.budget[0], 1.0)
 
     def warm_up_normalizers(self) -> None:
-        """Fill the normalisers by one initial rollout; all environments then reset."""
+        """Fill the normalisers with the data of one rollout, then reset all environments."""
         if not (self.job.train.normalize_obs or self.job.train.normalize_rewards):
             return
         rollout = self.collect(lifetime_step=0)
-        # twice, the second time around the mean: a large offset would cost digits, and others on
-        # another number of ranks
+        # The first pass finds the mean, the second one sums around it. A single pass would lose
+        # digits if the mean is large, and other digits on another number of ranks.
         for _ in range(2):
             self.normalizers.restart()
             sums = self.normalizers.sums(rollout.raw_obs, rollout.discounted_returns)
@@ -137,10 +137,10 @@ class Training:
             moments = self.normalizers.state_dict() | self.job.pretrained.moments
             self.normalizers.load_state_dict(moments)
         self.carry = self._reset()
-        self.env.take_metrics()  # those of the warm-up do not count
+        self.env.take_metrics()  # drops the metrics of this rollout
 
     def begin_iteration(self) -> None:
-        """Count an iteration and set its learning rate."""
+        """Start the next iteration, with its learning rate."""
         self.iteration += 1
         self.profiler.begin(self.iteration)
         remaining = 1.0 - self.progress
@@ -176,7 +176,7 @@ class Training:
         return rollout
 
     def update(self, rollout: Rollout) -> dict[str, float]:
-        """Learn from a rollout; only afterwards are its statistics merged."""
+        """Learn from a rollout, then merge its statistics into the normalisers."""
         self.world.set_phase("update")
         order = sequence_orders(
             (self.job.train.seed, self.iteration),
@@ -202,7 +202,7 @@ class Training:
         }
 
     def shared_state(self) -> dict[str, Any]:
-        """Return the part of the state that all ranks share; all ranks must call."""
+        """Return the part of the state that is equal on all ranks; all ranks call."""
         strategy = self.ppo.strategy
         return {
             "iteration": self.iteration,
@@ -217,12 +217,12 @@ class Training:
         }
 
     def replicated(self) -> dict[str, Tensor]:
-        """Return tensors that must be equal on all ranks, by name; all ranks must call."""
+        """Return the tensors of `shared_state` by name; all ranks call."""
         leaves = flatten(self.shared_state())
         return {name: value for name, value in leaves if isinstance(value, Tensor)}
 
     def state(self) -> dict[str, Any] | None:
-        """Return the whole state on the main process, else None; all ranks must call."""
+        """Return the whole state on the main process, None elsewhere; all ranks call."""
         carry = gather_dicts(self.carry.tensors(), self.world)
         snapshot = self.env.can_snapshot
         environments = gather_dicts(self.env.get_state(), self.world) if snapshot else None
@@ -233,14 +233,14 @@ class Training:
             **shared,
             **self.policy.shapes(),
             "config": json.dumps(self.job.config or {}),
-            "spaces": self.env.spaces_json,  # before they became rows
+            "spaces": self.env.spaces_json,
             "carry": carry,
             "environments": environments,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's state, saved by any number of ranks."""
-        # the same on all ranks
+        """Continue from the state in a checkpoint, saved by any number of ranks."""
+        # what all ranks share
         self.iteration = state["iteration"]
         self.global_step = state["global_step"]
         self.episodes = state["episodes"]
@@ -251,30 +251,27 @@ class Training:
         self.normalizers.obs.load_state_dict(state["obs_normalizer"])
         self.normalizers.rewards.load_state_dict(state["reward_normalizer"])
 
-        # this rank's environments; with weak scaling the run may have begun with other totals
+        # with weak scaling, the run may have begun with another number of environments
         num_saved = len(state["carry"]["obs"])
         sizes = shard_sizes(self.job.train, self.world.rank, self.world.size, num_saved)
         if sizes != self.sizes:
             self.env.close()
             self.sizes = sizes
             self.env = self.job.make_env(sizes.num_envs, sizes.env_offset)
-        # other episodes than before, the same at every resume
+
+        # this rank's environments continue, or begin other episodes than the run before
         if state["environments"] is None or not self.env.can_snapshot:
             self.carry = self._reset(resumed_at=self.iteration)
             return
         rows = slice(sizes.env_offset, sizes.env_offset + sizes.num_envs)
         carry = {name: value[rows].to(self.world.device) for name, value in state["carry"].items()}
         self.carry = Carry(**carry)
-        try:
-            self.env.set_state({name: value[rows] for name, value in state["environments"].items()})
-        except Exception as error:  # environments are foreign code, and their states may be, too
-            message = f"the environments cannot continue from saved states: {one_line(error)}"
-            raise UserError(message, exit_code=1) from error
+        self.env.set_state({name: value[rows] for name, value in state["environments"].items()})
         self.recorder.restarts_seen = sum(self.env.restarts)
 
 
 def make_ppo(job: Job, policy: Policy, world: World) -> PPO:
-    """Return the policy's update by the strategy that the job names."""
+    """Return the policy's PPO, with the strategy that the job names."""
     microbatches = job.train.grad_accumulation
     if job.strategy.pipelined:
         return PipelinePPO(policy, job.ppo, StageStrategy(job.strategy, world), microbatches)
@@ -282,7 +279,7 @@ def make_ppo(job: Job, policy: Policy, world: World) -> PPO:
 
 
 def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
-    """Train until the budget ends or all ranks agree to stop; save at the end.
+    """Train until the budget is used up or all ranks agree to stop; then save.
 
     Returns the number of the signal that ended the run, or 0.
     """
@@ -292,7 +289,8 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         writer.update_state(phase="warm_up")
         training.warm_up_normalizers()
     best = Best(config.best_metrics, job.run_dir / CHECKPOINT_DIR, world)
-    signum, reason = 0, ""  # reason: of an early stop
+    signum = 0  # a stop signal that any rank has received
+    reason = ""  # why a callback or --stop_at ends the run
     while training.progress < 1.0 and not signum and not reason:
         # collect a rollout and learn from it
         recorder.begin()
@@ -302,23 +300,24 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         with recorder.part("update"):
             losses = training.update(rollout)
 
-        # put together the measurements of all ranks; all stop at a signal to any of them
+        # gather what all ranks have measured
         metrics = recorder.gather(rollout, training.env, training.monitor, stop.signum)
         signum = metrics.pop("signum")
         metrics = training.end_iteration(metrics["episode/count"]) | metrics | losses
         training.profiler.end(writer.say)
-
-        # validate, write, save
-        world.set_phase("validation")
         finished = training.progress >= 1.0
+
+        # validate and write
+        world.set_phase("validation")
         if job.validate and is_due(training, config.validate_every, finished):
             writer.update_state(phase="validation")
             metrics |= job.validate(training.policy, training.normalizers.obs)
-        if not job.validate or any(key.startswith("valid/") for key in metrics):
-            recorder.warn_of_absent(config.named_metrics, metrics)
+        recorder.warn_of_absent(config.named_metrics, metrics)
         improved = best.update(metrics)
         world.set_phase("loggers")
         writer.write(metrics, done=training.done)
+
+        # stop early, and save
         reason = job.watch(training, metrics) if job.watch else ""
         last = bool(signum or reason) or finished
         if improved or is_due(training, config.checkpoint_every, last):
@@ -334,14 +333,14 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
 
 
 def is_due(training: Training, every: int, now: bool = False) -> bool:
-    """Return True every `every` iterations or if `now`; 0 disables it."""
+    """Return True in every n-th iteration, n = `every`, and if `now`; 0: never."""
     return every > 0 and (now or training.iteration % every == 0)
 
 
 def save(training: Training, best: Best, last: bool, writer: NullWriter) -> Path | None:
-    """Gather the state of all ranks; the main process writes one checkpoint.
+    """Gather the state of all ranks and let the main process write a checkpoint.
 
-    Returns its path, or None if it could not be written and training continues without it.
+    Returns its path, or None if the disk refused it and training continues without it.
     """
     train, world = training.job.train, training.world
     world.set_phase("checkpoint")
