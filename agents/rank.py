@@ -1,4 +1,4 @@
-"""One rank of a training: agree on the start, train, evaluate."""
+"""One rank of a training: agree with the others, train, evaluate."""
 
 from __future__ import annotations
 
@@ -35,16 +35,17 @@ from rl_dist.telemetry.metrics import NullWriter, open_writer, setup_logging
 from rl_dist.telemetry.monitor import Monitor, sources_of
 
 logger = logging.getLogger(__name__)  # for the log files
-# Flags that may differ between hosts: what a host has (GPUs, cores), and where its data lie. The
-# content of the data is compared by `data_digest`. The command of on_event is rank 0's alone.
-OF_A_HOST = {"num_gpus", "device", "gpu_ids", "threads", "env_workers", "data", "on_event"}
-OF_A_HOST |= {"chosen_on", "pretrained", "init_from"}
+# Settings that may differ between hosts: their hardware, and the paths of their files. The content
+# of the data is compared by `data_digest`. Only rank 0 runs the command of on_event.
+HOST_SETTINGS = {"num_gpus", "device", "gpu_ids", "threads", "env_workers", "data", "on_event"}
+HOST_SETTINGS |= {"chosen_on", "pretrained", "init_from"}
 
 
 def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
-    """Train, evaluate and leave, on every rank; return the exit code."""
+    """Train and evaluate on this rank; every rank calls. Return the exit code."""
     world = open_watched(run)
     with ExitStack() as closing:
+        # agree with the other ranks; errors are explained by the settings that hold by then
         closing.enter_context(explained_faults(run.config, run.path, world))
         run = agree(run, world)
         if world.is_main_process:
@@ -53,14 +54,15 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
         warn_of_crowded_cores(world)
         logger.info("%s, rank %d of %d", run.config.task.env, world.rank, world.size)
         run = choose(run, world)
-        closing.enter_context(explained_faults(run.config, run.path, world))  # with its sizes
+        closing.enter_context(explained_faults(run.config, run.path, world))
         check_rollouts(run.config, world.device, world.size)
 
+        # train
         task = run.config.prepare_task(world.heartbeat)
         training = make_training(run, task, callbacks, world)
         closing.callback(training.monitor.close)
         if world.is_main_process and training.progress < 1.0:
-            remove(run.directory.summary_path)  # it says that the run has finished
+            remove(run.directory.summary_path)  # its presence would mark the run as finished
         writer = open_run_writer(run, training)
         closing.callback(writer.close)
         stop_flag.notice = "saving after this iteration" if world.is_main_process else ""
@@ -69,6 +71,8 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
         logger.info("trained to iteration %d, %d steps", training.iteration, training.global_step)
         writer.close()
         training.env.close()
+
+        # stop, or evaluate
         if signum:
             if world.is_main_process:
                 say_stopped(signum, run.directory)
@@ -81,7 +85,7 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
 
 
 def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Training:
-    """Return a new training, or the one of the checkpoint."""
+    """Return a new training, or one that continues from the checkpoint."""
     config = run.config
 
     def make_env(count: int, first: int) -> Any:
@@ -110,7 +114,7 @@ def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Tr
 
 
 def open_run_writer(run: Run, training: Training) -> NullWriter:
-    """Open the writer of metrics; on other ranks than 0 it writes nothing."""
+    """Open the writer of metrics; only that of rank 0 writes."""
     total, unit = run.config.train.budget
     writer = open_writer(
         run.directory,
@@ -138,7 +142,7 @@ def open_run_writer(run: Run, training: Training) -> NullWriter:
 
 
 def open_watched(run: Run) -> World:
-    """Join the other ranks; whatever hangs from here on is ended."""
+    """Join the other ranks; from here on, a rank that hangs is ended."""
     config = run.config
     return open_world(
         run.resolved.device_type,
@@ -151,20 +155,17 @@ def open_watched(run: Run) -> World:
 
 
 def say_stopped(signum: int, directory: RunDir) -> None:
-    """Print that a signal ended the run, or that torchrun stopped its ranks."""
-    again = may_start_again(signum)
-    directory.update_state(phase="restarting" if again else "stopped")
-    if again:
-        print("saved: torchrun stopped this rank, and restarts it if a host joined or left")
+    """Print that a signal ended the run, and how it continues."""
+    may_restart = may_start_again(signum)
+    directory.update_state(phase="restarting" if may_restart else "stopped")
+    if may_restart:
+        print("torchrun stopped this rank, and restarts it if a host joined or left")
     name = signal.Signals(signum).name
-    print(
-        f"{'otherwise' if again else f'stopped by {name}, saved;'} continue with --resume "
-        f"{directory.path}"
-    )
+    print(f"stopped by {name}, saved; continue with --resume {directory.path}")
 
 
 def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None:
-    """Return what training calls for `valid/` figures; None without such days."""
+    """Return the function that computes `valid/` figures; None: there is no such data."""
     if config.task.is_trading:
         from agents.evaluate.markets import market_validation
 
@@ -175,11 +176,12 @@ def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None
 
 
 def agree(run: Run, world: World) -> Run:
-    """Compare configurations, agree on directory and checkpoint, record all ranks.
+    """Compare the settings of all ranks, and agree on a run directory and a checkpoint.
 
-    torchrun's ranks may have chosen differently, on hosts that share no file system for example.
+    Under torchrun, every rank has chosen for itself. Hosts without a shared file system may see
+    other directories and checkpoints.
     """
-    shared = {name: v for name, v in run.config.values.items() if name not in OF_A_HOST}
+    shared = {name: v for name, v in run.config.values.items() if name not in HOST_SETTINGS}
     names = [run.config.task.env, run.config.policy.core, run.config.train.callback]
     check_settings(shared, world, module_files(names))
     resume_from = run.resume_from
@@ -195,7 +197,7 @@ def agree(run: Run, world: World) -> Run:
     }
     offer = resume_from if world.is_main_process or Path(resume_from).is_file() else ""
     gathered = all_gather_json([str(run.path), offer, entry], world)
-    if str(run.path) != gathered[0][0]:  # else its lock stays
+    if str(run.path) != gathered[0][0]:  # rank 0 keeps its directory, which holds the lock
         run = replace(run, directory=RunDir(gathered[0][0]))
     if world.is_main_process:
         ranks = [RankEntry(**entry) for _, _, entry in gathered]

@@ -1,4 +1,4 @@
-"""The record of an iteration: one gathering of what all ranks measured."""
+"""The record of an iteration, gathered from all ranks in one call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Recorder:
 
     def __init__(self, world: World, clock: StepClock) -> None:
         self.world = world
-        self.clock = clock  # phases of gradient steps
+        self.clock = clock  # times the phases of gradient steps
         self.stragglers = Stragglers()
         self.names_seen: set[str] = set()  # metrics of earlier records
         self.restarts_seen = 0  # restarts of this rank's environments in earlier records
@@ -47,10 +47,10 @@ class Recorder:
     def gather(
         self, rollout: Rollout, env: TorchEnv, monitor: Monitor, signum: int
     ) -> dict[str, Any]:
-        """Return episodes, times and use of all ranks; all ranks call.
+        """Return episodes, times and machine load of all ranks; all ranks call.
 
-        Counts are sums over ranks, times those of the slowest rank. "signum" is the largest of the
-        stop signals that ranks have received.
+        Counts are sums over ranks, times are those of the slowest rank. "signum" is the largest of
+        the stop signals that the ranks have received.
         """
         restarts = sum(env.restarts)
         ended, returns, lengths = rollout.episodes.sum(1).tolist()
@@ -68,13 +68,14 @@ class Recorder:
             "signum": signum,
         }
         self.restarts_seen = restarts
+
+        # from here on, figures of all ranks
         ranks = all_gather_json(local, self.world)
         entries = [rank["entry"] for rank in ranks]
         for line in self.stragglers.observe(entries):
             logger.warning(line)
-        returns, lengths, restarts = (
-            sum(column) for column in zip(*(rank["sums"] for rank in ranks), strict=True)
-        )
+        columns = zip(*(rank["sums"] for rank in ranks), strict=True)
+        returns, lengths, restarts = (sum(column) for column in columns)
         count = sum(entry["episode/count"] for entry in entries)
         num_steps = self.world.size * rollout.rewards.numel()
         return {
@@ -84,14 +85,14 @@ class Recorder:
             **means_of_envs([rank["env"] for rank in ranks]),
             "env/restarts": restarts,
             "signum": max(rank["signum"] for rank in ranks),
-            **{key: max(entry[key] for entry in entries) for key in times},
+            **{name: max(entry[name] for entry in entries) for name in times},
             "time/sync_s": self.world.sync_seconds,
             "time/sps": num_steps / (time.perf_counter() - self.started),
             "ranks": entries,
         }
 
     def _times(self) -> dict[str, float]:
-        """Return this rank's seconds: the update waits for other ranks, collect for nobody."""
+        """Return this rank's seconds; only the update waits for other ranks."""
         waited = self.world.sync_seconds + self.world.gradient_seconds
         collect, update = self.seconds["collect"], self.seconds["update"]
         return {
@@ -103,17 +104,18 @@ class Recorder:
         }
 
     def warn_of_absent(self, names: Mapping[str, str], metrics: Mapping[str, Any]) -> None:
-        """Warn once of metrics, named by flags, that no record has had so far."""
+        """Warn once if a metric that a flag names has been in no record so far."""
         self.names_seen |= metrics.keys()
         for flag, name in names.items():
             warn_if_absent(flag, name, self.names_seen)
 
 
 def means_of_envs(ranks: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
-    """Return the means over ranks of metrics that environments sum and count."""
+    """Return the means of the metrics that the environments of each rank sum and count."""
     totals: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
-    for name, (total, count) in (pair for rank in ranks for pair in rank.items()):
-        totals[name] += total
-        counts[name] += count
+    for rank in ranks:
+        for name, (total, count) in rank.items():
+            totals[name] += total
+            counts[name] += count
     return {f"env/{name}": totals[name] / count for name, count in counts.items() if count}
