@@ -25,7 +25,7 @@ def make_batch(
 ) -> Batch:
     """Cut a rollout into sequences with advantages and returns; all ranks call.
 
-    One all-reduce sums all that advantages and normalisers need of the other ranks.
+    A single all-reduce sums the statistics of advantages, observations and rewards over the ranks.
     """
     # advantages and returns [T, B], from scaled rewards
     values = rollout.values
@@ -60,8 +60,8 @@ def make_batch(
 def gae(
     rewards: Tensor,  # [T, B]
     values: Tensor,  # [T, B]
-    next_values: Tensor,  # [T, B] V of the true successor: 0 after termination
-    episode_end: Tensor,  # [T, B] bool; the step was the last of its episode
+    next_values: Tensor,  # [T, B] V of the observation after the step, 0 after termination
+    episode_end: Tensor,  # [T, B] bool: the step was the last of its episode
     gamma: float,
     gae_lambda: float,
 ) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ def gae(
 
 
 def rollout_sums(advantages: Tensor, values: Tensor, returns: Tensor) -> dict[str, Tensor]:
-    """Return one rank's sums, which the next two functions need of all ranks."""
+    """Return this rank's sums for `normalize_advantages` and `explained_variance`."""
     sums = {"count": torch.tensor(returns.numel(), dtype=torch.float64)}
     samples = {"advantages": advantages, "returns": returns, "errors": returns - values}
     for name, tensor in samples.items():  # [T, B]
@@ -95,7 +95,7 @@ def normalize_advantages(
 ) -> Tensor:
     """Shift and scale advantages [T, B] to mean 0 and deviation 1 over all ranks.
 
-    least: lower bound of the divisor, which leaves a deviation below 1.
+    `least` is a lower bound of the divisor; if it applies, the deviation stays below 1.
     """
     mean, variance = _moments("advantages", sums)
     deviation = (variance.clamp(min=0.0).sqrt() + 1e-8).clamp(min=least)

@@ -1,10 +1,10 @@
-"""PPO on pairs of ranks: strategy hybrid that cuts the cascade into two stages.
+"""PPO on pairs of ranks: strategy hybrid with the cascade in two stages.
 
-The first rank of a pair trains the feature LSTM, the second one actor and critic. A pair works on
-the sequences of both its ranks, cut into parts: the first rank sends the features of a part and
-gets their gradient back, while it computes the features of the next part. A stage's gradients are
-averaged over the pairs. While collecting, every rank acts with the whole policy: after an update,
-a pair exchanges the parameters of its stages.
+The first rank of a pair trains the feature LSTM, the second one trains actor and critic. A pair
+works on the sequences of both its ranks, cut into parts. The first rank sends the features of a
+part and gets their gradient back; meanwhile it computes the features of the next part. Gradients
+of a stage are averaged over the pairs. In rollouts, every rank acts with the whole policy, so
+after an update the two ranks of a pair exchange the parameters of their stages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 STAGES = 2
 FEATURES, DECISIONS = range(STAGES)
-# fields of a minibatch that a stage needs; the second one computes the loss
+# fields of a minibatch that each stage needs; the second one computes the loss
 NEEDED = (
     ("obs", "episode_start", "lstm_state"),
     ("actions", "logprobs", "values", "advantages", "returns", "episode_start", "lstm_state"),
@@ -80,7 +80,7 @@ class StageStrategy(Strategy):
     ) -> tuple[Tensor, Tensor]:
         """Clip by the norm over both stages and step this one, on all ranks or on none."""
         for parameter in self.stages[1 - self.stage]:
-            optimizer.state.pop(parameter, None)  # of a resume or a save, to free the memory
+            optimizer.state.pop(parameter, None)  # a save or a resume has filled it
         grad_norm = self.agreed_norm(self.grad_norm)
         stepped = torch.isfinite(grad_norm)  # the same on all ranks
         if stepped:
@@ -99,9 +99,9 @@ class StageStrategy(Strategy):
                     copy_from(flat, parameters)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the whole `state_dict`, of both stages; all ranks must call."""
+        """Return the whole `state_dict`, of both stages; all ranks call."""
         with self.world.waiting("exchange of optimizer state"):
-            # empty as long as neither stage has stepped
+            # there are no entries before the first step
             for name, example in optimizer.state.get(self.local[0], {}).items():
                 for stage, parameters in enumerate(self.stages):
                     for parameter in parameters:
@@ -141,14 +141,14 @@ class PipelinePPO(PPO):
             run_stage = self._train_features if stage == FEATURES else self._train_decisions
             terms = run_stage(parts)
 
-            # the mean of this stage's gradients over all parts and pairs
+            # average this stage's gradients over all parts and pairs
             self.world.gradients_ready()
             gradients = [p.grad for p in strategy.local if p.grad is not None]
             flat = parameters_to_vector(gradients) / len(parts)
             dist.all_reduce(flat, group=strategy.replicas)
             copy_from(flat / strategy.num_pairs, gradients)
 
-            # the norm over both stages, and the terms on the rank that does not know them
+            # share the norm over both stages, and the terms of the loss
             square = get_total_norm(gradients).double().square()
             shared = torch.cat([square[None], terms.double().flatten()])
             dist.all_reduce(shared, group=strategy.pair)
@@ -158,7 +158,7 @@ class PipelinePPO(PPO):
         return LossParts(*terms[stage].mean(0))
 
     def _partners(self, minibatch: Minibatch) -> Minibatch:
-        """Return the partner's minibatch; fields that this stage does not need are not received."""
+        """Return the partner's minibatch; only the fields that this stage needs are its own."""
         stage = self.strategy.stage
         received = {name: torch.empty_like(getattr(minibatch, name)) for name in NEEDED[stage]}
         with self.world.waiting("exchange of sequences"):
@@ -168,7 +168,7 @@ class PipelinePPO(PPO):
 
     def _train_features(self, parts: Sequence[Minibatch]) -> Tensor:
         """Add the feature LSTM's gradient of all parts; return zeros for their loss terms."""
-        waiting: list[Tensor] = []  # the features whose gradient has not come back
+        waiting: list[Tensor] = []  # features that were sent, but have no gradient yet
         for number in range(len(parts) + 1):
             new = [self._features(part) for part in parts[number : number + 1]]
             gradients = [torch.empty_like(features) for features in waiting]

@@ -27,10 +27,15 @@ from rl_dist.telemetry import events
 if TYPE_CHECKING:
     from agents.policy import Evaluation, Policy
 
-# Names of the fields of LossParts in their order, then of the gradient's norm.
+# names of the metrics: the fields of LossParts in their order, then the norm of the gradient
 METRICS = (
-    *("loss/total", "loss/policy", "loss/value", "loss/entropy"),
-    *("ppo/approx_kl", "ppo/clip_fraction", "optim/grad_norm"),
+    "loss/total",
+    "loss/policy",
+    "loss/value",
+    "loss/entropy",
+    "ppo/approx_kl",
+    "ppo/clip_fraction",
+    "optim/grad_norm",
 )
 logger = logging.getLogger(__name__)
 
@@ -39,8 +44,6 @@ logger = logging.getLogger(__name__)
 class PPOConfig:
     """Hyperparameters of PPO; the names are CleanRL's."""
 
-    # Rewards that credit a trade immediately need neither a long horizon nor long traces, and a
-    # short horizon makes a trade wait for its moment: so StockTrading-v0 was tuned (docs/LOG.md).
     learning_rate: float = Field(3e-4, ge=0, le=10)
     """Step size of Adam."""
     anneal_lr: bool = True
@@ -54,8 +57,8 @@ class PPOConfig:
     update_epochs: int = Field(4, ge=1, le=1000)
     """Passes over each rollout."""
     refresh_states: bool = False
-    """Before every epoch but the first, compute again the states at which sequences begin; off:
-    they stay those of the rollout."""
+    """Before every epoch but the first, compute the initial states of sequences with the present
+    policy; off: keep those of the rollout."""
     clip_coef: float = Field(0.2, ge=1e-6, le=10)
     """Clipping of the probability ratio."""
     clip_vloss: bool = False
@@ -81,12 +84,12 @@ class PPOConfig:
 def learning_rate(
     config: PPOConfig, iteration: int, remaining: float, factor: float = 1.0
 ) -> float:
-    """Return an iteration's learning rate; pure, so that a resumed run is exact.
+    """Return the learning rate of an iteration.
 
     Args:
-        iteration: counted from 1; with a warm-up of N, number i <= N has i / N of the rate.
-        remaining: share of the run before this iteration, from 1 to 0: the factor of annealing.
-        factor: that of lr_scaling.
+        iteration: counted from 1; with a warm-up of N, iteration i <= N has i / N of the rate.
+        remaining: share of the run that was left before this iteration, from 1 to 0.
+        factor: factor of lr_scaling.
     """
     warmup_factor = min(iteration / config.warmup, 1.0) if config.warmup else 1.0
     annealing = max(remaining, 0.0) if config.anneal_lr else 1.0
@@ -94,7 +97,7 @@ def learning_rate(
 
 
 class LossParts(NamedTuple):
-    """Means over a minibatch's steps; the gradient is that of `total`."""
+    """Means over the steps of a minibatch; `total` is minimised."""
 
     total: Tensor
     policy: Tensor
@@ -107,9 +110,9 @@ class LossParts(NamedTuple):
 def ppo_loss(evaluation: Evaluation, minibatch: Minibatch, config: PPOConfig) -> LossParts:
     """Return clipped surrogate, value loss and entropy, averaged over L * N steps.
 
-    Every rank averages over equally many steps, so the mean of gradients over ranks is that of the
-    global minibatch. Source: Schulman et al., https://arxiv.org/abs/1707.06347; the KL estimate
-    is k3 of http://joschu.net/blog/kl-approx.html.
+    Every rank averages over equally many steps, so the mean of the ranks' gradients is the gradient
+    of the global minibatch. Source: Schulman et al., https://arxiv.org/abs/1707.06347; the KL
+    estimate is k3 of http://joschu.net/blog/kl-approx.html.
     """
     # policy: the clipped surrogate
     log_ratio = evaluation.logprobs - minibatch.logprobs  # [L, N]
@@ -136,10 +139,10 @@ def ppo_loss(evaluation: Evaluation, minibatch: Minibatch, config: PPOConfig) ->
 
 @dataclass
 class Batch:
-    """All sequences of a rank's rollout, and the order in which an update takes them."""
+    """Sequences of this rank's rollout, and the order in which they are used."""
 
     sequences: Minibatch  # [L, K * B, ...]
-    starts: np.ndarray  # [L, K * B] their episode starts, on the host
+    starts: np.ndarray  # [L, K * B] episode starts, on the host
     order: np.ndarray  # [epochs, minibatches, sequences] by `agents.network.noise.sequence_orders`
     num_envs: int  # B
     explained_variance: Tensor  # [] share of the returns' variance that the critic explains
@@ -152,8 +155,8 @@ class Tally:
     def __init__(self, device: torch.device, bad_in_a_row: int) -> None:
         zeros = partial(torch.zeros, dtype=torch.float64, device=device)
         self.losses = zeros(len(METRICS))
-        self.epoch_kl = zeros(2)  # sum of approx_kl, and steps
-        # steps taken, skipped, bad; bad ones in a row: now, and most
+        self.epoch_kl = zeros(2)  # of this epoch: sum of approx_kl, number of steps
+        # steps: taken, skipped, bad, bad in a row now, most bad in a row
         self.counts = zeros(5)
         self.counts[3] = bad_in_a_row
 
@@ -167,7 +170,7 @@ class Tally:
         self.losses += row
         approx_kl = row[LossParts._fields.index("approx_kl")]
         self.epoch_kl += torch.stack([approx_kl, stepped.double()])
-        # an overflow is part of the search for a loss scale
+        # a step is not bad if it only showed that the loss scale is too large
         bad = ~stepped & ~torch.as_tensor(overflowed)
         self.counts[:3] += torch.stack([stepped, ~stepped, bad])
         in_a_row = torch.where(stepped, 0.0, self.counts[3] + bad)
@@ -175,9 +178,9 @@ class Tally:
 
 
 def refreshed_states(policy: Policy, batch: Batch) -> Tensor:
-    """Return the present policy's states [K * B, S, H] before all sequences.
+    """Return the states [K * B, S, H] before all sequences, by the present policy.
 
-    The states before the first sequences are older than the rollout and stay.
+    The states before the first sequences come from earlier rollouts and stay.
     """
     sequences, num_envs = batch.sequences, batch.num_envs
     states = [sequences.lstm_state[:num_envs]]
@@ -196,7 +199,7 @@ def refreshed_states(policy: Policy, batch: Batch) -> Tensor:
 
 
 class PPO:
-    """The optimizer of a policy, and its update on all ranks by a strategy."""
+    """Updates a policy on all ranks, by a strategy."""
 
     def __init__(
         self,
@@ -209,27 +212,26 @@ class PPO:
         self.config = config
         self.strategy = strategy
         self.world = strategy.world
-        self.num_microbatches = num_microbatches  # parts of a minibatch
+        self.num_microbatches = num_microbatches  # a minibatch is cut into this many
         policy.low_precision = autocast_dtype(strategy.config.precision)
         self.wrapped = strategy.wrap(policy)
         self.iteration = 0
         self.bad_in_a_row = 0  # gradient steps skipped since the last good one
-        self.reads_steps = self.world.device.type == "cpu"  # a GPU is read once, after an update
+        self.reads_steps = self.world.device.type == "cpu"  # reading a GPU makes the host wait
         self.clock = StepClock(self.world.device)
         self.optimizer = make_adam(strategy.parameters, config.learning_rate)
 
     def begin_iteration(self, iteration: int, remaining: float, factor: float = 1.0) -> None:
-        """Give the optimizer the rate of `learning_rate`."""
+        """Set the optimizer's learning rate; see `learning_rate`."""
         self.iteration = iteration
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, iteration, remaining, factor)
 
     @section("update")
     def update(self, batch: Batch) -> dict[str, float]:
-        """Run the epochs over a batch; all ranks take the same steps.
+        """Take the gradient steps of all epochs over a batch, together with all ranks.
 
-        Only parameters and optimizer change, and the count of bad steps. Returns losses and
-        diagnostics: means over all ranks and gradient steps.
+        Returns losses and diagnostics: means over all ranks and gradient steps.
         """
         sequences = batch.sequences
         schedule = self._schedule(batch)
@@ -250,7 +252,7 @@ class PPO:
                 if self.reads_steps and not stepped:
                     self._refuse_bad_steps(tally.counts.tolist())
 
-            # all ranks stop early together
+            # stop early, all ranks together
             if self._exceeds_target_kl(tally.epoch_kl):
                 break
             self.clock.mark("")
@@ -258,8 +260,8 @@ class PPO:
         return self._report(tally, batch)
 
     def _schedule(self, batch: Batch) -> list[list[tuple[Tensor, list[Plan]]]]:
-        """Plan the pieces of all minibatches before the first step, where `forward` takes them."""
-        # dp and the stages of a pipeline cut tensors only
+        """Return the minibatches of all epochs, with plans of their pieces if possible."""
+        # dp and the stages of a pipeline cut their inputs, which only tensors allow
         takes_plans = self.strategy.mode != "dp" and not self.strategy.config.pipelined
         plans_ahead = takes_plans and not self.policy.config.stateless
         return make_schedule(
@@ -276,8 +278,8 @@ class PPO:
     ) -> tuple[LossParts, Tensor, Tensor]:
         """Take one gradient step; the gradient is clipped after its reduction over ranks.
 
-        All ranks skip it together if the loss or the gradient of any of them is not finite. Returns
-        losses, norm of the reduced gradient before clipping, and whether the step was taken.
+        If the loss or the gradient of any rank is not finite, all ranks skip the step. Returns the
+        losses, the norm of the reduced gradient before clipping, and whether the step was taken.
         """
         self.optimizer.zero_grad(set_to_none=True)
         num_waits = len(self.world.gradient_waits)
@@ -288,9 +290,9 @@ class PPO:
         return parts, grad_norm, stepped
 
     def gradients(self, minibatch: Minibatch, plans: Sequence[Plan]) -> LossParts:
-        """Run forward and backward by microbatches; return this rank's losses.
+        """Run forward and backward of each microbatch; return this rank's losses.
 
-        The strategy reduces the gradients over ranks during the last backward.
+        The last backward also reduces the gradients over ranks.
         """
         losses = []
         microbatches = minibatch.into_microbatches(self.num_microbatches)
@@ -315,9 +317,9 @@ class PPO:
         return LossParts(*(torch.stack(terms).mean() for terms in zip(*losses, strict=True)))
 
     def _report(self, tally: Tally, batch: Batch) -> dict[str, float]:
-        """Return means over ranks and steps, read from the device in one transfer."""
+        """Return the means over ranks and steps, read from the device in one transfer."""
         sums = {"losses": tally.losses, "steps": tally.counts[0]}
-        if self.policy.discrete:  # all ranks have equally many steps
+        if self.policy.discrete:
             entropy = self.policy.largest_entropy(batch.sequences.obs).mean()
             sums["loss/entropy_max"] = entropy / self.world.size
         sums = all_reduce_sum(sums, self.world)
@@ -340,7 +342,7 @@ class PPO:
         return report | {"optim/steps": counts[0], "optim/skipped_steps": int(counts[1])}
 
     def _refuse_bad_steps(self, counts: list[float]) -> None:
-        """Stop after too many bad steps in a row."""
+        """Raise UserError after too many bad steps in a row."""
         self.bad_in_a_row, most = map(int, counts[3:])
         if most > self.config.max_bad_steps:
             raise UserError(
@@ -350,9 +352,9 @@ class PPO:
             )
 
     def _exceeds_target_kl(self, epoch_kl: Tensor) -> bool:
-        """Compare the mean KL estimate over ranks and an epoch's steps with `target_kl`."""
+        """Return True if the mean KL estimate of an epoch on all ranks is above target_kl."""
         if not self.config.target_kl:
             return False
-        total, num_steps = epoch_kl  # no step, no divergence
+        total, num_steps = epoch_kl  # without a step the mean is 0
         reduced = all_reduce_sum({"kl": total / num_steps.clamp(min=1.0)}, self.world)["kl"]
         return float(reduced) / self.world.size > self.config.target_kl

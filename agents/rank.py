@@ -165,7 +165,7 @@ def say_stopped(signum: int, directory: RunDir) -> None:
 
 
 def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None:
-    """Return the function that computes `valid/` figures; None: there is no such data."""
+    """Return the function that computes `valid/` figures; None: no data for it."""
     if config.task.is_trading:
         from agents.evaluate.markets import market_validation
 
@@ -176,7 +176,7 @@ def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None
 
 
 def agree(run: Run, world: World) -> Run:
-    """Compare the settings of all ranks, and agree on a run directory and a checkpoint.
+    """Compare the settings of all ranks; agree on directory and checkpoint.
 
     Under torchrun, every rank has chosen for itself. Hosts without a shared file system may see
     other directories and checkpoints.

@@ -111,7 +111,7 @@ class Recorder:
 
 
 def means_of_envs(ranks: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
-    """Return the means of the metrics that the environments of each rank sum and count."""
+    """Return the means of metrics that environments sum and count, by rank."""
     totals: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""Rollouts: T steps of all environments of a rank with the frozen policy."""
+"""Rollouts: T steps of all environments of this rank with the frozen policy."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class Carry:
-    """State of each environment between rollouts; checkpointed, never zeroed."""
+    """State of each environment between rollouts; saved in checkpoints, never zeroed."""
 
     obs: Tensor  # [B, F] as the environment returned it
-    history: Tensor  # [B, n-1, F] normalised observations before it (feature_window n), or zeros
+    history: Tensor  # [B, n-1, F] the window before obs, normalised; zeros before the episode
     episode_start: Tensor  # [B] bool; obs is the first of its episode
     lstm_state: Tensor  # [B, S, H]
-    episode_return: Tensor  # [B] float64, plain rewards so far
+    episode_return: Tensor  # [B] float64, sum of the episode's plain rewards so far
     episode_length: Tensor  # [B] int64
-    discounted_return: Tensor  # [B] float64, of the learner's rewards; its deviation scales them
+    discounted_return: Tensor  # [B] float64, discounted sum of the rewards that train
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all fields by name, each with leading dimension B."""
+        """Return all fields by name; the first dimension of each is B."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def rows(self, rows: slice) -> Carry:
@@ -42,7 +42,7 @@ class Carry:
         return Carry(**{name: tensor[rows] for name, tensor in self.tensors().items()})
 
     def join(self, parts: Sequence[Carry]) -> None:
-        """Take over the carries of all groups of environments."""
+        """Replace all fields by those of the groups of environments, in their order."""
         for name in self.tensors():
             setattr(self, name, torch.cat([getattr(part, name) for part in parts]))
 
@@ -72,15 +72,15 @@ class Rollout:
     logprobs: Tensor
     values: Tensor
     rewards: Tensor  # float64, as the environment returned them (not yet scaled)
-    episode_start: Tensor  # bool; about the input
-    terminated: Tensor  # bool; about the step
-    truncated: Tensor  # bool; about the step
+    episode_start: Tensor  # bool: the observation is the first of its episode
+    terminated: Tensor  # bool: the step ended its episode
+    truncated: Tensor  # bool: the step was the last of an episode that was cut off
     discounted_returns: Tensor  # float64, discounted sum of the episode's rewards so far
-    next_values: Tensor  # V of the true successor
+    next_values: Tensor  # V of the observation after the step, 0 after termination
     initial_states: Tensor  # [K, B, S, H] recurrent state before every L-th step
 
-    # on the host, read from the device in one transfer; a column for each of G groups
-    host_starts: Tensor  # [T, B] episode_start
+    # on the host, read from the device in one transfer; G is the number of groups
+    host_starts: Tensor  # [T, B] a copy of episode_start
     episodes: Tensor  # [3, G] number of episodes that ended, sums of their returns and lengths
     finite: Tensor  # [3, G] bool: observations, rewards, and the observations after the last step
 
@@ -92,7 +92,7 @@ class Rollout:
     @staticmethod
     def joined(parts: list[Rollout]) -> Rollout:
         """Return the rollout of all groups of environments."""
-        if len(parts) == 1:  # without a copy
+        if len(parts) == 1:  # saves a copy
             return parts[0]
         names = [item.name for item in fields(Rollout)]
         return Rollout(
@@ -116,7 +116,7 @@ class Rollout:
 def policy_input(
     normalize: Callable[[Tensor], Tensor], history: Tensor, obs: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Normalise `obs` [B, F]; a window's n-1 observations come first: [B, n*F]."""
+    """Normalise `obs` [B, F]; with a window, put its history in front: [B, n*F]."""
     seen = normalize(obs.to(dtype))
     return torch.cat([history, seen[:, None]], dim=1).flatten(1) if history.shape[1] else seen
 
@@ -137,9 +137,9 @@ def collect(
     gamma: float,
     on_step: Callable[[], None] = lambda: None,
 ) -> Rollout:
-    """Step all environments T times with the frozen policy; updates `carry` in place.
+    """Step all environments T times with the frozen policy; update `carry` in place.
 
-    Groups take turns: while the policy acts for one, the others step.
+    Groups of environments take turns: while the policy acts for one, the others step.
     """
     with weights_cast_once(policy.low_precision, noise.device):
         actors = [
@@ -147,13 +147,13 @@ def collect(
         ]
         for group, actor in enumerate(actors):
             env.send(actor.act(), group)
-        for t in range(1, len(noise) + 1):
+        for num_steps in range(1, len(noise) + 1):
             for group, actor in enumerate(actors):
                 with section("environment"):
                     answers = env.recv(group)
                 on_step()
                 actor.observe(*answers)
-                if t < len(noise):
+                if num_steps < len(noise):
                     env.send(actor.act(), group)
         parts = [actor.finish(bptt_steps, gamma) for actor in actors]
     carry.join([actor.carry for actor in actors])
@@ -166,11 +166,11 @@ class Actor:
     def __init__(self, policy: Policy, normalizer: Normalizer, carry: Carry, noise: Tensor) -> None:
         self.policy = policy
         self.carry = carry
-        self.pushes = policy.pushes(noise)  # [T, B, A]
+        self.pushes = policy.pushes(noise)  # [T, B, A] noise in units of the actor's outputs
         self.normalize = normalizer.frozen(carry.lstm_state.dtype)
         self.steps: list[dict[str, Tensor]] = []
         self.states: list[Tensor] = []  # before every step
-        # (obs, history, state) after every step, as if no episode had ended
+        # (obs, history, state) after every step, before an episode's end resets them
         self.successors: list[tuple[Tensor, Tensor, Tensor]] = []
 
     @section("policy")
@@ -182,9 +182,16 @@ class Actor:
         actions, actor, values, state = self.policy.act(
             seen, carry.lstm_state, carry.episode_start, push
         )
-        step = {"obs": seen, "raw_obs": carry.obs, "actions": actions, "actor": actor}
-        step |= {"values": values, "episode_start": carry.episode_start}
-        self.steps.append(step)
+        self.steps.append(
+            {
+                "obs": seen,
+                "raw_obs": carry.obs,
+                "actions": actions,
+                "actor": actor,
+                "values": values,
+                "episode_start": carry.episode_start,
+            }
+        )
         self.states.append(carry.lstm_state)
         carry.lstm_state = state
         return actions
@@ -197,7 +204,7 @@ class Actor:
         truncated: Tensor,
         info: dict[str, Any],
     ) -> None:
-        """Keep the environments' answers; the end of an episode empties its window."""
+        """Keep what the environments returned; the end of an episode empties its window."""
         carry = self.carry
         step = self.steps[-1]
         step |= {"rewards": rewards, "terminated": terminated, "truncated": truncated}
@@ -210,9 +217,9 @@ class Actor:
         carry.episode_start = ended
 
     def finish(self, bptt_steps: int, gamma: float) -> Rollout:
-        """Return the steps as a rollout; the carry's sums continue from its end.
+        """Return the steps as a rollout, and bring the sums in the carry up to its end.
 
-        Log probabilities, sums and values of successors are computed for all steps together.
+        Log probabilities, sums and next values are computed for all steps in one call each.
         """
         carry = self.carry
         steps = {name: torch.stack([step[name] for step in self.steps]) for name in self.steps[0]}
@@ -220,7 +227,7 @@ class Actor:
         steps["logprobs"] = self.policy.logprobs(steps.pop("actor"), steps["actions"])
         ends = steps["terminated"] | steps["truncated"]  # [T, B]
 
-        # sums since the start of the episode after every step
+        # after every step, return and length of its episode so far
         increments = [steps.pop("raw_rewards").double(), torch.ones_like(steps["rewards"])]
         before = torch.stack([carry.episode_return, carry.episode_length.double()])  # [2, B]
         sums, after = running_sums(before, torch.stack(increments, dim=1), ends)  # [T, 2, B]
@@ -230,7 +237,7 @@ class Actor:
             carry.discounted_return, steps["rewards"], ends, gamma
         )
 
-        # what the host needs
+        # read what the host needs
         totals = [(sums[:, row] * ends).sum() for row in (0, 1)]
         episodes = torch.stack([ends.sum().double(), *totals])
         checked = (steps["raw_obs"], steps["rewards"], carry.obs)
@@ -248,14 +255,14 @@ class Actor:
 
     @section("policy")
     def _next_values(self, steps: dict[str, Tensor], truncated: np.ndarray) -> Tensor:
-        """Return V of every step's true successor, [T, B]: zero after termination."""
-        # the next step's value, unless the episode or the rollout ended
+        """Return V of the observation after every step [T, B], zero after termination."""
+        # it is the value of the next step, unless the episode or the rollout ended
         next_values = torch.empty_like(steps["values"])
         next_values[:-1] = steps["values"][1:]
         missing = truncated.copy()  # [T, B]
         missing[-1] = True
 
-        # the others in one call; the recurrent states that come out are discarded
+        # the missing ones are computed in one call; the new recurrent states are discarded
         places = [np.flatnonzero(missing), missing.nonzero()[1]]
         cells, columns = to_device(places, next_values.device)
         by_step = columns.split(missing.sum(1).tolist())
@@ -272,14 +279,12 @@ class Actor:
 
 
 def running_sums(
-    start: Tensor,  # [..., B] sums before the rollout, of the unfinished episodes
+    start: Tensor,  # [..., B] sums of the unfinished episodes before the rollout
     increments: Tensor,  # [T, ..., B]
     episode_end: Tensor,  # [T, B] bool
     decay: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return running sums of the increments of each episode.
-
-    Every step multiplies the sum by `decay` before it adds the increment.
+    """Sum the increments of each episode; a step first multiplies by `decay`.
 
     Returns:
         The sums after every step [T, ..., B], and `start` for the next rollout [..., B].
