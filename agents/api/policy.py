@@ -149,15 +149,8 @@ class LoadedPolicy:
             return np.ones((count, size))
         if not size:
             raise UserError("action_masks: this policy was trained without --info_mask")
-        try:
-            rows = np.array([flat_mask(mask) for mask in masks], np.float32)
-            if len(rows) != count > 1:
-                raise ValueError(f"there are {len(rows)} masks")
-            rows = rows.reshape(count, size)
-            check_masks(rows, self._decode.sizes)
-        except (TypeError, ValueError) as error:
-            problem = f"action_masks must be {count} mask(s) of {size} numbers"
-            raise UserError(f"{problem}: {one_line(error, named=False)}") from None
+        rows = np.array([flat_mask(mask) for mask in masks], np.float32).reshape(count, size)
+        check_masks(rows, self._decode.sizes)
         return rows
 
 

@@ -61,7 +61,7 @@ def test_masks_come_in_every_form_of_training(shape, masks, tmp_path, monkeypatc
     policy = LoadedPolicy(agent_of("choices", tmp_path, (Part("action_mask", "mask", (5,)),)))
     assert (policy.predict(np.zeros(shape), action_masks=masks)[0] == [0, 1]).all()
     for others in (masks, np.zeros((3, 5))):
-        with pytest.raises(UserError, match="action_masks must be 3 mask"):
+        with pytest.raises(ValueError, match="shape|allows no option"):
             policy.predict(np.zeros((3, 4)), action_masks=others)
     with pytest.warns(UserWarning, match="action_masks") as warned:
         policy.predict(np.zeros(shape))
