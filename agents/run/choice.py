@@ -1,4 +1,4 @@
-"""The run that a command line means: a new one, or one to continue."""
+"""Choose the run that a command line means: a new one, or one to continue."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ EPILOG = """examples:
 exit codes: 0 done, 1 failed, 2 bad usage, stopped after saving: 130 (INT),
 143 (TERM), 138 (USR1), 129 (HUP)"""
 
-# A resumed run may change how long and where it runs, and what it keeps and reports.
+# Flags that may differ in a resumed run: how long and where it runs, what it keeps and reports.
 CHANGEABLE = {
     "num_episodes", "total_steps",
     "num_gpus", "gpu_ids", "device", "threads", "strategy", "hybrid_form", "shard_size",
@@ -57,27 +57,28 @@ CHANGEABLE = {
     "stop_at", "callback",
     "on_event", "sync_check_every", "monitor_every", "profile",
 }  # fmt: skip
+# In a resumed run, auto stands for the value that was measured when the run began.
 KEPT_CHOICES = (("batch_size", "auto"), ("precision", "auto"))
-# Fields that name code to import, each with fields that the code gets, by section.
+# By section: the field that names a module to import, then the fields that this module receives.
 NAMED_MODULES = {"task": ("env", "env_kwargs"), "policy": ("core",), "train": ("callback",)}
 
 
 @configuration
 class RunFlags:
-    """Flags that belong to no component."""
+    """Flags about the directory, the preset and the start of a run."""
 
     run_dir: Text = ""
-    """Directory to write; none: runs/DATE_TIME."""
+    """Directory to write to; none: runs/DATE_TIME."""
     resume: Text = ""
     """Continue the run in this directory from its newest checkpoint; auto: in run_dir, else the
     newest, else a new run."""
     quick: bool = False
-    """A complete small run in half a minute, too short to learn."""
+    """Do a complete small run in half a minute; it is too short to learn."""
     preset: Literal["auto", "trading", "small", "control", "memory", "paper"] = "auto"
     """Defaults for a kind of task; auto: trading for StockTrading-v0, memory for the memory tasks,
     control for Box actions, small for others; paper: the settings of arXiv 2212.02721."""
     seeds: Text = Field("", json_schema_extra={"nargs": "+"})
-    """Train once with each of these seeds, and report means and their intervals."""
+    """Train once with each of these seeds, and report the mean with its interval."""
     interactive: bool = False
     """Ask for the main flags in the terminal, then start."""
 
@@ -97,22 +98,23 @@ def parse_training(argv: Sequence[str] | None = None) -> ParsedFlags:
 
 
 def is_first() -> bool:
-    """Return whether this process writes and prints: under torchrun, one rank does."""
+    """Return whether this process writes and prints; under torchrun only rank 0 does."""
     return os.environ.get("RANK", "0") == "0"
 
 
 class ChosenRun(NamedTuple):
-    """A run to start."""
+    """The result of `choose_run`."""
 
     config: RunConfig
-    directory: RunDir | None  # locked if it holds a run already; None: a new one below runs/
-    found: Found | None  # the checkpoint to continue from; None: the run begins
+    directory: RunDir | None  # locked if it already holds a run; None: a new one below runs/
+    checkpoint: Found | None  # where the run continues; None: the run begins
 
 
 def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
-    """Find the run to start; `held` closes its lock.
+    """Find the directory, the checkpoint and the configuration of the run to start.
 
-    The lock is taken before the checkpoint is chosen, so that no other training can save another.
+    The directory of an old run is locked before its checkpoint is chosen, so that no other training
+    can save one in between. `held` releases the lock.
     """
     flags: RunFlags = parsed.configs["run"]
     resume = flags.resume
@@ -126,7 +128,7 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
     if resume:
         path = path or find_latest_run(RUNS) if resume == "auto" else resume
     directory = RunDir(path) if path else None
-    found: Found | None = None
+    checkpoint: Found | None = None
     if directory and resume:
         if resume != "auto" and not directory.checkpoints.is_dir():
             fix = runs_below(directory.path) or "give the directory of a run"
@@ -134,15 +136,16 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
         holds_run = directory.config_path.exists() or directory.checkpoints.is_dir()
         if is_first() and holds_run:
             held.enter_context(directory.hold())
-        found = load_newest(directory.path) if resume == "auto" else load_saved(directory.path)
+        load = load_newest if resume == "auto" else load_saved
+        checkpoint = load(directory.path)
     elif directory and is_first() and not directory.is_unused():
         raise UserError(
             f"run_dir {path} is not empty: continue its run with --resume {path}, or name another "
             "directory"
         )
 
-    if directory and found:
-        config = config_to_resume(found, directory.path, parsed.given)
+    if directory and checkpoint:
+        config = config_to_resume(checkpoint, directory.path, parsed.given)
     else:
         config = fresh_config(parsed)
         if resume and is_first():
@@ -150,7 +153,7 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
     idle = ", ".join(f"--{name}" for name in config.idle_flags() if name in parsed.given)
     if idle and is_first():
         print(f"no effect here: {idle}")
-    return ChosenRun(config, directory, found)
+    return ChosenRun(config, directory, checkpoint)
 
 
 # ---- a new run
@@ -165,7 +168,7 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
     if (kind in ("trading", "paper")) != config.task.is_trading:
         raise UserError(f"preset {kind} does not fit env {config.task.env}: omit --preset")
     preset = PRESETS[kind] | {"chosen_preset": kind}
-    # sizes follow from those that are given
+    # Given sizes replace those of the preset that would not go with them.
     if "bptt_steps" in given:
         preset.pop("num_steps", None)
     if given.keys() & {"batch_size", "num_steps", "bptt_steps", "grad_accumulation"}:
@@ -181,9 +184,12 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
 
 
 def _refuse_batch_of_steps(train: TrainConfig) -> None:
-    """Refuse a batch that makes an iteration longer than the whole run: it may mean steps."""
+    """Refuse a batch_size that probably counts steps instead of sequences.
+
+    With it, one iteration would be longer than the whole run.
+    """
     batch, bptt, total = train.batch_size, train.bptt_steps, train.total_steps
-    if batch == AUTO or train.num_envs or not total or bptt == 1 or batch % bptt:
+    if batch == AUTO or train.num_envs or not total or batch % bptt:
         return
     steps = shard_sizes(train, 0, 1).global_num_envs * train.num_steps
     if steps > total >= steps // bptt:
@@ -195,7 +201,7 @@ def _refuse_batch_of_steps(train: TrainConfig) -> None:
 
 
 def kind_of_task(task: TaskConfig) -> str:
-    """Return the preset for a task, by its environment."""
+    """Return the name of the preset for a task."""
     if task.is_trading:
         return "trading"
     if task.env in MEMORY_IDS:
@@ -207,16 +213,17 @@ def kind_of_task(task: TaskConfig) -> str:
 # ---- a run that continues
 
 
-def config_to_resume(found: Found, run_dir: Path, given: Mapping[str, str]) -> RunConfig:
-    """Return the saved configuration with the flags that may change."""
-    config = resumed_config(RunConfig.from_dict(json.loads(found.state["config"])), given)
+def config_to_resume(checkpoint: Found, run_dir: Path, given: Mapping[str, str]) -> RunConfig:
+    """Return the configuration in a checkpoint, changed by the flags that were given."""
+    config = resumed_config(RunConfig.from_dict(json.loads(checkpoint.state["config"])), given)
     data = config.data
     if data.data_digest and data_digest(data) != data.data_digest:
         raise UserError(
             f"--data {data.data} has changed since this run began: bring the file back, or begin a "
             f"run with --init_from {run_dir}"
         )
-    # own modules may lie in the current directory; a foreign run must not name others
+    # The user's modules may lie in the current directory. The run directory may come from somebody
+    # else, and must not choose what is imported.
     values = config.values
     import_from_here(config.task.env, config.policy.core, config.train.callback)
     for section, names in NAMED_MODULES.items():
@@ -225,15 +232,15 @@ def config_to_resume(found: Found, run_dir: Path, given: Mapping[str, str]) -> R
 
 
 def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
-    """Return a saved configuration with flags that may change; refuse all others."""
+    """Return a saved configuration with the given flags; refuse those that may not change."""
     old, new = saved.values, RunConfig().changed(given).values
     changes = {
         name: new[name]
         for name in new.keys() & given.keys()
-        # the value that auto chose when the run began stays
         if new[name] != old[name] and (name, given[name]) not in KEPT_CHOICES
     }
-    reset: dict[str, Any] = {}  # fields that mean nothing on other ranks or with another strategy
+    # Some values hold for the old ranks or the old strategy only.
+    reset: dict[str, Any] = {}
     if changes.keys() & {"num_gpus", "device", "gpu_ids"}:
         reset = {"gpu_ids": "", "threads": 0}
     if "gpu_ids" in changes:
@@ -245,15 +252,14 @@ def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
     if config.train.sequences_per_step == saved.train.sequences_per_step:
         changeable = changeable | {"batch_size", "grad_accumulation"}
     refused = changes.keys() - changeable
-    _refuse(
-        differences(*({f"--{n}": values[n] for n in refused} for values in (changes, old))),
-        "omit what differs, or start a fresh run",
-    )
+    now = {f"--{name}": changes[name] for name in refused}
+    before = {f"--{name}": old[name] for name in refused}
+    _refuse(differences(now, before), "omit what differs, or start a fresh run")
     return config.without_idle()
 
 
 def check_resumable(state: dict[str, Any], config: RunConfig, policy: Policy) -> None:
-    """Raise UserError if a checkpoint does not fit today's environments."""
+    """Refuse a checkpoint that does not fit the environment as it is now."""
     check_shapes(state, config)
     names = ("num_obs", "num_actions", "discrete", "action_sizes")
     now, before = ({name: side[name] for name in names} for side in (policy.shapes(), state))

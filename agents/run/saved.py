@@ -1,4 +1,4 @@
-"""Load checkpoints: trained policies, initial weights, and runs to resume."""
+"""Load checkpoints: trained policies, initial weights and runs to resume."""
 
 from __future__ import annotations
 
@@ -41,17 +41,19 @@ from rl_dist.strategies.precision import autocast_dtype
 FEATURES = "feature LSTM"  # in checkpoints of agents.pretrain
 FEATURE_PARTS = ("feature_core.", "feature_mlp.")
 MOMENTS = ("normalizer.moments.mean", "normalizer.moments.variance")
-Which = Literal["last", "best", ""]  # checkpoint of a run
+Which = Literal["last", "best", ""]  # a checkpoint of a run; "": see `load_saved`
 
 
 # ---- files
 
 
 def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> Found:
-    """Load a checkpoint file, or one of a run directory; refuse a path without one.
+    """Load a checkpoint from its file or from a run directory; refuse a path without one.
 
     Args:
-        which: the newest valid one, or the best; "": the best if there is one, else the newest.
+        which: checkpoint of a directory: last is the newest valid one; "" is the best if there is
+            one, else the newest.
+        kind: program that must have written it.
     """
     path = Path(path)
     best = checkpoint_folder(path) / BEST_FILE
@@ -67,14 +69,24 @@ def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> Foun
 
 
 def load_newest(run_dir: Path) -> Found | None:
-    """Load the newest checkpoint of a run; None: it has none, not even a damaged one."""
+    """Load the newest valid checkpoint of a run; None if it has no checkpoints at all.
+
+    Checkpoints that are all damaged are refused: a fresh start would overwrite them.
+    """
     return load_saved(run_dir) if checkpoint_files(run_dir) else None
 
 
 def share_checkpoint(directory: RunDir, offers: list[str], world: World) -> str:
-    """Return the newest of the ranks' checkpoints; hosts that lack it get a copy.
+    """Agree on the newest of the ranks' checkpoints; hosts that lack it get a copy.
 
-    Another rank's choice counts only if rank 0 has no such file: otherwise rank 0 has refused it.
+    The offer of another rank counts only if rank 0 has no such file: a file that rank 0 has and
+    does not offer is damaged.
+
+    Args:
+        offers: the path that each rank would load; "": none.
+
+    Returns:
+        The path; "": no rank offers one.
     """
 
     def newness(rank: int) -> int:
@@ -104,19 +116,19 @@ class LoadedAgent:
     config: RunConfig
     iteration: int
     path: Path
-    run_dir: Path  # of its run, or the folder that the checkpoint was copied to
-    spaces_json: str = ""  # of its environment; "": unknown
+    run_dir: Path  # or the folder that the checkpoint was copied to
+    spaces_json: str = ""  # spaces of its environment; "": unknown
 
     @property
     def spaces(self) -> tuple[spaces.Space, spaces.Space]:
-        """Return the spaces of its environment; for markets those of the learner."""
+        """Return the spaces of its environment; markets have those of the learner's rows."""
         if self.spaces_json:
             return from_json(self.spaces_json)
         high = np.full(self.policy.num_obs, np.inf, np.float32)
         return spaces.Box(-high, high), spaces_of(self.policy.shapes())[1]
 
     def encoder(self) -> ObservationEncoder:
-        """Return the encoder of observations; refuse other rows than in training."""
+        """Return the encoder of observations; refuse one that differs from training."""
         observation, action = self.spaces
         sizes = ActionDecoder(action, "of this policy").sizes
         encoder = ObservationEncoder(observation, "of this policy", sizes)
@@ -135,9 +147,9 @@ def load_agent(
     """Load a policy from a checkpoint or run directory, wherever it was trained.
 
     Args:
-        which: checkpoint of a run directory: the newest, or the best; "": the best if there is one,
-            but the newest of runs on real prices, whose validation is too noisy to choose by.
-        core: the module:Class of a run whose config.json is not the user's own, repeated.
+        which: checkpoint of a run directory, last or best; "": the best if there is one, but the
+            last of a run on real prices, whose validation is too noisy to choose by.
+        core: the run's own module:Class, repeated if its config.json is not the user's own.
     """
     file, state = load_saved(path, which)
     config = RunConfig.from_dict(json.loads(state["config"]))
@@ -168,18 +180,18 @@ def load_agent(
 
 
 class InitialWeights(NamedTuple):
-    """Weights that a new run begins with, and statistics that belong to them."""
+    """Weights and statistics that a new run begins with."""
 
     weights: dict[str, Tensor]  # by their names in the policy
-    moments: dict[str, Tensor]  # by their names in `Normalizers`; missing ones stay
-    parts: tuple[str, ...] = ("",)  # prefixes of the names of these weights; other weights stay
+    moments: dict[str, Tensor]  # by their names in `Normalizers`; others stay as they are
+    parts: tuple[str, ...] = ("",)  # prefixes of the weights' names; other weights stay random
 
 
 def initial_weights(config: TrainConfig) -> InitialWeights | None:
-    """Read the weights that --init_from or --pretrained names; None: random ones.
+    """Read the weights that --init_from or --pretrained names; None if neither is given.
 
-    A directory means its best checkpoint. Statistics of a pre-training weigh as much as those that
-    the normaliser has seen by itself.
+    A directory means its best checkpoint. Statistics of a pre-training get the number of samples
+    that the warm-up has counted.
     """
     if config.init_from:
         _, state = load_saved(config.init_from, "")
@@ -208,11 +220,11 @@ def check_initial(config: TrainConfig, policy: Policy) -> None:
         check_weights(expected, initial.weights)
 
 
-# ---- do shapes fit?
+# ---- comparisons
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Return which values differ from those before, as text, by name."""
+    """Return a clause for each value that differs, sorted by name."""
     names = sorted(now.keys() | before.keys())
     pairs = {name: (now.get(name, "absent"), before.get(name, "absent")) for name in names}
     return [f"{name} {new} (it has {old})" for name, (new, old) in pairs.items() if new != old]
@@ -228,11 +240,10 @@ def spaces_of(state: Mapping[str, Any]) -> tuple[Layout, spaces.Space]:
 
 
 def check_weights(expected: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Refuse weights of other names or shapes; report the first one."""
-    shapes = [
-        {name: tuple(value.shape) for name, value in side.items()} for side in (expected, saved)
-    ]
-    if listed := differences(*shapes):
+    """Refuse weights of other names or shapes; name the first difference."""
+    here = {name: tuple(value.shape) for name, value in expected.items()}
+    there = {name: tuple(value.shape) for name, value in saved.items()}
+    if listed := differences(here, there):
         raise UserError(
             f"the checkpoint is of another shape: {listed[0]}; use the environment, --observation, "
             "--policy and --hidden_size it was trained with"
@@ -240,7 +251,7 @@ def check_weights(expected: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -
 
 
 def check_readable(policy: Policy, now: Layout) -> None:
-    """Refuse observations whose parts differ from those in the training."""
+    """Refuse observations that have other parts than in training."""
     trained = policy.layout.kinds()
     if now.kinds() != trained:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Start a run: choose it, check it, print what will happen, and launch its ranks."""
+"""Start a run: choose and check it, print its sizes, and launch its ranks."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from rl_dist.telemetry.metrics import close_logging
 class Run:
     """A run that is ready to start; every rank gets it."""
 
-    directory: RunDir  # locked by the first process; torchrun's other ranks learn its path later
+    directory: RunDir  # locked; other ranks of torchrun get its path from rank 0 later
     config: RunConfig
     resolved: ResolvedLaunch
-    resume_from: str  # a checkpoint; "": the run begins
+    resume_from: str  # path of a checkpoint; "": the run begins
 
     @property
     def path(self) -> Path:
@@ -43,16 +43,19 @@ class Run:
 
 
 def start(parsed: ParsedFlags, run_rank: Callable[..., int], *arguments: Any) -> int:
-    """Call `run_rank(run, *arguments)` on all ranks of the run that the flags mean.
+    """Start the run that the flags mean; return its exit code.
 
-    Returns the exit code. A new run that fails before its first iteration ends is removed.
+    A new run that fails before its first iteration ends is removed.
+
+    Args:
+        run_rank: called as `run_rank(run, *arguments)` on every rank.
     """
     with ExitStack() as held:
         try:
             run = prepare(parsed, held)
         except (ValueError, OSError) as error:
             message, code = explained(error)
-            if code != 2:  # a mistake at the keyboard is no event
+            if code != 2:  # the user sees a mistake in the flags without an event
                 events.notify("failed", message, exit_code=code)
                 events.close()
             raise
@@ -76,21 +79,22 @@ def start(parsed: ParsedFlags, run_rank: Callable[..., int], *arguments: Any) ->
 def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
     """Choose the run that the flags mean, check it, and write its configuration.
 
-    `held` closes the lock on the run.
+    `held` releases the lock on the run.
     """
-    config, directory, found = choose_run(parsed, held)
+    config, directory, checkpoint = choose_run(parsed, held)
     chosen_launch, resolved, note = resolve_launch(with_threads(config).launch)
     config = replace(config, launch=replace(chosen_launch, threads=resolved.threads))
     if is_first():
         restarts = restart_count()
-        print(note, end="\n" * bool(note))
-        announce(config, resolved, found)
+        if note:
+            print(note)
+        announce(config, resolved, checkpoint)
         if not (directory and directory.lock):
             directory = directory or RunDir.fresh(RUNS)
             held.enter_context(directory.hold_new())
         events.configure(config.launch.on_event, directory.path)
-        _notify_restart(directory, found, restarts)
-        _record(directory, config, resolved, found)
+        _notify_restart(directory, checkpoint, restarts)
+        _record(directory, config, resolved, checkpoint)
         if parsed.configs["run"].quick:
             print("--quick shows the whole path; it is too short to learn anything", flush=True)
     directory = directory or RunDir(RUNS)
@@ -100,18 +104,18 @@ def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
         directory=directory,
         config=config,
         resolved=resolved,
-        resume_from=str(found.path) if found else "",
+        resume_from=str(checkpoint.path) if checkpoint else "",
     )
 
 
-def announce(config: RunConfig, resolved: ResolvedLaunch, found: Found | None) -> None:
-    """Check what can be checked before ranks start, and print what will happen."""
+def announce(config: RunConfig, resolved: ResolvedLaunch, checkpoint: Found | None) -> None:
+    """Check all that can be checked before ranks start, and print device, task and sizes."""
     train, policy_config, num_ranks = config.train, config.policy, resolved.num_ranks
     for flag, name in train.named_metrics.items():
         check_metric(flag, name, config.task.is_trading, config.launch.precision)
     sizes = ""
     if train.batch_size != AUTO:
-        saved_num_envs = len(found.state["carry"]["obs"]) if found else 0
+        saved_num_envs = len(checkpoint.state["carry"]["obs"]) if checkpoint else 0
         share = shard_sizes(train, 0, num_ranks, saved_num_envs)
         sizes = (
             f"each of {num_ranks} rank(s): {share.num_envs} of {share.global_num_envs} "
@@ -122,8 +126,8 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, found: Found | None) -
     task = config.prepare_task()
     env = probe(task)
     policy = empty_policy(config, env.layout, env.single_action_space)
-    if found:
-        check_resumable(found.state, config, policy)
+    if checkpoint:
+        check_resumable(checkpoint.state, config, policy)
     else:
         check_initial(train, policy)
     if core := policy_config.core:
@@ -131,21 +135,21 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, found: Found | None) -
         module = make_core(core, width, hidden_size, policy_config.num_layers)
         try_core(core, module, width, hidden_size)
     print(f"{resolved.message}\n{task.describe()}")
-    if train.chosen_preset and not found:
+    if train.chosen_preset and not checkpoint:
         print(f"preset {train.chosen_preset} (--preset chooses another)")
     if sizes:
         print(sizes)
     budget, unit = train.budget
-    done = found.state["global_step" if unit == "steps" else "episodes"] if found else 0
+    done = checkpoint.state["global_step" if unit == "steps" else "episodes"] if checkpoint else 0
     if done >= budget:
         print(
-            f"this run has already reached its {budget:,} {unit} and is only evaluated: pass a "
-            f"value above {done:,} to continue training"
+            f"this run has already reached its {budget:,} {unit} and is only evaluated: give a "
+            f"number above {done:,} to continue training"
         )
 
 
-def _notify_restart(directory: RunDir, found: Found | None, restarts: int) -> None:
-    """Send the event of a restart by torchrun, also for a host that came or left.
+def _notify_restart(directory: RunDir, checkpoint: Found | None, restarts: int) -> None:
+    """Send an event if torchrun has restarted the ranks, also for a host that came or left.
 
     Our own launcher sends this event itself.
     """
@@ -154,22 +158,23 @@ def _notify_restart(directory: RunDir, found: Found | None, restarts: int) -> No
     with suppress(OSError, UserError):
         state = directory.state()
         if restarts or (state is not None and state.phase not in ENDED):
-            where = found.path if found else "the beginning"
+            where = checkpoint.path if checkpoint else "the beginning"
             events.notify("restarted", f"continuing from {where}", restart=restarts)
 
 
 def _record(
-    directory: RunDir, config: RunConfig, resolved: ResolvedLaunch, found: Found | None
+    directory: RunDir, config: RunConfig, resolved: ResolvedLaunch, checkpoint: Found | None
 ) -> None:
-    """Write configuration and state, and cut the metrics back to the checkpoint."""
+    """Write configuration and state; remove metrics later than the checkpoint."""
     directory.write_config(config.to_dict())
     counters = {"iteration": 0, "global_step": 0, "episodes": 0}
-    checkpoint, continuing = None, ""
-    if found:
-        counters = {name: found.state[name] for name in counters}
-        path = f"{CHECKPOINT_DIR}/{found.path.name}"
-        checkpoint = SavedCheckpoint(path=path, iteration=counters["iteration"])
-        continuing = f", continuing from {found.path}"
+    saved: SavedCheckpoint | None = None
+    continuing = ""
+    if checkpoint:
+        counters = {name: checkpoint.state[name] for name in counters}
+        path = f"{CHECKPOINT_DIR}/{checkpoint.path.name}"
+        saved = SavedCheckpoint(path=path, iteration=counters["iteration"])
+        continuing = f", continuing from {checkpoint.path}"
     directory.cut_records(counters["iteration"])
     target, unit = config.train.budget
     directory.begin_state(
@@ -178,7 +183,7 @@ def _record(
         precision=config.launch.precision.replace("auto", "fp32"),
         target=target,
         unit=unit,
-        checkpoint=checkpoint,
+        checkpoint=saved,
         **counters,
     )
     print(f"run directory: {directory.path}{continuing}", flush=True)
