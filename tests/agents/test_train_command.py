@@ -177,7 +177,7 @@ REFUSED = [  # flags, and the field, value and fix that the line must name
     ("--env Words-v0", ["observation space Text"]),
     ('CARTPOLE --env_kwargs {"colour":1}', ["colour"]),
     ("CARTPOLE --policy own --core own_cores:Prophet", ["looks ahead"]),
-    ("CARTPOLE --policy own --core own_cores:Profet", ["'Profet'"]),
+    ("CARTPOLE --policy own --core own_cores:Profet", ["Profet"]),
     ("CARTPOLE --callback nowhere:call", ["nowhere:call"]),
     ("CARTPOLE --stop_at valid/retrun 3", ["stop_at", "valid/retrun", "valid/return"]),
     ("--data no_such.csv", ["no_such.csv"]),
