@@ -319,6 +319,6 @@ def test_a_preset_follows_from_the_task_and_flags_win(flags, kind, expected, tmp
     shard_sizes(config.train, 0, 1)
     # the flags of a saved configuration, and its file, mean the same one
     run = RunDir(tmp_path)
-    run.write_config(config.to_dict())
+    run.config_path.write_text(json.dumps(config.to_dict()))
     assert RunConfig.from_dict(run.config()) == config
     assert config_from(shlex.join(f"--{n}={v}" for n, v in run.flags().items())) == config
