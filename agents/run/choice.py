@@ -232,7 +232,7 @@ def config_to_resume(checkpoint: Found, run_dir: Path, given: Mapping[str, str])
 
 
 def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
-    """Return a saved configuration with the given flags; refuse those that may not change."""
+    """Return a saved configuration with the given flags; refuse unchangeable ones."""
     old, new = saved.values, RunConfig().changed(given).values
     changes = {
         name: new[name]

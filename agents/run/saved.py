@@ -48,7 +48,7 @@ Which = Literal["last", "best", ""]  # a checkpoint of a run; "": see `load_save
 
 
 def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> Found:
-    """Load a checkpoint from its file or from a run directory; refuse a path without one.
+    """Load a checkpoint from its file or a run directory; refuse other paths.
 
     Args:
         which: checkpoint of a directory: last is the newest valid one; "" is the best if there is
@@ -69,7 +69,7 @@ def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> Foun
 
 
 def load_newest(run_dir: Path) -> Found | None:
-    """Load the newest valid checkpoint of a run; None if it has no checkpoints at all.
+    """Load the newest valid checkpoint of a run; None if it has no checkpoints.
 
     Checkpoints that are all damaged are refused: a fresh start would overwrite them.
     """
@@ -188,7 +188,7 @@ class InitialWeights(NamedTuple):
 
 
 def initial_weights(config: TrainConfig) -> InitialWeights | None:
-    """Read the weights that --init_from or --pretrained names; None if neither is given.
+    """Read the weights of --init_from or --pretrained; None without both.
 
     A directory means its best checkpoint. Statistics of a pre-training get the number of samples
     that the warm-up has counted.

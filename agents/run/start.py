@@ -109,7 +109,7 @@ def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
 
 
 def announce(config: RunConfig, resolved: ResolvedLaunch, checkpoint: Found | None) -> None:
-    """Check all that can be checked before ranks start, and print device, task and sizes."""
+    """Check the run before ranks start; print its device, task and sizes."""
     train, policy_config, num_ranks = config.train, config.policy, resolved.num_ranks
     for flag, name in train.named_metrics.items():
         check_metric(flag, name, config.task.is_trading, config.launch.precision)

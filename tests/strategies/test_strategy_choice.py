@@ -85,7 +85,7 @@ def test_ranks_that_start_again_find_their_choices_in_the_configuration(tmp_path
     options = {"chosen_strategy": "ddp", "chosen_on": "1 rank on cpu", "precision": "bf16"}
     asked, chosen = config(0, -1, precision="auto"), config(16, 3, **options)
     directory = RunDir(tmp_path)
-    directory.write_config(chosen.to_dict())
+    directory.config_path.write_text(json.dumps(chosen.to_dict()))
     run = Run(
         directory=directory,
         config=asked,
