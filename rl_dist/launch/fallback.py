@@ -31,7 +31,7 @@ def resolve_launch(config: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch, 
         return config, resolve(config), ""
     problems = ""
     modes = ("hybrid", "ddp", "none") if config.strategy == "hybrid" else (config.strategy, "none")
-    for mode in modes:
+    for mode in dict.fromkeys(modes):  # each once
         try:
             resolved = resolve(_with_mode(config, mode) if problems else config)
             if resolved.num_ranks > 1 and "RANK" not in os.environ:
