@@ -103,9 +103,7 @@ class GymTask:
 
     def evaluation_env(self, num_envs: int, env_offset: int = 0, device: str = "cpu") -> Any:
         """Make the same with another name in messages, as its numbers start at 0."""
-        config = replace(self.config, env_groups=1)
-        kind = "evaluation environment"
-        return replace(self, config=config).training_env(num_envs, env_offset, device, kind)
+        return self.training_env(num_envs, env_offset, device, "evaluation environment")
 
     def probe_env(self) -> Any:
         """Make one environment in this process, to look at."""

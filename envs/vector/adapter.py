@@ -133,7 +133,7 @@ class TorchVectorEnv(TensorVectorEnv):
             continues = ~(terminated | truncated)[:, None]  # [B, 1]
             obs = np.concatenate([obs, before * continues], axis=1)
             final_obs = np.concatenate([final_obs, before], axis=1)
-        return step_result([obs, rewards, terminated, truncated, final_obs], self.device)
+        return step_result([rewards, obs, final_obs, terminated, truncated], self.device)
 
     def _describe(self, row: int | None, problem: str) -> str:
         first = self.env_offset

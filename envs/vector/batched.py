@@ -12,8 +12,7 @@ num_envs. docs/own_environment.md has an example. A new environment is reset onc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
@@ -31,23 +30,20 @@ def has_snapshots(env: Any) -> bool:
 
 def pack_generator(generator: np.random.Generator) -> np.ndarray:
     """Pack the state of a PCG64 generator, which Gymnasium uses, as [6] int64."""
-    state: Mapping[str, Any] = generator.bit_generator.state
-    numbers = [state["state"]["state"], state["state"]["inc"]]
-    packed = b"".join(number.to_bytes(16) for number in numbers)
-    packed += state["has_uint32"].to_bytes(8) + state["uinteger"].to_bytes(8)
-    return np.frombuffer(packed, ">i8").astype(np.int64)
+    state: Any = generator.bit_generator.state
+    numbers = state["state"]["state"], state["state"]["inc"]  # of 128 bits
+    words = [word for number in numbers for word in divmod(number, 2**64)]
+    return np.array([*words, state["has_uint32"], state["uinteger"]], np.uint64).view(np.int64)
 
 
 def unpack_generator(generator: np.random.Generator, packed: np.ndarray) -> None:
     """Put a PCG64 generator into a state packed by `pack_generator`."""
-    data = packed.astype(">i8").tobytes()
-    ends = (0, 16, 32, 40, 48)
-    state, inc, has_uint32, uinteger = (int.from_bytes(data[a:b]) for a, b in pairwise(ends))
+    words = packed.view(np.uint64).tolist()
     generator.bit_generator.state = {
         "bit_generator": "PCG64",
-        "state": {"state": state, "inc": inc},
-        "has_uint32": has_uint32,
-        "uinteger": uinteger,
+        "state": {"state": words[0] << 64 | words[1], "inc": words[2] << 64 | words[3]},
+        "has_uint32": words[4],
+        "uinteger": words[5],
     }
 
 
@@ -91,15 +87,13 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         self.begin(rows, np.stack([self.draw(self.generators[row]) for row in rows]))
 
     def reset(
-        self,
-        *,
-        seed: int | Sequence[int | None] | None = None,
-        options: dict[str, Any] | None = None,
+        self, *, seed: Any = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start all environments; an integer seed s means s, s+1, ..., as in Gymnasium."""
-        seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, int) else seed
-        if seeds or not self.generators:
-            seeds = seeds or [None] * self.num_envs
+        """Start all environments, with one seed for each; s means s, s+1, ..., as in Gymnasium."""
+        if isinstance(seed, int):
+            seed = range(seed, seed + self.num_envs)
+        if seed or not self.generators:
+            seeds = seed or [None] * self.num_envs
             self.generators = [seeding.np_random(env_seed)[0] for env_seed in seeds]
         self._begin_episodes(np.arange(self.num_envs))
         return self.observe(), {}

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from envs.vector.layout import Layout, StepResult, TorchEnv
 
+STEP_FIELDS = ("rewards", "obs", "final_obs", "terminated", "truncated")
+
 
 class TensorVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):  # type: ignore[misc]
     """A TorchEnv as Gymnasium sees it."""
@@ -31,18 +33,20 @@ class TensorVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):  # type: ign
 
 
 def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Return arrays on a device; a GPU gets them by one copy that nobody waits for."""
+    """Return arrays on a device; a GPU gets them by one copy that nobody waits for.
+
+    The larger their items, the earlier they come, so that each is aligned.
+    """
     if device.type != "cuda":
         return [torch.from_numpy(array) for array in arrays]
-    order = sorted(range(len(arrays)), key=lambda i: -arrays[i].itemsize)  # so each is aligned
-    raw = [np.ascontiguousarray(arrays[i]).reshape(-1).view(np.uint8) for i in order]
+    raw = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
     packed = torch.from_numpy(np.concatenate(raw)).pin_memory().to(device, non_blocking=True)
-    parts = dict(zip(order, packed.split([len(array) for array in raw]), strict=True))
+    parts = packed.split([len(array) for array in raw])
     kinds = [torch.from_numpy(array[:0]).dtype for array in arrays]
-    return [parts[i].view(kinds[i]).view(array.shape) for i, array in enumerate(arrays)]
+    return [part.view(kinds[i]).view(arrays[i].shape) for i, part in enumerate(parts)]
 
 
 def step_result(arrays: Sequence[np.ndarray], device: torch.device) -> StepResult:
-    """Return what `TorchEnv.step` returns, made of arrays; the last one is final_obs."""
-    obs, rewards, terminated, truncated, final_obs = to_tensors(arrays, device)
+    """Return what `TorchEnv.step` returns, made of the arrays STEP_FIELDS."""
+    rewards, obs, final_obs, terminated, truncated = to_tensors(arrays, device)
     return obs, rewards, terminated, truncated, {"final_obs": final_obs}

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from envs.vector.guards import GRACE_S, EnvironmentFaultError
 from envs.vector.layout import StepResult
-from envs.vector.tensors import TensorVectorEnv, step_result, to_tensors
+from envs.vector.tensors import STEP_FIELDS, TensorVectorEnv, step_result, to_tensors
 from envs.workers.host import WorkerProcess
-from envs.workers.worker import KEPT, STATUS, STEP_FIELDS, row_fields, shared_rows
+from envs.workers.worker import KEPT, STATUS, row_fields, shared_rows
 
 _LOGGER = logging.getLogger(__name__)
 CLOSE_S = 10.0  # longest time for environments to close
 TIMEOUT_MARGIN_S = GRACE_S + 1.0  # a worker that can interrupt a hanging call does it earlier
+Reply = tuple[Exception | None, Any]  # a problem, or None and a value
 
 
 @dataclass(eq=False)
@@ -207,27 +208,21 @@ class WorkerEnv(TensorVectorEnv):
 
     def _answers(self, workers: Sequence[_Worker]) -> list[Any]:
         """Return all answers; of several problems the first environment's is raised."""
-        answers, problems = [], []
-        for worker in workers:
-            try:
-                answers.append(self._answer(worker))
-            except (EnvironmentFaultError, ValueError) as problem:
-                problems.append(problem)
-        if problems:
-            raise problems[0]
-        return answers
+        replies = [self._reply(worker) for worker in workers]
+        for problem, _ in replies:
+            if problem is not None:
+                raise problem
+        return [value for _, value in replies]
 
-    def _answer(self, worker: _Worker) -> Any:
-        """Wait for an answer and return it; a new process answers if the worker has died."""
+    def _reply(self, worker: _Worker) -> Reply:
+        """Wait for a reply; a new process replies if the worker has died."""
         while (reply := self._receive(worker)) is None:
-            self._replace(worker)
-        problem, value = reply
-        if problem is not None:
-            raise problem
-        return value
+            if fault := self._replace(worker):
+                return fault, None
+        return reply
 
-    def _receive(self, worker: _Worker) -> tuple[Exception | None, Any] | None:
-        """Return a worker's reply, a problem or None and a value; None if the worker has ended."""
+    def _receive(self, worker: _Worker) -> Reply | None:
+        """Return a worker's next reply, or None if the worker has ended."""
         while message := worker.process.receive(partial(self._look_after, worker)):
             kind, content = message
             if kind == "reply":
@@ -263,8 +258,8 @@ class WorkerEnv(TensorVectorEnv):
         """Return the global numbers of a worker's environments."""
         return f"{self.env_offset + worker.rows.start}..{self.env_offset + worker.rows.stop - 1}"
 
-    def _replace(self, worker: _Worker) -> None:
-        """Let a new process take the place of one that has ended, or raise its fault."""
+    def _replace(self, worker: _Worker) -> Exception | None:
+        """Let a new process take the place of one that has ended, or return its fault."""
         numbers = self._numbers(worker)
         restarts = self._rows["restarts"][worker.rows]
         reply = None
@@ -274,14 +269,13 @@ class WorkerEnv(TensorVectorEnv):
             fault = worker.last_words or self._named(worker, problem)
             if (used := restarts.max()) >= self._max_restarts:
                 again = f" (after {used} restarts, --env_restarts)" * bool(used)
-                raise EnvironmentFaultError(f"{fault}{again}")
+                return EnvironmentFaultError(f"{fault}{again}")
             _LOGGER.warning("%s; %s are made again in a new process", fault, numbers)
             restarts += 1
             self._start(worker, again=True)
             reply = self._receive(worker)
-        if reply[0] is not None:
-            raise reply[0]
         worker.process.send(worker.question)
+        return reply[0]
 
     def _start(self, worker: _Worker, again: bool = False) -> None:
         """Let a process make the environments of a worker, or make them again."""

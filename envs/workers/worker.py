@@ -26,7 +26,6 @@ from envs.vector.layout import TorchEnv
 STATUS = [("beats", "i8"), ("number", "i8")]
 # for a process that replaces one that died
 KEPT = [*LIFE, ("lifetime_step", "i8")]
-STEP_FIELDS = ("obs", "rewards", "terminated", "truncated", "final_obs")
 
 
 def row_fields(env: TorchEnv) -> list[tuple[Any, ...]]:
@@ -116,9 +115,10 @@ class Worker:
 
     def step(self) -> None:
         """Step by the actions in the shared rows."""
-        *columns, info = self._env.step(torch.from_numpy(self._rows["actions"]))
-        for name, values in zip(STEP_FIELDS, [*columns, info["final_obs"]], strict=True):
-            self._rows[name] = values
+        rows = self._rows
+        result = self._env.step(torch.from_numpy(rows["actions"]))
+        rows["obs"], rows["rewards"], rows["terminated"], rows["truncated"], info = result
+        rows["final_obs"] = info["final_obs"]
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Return the snapshot as arrays, because a connection sends tensors by files."""
