@@ -145,8 +145,8 @@ def _parts(agent: LoadedAgent) -> list[dict[str, Any]]:
         leaf = leaves.get(part.name)
         if leaf and leaf.axes:
             entry["image"] = {"axes": leaf.axes, "divided_by": leaf.scale}
-        elif leaf and leaf.choices:
-            first, sizes = (values.tolist() for values in leaf.choices)
+        elif leaf and leaf.choices.size:
+            first, sizes = leaf.choices.tolist()
             entry["one_hot"] = {"first": first, "sizes": sizes}
         parts.append(entry)
     return parts

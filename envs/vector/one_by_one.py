@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium.vector.utils import batch_space, iterate
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
 
-from envs.vector.adapter import Arrays, TorchVectorEnv, warn_once
+from envs.vector.adapter import LIFE, Arrays, TorchVectorEnv, warn_once
 from envs.vector.batched import has_snapshots
 from envs.vector.guards import MAX_REWARD, EnvironmentFaultError
 from envs.vector.spaces import MASK_KEY, RowFaultError, check_masks, flat_mask
@@ -178,19 +178,19 @@ class OneByOne(TorchVectorEnv):
             elapsed = {f"time_limit/{i}": limit._elapsed_steps for i, limit in enumerate(limits)}
             states.append(env.get_state() | elapsed)
         columns: dict[str, Any] = {name: [s[name] for s in states] for name in states[0]}
-        columns |= {f"guard/{name}": self.lives[name] for name in ("restarts", "life_seed")}
+        columns |= {f"guard/{name}": self.lives[name] for name, _ in LIFE}
         return columns | ({"guard/last_row": self._last_rows} if self.env_restarts else {})
 
     def _call_set_state(self, state: dict[str, np.ndarray]) -> None:
         # entries of "guard" may be missing: a batch has none, and --env_restarts may have changed
-        for name in ("restarts", "life_seed"):
+        for name, _ in LIFE:
             self.lives[name] = state.pop(f"guard/{name}", self.lives[name])
         last_rows = state.pop("guard/last_row", self._last_rows)
         self._last_rows = [np.asarray(row, np.float32) for row in last_rows]
         for row, wrapped in enumerate(self.env):
             env, limits = self._unwrapped(wrapped)
-            values = {name: np.array(column[row]) for name, column in state.items()}
-            single = {n: v if v.ndim else v.item() for n, v in values.items()}
+            columns = state.items()
+            single = {n: c[row] if c.ndim > 1 else c[row].item() for n, c in columns}
             for i, limit in enumerate(limits):
                 limit._elapsed_steps = single.pop(f"time_limit/{i}")
             env.set_state(single)

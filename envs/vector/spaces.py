@@ -65,22 +65,21 @@ def _named(path: Path) -> str:
     return "/".join(map(str, path)) or "observation"
 
 
-def _choices(space: Space) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return first value and number of options of each choice; None: no choices."""
+def _choices(space: Space) -> np.ndarray:
+    """Return first value and number of options of each choice, [2, D]; D is 0 without choices."""
+    if isinstance(space, spaces.Discrete):
+        return np.array([[space.start], [space.n]], np.int64)
+    if isinstance(space, spaces.MultiDiscrete):
+        return np.array([space.start.ravel(), space.nvec.ravel()], np.int64)
     if isinstance(space, spaces.MultiBinary):
-        space = spaces.MultiDiscrete(np.full(space.shape, 2))
-    if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        return None
-    sizes = space.n if isinstance(space, spaces.Discrete) else space.nvec
-    return np.array(space.start, np.int64).ravel(), np.array(sizes, np.int64).ravel()
+        return np.array([[0], [2]]).repeat(math.prod(space.shape), axis=1)
+    return np.zeros((2, 0), np.int64)
 
 
 def _one_hot(digits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """Encode digits [count, D] of `sizes` options as [count, sum of sizes] float32."""
-    encoded = np.zeros((len(digits), int(sizes.sum())), dtype=np.float32)
-    firsts = np.cumsum(sizes) - sizes
-    encoded[np.arange(len(digits))[:, None], digits + firsts] = 1.0
-    return encoded
+    chosen = [digits[:, [i]] == np.arange(size) for i, size in enumerate(sizes)]
+    return np.concatenate(chosen, axis=1).astype(np.float32)
 
 
 def _image_axes(space: Space) -> list[int]:
@@ -111,17 +110,16 @@ class Leaf:
     def __init__(self, path: Path, space: Space, is_mask: bool) -> None:
         self.path = path
         self.space = space
-        self.is_mask = is_mask
-        # first values and numbers of options, if the part is one-hot
-        is_one_hot = not is_mask and not isinstance(space, spaces.MultiBinary)
-        self.choices = _choices(space) if is_one_hot else None
+        # those of a part that becomes one-hot, [2, D]
+        is_plain = is_mask or isinstance(space, spaces.MultiBinary)
+        self.choices = _choices(None if is_plain else space)
         self.axes = [] if is_mask else _image_axes(space)
         self.scale = 1  # divisor of pixels: their largest possible value
         kind: Kind = "vector" if isinstance(space, spaces.Box) else "plain"
         shape: tuple[int, ...] = (math.prod(space.shape),)
         if is_mask:
             kind = "mask"
-        elif self.choices:
+        elif self.choices.size:
             shape = (int(self.choices[1].sum()),)
         elif self.axes:
             kind = "image"
@@ -148,7 +146,7 @@ class Leaf:
                 raise RowFaultError(None, problem)
             values = values.transpose(0, *(axis + 1 for axis in self.axes))
         values = values.reshape(count, -1)
-        if self.choices is None:
+        if not self.choices.size:
             with np.errstate(over="ignore"):  # infinity is refused later
                 numbers = values.astype(np.float32)
             return numbers / np.float32(self.scale) if self.axes else numbers
@@ -195,7 +193,7 @@ class ObservationEncoder:
             is_list = isinstance(raw, list)
             values = [leaf.pick(single) for single in raw] if is_list else leaf.pick(raw)
             encoded.append(leaf.encode(values, count))
-            if leaf.is_mask:
+            if leaf.part.kind == "mask":
                 check_masks(encoded[-1], self._mask_sizes)
         rows = encoded[0] if len(encoded) == 1 else np.concatenate(encoded, axis=1)
         usable = np.isfinite(rows)
@@ -240,8 +238,8 @@ class ActionDecoder:
         self.sizes = np.zeros(0, np.int64)  # options of each choice, [D]
         parts = [space for _, space in _leaves(target)]
         self._ends = np.cumsum([math.prod(space.shape or ()) for space in parts])[:-1]
-        choices = [pair for pair in map(_choices, parts) if pair is not None]
-        if len(choices) == len(parts) > 0:
+        choices = [_choices(space) for space in parts]
+        if parts and all(pairs.size for pairs in choices):
             self.start, self.sizes = np.concatenate(choices, axis=1)  # [D] each
             self.space = spaces.MultiDiscrete(self.sizes)
             if isinstance(target, spaces.Discrete):
