@@ -1,4 +1,4 @@
-"""An environment that misbehaves once in its life, `misbehaving_envs:Misbehaving-v0`."""
+"""A random walk that may misbehave, `misbehaving_envs:Misbehaving-v0`, and forms of it."""
 
 import ctypes
 import itertools
@@ -38,8 +38,15 @@ def set_the_clock():
     time.time = lambda: real() + next(jumps)
 
 
+def speak():
+    """Print in Python and beside it."""
+    print("hello from an environment")
+    os.write(1, b"and from its library\n")
+
+
 # misdeeds of a step, by name
 DEEDS = {
+    "speak": speak,
     "interrupt": interrupt,
     "close stdout": lambda: sys.stdout.close(),
     "close descriptor 1": lambda: os.close(1),
@@ -58,17 +65,18 @@ RETURNS = {
 
 
 class Misbehaving(gymnasium.Env):
-    """Observes (random walk, age); with seed 1 does what `misdeeds` says of its global number.
+    """Observes (random walk, age), rewards 1, and misbehaves at step `at` of its life.
 
-    One made again has another seed, and behaves. With the stream "evaluation" it is those of
-    evaluation that misbehave.
+    With seed 1 it does what `misdeeds` says of its global number. One made again has another seed,
+    and behaves. With the stream "evaluation" it is those of evaluation that misbehave. `always` is
+    a misdeed with any seed.
     """
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
 
-    def __init__(self, misdeeds=None, at=20, length=7, stream="environment"):
-        self.at, self.length = at, length
+    def __init__(self, misdeeds=None, at=20, length=7, stream="environment", always=None):
+        self.at, self.length, self.always = at, length, always
         streams = [seeds.ENVIRONMENT_STREAM]
         if stream == "evaluation":
             streams = [seeds.VALIDATION_STREAM, seeds.EVALUATION_STREAM]
@@ -81,7 +89,7 @@ class Misbehaving(gymnasium.Env):
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         if seed is not None:
-            self.life, self.misdeed = 0, self.by_seed.get(seed)
+            self.life, self.misdeed = 0, self.by_seed.get(seed, self.always)
         self.age, self.walk = 0, 0.0
         return self._obs(), {}
 
@@ -127,4 +135,6 @@ class Saved(Misbehaving):
 
 gymnasium.register("Misbehaving-v0", entry_point=Misbehaving)
 gymnasium.register("MisbehavingSaved-v0", entry_point=Saved)
+gymnasium.register("Raises-v0", entry_point=Misbehaving, kwargs={"always": "raise", "at": 2})
+gymnasium.register("Speaks-v0", entry_point=Misbehaving, kwargs={"always": "speak", "at": 1})
 gymnasium.register("SavedWithLimit-v0", entry_point=Saved, max_episode_steps=5)

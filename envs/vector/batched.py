@@ -89,7 +89,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     def reset(
         self, *, seed: Any = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start all environments, with one seed for each; s means s, s+1, ..., as in Gymnasium."""
+        """Start all environments; an integer seed s means s, s+1, ..., as in Gymnasium."""
         if isinstance(seed, int):
             seed = range(seed, seed + self.num_envs)
         if seed or not self.generators:

@@ -8,7 +8,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import resume_envs
+from gymnasium import spaces
+from misbehaving_envs import Misbehaving
 from train_runs import RECALL, only_error, records, train_here
 
 from agents import rank
@@ -19,7 +20,7 @@ from rl_dist.resume_check import differences, result_of
 from rl_dist.run_dir import RunDir
 
 TINY = [*RECALL, "--eval_episodes", "2", "--total_steps", "256"]
-TINY += ["--env", "resume_envs:Forgetful-v0", "--scaling", "weak"]
+TINY += ["--env", "misbehaving_envs:Misbehaving-v0", "--scaling", "weak"]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def test_an_environment_without_the_protocol_is_announced_and_resumes_determinis
     for run_dir in (once, again):
         shutil.copytree(killed, run_dir)
         assert train_here(monkeypatch, "--resume", run_dir) == 0
-        assert "Forgetful-v0 cannot be snapshotted" in capsys.readouterr().out
+        assert "Misbehaving-v0 cannot be snapshotted" in capsys.readouterr().out
     assert differences(result_of(once), result_of(again)) == []
     assert records(once)[:2] == records(killed)[:2]
     assert [line["iteration"] for line in records(once)] == [1, 2, 3, 4]
@@ -86,15 +87,15 @@ def test_all_that_differs_is_named_in_one_line_and_nothing_is_overwritten(
     flags = ["--seed", 2, "--env", "CartPole-v1", "--hidden_size", 16, "--learning_rate", 1]
     line = refusal(killed, *flags)
     for name, now, saved in (
-        ("env", "CartPole-v1", "resume_envs:Forgetful-v0"),
+        ("env", "CartPole-v1", "misbehaving_envs:Misbehaving-v0"),
         ("seed", 2, 1),
         ("hidden_size", 16, 8),
         ("learning_rate", 1.0, 0.0007),
     ):
         assert f"--{name} {now} (it has {saved})" in line
-    actions = resume_envs.gymnasium.spaces.Discrete(5)
-    monkeypatch.setattr(resume_envs, "SIZE", 3)
-    monkeypatch.setattr(resume_envs.Forgetful, "action_space", actions)
+    changes = {"action_space": spaces.Discrete(5), "observation_space": spaces.Box(0.0, 1.0, (3,))}
+    for name, space in changes.items():
+        monkeypatch.setattr(Misbehaving, name, space)
     assert "num_actions 5 (it has 2), num_obs 3 (it has 2)" in refusal(killed)
 
 

@@ -28,7 +28,7 @@ def begin(folder, *flags):
 def proof(tmp_path_factory):
     """Three iterations, a kill, three more against six: both run directories."""
     folder = tmp_path_factory.mktemp("proof")
-    args = parse([*SMALL, "--env", "resume_envs:Drift-v0", "--iterations", "3"])
+    args = parse([*SMALL, "--env", "misbehaving_envs:SavedWithLimit-v0", "--iterations", "3"])
     with pytest.MonkeyPatch.context() as patch, output_in(folder):
         patch.setenv("PYTHONPATH", str(REPO / "tests"))
         is_equal = check(args, folder)
@@ -41,7 +41,7 @@ def test_a_killed_run_of_a_users_environment_equals_a_straight_one_in_all_its_fi
     straight, killed = proof
     assert parameter_sha256(straight) == parameter_sha256(killed)
     environments = load_checkpoint(latest_checkpoint(killed))["environments"]
-    assert {"position", "age", "generator", "time_limit/0"} <= set(environments)
+    assert {"walk", "age", "generator", "time_limit/0"} <= set(environments)
     for run_dir in proof:
         assert [line["iteration"] for line in records(run_dir)] == [1, 2, 3, 4, 5, 6]
     assert len(list(killed.glob("events.*"))) == 2

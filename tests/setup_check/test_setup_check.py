@@ -136,7 +136,15 @@ def check_here(monkeypatch, capfd, *argv):
 
 
 def test_what_it_measured_is_what_was_asked_and_as_documented(tmp_path, monkeypatch):
-    flags = ("--num_gpus", "2", "--total_steps", "128", "--env", "faulty_envs:Chatty-v0", "--json")
+    flags = [
+        "--num_gpus",
+        "2",
+        "--total_steps",
+        "128",
+        "--env",
+        "misbehaving_envs:Speaks-v0",
+        "--json",
+    ]
     monkeypatch.setattr(setup_check, "REDUCED_BYTES", (1024, 2**16))
     monkeypatch.setenv("PYTHONPATH", str(REPO / "tests"))
     with output_in(tmp_path):
