@@ -127,8 +127,6 @@ class Policy(nn.Module):
             raise UserError(
                 f"squash_actions needs continuous actions with bounds, not {action_space}: drop it"
             )
-        if config.noise_color and self.discrete:
-            raise UserError(f"noise_color needs continuous actions, not {action_space}: drop it")
         if not self.discrete:
             self.log_std = nn.Parameter(torch.full((self.num_actions,), config.log_std_init))
 

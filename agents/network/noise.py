@@ -46,31 +46,6 @@ def stream_key(seed: int, stream: int) -> tuple[int, int]:
     return low, high
 
 
-def random_words(
-    seed: int,
-    env_offset: int,
-    num_envs: int,
-    first_step: int,
-    num_steps: int,
-    num_words: int,
-    device: torch.device | str = "cpu",
-) -> tuple[Tensor, Tensor]:
-    """Return two tensors [num_steps, num_envs, num_words] of random 32-bit words."""
-    device = torch.device(device)
-    key = stream_key(seed, NOISE_STREAM)
-    counters = torch.arange((num_words + 1) // 2, device=device)  # each step owns whole counters
-    envs = torch.arange(env_offset, env_offset + num_envs, device=device)[:, None]  # [B, 1]
-    steps = torch.arange(first_step, first_step + num_steps, device=device)[:, None, None]
-    # in parts, which bounds the memory of intermediate results
-    high, low = torch.empty(2, num_steps, num_envs, num_words, dtype=torch.int64, device=device)
-    size = max(1, CELLS[device.type] // (num_envs * len(counters)))
-    for part, high_part, low_part in zip(*(x.split(size) for x in (steps, high, low)), strict=True):
-        words = philox((counters, envs, part & MASK, part >> 32), key)
-        high_part.copy_(torch.stack(words[:2], -1).flatten(-2)[:, :, :num_words])
-        low_part.copy_(torch.stack(words[2:], -1).flatten(-2)[:, :, :num_words])
-    return high, low
-
-
 def action_noise(
     space: spaces.Space,
     seed: int,
@@ -86,21 +61,41 @@ def action_noise(
     Standard normal for Box actions (Box-Muller), `colored` over time; standard Gumbel for choices:
     an action is the argmax of logits + noise, which samples the softmax exactly.
     """
+    # counters [T, B, C]: each step of an environment owns whole ones, and each gives two numbers
+    device = torch.device(device)
     is_box = isinstance(space, spaces.Box)
     num_actions = spaces.utils.flatdim(space)  # numbers of a Box, choices of all others
     num_words = (num_actions + 1) // 2 if is_box else num_actions
-    high, low = random_words(seed, env_offset, num_envs, first_step, num_steps, num_words, device)
-    if not is_box:
-        # Gumbel, from exact uniforms in (0, 1); in place, for there may be many choices
-        bits = high.bitwise_left_shift_(20).bitwise_or_(low.bitwise_right_shift_(12))
-        uniforms = bits.double().add_(0.5).mul_(2.0**-52)
-        return uniforms.log_().neg_().log_().neg_()
+    numbers = torch.arange((num_words + 1) // 2, device=device)
+    envs = torch.arange(env_offset, env_offset + num_envs, device=device)[:, None]
+    steps = torch.arange(first_step, first_step + num_steps, device=device)[:, None, None]
 
-    # normal, two by two, from a radius and an angle
+    # in parts, whose intermediate results stay in the cache
+    key = stream_key(seed, NOISE_STREAM)
+    draw = normal if is_box else gumbel
+    size = max(1, CELLS[device.type] // (num_envs * len(numbers)))
+    parts = []
+    for part in steps.split(size):
+        words = philox((numbers, envs, part & MASK, part >> 32), key)
+        pairs = (words[:2], words[2:])
+        high, low = (torch.stack(pair, -1).flatten(-2)[..., :num_words] for pair in pairs)
+        parts.append(draw(high, low)[..., :num_actions])
+    noise = torch.cat(parts)
+    return colored(noise, color) if is_box else noise
+
+
+def gumbel(high: Tensor, low: Tensor) -> Tensor:
+    """Return standard Gumbel numbers, from exact uniforms in (0, 1) of two words each."""
+    bits = high << 20 | low >> 12
+    # in place, for there may be many choices
+    return bits.double().add_(0.5).mul_(2.0**-52).log_().neg_().log_().neg_()
+
+
+def normal(high: Tensor, low: Tensor) -> Tensor:
+    """Return standard normal numbers, in pairs, from a radius and an angle each."""
     radius = torch.sqrt(-2.0 * torch.log((high.double() + 0.5) * 2.0**-32))
     angle = low.double() * (2.0 * math.pi * 2.0**-32)
-    pairs = torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1)
-    return colored(pairs.flatten(-2)[:, :, :num_actions], color)
+    return torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], -1).flatten(-2)
 
 
 def colored(white: Tensor, exponent: float) -> Tensor:
