@@ -85,14 +85,14 @@ def action_noise(
 
 
 def gumbel(high: Tensor, low: Tensor) -> Tensor:
-    """Return standard Gumbel numbers, from exact uniforms in (0, 1) of two words each."""
+    """Return standard Gumbel numbers, each from an exact uniform in (0, 1)."""
     bits = high << 20 | low >> 12
     # in place, for there may be many choices
     return bits.double().add_(0.5).mul_(2.0**-52).log_().neg_().log_().neg_()
 
 
 def normal(high: Tensor, low: Tensor) -> Tensor:
-    """Return standard normal numbers, in pairs, from a radius and an angle each."""
+    """Return standard normal numbers, each two from a radius and an angle."""
     radius = torch.sqrt(-2.0 * torch.log((high.double() + 0.5) * 2.0**-32))
     angle = low.double() * (2.0 * math.pi * 2.0**-32)
     return torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], -1).flatten(-2)

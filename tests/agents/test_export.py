@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from policies import FORMS
+from policies import FORMS, small
 from train_runs import RECALL, only_error, run_here, train_here
 
 from agents.config import RunConfig
@@ -16,7 +16,7 @@ from agents.export import command
 from agents.export.command import TOLERANCE, export, largest_difference, make_contract
 from agents.export.step import ExportedStep
 from agents.network.inputs import observation_normalizer
-from agents.policy import Policy, PolicyConfig
+from agents.policy import Policy
 from agents.run.saved import LoadedAgent
 from envs.vector.layout import Layout, Part
 from envs.vector.spaces import ActionDecoder, ObservationEncoder, to_json
@@ -31,18 +31,17 @@ MASKED = spaces.Dict(action_mask=spaces.MultiBinary(7), place=VECTOR)
 NESTED = spaces.Dict(
     left=spaces.Box(-2.0, 3.0, (2,)), right=spaces.Tuple([spaces.Box(0.0, np.inf, (1, 1))])
 )
-SIZED = PolicyConfig(hidden_size=8)
 # form: (configuration, observations, actions)
 ALL = {name: (config, VECTOR, BOUNDED) for name, config in FORMS.items()} | {
-    "start of choices": (SIZED, VECTOR, spaces.Discrete(3, start=5)),
-    "several masked choices": (SIZED, MASKED, spaces.MultiDiscrete([4, 3])),
-    "switches": (replace(SIZED, policy="lstm"), VECTOR, spaces.MultiBinary([2, 2])),
-    "squashed": (replace(SIZED, squash_actions=True), VECTOR, BOUNDED),
-    "nested actions": (SIZED, VECTOR, NESTED),
-    "images": (replace(SIZED, policy="gru"), IMAGES, spaces.Discrete(4)),
-    "windows of images": (replace(SIZED, feature_window=3), IMAGES, BOUNDED),
+    "start of choices": (small(), VECTOR, spaces.Discrete(3, start=5)),
+    "several masked choices": (small(), MASKED, spaces.MultiDiscrete([4, 3])),
+    "switches": (small(policy="lstm"), VECTOR, spaces.MultiBinary([2, 2])),
+    "squashed": (small(squash_actions=True), VECTOR, BOUNDED),
+    "nested actions": (small(), VECTOR, NESTED),
+    "images": (small(policy="gru"), IMAGES, spaces.Discrete(4)),
+    "windows of images": (small(feature_window=3), IMAGES, BOUNDED),
 }
-QUICK = {"clstm", "own"}  # tracing takes seconds, so the others are slow tests
+QUICK = ("clstm", "own")  # tracing takes seconds, so the others are slow tests
 TRACED = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ALL]
 
 
@@ -64,17 +63,20 @@ def agent_of(form, folder, extras=()):
     return LoadedAgent(policy, normalizer, RunConfig(policy=config), 3, path, folder, saved)
 
 
-def in_torch(step):
-    """A runner of the step itself: tracing takes seconds."""
-    run = torch.no_grad()(lambda *inputs: step(*map(torch.from_numpy, inputs)))
-    return lambda *inputs: tuple(output.numpy() for output in run(*inputs))
+def difference(agent, change=lambda *inputs: inputs, step=None):
+    """The largest difference of a step that runs in torch, since tracing takes seconds."""
+    step = step or ExportedStep(agent)
+
+    @torch.no_grad()
+    def run(*inputs):
+        return tuple(part.numpy() for part in step(*map(torch.from_numpy, change(*inputs))))
+
+    return largest_difference(agent, step, run)
 
 
 @pytest.mark.parametrize("form", ALL)
 def test_the_step_computes_every_form(form, tmp_path):
-    agent = agent_of(form, tmp_path)
-    step = ExportedStep(agent)
-    assert largest_difference(agent, step, in_torch(step)) <= TOLERANCE
+    assert difference(agent_of(form, tmp_path)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("form", TRACED)
@@ -89,7 +91,7 @@ def test_onnx_runtime_computes_every_form(form, tmp_path):
 
 
 FAULTS = {
-    "never resets": lambda obs, state, start: (obs, state, np.zeros(len(start), bool)),
+    "never resets": lambda obs, state, start: (obs, state, start & False),
     "mixes rows": lambda obs, state, start: (obs, state[::-1].copy(), start),
     "forgets": lambda obs, state, start: (obs, 0 * state, start),
     "sees noise": lambda obs, state, start: (obs + np.float32(1e-3), state, start),
@@ -99,10 +101,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_step_differs(fault, tmp_path):
-    agent = agent_of("clstm", tmp_path)
-    step = ExportedStep(agent)
-    run = in_torch(step)
-    assert largest_difference(agent, step, lambda *rows: run(*FAULTS[fault](*rows))) > TOLERANCE
+    assert difference(agent_of("clstm", tmp_path), FAULTS[fault]) > TOLERANCE
 
 
 def test_a_model_that_differs_is_refused_and_removed(tmp_path, untraced, monkeypatch):
@@ -112,28 +111,24 @@ def test_a_model_that_differs_is_refused_and_removed(tmp_path, untraced, monkeyp
     assert refused.value.exit_code == 1 and not any((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("form", ["nested actions", "start of choices", "several masked choices"])
+@pytest.mark.parametrize("form", ["nested actions", "several masked choices"])
 def test_large_values_may_differ_by_their_rounding(form, tmp_path):
     agent = agent_of(form, tmp_path)
     weight = agent.policy.actor_head.weight.data  # [A, H]
-
-    def rounding():
-        return 1 + 1e-6 * torch.randn_like(weight)
-
+    noise = 1 + 1e-6 * torch.randn_like(weight)
     torch.nn.init.normal_(weight, std=1e6)
-    weight[1::2] = weight[:-1:2] * rounding()[1::2]  # every second choice is as good as another
-    step, other = ExportedStep(agent), ExportedStep(agent)
-    other.policy.actor_head.weight.mul_(rounding())
-    assert 1e-8 < largest_difference(agent, step, in_torch(other)) <= TOLERANCE
+    weight[1::2] = (weight[:-1:2] * noise[:-1:2])[: len(weight[1::2])]  # as good as the one before
+    other = ExportedStep(agent)
+    other.policy.actor_head.weight.mul_(noise)
+    assert 1e-8 < difference(agent, step=other) <= TOLERANCE
     other.policy.actor_head.weight.neg_()
-    assert largest_difference(agent, step, in_torch(other)) > TOLERANCE
+    assert difference(agent, step=other) > TOLERANCE
 
 
 def test_bounds_hold_to_the_last_bit(tmp_path):
     """Even those of a float64 space, which float32 cannot hold."""
     space = spaces.Box(np.array([0.1]), np.array([0.3]), dtype=np.float64)
-    agent = agent_of("clstm", tmp_path)
-    step = ExportedStep(replace(agent, spaces_json=to_json(VECTOR, space)))
+    step = ExportedStep(replace(agent_of("clstm", tmp_path), spaces_json=to_json(VECTOR, space)))
     for bound in (step.low, step.high):
         assert space.contains(bound.double().numpy())
     assert not space.contains(np.array([0.3], np.float32).astype(np.float64))  # rounded up
@@ -143,21 +138,21 @@ def test_the_contract_says_how_values_become_rows(tmp_path):
     """Rows built from the contract alone equal those of the training's encoder."""
     agent = agent_of("images", tmp_path, [Part("previous_reward", "vector", (1,))])
     contract = make_contract(agent, ExportedStep(agent))
-    obs, *_ = contract["inputs"]
     IMAGES.seed(1)
     values = IMAGES.sample()
-    row = np.zeros(obs["shape"][1], np.float32)
-    for part in obs["parts"][:-1]:
-        value, columns = values[part["name"]], slice(*part["columns"])
+    *parts, extra = contract["inputs"][0]["parts"]
+    row = np.zeros((1, contract["inputs"][0]["shape"][1]), np.float32)
+    for part in parts:
+        value = values[part["name"]]
         if image := part.get("image"):
             value = np.transpose(value, image["axes"]) / np.float32(image["divided_by"])
         elif choices := part.get("one_hot"):
             value = np.eye(choices["sizes"][0])[value - choices["first"][0]]
-        row[columns] = np.ravel(value)
+        row[0, slice(*part["columns"])] = np.ravel(value)
     rows = agent.encoder()([values], 1)
-    np.testing.assert_array_equal(row[None, : rows.shape[1]], rows)
-    assert obs["parts"][-1]["name"] == "previous_reward"
-    assert obs["parts"][-1]["columns"] == [rows.shape[1], rows.shape[1] + 1]
+    np.testing.assert_array_equal(row[:, :-1], rows)
+    width = rows.shape[1]
+    assert (extra["name"], extra["columns"]) == ("previous_reward", [width, width + 1])
     action = contract["outputs"][0]
     assert (action["choices"], action["start"], action["type"]) == ([4], [0], "int64")
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from test_export import ALL, SIZED, VECTOR, agent_of
+from policies import small
+from test_export import ALL, VECTOR, agent_of
 
 from agents.api.policy import LoadedPolicy
 from agents.network.noise import action_noise
@@ -57,7 +58,7 @@ ALLOWED = [1, 0, 0], [0, 1]  # one allowed action for each of the two choices
     ],
 )
 def test_masks_come_in_every_form_of_training(shape, masks, tmp_path, monkeypatch):
-    monkeypatch.setitem(ALL, "choices", (SIZED, VECTOR, spaces.MultiDiscrete([3, 2])))
+    monkeypatch.setitem(ALL, "choices", (small(), VECTOR, spaces.MultiDiscrete([3, 2])))
     policy = LoadedPolicy(agent_of("choices", tmp_path, (Part("action_mask", "mask", (5,)),)))
     assert (policy.predict(np.zeros(shape), action_masks=masks)[0] == [0, 1]).all()
     for others in (masks, np.zeros((3, 5))):
