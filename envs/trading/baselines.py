@@ -1,8 +1,7 @@
 """Rules that trade without learning: equal weight, a reference, no memory.
 
-Each is called as rule(env, ...) with a TradingVectorEnv in evaluation mode and returns actions
-[B, n]; it looks at nothing else, though the evaluation shows it what a policy sees. Equal weight is
-bought in one step: its environment has max_order 1.
+Each is called as rule(env, obs, episode_start) with a TradingVectorEnv in evaluation mode, uses the
+environment only, and returns actions [B, n].
 """
 
 from __future__ import annotations
@@ -29,32 +28,32 @@ from envs.trading.simulated_market import (
     TAIL_DEGREES,
 )
 
-LEVEL_DAYS = 20  # the usual volume is the median of this many earlier days
-SURPRISE_NOISE = 0.30  # sd of log volume against that median on an ordinary day
-BLUNDER = 1e-4  # density that keeps one strange volume from ruling anything out
+LEVEL_DAYS = 20  # the usual volume is the median over this many earlier days
+SURPRISE_NOISE = 0.30  # sd of log volume minus that median on an ordinary day
+BLUNDER = 1e-4  # added to densities, so that one strange volume excludes no state
 VOLATILITY_MEMORY = 0.94  # decay of the exponentially weighted variance (RiskMetrics)
 FIRST_VARIANCE = 3e-4  # of daily returns, before the first one is known
-DIRECTIONS = np.array([[-1.0], [0.0], [1.0]])  # of an event or a move
-WARM_UP_DAYS = 60  # the filter has forgotten how it was started after a few announcements
-BAND = 0.01  # share of the value: differences below it are not worth an order
-OUTLOOK_DAYS = 4  # the reference buys ahead: at 5 % a day the order limit needs days to follow
-HURDLE = 0.30  # hold stocks that are expected to move by more than this share of the edge
-WEAK_EDGE = 15.0  # bps: below it the market's own drift is worth more than dodging falls
+DIRECTIONS = np.array([[-1.0], [0.0], [1.0]])  # drought, no event, surge; move down, none, up
+WARM_UP_DAYS = 60  # after a few announcements, the filter no longer depends on its start
+BAND = 0.01  # share of the value; smaller differences to the target are not traded
+OUTLOOK_DAYS = 4  # the reference looks ahead, because orders of 5 % take days to reach a target
+HURDLE = 0.30  # the reference holds stocks with an expected move above this share of the edge
+WEAK_EDGE = 15.0  # bps; below it, the market's drift is worth more than avoiding falls
 
 
-# The announcements that still matter, newest first, as (age in days, value). Value: +-1 surge or
-# drought, +-2 just denied, 0 void.
+# The announcements of a stock that still matter, newest first: age in days, and a value. It is 1
+# for a surge and -1 for a drought; on the day of its denial -2 or 2, and 0 afterwards.
 State = tuple[tuple[int, int], ...]
 
 
 class NewsModel(NamedTuple):
-    """The generator as a hidden Markov model of one stock, S states a day."""
+    """The generator as a hidden Markov model of one stock with S states."""
 
     start: np.ndarray  # [S] how often each state occurs
-    event: np.ndarray  # [S] -1, 0, +1: the event of the day that ends in this state
-    move: np.ndarray  # [S] -1, 0, +1: the drift of that day
-    outlook: np.ndarray  # [S, OUTLOOK_DAYS] expected move of each of the next days, in edges
-    transition: np.ndarray  # [S, S] chance of each state (column) a day after each other (row)
+    event: np.ndarray  # [S] -1, 0 or 1: the event of the day that ends in this state
+    move: np.ndarray  # [S] -1, 0 or 1: the drift of that day
+    outlook: np.ndarray  # [S, OUTLOOK_DAYS] expected moves of the next days, in edges
+    transition: np.ndarray  # [S, S] probability of a state (column) on the day after another (row)
 
 
 def _followers(state: State) -> dict[State, float]:
@@ -67,14 +66,14 @@ def _followers(state: State) -> dict[State, float]:
         return {denied: DENIAL_CHANCE, tuple(aged): 1.0 - DENIAL_CHANCE}
     if age < GAP_DAYS[0]:
         return {tuple(aged): 1.0}
-    # uniform gaps: the chance that the next announcement comes today
+    # probability that the next announcement comes today, as gaps are uniform
     due = 1.0 / (GAP_DAYS[1] - age + 1)
     news: dict[State, float] = {((0, kind), *aged): due / 2.0 for kind in (1, -1)}
     return news | ({} if due == 1.0 else {tuple(aged): 1.0 - due})
 
 
 def _expected_move(state: State, ahead: int) -> float:
-    """Return the expected move, in edges, this many days after the close of a state."""
+    """Return the expected move, in edges, some days after the day of a state."""
     return sum(
         value * (1.0 - DENIAL_CHANCE if age < DENIAL_DAYS else 1.0)
         for age, value in state
@@ -83,20 +82,21 @@ def _expected_move(state: State, ahead: int) -> float:
 
 
 def _event_of(state: State) -> int:
-    """Return the event of the day that ends in this state; a denial has the sign of its value."""
+    """Return the event of the day that ends in this state, -1, 0 or 1."""
     age, value = state[0]
-    return value if age == 0 else value // 2 * (abs(value) == 2)
+    is_denial = abs(value) == 2
+    return value if age == 0 else value // 2 * is_denial
 
 
 def news_model() -> NewsModel:
-    """Build the hidden Markov model by following the generator's rules."""
+    """Build the hidden Markov model from the rules of the generator."""
     states: list[State] = [((0, 1),)]
-    for state in states:  # grows while it is walked
-        states += [following for following in _followers(state) if following not in states]
-    chances = [_followers(state) for state in states]
-    transition = np.array([[row.get(state, 0.0) for state in states] for row in chances])
+    for state in states:  # the list grows during the loop
+        states += [follower for follower in _followers(state) if follower not in states]
+    rows = [_followers(state) for state in states]
+    transition = np.array([[row.get(state, 0.0) for state in states] for row in rows])
     start = np.full(len(states), 1.0 / len(states))
-    for _ in range(500):  # gaps of several lengths mix: any start ends at the same frequencies
+    for _ in range(500):  # converges to the same frequencies from any start
         start = start @ transition
     days = range(1, OUTLOOK_DAYS + 1)
     return NewsModel(
@@ -109,43 +109,44 @@ def news_model() -> NewsModel:
 
 
 def volume_surprise(volume: np.ndarray) -> np.ndarray:
-    """Return log volume [D, k] against its median of LEVEL_DAYS before; 0 until warm."""
+    """Return log volume [D, k] minus its median over LEVEL_DAYS; 0 until warm."""
     log_volume = pd.DataFrame(np.log(np.maximum(volume, 1.0)))
     usual = log_volume.rolling(LEVEL_DAYS).median().shift()
     return (log_volume - usual).fillna(0.0).to_numpy()
 
 
 def _return_likelihood(close: np.ndarray, edge: float) -> np.ndarray:
-    """Return how likely a day's return is under a move down, none, up: [D, 3, k]."""
+    """Return the likelihoods of each day's return under each move, [D, 3, k]."""
     returns = np.zeros_like(close)
     returns[1:] = close[1:] / close[:-1] - 1.0
     squares = pd.DataFrame(returns**2)
     squares.iloc[0] = FIRST_VARIANCE
-    decay = squares.ewm(alpha=1.0 - VOLATILITY_MEMORY, adjust=False)
-    variance = decay.mean().shift(fill_value=FIRST_VARIANCE).to_numpy()  # before each day's return
+    smoothed = squares.ewm(alpha=1.0 - VOLATILITY_MEMORY, adjust=False).mean()
+    variance = smoothed.shift(fill_value=FIRST_VARIANCE).to_numpy()  # before each day
     surprise = returns[:, None] - edge * DIRECTIONS
-    # Student t with the trailing variance
+    # density of Student's t with the trailing variance, up to a factor
     unit = surprise**2 / (variance[:, None] * (TAIL_DEGREES - 2.0))
     return (1.0 + unit) ** (-0.5 * (TAIL_DEGREES + 1.0))
 
 
 def planted_outlook(bars: Market, first: int, market_edge: float) -> np.ndarray:
-    """Return expected moves of the next days by a Bayes filter of news_model().
+    """Return the expected moves of the next days, by a Bayes filter of news_model().
 
-    Day d uses closes and volumes up to day d only. The filter is exact up to the densities: normal
-    noise of the log volume, Student t returns around the trailing volatility, stocks one by one.
+    Day d uses closes and volumes up to day d only. The filter treats stocks one by one. It is exact
+    but for its densities: log volumes with normal noise, and returns with Student's t distribution
+    and the trailing volatility.
 
     Args:
-        bars: of k stocks.
-        first: the first day of the result; some days before it warm the filter up.
+        bars: days of k stocks.
+        first: first day of the result; the filter warms up on some days before.
 
     Returns:
-        [days, k, OUTLOOK_DAYS] in units of the edge (-1 to 1).
+        [days, k, OUTLOOK_DAYS], each from -1 to 1, in edges.
     """
     model = news_model()
     start = max(0, first - WARM_UP_DAYS)
     close = bars.close[start:]
-    # how likely is a volume on a drought, an ordinary day, a surge, and a return under each move
+    # likelihoods of each day's volume under each event, and of its return under each move
     surprise = volume_surprise(bars.volume)[start:, None]
     distance = (surprise - EVENT_SIZE * DIRECTIONS) / SURPRISE_NOISE
     by_event = np.exp(-0.5 * distance**2) + BLUNDER  # [days, 3, k]
@@ -171,11 +172,11 @@ def buy_equal_weight(env: TradingVectorEnv, *_: Tensor) -> Tensor:
 
 
 def follow(choose: Callable[[Market, int], np.ndarray]) -> Callable[..., Tensor]:
-    """Return the rule that holds 1/n of the value in each chosen stock.
+    """Return a rule that holds 1/n of the value in each chosen stock.
 
     Args:
-        choose: returns for bars of k stocks, from a first day on, 1 to hold a stock, 0 to sell it,
-            NaN to leave it: [days, k].
+        choose: called with bars of k stocks and a first day; returns for every day from that one
+            on 1 to hold a stock, 0 to sell it and NaN to trade nothing, [days, k].
     """
 
     @cache
@@ -193,11 +194,11 @@ def follow(choose: Callable[[Market, int], np.ndarray]) -> Callable[..., Tensor]
 
 
 def reference(bars: Market, first: int, market_edge: float) -> np.ndarray:
-    """Choose what the filter, which knows the generator, expects to rise, [days, k].
+    """Choose stocks that the generator's filter expects to rise, [days, k].
 
-    That is a move of more than HURDLE edges over the next OUTLOOK_DAYS. At a small edge, where the
-    drift of the market is worth more, it only leaves stocks that are expected to fall, and at edge
-    0 it holds all.
+    Their mean expected move over the next OUTLOOK_DAYS is above HURDLE edges. At a small edge, the
+    drift of the market is worth more: then all stocks are chosen that are not expected to fall. At
+    edge 0 all stocks are chosen.
     """
     outlook = planted_outlook(bars, first, market_edge).mean(2)
     hurdle = HURDLE if market_edge > WEAK_EDGE else -HURDLE
@@ -205,12 +206,12 @@ def reference(bars: Market, first: int, market_edge: float) -> np.ndarray:
 
 
 def memoryless(bars: Market, first: int) -> np.ndarray:
-    """Choose by today's event alone, [days, k]: the best such rule found.
+    """Choose by today's event alone, [days, k].
 
-    It buys one order's worth on every surge and sells one on every drought, so that its holdings
-    are a slow count of past events: the best a holding can do as a memory, and about a quarter of
-    what memory gains. It is the best of 42 such rules by Sharpe ratio after costs, on 16 training
-    worlds at market_edge 120.
+    Every surge leads to a purchase and every drought to a sale of at most one order. Holdings then
+    count past events slowly: the best memory that holdings can be, which gains about a quarter of
+    what real memory gains. Of 42 rules on today's event and the holdings, this one had the best
+    Sharpe ratio after costs, on 16 training worlds at market_edge 120.
     """
     surprise = volume_surprise(bars.volume)[first:]
     return np.where(np.abs(surprise) > 0.5 * EVENT_SIZE, surprise > 0, np.nan)

@@ -1,4 +1,4 @@
-"""Flags of the trading task."""
+"""Define the flags of the trading task."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ SPAN_DATES = ("train_start", "train_end", "valid_start", "valid_end", "test_star
 
 @configuration
 class DataConfig:
-    """Which market data to use, and its training, validation and test spans."""
+    """Choose the market data, and its training, validation and test spans."""
 
     data: Text = "simulated"
     """simulated, or a CSV or CSV.gz file of daily bars
     (date,tic,open,high,low,close,adj_close,volume)."""
     data_missing: Literal["error", "drop"] = "error"
-    """If a ticker has no bar or a blank bar on a day: refuse the file, or drop the day for all
-    tickers (at most 5 percent of the days)."""
+    """Refuse a file in which a ticker has no bar on some day, or drop such days for all tickers
+    (at most 5 percent of the days)."""
     train_start: Text = ""
     """First training day, YYYY-MM-DD, moved inward to a trading day; none: the first day on which
     all indicators are warm."""
     train_end: Text = ""
-    """Last training day; none: the day before valid_start; if that is none too, the span has
+    """Last training day; none: the day before valid_start; if that is none too, training gets
     60 percent of the days."""
     valid_start: Text = ""
     """First validation day; none: the day after train_end."""
     valid_end: Text = ""
-    """Last validation day; none: the day before test_start; if that is none too, the span has
+    """Last validation day; none: the day before test_start; if that is none too, validation gets
     15 percent of the days."""
     test_start: Text = ""
     """First test day; none: the day after valid_end."""
     test_end: Text = ""
     """Last test day; none: the last day of the data."""
 
-    data_digest: Text = ""  # identifies the file when the run began
+    data_digest: Text = ""  # hash of the file at the start of the run
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in SPAN_DATES if getattr(self, name)}
@@ -55,14 +55,14 @@ class SimulatedMarketConfig:
     num_stocks: int = Field(5, ge=2, le=50)
     """Stocks in each simulated market."""
     market_edge: float = Field(120.0, ge=0, le=500)
-    """Planted drift on days that move, up or down, in basis points; 0: none."""
+    """Size of the planted drift, up or down, in basis points a day; 0: none."""
     market_seed: int = Field(1, ge=0, le=10**9)
     """Seed of all simulated markets."""
     num_worlds: int = Field(128, ge=1, le=100_000)
     """Simulated markets to train on."""
 
 
-MAX_INITIAL_CASH_USD = 1e8  # leaves room for an 80-fold gain within exact money, see features
+MAX_INITIAL_CASH_USD = 1e8  # money stays exact up to 80 times this, see features.GRID
 Observation = Literal["relative", "paper"]
 
 
@@ -73,9 +73,9 @@ class TradingConfig:
     observation: Observation = "relative"
     """relative: features without a scale; paper: cash, closes, shares held and raw indicators."""
     order_unit: Literal["value", "shares"] = "value"
-    """An action of 1 buys max_order of the portfolio's value, or max_order shares."""
+    """value: max_order is a share of the portfolio's value; shares: a number of shares."""
     max_order: float = Field(0.05, ge=1e-6, le=10**6)
-    """Largest order per stock and day, in order_unit."""
+    """Largest order per stock and day, placed by an action of 1, in order_unit."""
     fee_bps: float = Field(10.0, ge=0, le=1000)
     """Fee of every purchase and every sale, in basis points."""
     episode_days: int = Field(252, ge=1, le=10**5)
@@ -83,17 +83,17 @@ class TradingConfig:
     initial_cash_usd: float = Field(1e6, ge=1000, le=MAX_INITIAL_CASH_USD)
     """Cash at the start of an episode, in USD."""
     execution: Literal["next_open", "close"] = "next_open"
-    """Fill orders at the next day's open, or at the close just seen, as in the literature."""
+    """Fill orders at the next day's open, or at the last close, as in the literature."""
     turbulence_quantile: float = Field(0.0, ge=0, le=1)
     """Sell all and buy nothing on days above this quantile of the training span's turbulence; 0:
     off."""
     reward: Literal["attributed", "excess", "plain"] = "attributed"
-    """Rewards of training (reported ones are always plain); attributed: each trade is credited at
-    once with its discounted later profit; excess: the return less that of equal weight; plain:
-    the day's change of value. The best policy is the same, the noise is not."""
+    """Form of training rewards (reported ones are plain). attributed: each trade earns its
+    discounted later profit when it is made; excess: the return minus that of equal weight; plain:
+    the day's change of value. All have the same best policy and differ in noise."""
     risk_aversion: float = Field(20.0, ge=0, le=1000)
-    """Training rewards are charged half of this times the variance of the portfolio's return: 0
-    learns the largest return, more a better Sharpe ratio."""
+    """Half of this times the variance of the portfolio's return is subtracted from training
+    rewards: 0 learns the largest return, larger values a better Sharpe ratio."""
 
     def __post_init__(self) -> None:
         in_shares = self.order_unit == "shares"

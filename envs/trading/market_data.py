@@ -1,4 +1,4 @@
-"""Market data: bars adjusted for splits and dividends, aligned, split by date."""
+"""Load daily bars, check and adjust them, and split their days into spans."""
 
 import logging
 import zlib
@@ -16,14 +16,13 @@ _LOGGER = logging.getLogger(__name__)
 PRICES = ["open", "high", "low", "close", "adj_close"]
 NUMBERS = [*PRICES, "volume"]
 COLUMNS = ["date", "tic", *NUMBERS]
-BLANKS = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")  # instead of a number
-ROUNDING = 1e-3  # relative; split-adjusted files round open, high, low and close separately
-# the longest exchange holidays (Shanghai, new year) close 10 days in a row
-MAX_MISSING_CALENDAR_DAYS = 10
+BLANKS = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")  # text that means no number
+ROUNDING = 1e-3  # relative error of prices in files, which round each price of a bar separately
+MAX_MISSING_CALENDAR_DAYS = 10  # the longest holidays of an exchange (Shanghai, New Year)
 MAX_DROPPED_SHARE = 0.05
 
-MIN_SPAN_DAYS = 2  # one step needs a day to decide on and a day to fill
-SHARES = (0.60, 0.15, 0.25)  # parts of the days: training, validation, test
+MIN_SPAN_DAYS = 2  # a step needs two days: it decides on one, and orders fill on the next
+SHARES = (0.60, 0.15, 0.25)  # of the days, for training, validation and test
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Market:
 
 @dataclass(frozen=True)
 class Span:
-    """Days from `first` to `last`, both inclusive, as indices into Market.dates."""
+    """Days from `first` to `last`, both included, as indices of Market.dates."""
 
     first: int
     last: int
@@ -50,7 +49,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Spans:
-    """Disjoint spans in ascending order; `valid` is None where it has no day."""
+    """Disjoint spans in ascending order; `valid` is None if it has no days."""
 
     train: Span
     valid: Span | None
@@ -58,18 +57,18 @@ class Spans:
 
 
 class MarketDataError(ValueError):
-    """Market data that cannot be used: the place, the problem and the fix."""
+    """Error: market data cannot be used; names the place, the problem and the fix."""
 
 
 def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -> Spans:
-    """Return training, validation and test span as day indices.
+    """Return the training, validation and test span.
 
-    Given dates are kept, moved inward to tradable days. Else training starts at `first_tradable`,
-    the test ends on the last day, spans touch each other, and a border of which neither side is
-    given divides its days in the ratio 60 : 15 : 25. Where training and test leave too few days for
-    a validation span that no date asks for, valid is None.
+    Dates that the configuration gives are moved inward to tradable days. Otherwise training starts
+    at `first_tradable`, the test ends on the last day, and neighbouring spans touch. A border with
+    no given date on either side divides days in proportion to SHARES. If no date of validation is
+    given, and training and test leave too few days for it, `valid` is None.
 
-    Raises: MarketDataError for spans that are too short, such as those outside the data.
+    Raises: MarketDataError: a span is too short, or outside the data.
     """
     days: dict[str, int] = {}
     for name in SPAN_DATES:
@@ -80,12 +79,11 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
             days[name] = max(first_tradable, next_day - is_end)
     first = days.setdefault("train_start", first_tradable)
     last = days.setdefault("test_end", len(dates) - 1)
-    # spans touch where one side of their border is given
-    borders = (("train_end", "valid_start"), ("valid_end", "test_start"))
-    for end, start in borders:
+    # the side before a border with a given start
+    for end, start in (("train_end", "valid_start"), ("valid_end", "test_start")):
         if start in days:
             days.setdefault(end, days[start] - 1)
-    # other borders divide the days
+    # borders without a given date, and the starts behind ends
     train, valid, test = SHARES
     if "train_end" not in days:
         share = train / (train + valid) if "valid_end" in days else train
@@ -109,17 +107,17 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
 
 
 def _end_of_share(first: int, last: int, share: float) -> int:
-    """Return the last day of the leading share of the days first .. last."""
+    """Return the last day of a leading share of the days first .. last."""
     return first + round((last - first + 1) * share) - 1
 
 
 def load_market(path: str | Path, *, missing: str = "error") -> Market:
-    """Load, validate, adjust and align a CSV or CSV.gz of daily bars, in any order.
+    """Load a CSV or CSV.gz file of daily bars, in any order; check and adjust it.
 
-    Open, high, low and close are multiplied by adj_close / close. With missing="drop" days without
-    a clean bar of every ticker are dropped, 5 % of the days at most.
+    Open, high, low and close are multiplied by adj_close / close. With missing="drop", days on
+    which a ticker has no bar are dropped, at most 5 % of all days.
 
-    Raises: MarketDataError: names the first offending ticker and date, and how many more.
+    Raises: MarketDataError: names the first wrong ticker and date, and counts the others.
     """
     path = Path(path).expanduser()
     try:
@@ -144,21 +142,22 @@ def load_market(path: str | Path, *, missing: str = "error") -> Market:
 
 
 def _read(path: Path) -> pd.DataFrame:
-    """Return the file's rows as text."""
-    if not path.is_file():  # pandas would wait for a pipe
+    """Return the rows of a file as text."""
+    if not path.is_file():  # pandas would wait for the writer of a pipe
         raise MarketDataError(
             "no such file: give the path of a CSV or CSV.gz, or use --data simulated"
         )
     try:
         frame = pd.read_csv(path, dtype=str, encoding="utf-8-sig", keep_default_na=False)
-    except (OSError, EOFError, ValueError, zlib.error) as error:  # parser errors are ValueErrors
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: parser errors
         raise MarketDataError(
             f"cannot be read as CSV ({one_line(error, named=False)}): check or download it again"
         ) from None
     if not {*COLUMNS} <= {*frame.columns} or not isinstance(frame.index, pd.RangeIndex):
         header = ",".join(map(str, frame.columns[:12]))
         raise MarketDataError(
-            f"the header {header!r} must have {','.join(COLUMNS)}, and rows as many fields as it"
+            f"the header {header!r} must have the columns {','.join(COLUMNS)}, and all rows must "
+            "have as many fields as the header"
         )
     if frame.empty:
         raise MarketDataError("no rows below the header: fill the file")
@@ -166,11 +165,11 @@ def _read(path: Path) -> pd.DataFrame:
 
 
 def _parse(text: pd.DataFrame) -> pd.DataFrame:
-    """Return bars with dates and numbers, NaN where blank; refuse bars that cannot be."""
+    """Return bars with dates and numbers, NaN for a blank; refuse wrong bars."""
     text = text.apply(lambda column: column.str.strip())
     bars = text.copy()
     bars["date"] = pd.to_datetime(text["date"], format="%Y-%m-%d", errors="coerce")
-    _refuse(text, ~(bars["date"].dt.year > 0), "the date is not YYYY-MM-DD")  # no year 0
+    _refuse(text, ~(bars["date"].dt.year > 0), "the date is not YYYY-MM-DD")  # there is no year 0
     _refuse(text, bars["tic"] == "", "blank ticker")
     for name in NUMBERS:
         bars[name] = pd.to_numeric(text[name], errors="coerce").astype(np.float64)
@@ -189,7 +188,7 @@ def _parse(text: pd.DataFrame) -> pd.DataFrame:
 def _refuse(
     bars: pd.DataFrame, bad: pd.Series, problem: str, fix: str = "correct the file"
 ) -> None:
-    """Raise for the first bad row by date and ticker."""
+    """Raise an error that names the first bad row by date and ticker, if any."""
     if bad.any():
         row = bars[bad].sort_values(["date", "tic"]).iloc[0]
         values = ", ".join(f"{name} {row[name]}" for name in NUMBERS)
@@ -199,9 +198,9 @@ def _refuse(
 
 
 def _complete(bars: pd.DataFrame, missing: str, name: str) -> pd.DataFrame:
-    """Return the days on which every ticker has a bar, sorted; refuse or drop the others.
+    """Return the sorted days with a bar of every ticker; refuse or drop others.
 
-    Refuses a gap between consecutive dates that no exchange holiday explains.
+    A gap between two dates that is too long for an exchange holiday is refused.
     """
     keys = ["date", "tic"]
     every_bar = pd.MultiIndex.from_product([sorted(set(bars[key])) for key in keys], names=keys)

@@ -1,4 +1,4 @@
-"""The trading task: its markets and spans, and the environments made of them."""
+"""Prepare markets and spans of a run, and make its trading environments."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ NUM_TEST_WORLDS = 50
 
 @dataclass(frozen=True, kw_only=True)
 class TradingTask:
-    """Markets and spans of one run; worlds of evaluation are never trained on."""
+    """Markets and spans of one run; it never trains on worlds of its evaluation."""
 
     data: DataConfig
     simulated: SimulatedMarketConfig
     trading: TradingConfig
     spans: Spans
     real: Market | None  # None: simulated
-    discount: float  # the learner's gamma, for attributed rewards
+    discount: float  # the learner's gamma
 
     def markets(self, purpose: str, count: int | None = None) -> Sequence[Market]:
-        """Return the real market, or `count` worlds of a purpose (train, valid, test)."""
+        """Return the real market, or simulated ones for train, valid or test."""
         if self.real is not None:
             return [self.real]
         counts = {"train": self.simulated.num_worlds, "valid": NUM_VALID_WORLDS}
@@ -44,7 +44,7 @@ class TradingTask:
     def env(
         self, num_envs: int, markets: Sequence[Market], span: Span, device: Any, **options: Any
     ) -> TradingVectorEnv:
-        """Make a batch of environments on these markets and days."""
+        """Make a batch of environments on some markets and days."""
         options = {"config": self.trading, "discount": self.discount, **options}
         train_span = self.spans.train
         return TradingVectorEnv(
@@ -54,7 +54,7 @@ class TradingTask:
     def training_env(
         self, num_envs: int, env_offset: int = 0, device: str | torch.device = "cpu"
     ) -> TradingVectorEnv:
-        """Make a batch of training environments; their seeds decide what they do."""
+        """Make a batch of training environments; seeds choose their episodes."""
         return self.env(num_envs, self.markets("train"), self.spans.train, device)
 
     def evaluation_env(
@@ -65,14 +65,17 @@ class TradingTask:
         held: bool = False,
         device: str | torch.device = "cpu",
     ) -> TradingVectorEnv:
-        """Make one pass over each market; `held`: to buy on the first day only."""
+        """Make environments that pass once over each market.
+
+        `held` lets one order buy any amount, for a rule that buys on the first day only.
+        """
         config = self.trading
         if held:
             config = replace(config, max_order=1.0, order_unit="value", turbulence_quantile=0.0)
         return self.env(len(markets), markets, span, device, evaluation=True, config=config)
 
     def describe(self) -> str:
-        """Return two lines: the data, and the days of training, validation and test."""
+        """Return a line about the data and a line about the days of each span."""
         market = self.real or self.markets("train", 1)[0]
         config = self.simulated
         if self.real:
@@ -91,7 +94,7 @@ class TradingTask:
             if span
         )
         warm = market.dates[first_tradable_day(market, self.trading)]
-        return f"data: {data}\ndays: {spans} (indicators are warm from {warm} on)"
+        return f"data: {data}\ndays: {spans} (all indicators are known from {warm} on)"
 
 
 def prepare_task(
@@ -100,7 +103,7 @@ def prepare_task(
     trading: TradingConfig,
     discount: float = 0.8,
 ) -> TradingTask:
-    """Load or simulate what a run needs to know its spans."""
+    """Load the prices or simulate a market, and split its days into spans."""
     real = None if data.data == "simulated" else load_market(data.data, missing=data.data_missing)
     sample = real or simulate_markets(simulated, world_seeds(simulated, "train", 1))[0]
     spans = split_spans(sample.dates, data, first_tradable=first_tradable_day(sample, trading))
@@ -118,8 +121,10 @@ def make_trading_vector_env(
 ) -> TradingVectorEnv:
     """Make a batched environment from keyword arguments, for `gymnasium.make_vec`.
 
-    `options` are fields of TradingConfig, DataConfig and SimulatedMarketConfig; `split` is train,
-    valid or test. Rewards are plain unless `reward` or `risk_aversion` ask for another form.
+    Args:
+        split: train, valid or test.
+        options: fields of DataConfig, SimulatedMarketConfig and TradingConfig. By default rewards
+            are plain and risk_aversion is 0.
     """
     sections = {
         "data": DataConfig(),
@@ -127,7 +132,7 @@ def make_trading_vector_env(
         "trading": TradingConfig(reward="plain", risk_aversion=0.0),
     }
     if unknown := options.keys() - {name for part in sections.values() for name in vars(part)}:
-        raise ValueError(f"unknown option {', '.join(unknown)}: see the flags of --help")
+        raise ValueError(f"unknown option {', '.join(unknown)}: see --help_all for the names")
     task = prepare_task(**changed(sections, options))
     span = vars(task.spans).get(split)
     if span is None:
@@ -136,9 +141,9 @@ def make_trading_vector_env(
 
 
 class StockTradingEnv(gymnasium.Env):
-    """One portfolio, numpy in and out: a face of TradingVectorEnv.
+    """One portfolio with numpy observations and actions, for `gymnasium.make`.
 
-    Takes the arguments of `make_trading_vector_env`; episodes are always of full length.
+    It takes the arguments of `make_trading_vector_env`. All its episodes have full length.
     """
 
     metadata = {"render_modes": []}
@@ -151,16 +156,16 @@ class StockTradingEnv(gymnasium.Env):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start an episode; a seed decides this and all later ones."""
+        """Start an episode; a seed decides this episode and all later ones."""
         super().reset(seed=seed)
         episode_seed = int(self.np_random.integers(2**63))
         obs, _ = self.batch.reset(seed=[episode_seed], options={"random_age": False})
         return obs[0].numpy(force=True), {}
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Trade one day.  Returns: observation [F], reward, terminated, truncated, {}."""
+        """Trade one day; return observation [F], reward, terminated, truncated, {}."""
         actions = torch.as_tensor(np.asarray(action)[None], device=self.batch.device)
         _, reward, terminated, truncated, info = self.batch.step(actions)
-        # the true next observation, also where an episode ends
+        # the last observation of an episode, not the first of the next one
         obs = info["final_obs"][0].numpy(force=True)
         return obs, reward.item(), bool(terminated), bool(truncated), {}

@@ -54,7 +54,7 @@ def random_case(rng, n):
     proceeds = (torch.minimum((-orders).clamp_min(0), shares) * sell).sum()
     cost = (orders.clamp_min(0) * buy * some).sum()
     cash = (cost - proceeds - rng.integers(0, 3) / GRID).clamp_min(0.0)
-    return cash, shares, orders, priority, sell, buy
+    return cash, shares, orders, priority.float(), sell, buy
 
 
 @pytest.mark.parametrize("n", [1, 5, 30])
