@@ -3,9 +3,9 @@
     python -m agents.pretrain [--data FILE] [--num_gpus 2 --device cpu] ...
     python train_distributed.py --pretrained RUN_DIR
 
-After every day of a window of days it predicts, for each stock, the sign of the next day's return
-and the volatility of the next days. It trains on the training span, and the validation span stops
-it; the test span is never used.
+After every day of a window it predicts, for each stock, the sign of the next day's return and the
+volatility of the next days. It trains on the training span; the validation span decides when to
+stop. The test span is never used.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from rl_dist.supervised.fit import fit
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import close_logging, setup_logging
 
-RUNS = Path("runs", "pretrain")  # apart from the runs that --resume auto of a training considers
-VOLATILITY_DAYS = 5  # the volatility of this many coming days is predicted
-VOLATILITY_WEIGHT = 0.5  # in the loss, beside the sign
-SMALLEST_MOVE = 1e-4  # of a day's log return: keeps the logarithm of a volatility finite
+RUNS = Path("runs", "pretrain")  # --resume auto of a training does not look here
+VOLATILITY_DAYS = 5  # number of coming days whose volatility is predicted
+VOLATILITY_WEIGHT = 0.5  # weight of the volatility in the loss; the sign has 1
+SMALLEST_MOVE = 1e-4  # added to a daily volatility, so that its logarithm is finite
 EPILOG = """examples:
   python -m agents.pretrain                                    on the simulated markets
   python -m agents.pretrain --num_gpus 2 --device cpu          the same with two CPU ranks
@@ -70,7 +70,7 @@ class PretrainConfig:
     observation: Observation = "relative"
     """Form of the observations; training needs the same --observation."""
     window: int = Field(60, ge=2, le=10**5)
-    """Length of a training sequence; the LSTM's state is zero at its start."""
+    """Days in a training sequence; it starts with the LSTM's state at zero."""
     batch_size: int = Field(64, ge=1, le=10**7)
     """Sequences in a batch, total over all ranks."""
     learning_rate: float = Field(1e-3, ge=0, le=10)
@@ -79,7 +79,7 @@ class PretrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainRunConfig:
-    """Everything that defines a pre-training; config.json holds it."""
+    """All settings of a pre-training; config.json holds them."""
 
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     fit: FitConfig = FitConfig(epochs=20, patience=3, max_grad_norm=1.0)
@@ -88,7 +88,7 @@ class PretrainRunConfig:
     market: SimulatedMarketConfig = field(default_factory=SimulatedMarketConfig)
 
     def prepare_task(self) -> TradingTask:
-        """Return the markets and their spans, as PPO sees them."""
+        """Return the trading task of PPO: markets and spans."""
         trading = TradingConfig(observation=self.pretrain.observation)
         task = prepare_task(self.data, self.market, trading)
         if task.spans.valid is None:
@@ -112,17 +112,17 @@ def make_windows(
     seed: int,
     scale: tuple[float, float] | None = None,
 ) -> tuple[TensorDataset, tuple[float, float]]:
-    """Return windows of consecutive days with targets from the days after each.
+    """Return windows of consecutive days, with targets from the days after each day.
 
-    Inputs [days, F] are observations as the trading environment gives them, with a random portfolio
-    held throughout, so that features cannot depend on it. Targets [days, 2, n] hold for each of n
-    stocks: 1 if the next day's return is positive, else 0; and the log volatility of the next
-    VOLATILITY_DAYS days, standardised. No window and no target leaves the span.
+    Inputs [days, F] are observations as the trading environment returns them. They show a random
+    portfolio that is held for the whole window, so that features cannot depend on it. Targets
+    [days, 2, n] hold for each of n stocks 1 if the next day's return is positive, else 0; and the
+    standardised log volatility of the next VOLATILITY_DAYS days. All days are within the span.
 
     Args:
         days: length of a window.
-        stride: days from the start of one window to that of the next.
-        scale: mean and deviation of the log volatility that standardise; None: those of this data.
+        stride: days from the start of one window to the start of the next one.
+        scale: mean and deviation that standardise the log volatility; None: those of these windows.
 
     Returns:
         The windows and the scale.
@@ -153,18 +153,18 @@ def make_windows(
 
 
 def _targets(close: Tensor) -> Tensor:
-    """Return the targets of each day but the last ones: [M, D - VOLATILITY_DAYS, 2, n]."""
-    log_returns = close.log().diff(dim=1)  # [M, D-1, n], of the day after each day
+    """Return targets [M, D - VOLATILITY_DAYS, 2, n]; the last days have none."""
+    log_returns = close.log().diff(dim=1)  # [M, D-1, n] from each day to the next one
     coming = log_returns.unfold(1, VOLATILITY_DAYS, 1)  # [M, D-VOLATILITY_DAYS, n, VOLATILITY_DAYS]
     volatility = (coming.square().mean(-1).sqrt() + SMALLEST_MOVE).log()
     return torch.stack([(coming[..., 0] > 0).to(volatility.dtype), volatility], dim=2).float()
 
 
 def _portfolios(close: Tensor, config: TradingConfig, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw portfolios in the unit of observations: cash [N, 1] and held [N, n]."""
+    """Draw portfolios in units of the observation: cash [N, 1] and holdings [N, n]."""
     generator = torch.Generator().manual_seed(seed)
     parts = torch.empty(len(close), close.shape[1] + 1).exponential_(generator=generator)
-    parts /= parts.sum(1, keepdim=True)  # uniform over all splits
+    parts /= parts.sum(1, keepdim=True)  # distributed uniformly over all portfolios
     if config.observation == "relative":
         return parts[:, :1], parts[:, 1:]
     usd = parts * config.initial_cash_usd
@@ -172,7 +172,7 @@ def _portfolios(close: Tensor, config: TradingConfig, seed: int) -> tuple[Tensor
 
 
 def windows_of(config: PretrainRunConfig, task: TradingTask) -> tuple[TensorDataset, TensorDataset]:
-    """Return overlapping training windows, and each validation day once."""
+    """Return overlapping windows to train on, and validation windows without overlap."""
     assert task.spans.valid is not None
     days = config.pretrain.window
     make = partial(make_windows, config=task.trading, days=days, seed=config.fit.seed)
@@ -186,8 +186,8 @@ def windows_of(config: PretrainRunConfig, task: TradingTask) -> tuple[TensorData
 class FeatureTraining(nn.Module):
     """The policy's feature LSTM with a head that predicts the next days.
 
-    Maps observations [N, days, F], not normalised, to [N, days, 2, n]: after every day of a window,
-    for each of n stocks, a logit that it rises the next day and its standardised log volatility.
+    It maps observations [N, days, F], not normalised, to [N, days, 2, n]: for every day and each of
+    n stocks, the logit that the stock rises on the next day, and its standardised log volatility.
     """
 
     def __init__(self, policy: Policy, num_stocks: int) -> None:
@@ -207,13 +207,14 @@ class FeatureTraining(nn.Module):
 
 
 def make_module(config: PretrainRunConfig, inputs: Tensor, num_stocks: int) -> FeatureTraining:
-    """Return the feature LSTM as a fresh policy has it, and its head."""
+    """Return the feature LSTM of a fresh policy, with a head."""
     torch.manual_seed(config.fit.seed)
     shape = PolicyConfig(hidden_size=config.pretrain.hidden_size)
     policy = Policy(shape, inputs.shape[2], spaces.Box(-1.0, 1.0, (num_stocks,)))
     module = FeatureTraining(policy, num_stocks)
 
-    # statistics of all observations; the second pass, around the mean, keeps digits
+    # The first pass finds the mean of the observations, the second one sums around it, which keeps
+    # digits.
     moments = module.normalizer.moments
     for _ in range(2):
         moments.restart()
@@ -226,7 +227,7 @@ def make_module(config: PretrainRunConfig, inputs: Tensor, num_stocks: int) -> F
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Add cross entropy of the signs and weighted square error of volatilities.
+    """Return cross entropy of signs plus weighted square error of volatilities.
 
     Outputs and targets: [N, days, 2, n].
     """
@@ -236,7 +237,7 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def sign_accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mark where the sign was predicted: [N, days, n] bool."""
+    """Return True where the predicted sign is right: [N, days, n]."""
     return (outputs[:, :, 0] > 0) == (targets[:, :, 0] > 0.5)
 
 
@@ -262,8 +263,8 @@ def run_rank(config: PretrainRunConfig, resolved: ResolvedLaunch, run: RunDir, r
 
     train, valid = windows_of(config, config.prepare_task())
     (inputs, _), targets = train.tensors, valid.tensors[1]
-    device_ids = resolved.gpu_ids
-    strategy = Strategy(replace(config.launch.strategy_config, device_ids=device_ids), world)
+    strategy_config = replace(config.launch.strategy_config, device_ids=resolved.gpu_ids)
+    strategy = Strategy(strategy_config, world)
     module = strategy.wrap(make_module(config, inputs, targets.shape[3]).to(world.device))
     loader = partial(DataLoader, batch_size=config.pretrain.batch_size)
     result = fit(
@@ -295,31 +296,28 @@ def run_rank(config: PretrainRunConfig, resolved: ResolvedLaunch, run: RunDir, r
         raise UserError("the validation loss was never finite: lower --learning_rate", exit_code=1)
     if world.is_main_process:
         best = result.history[result.best_epoch - 1]
-        up = float(targets[:, :, 0].mean())
-        # of always predicting the more frequent sign, and the mean volatility
-        guessing = {
-            "sign_accuracy": max(up, 1.0 - up),
-            "volatility_error": float(targets[:, :, 1].square().mean()),
-        }
+        num_epochs, up = len(result.history), float(targets[:, :, 0].mean())
+        most_frequent = max(up, 1.0 - up)  # accuracy of always predicting the same sign
         run.write_summary(
             {
                 "best_epoch": result.best_epoch,
-                "epochs": len(result.history),
+                "epochs": num_epochs,
                 "best": best,
-                "guessed": guessing,
+                "most_frequent_sign": most_frequent,
             }
         )
-        print(f"best epoch {result.best_epoch} of {len(result.history)}, on the validation span:")
-        for name, guessed in guessing.items():
-            print(f"  {name} {best[f'valid/{name}']:.3f} (guessing: {guessed:.3f})")
+        print(
+            f"best epoch {result.best_epoch} of {num_epochs}, on the validation span: sign right "
+            f"in {best['valid/sign_accuracy']:.1%} (always the same sign: {most_frequent:.1%})"
+        )
         print(f"next: python train_distributed.py --pretrained {run_dir}", flush=True)
     return 0
 
 
 def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("run")
-    where = f"where to write (default: {RUNS}/DATE_TIME)"
-    group.add_argument("--run_dir", default="", metavar="DIR", help=where)
+    about = f"directory to write to (default: {RUNS}/DATE_TIME)"
+    group.add_argument("--run_dir", default="", metavar="DIR", help=about)
     group.add_argument("--resume", default="", metavar="DIR", help="continue this pre-training")
 
 
@@ -335,7 +333,7 @@ def main() -> int:
     )
     parsed = parse(SECTIONS)
     resume = parsed.extra.resume
-    if resume:  # its settings are the defaults; fit refuses the changes that matter
+    if resume:  # the saved settings are the defaults; fit refuses changes that matter
         parsed = parse(SECTIONS | read_sections(SECTIONS, RunDir(resume).config()))
     config = PretrainRunConfig(**parsed.configs)
     digest = data_digest(config.data)

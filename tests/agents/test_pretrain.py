@@ -144,7 +144,6 @@ def test_ppo_starts_with_the_features_and_the_statistics_of_observations(trained
     ("flags", "problem"),
     [
         (["--hidden_size", "16"], "another shape: feature_core.*--hidden_size"),
-        (["--num_stocks", "3"], "another shape: feature_core"),
         (["--policy", "mlp"], "feature_core"),
         (["--no-normalize_obs"], "normalize_obs"),
         (["--env", "Recall-v0", "--total_steps", "99"], "another shape: feature_core"),

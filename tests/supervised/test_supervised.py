@@ -243,20 +243,19 @@ def test_steps_without_a_finite_gradient_end_training(world):
     assert equal(net.state_dict(), make_net().state_dict())
 
 
-@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
-def test_lower_precisions_fit_and_resume(world, precision, tmp_path):
+@pytest.mark.slow  # fp16 is emulated
+def test_a_loss_scale_is_resumed(world, tmp_path):
     points, labels = blobs(67).tensors
     loader = DataLoader(TensorDataset(points.float(), labels), batch_size=12, shuffle=True)
 
     def fitted(*run_dir, **options):
-        options |= {"train": loader, "validation": loader, "strategy": {"precision": precision}}
+        options |= {"train": loader, "validation": loader, "strategy": {"precision": "fp16"}}
         return Fitted(world, *run_dir, net=make_net().float(), **options)
 
     whole = fitted(epochs=2)
     fitted(tmp_path, epochs=1)
     resumed = fitted(tmp_path, epochs=2, resume=True)
     assert whole.history == resumed.history and equal(whole.weights, resumed.weights)
-    assert whole.history[1]["valid/loss"] < whole.history[0]["valid/loss"]
 
 
 def test_a_resume_that_would_overwrite_or_that_differs_is_refused(world, tmp_path):
@@ -272,14 +271,13 @@ def test_a_resume_that_would_overwrite_or_that_differs_is_refused(world, tmp_pat
             Fitted(world, tmp_path, **{"resume": True, "epochs": 4} | options)
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_checkpoints_are_not_written_through_a_link(world, tmp_path, resume):
+def test_checkpoints_are_not_written_through_a_link(world, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run/checkpoints").symlink_to(elsewhere)
     with pytest.raises((ValueError, OSError), match="checkpoints"):
-        Fitted(world, tmp_path / "run", resume=resume)
+        Fitted(world, tmp_path / "run")
     assert not any(elsewhere.iterdir())
 
 
