@@ -54,9 +54,9 @@ class SharedLoader:
             largest_share = math.ceil(self.num_samples / world.size)
             full_batches = math.ceil(largest_share / max(1, size // world.size))
             self.num_batches = min(full_batches, self.num_samples // world.size)
-        # sample numbers of each batch of this rank; every epoch replaces the content of the list
+        # sample numbers of each batch of this rank; every epoch fills the list again
         self.numbers: list[list[int]] = []
-        self.generator = torch.Generator()  # keeps torch's global generator as it is
+        self.generator = torch.Generator()  # so that nothing is drawn from the global one
         workers = loader.num_workers > 0
         # NCCL's threads do not survive a fork: docs.pytorch.org/docs/stable/distributed.html
         start = "forkserver" if workers and world.backend == "nccl" else None
@@ -75,9 +75,9 @@ class SharedLoader:
         )
 
     def batches(self, epoch: int = 0) -> Iterator[tuple[int, Any, Any]]:
-        """Yield the number of samples, inputs and targets of every batch of an epoch.
+        """Yield the number of samples, the inputs and the targets of every batch.
 
-        They are on the device. The number of the epoch decides the order of samples and all seeds.
+        Tensors are on the device. The epoch decides the order of samples and all seeds.
         """
         self.generator.manual_seed(epoch_seed(self.seed, epoch, self.world.rank))
         self.numbers[:] = self._numbers(epoch)
@@ -135,14 +135,14 @@ def check_loader(
         >>> check_loader(DataLoader(dataset, num_workers=2), step)
         {'wait_s': 0.0001, 'step_s': 0.02}
 
-    If the wait takes more than 5 % of the time, raise num_workers or make __getitem__ cheaper.
+    If waiting takes more than 5 % of the time, raise num_workers or make __getitem__ faster.
 
     Args:
         step: trains a copy of the model on a batch on `device`: forward, backward, optimizer.
         seconds: length of the measurement after the first batch, for which workers start.
     """
     device = torch.device(device)
-    moments: list[float] = []  # a batch is loaded, its step has ended, in turns
+    moments: list[float] = []  # alternately when a batch was loaded and when its step ended
     with torch.random.fork_rng(devices=[]):
         for batch in loader:
             moments.append(time.perf_counter())

@@ -33,7 +33,7 @@ from rl_dist.telemetry.loggers import GuardedLogger, open_tensorboard
 from rl_dist.telemetry.metrics import without_nan
 
 STOP_EVERY = 10  # batches between two checks for a stop signal on any rank
-SAVED = ("epoch", "best_epoch", "best_loss", "bad_in_a_row", "history", "extra")  # in checkpoints
+SAVED = ("epoch", "best_epoch", "best_loss", "bad_in_a_row", "history", "extra")
 Metric = Callable[[Any, Any], Tensor]  # (outputs, targets) -> one or more values for each sample
 Criterion = Callable[[Any, Any], Tensor]  # (outputs, targets) -> mean loss of the batch
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Means:
 
     @torch.no_grad()
     def add(self, num_samples: int, loss: Tensor, outputs: Any, targets: Any) -> None:
-        """Add a batch."""
+        """Add the loss and the metrics of a batch."""
         self.sums["loss"] += loss.double() * num_samples
         self.sums["samples"] += num_samples
         for name, metric in self.metrics.items():
@@ -70,15 +70,16 @@ class Means:
     def read(self, world: World) -> dict[str, float]:
         """Return the means, and the number of samples; all ranks call."""
         totals = all_reduce_sum(self.sums, world)
-        samples = float(totals["samples"])
-        means = {n: float(totals[f"sum of {n}"] / totals[f"count of {n}"]) for n in self.metrics}
-        return {"loss": float(totals["loss"]) / samples, **means, "samples": samples}
+        means = {"loss": float(totals["loss"] / totals["samples"])}
+        for name in self.metrics:
+            means[name] = float(totals[f"sum of {name}"] / totals[f"count of {name}"])
+        return means | {"samples": float(totals["samples"])}
 
 
 def run_batch(
     module: nn.Module, criterion: Criterion, strategy: Strategy, inputs: Any, targets: Any
 ) -> tuple[Any, Tensor]:
-    """Return outputs and loss of a batch, in the strategy's precision."""
+    """Return the outputs for a batch and their loss, in the strategy's precision."""
     with strategy.autocast():
         outputs = module(inputs)
         return outputs, criterion(outputs, targets)
@@ -117,7 +118,7 @@ def evaluate(
 
 @dataclass(kw_only=True)
 class Fitting:
-    """A fit between two epochs; a checkpoint holds its state."""
+    """A fit in progress: its parts, and the state that a checkpoint holds."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -126,7 +127,7 @@ class Fitting:
     metrics: Mapping[str, Metric]
     scheduler: Any
     config: FitConfig
-    extra: dict[str, Any]  # settings that a resumed fit must share, the caller's among them
+    extra: dict[str, Any]  # settings that must be the same after a resume
     epoch: int = 0
     best_epoch: int = 0
     best_loss: float = math.inf
@@ -135,19 +136,19 @@ class Fitting:
     best_weights: dict[str, Tensor] | None = None
 
     def train_epoch(self, loader: SharedLoader) -> dict[str, float] | None:
-        """Train on every batch once; return the means, or None after a stop signal."""
+        """Train on every batch once; return the means, or None if a signal stopped it."""
         epoch, world, means = self.epoch + 1, loader.world, Means(self.metrics)
         world.set_phase(f"epoch {epoch}")
-        world.forget_waits()  # their marks would pile up
+        world.forget_waits()  # else the marks of all epochs stay in memory
         torch.manual_seed(epoch_seed(self.config.seed, epoch, world.rank))
         self.module.train()
         for number, (num_samples, inputs, targets) in enumerate(loader.batches(epoch)):
-            # place of the batch in its step; the last step may have fewer parts
-            place = number % self.config.grad_accumulation
-            num_left = loader.num_batches - (number - place)
+            # An optimizer step takes several batches, its parts; the last step may have fewer.
+            part = number % self.config.grad_accumulation
+            num_left = loader.num_batches - (number - part)
             num_parts = min(self.config.grad_accumulation, num_left)
-            last = place == num_parts - 1
-            if place == 0:
+            last = part == num_parts - 1
+            if part == 0:
                 self.optimizer.zero_grad()
             with self.strategy.accumulating(last):
                 outputs, loss = run_batch(
@@ -167,9 +168,9 @@ class Fitting:
         return evaluate(self.module, loader, self.criterion, self.strategy, self.metrics)
 
     def _step(self) -> None:
-        """Take an optimizer step; raise UserError if too many in a row are not finite."""
+        """Take an optimizer step; refuse too many in a row that are not finite."""
         _, stepped = self.strategy.step(self.optimizer, self.config.max_grad_norm)
-        if self.strategy.overflowed:  # it is part of the search for a loss scale
+        if self.strategy.overflowed:  # the step only showed that the loss scale was too large
             return
         self.bad_in_a_row = 0 if stepped else self.bad_in_a_row + 1
         if self.bad_in_a_row > self.config.max_bad_steps:
@@ -180,7 +181,7 @@ class Fitting:
             )
 
     def end_epoch(self, record: dict[str, float]) -> bool:
-        """Add the epoch's record; return True if it is the best; all ranks call."""
+        """Add the epoch's record; return True if it is the best so far; all ranks call."""
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(record["valid/loss"])
         elif self.scheduler is not None:
@@ -249,7 +250,8 @@ class Fitting:
             self.scheduler.load_state_dict(state["scheduler"])
         for name in SAVED:
             setattr(self, name, state[name])
-        # if a process was killed while it saved, best.pt is of the epoch that is now repeated
+        # A process that was killed while it saved may leave a best.pt of the next epoch. That
+        # epoch is now repeated, so best.pt is right again.
         if self.best_epoch:
             self.best_weights = load_checkpoint(best_file)["module"]
 
@@ -273,19 +275,20 @@ def fit(
 
         result = fit(module, loader, optimizer, criterion, strategy, validation=held_out)
 
-    Every epoch begins by seeding torch from `config.seed`, epoch and rank, so a resumed run
+    Before every epoch, torch is seeded with `config.seed`, the epoch and the rank, so a resumed run
     continues as if it had not stopped. A stop signal ends an epoch early, and resuming repeats it.
-    After an epoch, buffers of floating-point numbers are averaged over ranks.
+    After an epoch, floating-point buffers are averaged over ranks.
 
     Args:
         module: the result of `strategy.wrap`.
         loader: training data; its batch_size is the total over ranks.
-        criterion: mean loss of a batch over its samples; see above for weighted means.
+        criterion: returns the mean loss of a batch over its samples.
         validation: decides which epoch is the best, and when to stop (`patience`).
         metrics: by name; their values are averaged over all samples.
         scheduler: torch's, stepped after every epoch; ReduceLROnPlateau sees the validation loss.
-        run_dir: gets checkpoints/, metrics.jsonl and TensorBoard's; `resume` continues from there.
-        extra: plain values to store in checkpoints as "extra"; a resumed run must give the same.
+        run_dir: directory for checkpoints, metrics.jsonl and TensorBoard events.
+        resume: continue from the newest checkpoint in `run_dir`, if there is one.
+        extra: plain values to store in checkpoints; they must be the same after a resume.
 
     Raises:
         UserError: bad sizes, a foreign checkpoint, or too many steps without a finite gradient.
