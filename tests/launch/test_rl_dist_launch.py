@@ -24,7 +24,7 @@ from rl_dist.process_group.world import stop_flag
         (["loop"], "launcher", ["SIGKILL"], -9, "15"),  # the ranks then get SIGTERM
         (["loop", "evaluation"], "rank 1", ["SIGTERM"], 143, ""),
         pytest.param(["loop"], "rank 1", ["SIGUSR1"], 138, "10", marks=pytest.mark.slow),
-        pytest.param(["hang"], "group", ["SIGINT", "SIGINT"], 130, "", marks=pytest.mark.slow),
+        pytest.param(["hang"], "group", ["SIGINT", "SIGTERM"], 130, "", marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_to_anybody_ends_all_ranks_after_they_have_saved(
@@ -35,9 +35,9 @@ def test_a_signal_to_anybody_ends_all_ranks_after_they_have_saved(
     wait_until(lambda: all(path.exists() and path.read_text() for path in pids), job)
     targets = {"group": -job.pid, "launcher": job.pid, "rank 1": int(pids[1].read_text())}
     for name in signals:
-        time.sleep(1.0 if name != signals[0] else 0.0)
         assert job.poll() is None
         os.kill(targets[victim], signal.Signals[name])
+        time.sleep(0.0 if name == signals[-1] else 1.0)
     _, stderr = job.communicate(timeout=PATIENCE_S)
     assert_nobody_left(job.pid)
     assert job.returncode == code and "Traceback" not in stderr and "rror" not in stderr, stderr
