@@ -56,7 +56,7 @@ class Gpu:
 
     def __str__(self) -> str:
         """Return the values in one line."""
-        shown = {name: "?" if value is None else value for name, value in vars(self).items()}
+        shown = {name: "?" if value in (None, "") else value for name, value in vars(self).items()}
         line = (
             "{name}: {memory_free_gib:.3} of {memory_total_gib:.3} GiB free, "
             "{utilization_percent} % busy, {temperature_c} C, {power_w} W"

@@ -1,1 +1,1 @@
-"""Predictions for more GPUs: short measured runs, a model, a report."""
+"""Predict training on more GPUs: short measured runs, a model, a report."""

@@ -87,8 +87,8 @@ class MeasuredJob:
         )
         self.numbers = sorted({1, *gpus})
         most_ranks = self.numbers[-1]
-        self.ranks_here = most_ranks if self.on_cpu else min(most_ranks, torch.cuda.device_count())
-        self.most_copies = min(self.ranks_here, self.cores) if self.on_cpu else self.ranks_here
+        self.most_copies = min(most_ranks, self.cores if self.on_cpu else torch.cuda.device_count())
+        self.ranks_here = most_ranks if self.on_cpu else self.most_copies  # on one machine
         self.notes: list[str] = []
         # measured costs, by the divisor of the sizes, threads and copies
         self._works = {(1, self.threads, 1): work}

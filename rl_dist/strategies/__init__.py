@@ -1,1 +1,1 @@
-"""Training of a module on several ranks: strategies, precision, loaders."""
+"""Strategies to train a module on several ranks, and its precision."""
