@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from rl_dist.launch.child import ShortRuns, is_steady, round_rates
+from rl_dist.launch.child import ShortRuns
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup import __main__ as speedup
 from rl_dist.speedup import measure
@@ -116,15 +116,6 @@ def test_sizes_that_do_not_divide_are_a_note(monkeypatch):
     ways = {(row["gpus"], row["scaling"]) for row in report.rows}
     assert (3, "strong") not in ways and (3, "weak") in ways
     assert any("3 ranks" in note and "--scaling weak" in note for note in report.notes)
-
-
-@pytest.mark.parametrize(
-    ("sps", "rates"),
-    [([4.0, 2.0], [4.0, 2.0]), ([5.0] * 3 + [4.0] * 4, [5.0, 4.5, 4.0]), ([7.0], [7.0])],
-)
-def test_rounds_are_of_as_many_iterations(sps, rates):
-    rounds = round_rates([{"time/sps": value} for value in sps])
-    assert rounds == pytest.approx(rates, rel=0.02) and is_steady(rounds) == (rates != [4.0, 2.0])
 
 
 def test_an_unsteady_rate_is_refused_with_the_rates_unless_one_is_given(monkeypatch, capsys):
