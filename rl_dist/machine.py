@@ -48,7 +48,7 @@ class Gpu:
     memory_allocated_gib: float  # held by tensors
     memory_reserved_gib: float  # held by torch's allocator
     memory_peak_gib: float  # highest allocation so far
-    memory_free_gib: float | None  # for any process
+    memory_free_gib: float | None  # that any process may take
     memory_total_gib: float | None
     temperature_c: float | None
     power_w: float | None
@@ -82,7 +82,7 @@ def read_gpu(index: int) -> Gpu:
     def ask(question: Callable[[int], Any]) -> Any:
         try:
             return question(index)
-        except Exception as error:  # of torch, or of NVML, which may not be installed
+        except Exception as error:  # torch and NVML raise many kinds
             errors.append(" ".join(str(error).split())[:200])
 
     properties = ask(torch.cuda.get_device_properties)
@@ -187,7 +187,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
             continue
         limit_file, use_file, cache = CGROUPS[controller]
         group = root / "sys/fs/cgroup" / controller / path.lstrip("/")
-        # a container may see its own group at the top of the tree
+        # inside a container its group may be at the top of the tree
         for folder in (group, *group.parents):
             with suppress(OSError, ValueError):  # no such file, or its content is "max"
                 limit, used = (int((folder / name).read_text()) for name in (limit_file, use_file))

@@ -142,7 +142,7 @@ class Facts:
     cores: int  # that this process may use
     load: float  # mean number of processes that wanted a core in the last minute
     memory_total_gib: float  # within the limit of a container
-    shm_free_gib: float  # in /dev/shm
+    shm_free_gib: float  # free space in /dev/shm
     folder: str  # existing folder that would hold the run
     disk_free_gib: float
     disk_error: str  # why nothing can be written to the folder; "": writing works
@@ -245,9 +245,9 @@ def check_run(
 
     # pace: no time is given without a steady rate
     steps, rates, (length, unit) = steps_per_iteration(records), round_rates(records), budget
-    steps_per_s = median(record["time/sps"] for record in records)  # of all ranks together
+    steps_per_s = median(record["time/sps"] for record in records)  # all ranks together
     total_steps = length * (1.0 if unit == "steps" else steps_per_episode(records))
-    total_s = None  # of the training, without its start and its evaluations
+    total_s = None  # seconds of the training, without its start and its evaluations
     if not is_steady(rates):
         fix = "check again without other programs"
         yield Check("pace", WARNING, describe_rates(rates), fix)

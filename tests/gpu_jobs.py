@@ -41,7 +41,7 @@ def world_on(device):
 
 
 def make_env_on(device, task, num_envs, env_offset=0):
-    """Return trading, whose tensors live on the device, or an environment of the host."""
+    """Return the trading environment on the device, or another one on the CPU."""
     if task == "trading":
         markets, span = tiny_markets()
         config = TradingConfig(episode_days=7)
@@ -52,7 +52,7 @@ def make_env_on(device, task, num_envs, env_offset=0):
 
 
 def job_on(device, name=TRADING, run_dir="", *, strategy=None, **options):
-    """Return a job of `agents_ranks` whose environments are on a device.
+    """Return a job of `agents_ranks` with its environments on a device.
 
     Args:
         strategy: fields of StrategyConfig.

@@ -95,7 +95,7 @@ def norm_of_another_device(*args):
 
 
 def train_on_unequal_devices(out_dir):
-    """Clip by a norm that is another one on rank 1, on a CPU of its own kind."""
+    """Clip by a norm that differs on rank 1; all ranks seem to have different CPUs."""
     world = open_world("cpu", timeout_s=30)
     norm_of = norm_of_another_device if world.rank == 1 else get_total_norm
     hashes = {}

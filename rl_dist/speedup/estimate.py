@@ -19,7 +19,7 @@ from rl_dist.run_dir import RunDir
 from rl_dist.speedup.measure import MeasuredJob
 from rl_dist.speedup.model import CARDS, Card, Prediction, bottleneck, predict, steps_per_episode
 
-COLUMNS = {  # by heading: the value of a row to print, and its format
+COLUMNS = {  # each heading: name of the value in a row, and its format
     "ranks": ("gpus", "{}"),
     "scaling": ("scaling", "{}"),
     "theoretical": ("gpus", "{}x"),
@@ -152,26 +152,26 @@ def _rows(
         env_steps: length of the training; NaN: unknown.
     """
     rows = []
-    one: Prediction | None = None  # the prediction for one rank, which comes first
+    baseline: Prediction | None = None  # the prediction for one rank, which comes first
     slower = 1.0  # seconds at the given rate per measured second
     network = card.network if card else job.network()
     ratio = _fp32_tflops(job.device_type) / card.fp32_tflops if card else 1.0
     for share in job.shares(scalings):
         work = share.work.scaled(1.0, share.processors * ratio) if card else share.work
         crowding = 1.0 if card else share.crowding  # the ranks of cards do not share cores
-        if sps and not one:
+        if sps and not baseline:
             slower = work.env_steps / sps / work.seconds
         work = work.scaled(crowding * slower, crowding * slower)
         talk_s = network.iteration_s(work.gradient_steps, job.gradient_bytes, share.ranks)
         prediction = predict(work, share.ranks, talk_s * crowding)
-        one = one or prediction
+        baseline = baseline or prediction
         row = {"scaling": share.scaling, "source": "estimate" if card else share.source}
         rate = prediction.steps_per_s if sps or not card else math.nan
         times = {"steps_per_s": rate, "iteration_s": prediction.env_steps / rate}
         times["hours"] = hours = env_steps / rate / 3600
         times["cost"] = hours * share.ranks * usd_per_hour or math.nan
         known = {name: None if math.isnan(value) else value for name, value in times.items()}
-        rows.append(row | _speedup(prediction, one) | known)
+        rows.append(row | _speedup(prediction, baseline) | known)
     return rows
 
 
@@ -182,10 +182,10 @@ def _fp32_tflops(device_type: str) -> float:
     return 2 * 768**3 / timer.timeit(8).median / 1e12
 
 
-def _speedup(prediction: Prediction, one: Prediction) -> dict[str, Any]:
-    speedup = prediction.steps_per_s / one.steps_per_s
-    where, fix = bottleneck(one, prediction)
-    error = math.hypot(one.relative_error, prediction.relative_error)
+def _speedup(prediction: Prediction, baseline: Prediction) -> dict[str, Any]:
+    speedup = prediction.steps_per_s / baseline.steps_per_s
+    where, fix = bottleneck(baseline, prediction)
+    error = math.hypot(baseline.relative_error, prediction.relative_error)
     margin = min(0.9, 1.96 * error) if prediction.ranks > 1 else 0.0
     return {
         "gpus": prediction.ranks,

@@ -39,8 +39,8 @@ class Share:
 
     ranks: int
     scaling: str  # strong: the job's sizes are totals; weak: they are per rank
-    work: RankCost  # of a rank with enough cores
-    processors: int  # of a rank: its CPU threads, or 1 GPU
+    work: RankCost  # cost of a rank if there are enough cores
+    processors: int  # CPU threads of a rank, or 1 GPU
     crowding: float  # factor by which missing cores slow the ranks down
     source: str  # "measured": a copy ran for each rank; "modelled": fewer copies ran
 

@@ -41,7 +41,7 @@ WARM_UP, LATEST = 2, 200  # an audit omits the first iterations, and compares th
 class RankCost:
     """Seconds of one rank's iteration, without waiting for other ranks."""
 
-    env_steps: int  # of this rank
+    env_steps: int  # this rank's
     gradient_steps: int
     collect_s: float
     update_s: float  # everything after the rollout
@@ -68,7 +68,7 @@ class RankCost:
 def rank_cost(records: Sequence[Mapping[str, Any]]) -> RankCost:
     """Return the cost of one rank: means over iterations and ranks.
 
-    A median would show only one speed of a shared host, whose cores alternate between two speeds.
+    The cores of a shared host alternate between two speeds, and a median would show only one.
 
     Args:
         records: lines of metrics.jsonl, from one or several trainings with the same sizes.
@@ -145,7 +145,7 @@ def fit_link(ranks: int, measured_s: Mapping[int, float]) -> Link:
     small, large = min(measured_s), max(measured_s)
     # noise may make the slope or the rest negative
     byte_s = max(1e-15, (measured_s[large] - measured_s[small]) / (large - small))
-    latency_s = max(0.0, measured_s[small] - small * byte_s)  # of a tree, see `all_reduce_s`
+    latency_s = max(0.0, measured_s[small] - small * byte_s)  # a tree's latency, see `all_reduce_s`
     hop_s = latency_s / (2 * math.ceil(math.log2(ranks)))
     return Link(hop_s=hop_s, bytes_per_s=2.0 * (ranks - 1) / ranks / byte_s)
 
@@ -214,7 +214,7 @@ class Prediction:
     """One iteration on several ranks."""
 
     ranks: int
-    env_steps: int  # of all ranks together
+    env_steps: int  # total over all ranks
     parts_s: dict[str, float]  # seconds of each part, by the names of LOSSES
     relative_error: float  # standard error, as a share
 
@@ -253,13 +253,13 @@ def expected_maximum(count: int) -> float:
     return NormalDist().inv_cdf((count - 1 / 3) / (count + 1 / 3))
 
 
-def bottleneck(one: Prediction, many: Prediction) -> tuple[str, str]:
+def bottleneck(baseline: Prediction, many: Prediction) -> tuple[str, str]:
     """Return where N ranks lose most time, and the fix; "" if they lose below 10 %."""
-    if many.steps_per_s > 0.9 * many.ranks * one.steps_per_s:
+    if many.steps_per_s > 0.9 * many.ranks * baseline.steps_per_s:
         return "", ""
-    # with perfect scaling each of the ranks does this share of one rank's work
-    share = many.env_steps / many.ranks / one.env_steps
-    lost_s = {name: many.parts_s[name] - one.parts_s[name] * share for name in LOSSES}
+    # share of the baseline's work that each rank would do with perfect scaling
+    share = many.env_steps / many.ranks / baseline.env_steps
+    lost_s = {name: many.parts_s[name] - baseline.parts_s[name] * share for name in LOSSES}
     worst = max(LOSSES, key=lambda name: lost_s[name])
     label, fix = LOSSES[worst]
     return f"{label} {lost_s[worst] / many.iteration_s:.0%}", fix
@@ -305,6 +305,6 @@ def describe(scaling: Mapping[str, Any]) -> str:
     """Return an audit in one line."""
     return (
         "scaling: {ranks} ranks trained {measured_steps_per_s:,.0f} steps/s; the model of "
-        "rl_dist.speedup, given their own times, says {predicted_steps_per_s:,.0f} ({error:+.1%}); "
+        "rl_dist.speedup predicts {predicted_steps_per_s:,.0f} ({error:+.1%}) from the times of its ranks; "
         "each worked {busy:.0%} of the time"
     ).format(**scaling)

@@ -42,7 +42,7 @@ class Candidate:
 
     name: str
     steps: Callable[[], Iterator[None]]
-    samples: float = 1.0  # of a step; times are compared per sample
+    samples: float = 1.0  # number in a step; times are compared per sample
 
 
 @dataclass(frozen=True)

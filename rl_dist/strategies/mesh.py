@@ -1,4 +1,4 @@
-"""A device mesh whose groups wait as long as the world's group does."""
+"""Device meshes; their groups wait as long as the world's group does."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def make_mesh(world: World, shape: tuple[int, int]) -> DeviceMesh:
 
     The groups that torch makes for a mesh give up after 10 minutes over NCCL and 30 over gloo,
     whatever `--collective_timeout` says; here only the watchdog decides. No two meshes have equal
-    names of axes: DTensor takes meshes that compare equal for one, and would use the closed groups
-    of an earlier mesh.
+    names of axes: DTensor treats meshes that compare equal as one mesh, and would use the closed
+    groups of an earlier one.
     """
     ranks = torch.arange(world.size).reshape(shape)
     groups_of_rank: list[dist.ProcessGroup] = []

@@ -57,7 +57,7 @@ def set_tf32(precision: str) -> None:
 def autocast(dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
     """Compute matrix products inside in `dtype`; None changes nothing.
 
-    If oneDNN has no LSTM of that type for this CPU, torch's own LSTM runs: slow, but correct.
+    If oneDNN has no LSTM of that type for this CPU, a slow one without oneDNN runs instead.
     """
     if dtype is None:
         yield

@@ -34,7 +34,7 @@ HOOKS = {"none": allreduce_hook, "bf16": bf16_compress_hook}
 class OrderedDDP(TorchDDP):
     """DistributedDataParallel that orders its buckets before the first step.
 
-    Torch's own class orders them after the first step. The place of a gradient in its bucket
+    torch's class orders them after the first step. The place of a gradient in its bucket
     decides in which order gloo's ring adds the ranks, so on three or more ranks a resumed run would
     round its first step differently from a run that was not interrupted.
     """
@@ -89,7 +89,7 @@ def with_ddp(module: nn.Module, num_bytes: int, config: StrategyConfig, world: W
         )
     hook: Any = HOOKS[config.gradient_compression]
 
-    # no annotations: torch compares them with its own types
+    # no annotations: torch would compare them with its types
     def reduce(state, bucket):  # type: ignore[no-untyped-def]
         world.gradients_ready()
         return hook(None, bucket)

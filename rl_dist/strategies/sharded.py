@@ -82,7 +82,7 @@ class Shards:
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale a gradient with this norm down to `max_norm`."""
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # the formula of torch's clip_grad_norm_
         for shard in self._gradients():
             shard.mul_(factor)
 

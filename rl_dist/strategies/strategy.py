@@ -2,7 +2,7 @@
 
     strategy = Strategy(StrategyConfig(mode="ddp"), world)
     module = strategy.wrap(module.to(world.device))
-    for part, last in parts:  # one, or several whose gradients add up
+    for part, last in parts:  # the gradients of all parts of a step add up
         with strategy.accumulating(last):
             strategy.backward(loss_of(module(part)))
     grad_norm, stepped = strategy.step(optimizer, max_grad_norm=0.5)
@@ -59,11 +59,11 @@ class Strategy:
         # set by `wrap`
         self.bare: Any = None  # the module as it was given
         self.module: nn.Module | None = None  # the wrapped module
-        self.parameters: list[nn.Parameter] = []  # for the optimizer; shards in mode hybrid
+        self.parameters: list[nn.Parameter] = []  # trained by the optimizer; shards in mode hybrid
         self.gradient_bytes = 0  # reduced in each step
         self.unequal_devices = False  # ranks have different kinds of GPUs or CPUs
         self.shards: Shards | None = None
-        self.mesh: DeviceMesh | None = None  # in mode hybrid
+        self.mesh: DeviceMesh | None = None  # None unless the mode is hybrid
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return the module in the wrapper of the mode; it must be on world.device.
@@ -121,10 +121,10 @@ class Strategy:
 
         A loss that is not finite makes the reduced gradient NaN, so that all ranks notice it.
         """
-        one = loss.detach() * 0.0 + 1.0  # NaN if the loss is not finite
+        factor = loss.detach() * 0.0 + 1.0  # 1, or NaN if the loss is not finite
         with section("backward"), self.world.reduction_context():
             scaled = self.scaler.scale(loss) if self.scaler else loss
-            yield scaled * one
+            yield scaled * factor
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a loss, reduced over ranks."""

@@ -14,7 +14,7 @@ WHOLE = (10_000, 8_000)
     ("cgroup", "groups", "expected"),
     [
         ("0::/", {}, WHOLE),
-        # a container's own group is mounted at the top; files read once do not count as used
+        # the group of a container is mounted at the top; files read once do not count as used
         ("0::/its/name/outside", {"": (1000, 900, 500)}, (1000, 600)),
         # the tightest of the parent groups counts, even if other jobs use it
         ("0::/slice/job/step",

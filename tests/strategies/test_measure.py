@@ -128,7 +128,7 @@ def test_two_ranks_agree_where_a_candidate_fails_or_is_slow_on_one_of_them(ranks
     assert one["groups left behind"] == 0
 
 
-@pytest.mark.slow  # a process of its own
+@pytest.mark.slow  # starts a process
 def test_the_batch_size_under_a_real_limit_of_memory_really_runs():
     stdout, stderr = start(SCRIPT, "search").communicate(timeout=300)
     assert len(stdout.split()) == 3, stderr

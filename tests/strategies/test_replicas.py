@@ -108,7 +108,7 @@ def test_ranks_whose_devices_round_differently_stay_equal(ranks):
     [("clstm", BOX), ("clstm", DISCRETE), ("window of 4", BOX), ("mlp", DISCRETE)],
 )
 def test_slots_cut_into_parts_are_evaluated_as_all_together(form, space, monkeypatch):
-    """Cut and joined by hand: several GPUs are torch's own part, and are not run here."""
+    """Cut and join by hand: torch runs the parts on several GPUs, which are not here."""
     monkeypatch.setattr(replicas, "scatter", lambda x, devices, axis: x.chunk(len(devices), axis))
     policy = make_policy(FORMS[form], space)
     obs, state, starts, noise = make_inputs(policy, num_envs=7)
