@@ -304,7 +304,7 @@ def _compare(records: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, Any]
 def describe(scaling: Mapping[str, Any]) -> str:
     """Return an audit in one line."""
     return (
-        "scaling: {ranks} ranks trained {measured_steps_per_s:,.0f} steps/s; the model of "
-        "rl_dist.speedup predicts {predicted_steps_per_s:,.0f} ({error:+.1%}) from the times of its ranks; "
-        "each worked {busy:.0%} of the time"
+        "scaling: {ranks} ranks trained {measured_steps_per_s:,.0f} steps/s; from their times the "
+        "model of rl_dist.speedup predicts {predicted_steps_per_s:,.0f} ({error:+.1%}); each rank "
+        "worked {busy:.0%} of the time"
     ).format(**scaling)
