@@ -88,31 +88,20 @@ def write_module(folder, canary, name="foreign_envs"):
 # ---- what is done to a run
 
 
-def together(*alters):
-    def alter(run):
-        for each in alters:
-            each(run)
+def setting(run, section, name, value, *, config=True):
+    """Set a field in all checkpoints, and in config.json."""
 
-    return alter
-
-
-def setting(section, name, value, *, config=True):
-    """Set a field in all checkpoints, and in config.json; {tmp} is the folder of the run."""
-
-    def altered(text, run):
+    def altered(text):
         sections = json.loads(text)
-        sections[section][name] = value.replace("{tmp}", str(run.parent))
+        sections[section][name] = value
         return json.dumps(sections)
 
-    def alter(run):
-        for path in (run / "checkpoints").glob("*.pt"):
-            state = load_checkpoint(path)
-            write_atomically(path, pack(state | {"config": altered(state["config"], run)}))
-        if config:
-            path = run / "config.json"
-            path.write_text(altered(path.read_text(), run))
-
-    return alter
+    for path in (run / "checkpoints").glob("*.pt"):
+        state = load_checkpoint(path)
+        write_atomically(path, pack(state | {"config": altered(state["config"])}))
+    if config:
+        path = run / "config.json"
+        path.write_text(altered(path.read_text()))
 
 
 def newest(*keys, change):
@@ -129,45 +118,31 @@ def newest(*keys, change):
     return alter
 
 
-def text(name, content):
-    def alter(run):
-        (run / name).write_text(content)
-
-    return alter
-
-
-def odd(name, kind):
-    def alter(run):
-        (run / name).unlink()
-        ODD_FILES[kind](run / name)
-
-    return alter
-
-
-def in_place(name, kind):
+def put_in_place(run, name, kind):
     """Put something else in the place of a file or folder, which moves to `target`."""
-
-    def alter(run):
-        path, target = run / name, run.parent / "target"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():  # else somebody would miss it
-            path.rename(target)
-        elif kind == "link to a folder":
-            target.mkdir()
-        else:
-            target.write_text("kept")
-        make = {"pipe": os.mkfifo, "directory": os.mkdir, "file": Path.touch}
-        make.get(kind, lambda path: path.symlink_to(target))(path)
-
-    return alter
+    path, target = run / name, run.parent / "target"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():  # else somebody would miss it
+        path.rename(target)
+    elif kind == "link to a folder":
+        target.mkdir()
+    else:
+        target.write_text("kept")
+    make = {"pipe": os.mkfifo, "directory": os.mkdir, "file": Path.touch}
+    make.get(kind, lambda path: path.symlink_to(target))(path)
 
 
-def no_numbers(run):
+def remove_numbers(run):
     path = run / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[0]["valid/return"], lines[1]["episode/return"] = "x", [1]
     lines += [{"iteration": None}, [], 1]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def name_core(run):
+    setting(run, "policy", "policy", "own")
+    setting(run, "policy", "core", "foreign_envs:Core", config=False)
 
 
 # ---- the table
@@ -184,7 +159,6 @@ class Case:
 
 
 RESUME, EVALUATE, EXPORT = "train --resume {run}", "evaluate {run}", "export {run}"
-SPEEDUP = "speedup {run}"
 FOREIGN = "foreign_envs:Foreign-v0"
 NOT_MINE = {
     "no config.json": lambda run: (run / "config.json").unlink(),
@@ -197,13 +171,9 @@ FOLDERS = ("plots", "logs", "profile", "checkpoints", "wandb", "export", "export
 PLACES = [(name, "directory") for name in FILES]
 PLACES += [(name, kind) for name in FILES + EXPORTED for kind in ("pipe", "link")]
 PLACES += [(name, kind) for name in FOLDERS for kind in ("file", "link to a folder")]
-SUMMARIES = ["", "x", "[" * 10**5, '{"iteration": 9' + "9" * 5000 + "}"]
 WITH_NAMES = [f"train {TINY} --run_dir", f"check {TINY} --run_dir", "train --resume"]
 WITH_NAMES += ["pretrain --run_dir", "pretrain --resume", "evaluate", "export"]
 WITH_NAMES += ["status", "checkpoint verify", "speedup"]
-CORE = together(
-    setting("policy", "policy", "own"), setting("policy", "core", "foreign_envs:Core", config=False)
-)
 LAST = "{run}/checkpoints/iteration_00000003.pt"
 
 CASES = {
@@ -211,31 +181,37 @@ CASES = {
     **{
         f"module, {why}: {command}": Case(
             command,
-            together(setting("task", "env", FOREIGN), alter),
+            lambda run, alter=alter: (setting(run, "task", "env", FOREIGN), alter(run)),
             says=f"--env {FOREIGN}|config.json: No such file",
         )
         for why, alter in NOT_MINE.items()
-        for command in (RESUME, EVALUATE, SPEEDUP)
+        for command in (RESUME, EVALUATE, "speedup {run}")
     },
     "module, not that of config.json": Case(
-        RESUME, setting("task", "env", FOREIGN, config=False), says=f"--env {FOREIGN}"
+        RESUME,
+        lambda run: setting(run, "task", "env", FOREIGN, config=False),
+        says=f"--env {FOREIGN}",
     ),
     "module, a config.json of somebody else": Case(
         RESUME,
-        setting("task", "env", FOREIGN),
+        lambda run: setting(run, "task", "env", FOREIGN),
         says=f"--env {FOREIGN}",
         patches={"os.getuid": lambda: 12345},
     ),
     "callback": Case(
         RESUME,
-        setting("train", "callback", "foreign_envs:call", config=False),
+        lambda run: setting(run, "train", "callback", "foreign_envs:call", config=False),
         says="--callback foreign_envs:call",
     ),
-    "core": Case(RESUME, CORE, says="--core foreign_envs:Core"),
-    "core, evaluated": Case(EVALUATE, CORE, says="--core foreign_envs:Core"),
+    "core": Case(RESUME, name_core, says="--core foreign_envs:Core"),
+    "core, evaluated": Case(EVALUATE, name_core, says="--core foreign_envs:Core"),
     **{
         f"command for events: {command}": Case(
-            command, setting("launch", "on_event", "touch {tmp}/canary"), 0, "", starts=True
+            command,
+            lambda run: setting(run, "launch", "on_event", f"touch {run.parent}/canary"),
+            0,
+            "",
+            starts=True,
         )
         for command in (RESUME, EVALUATE)
     },
@@ -277,12 +253,12 @@ CASES = {
     **{
         f"{name} is a {kind}": Case(
             EXPORT if name.startswith("export") else RESUME,
-            in_place(name, kind),
+            lambda run, name=name, kind=kind: put_in_place(run, name, kind),
             says=f"{{run}}/{name}",
         )
         for name, kind in PLACES
     },
-    "lines of metrics.jsonl that hold no numbers": Case(RESUME, no_numbers, 0, "", starts=True),
+    "lines of metrics.jsonl that hold no numbers": Case(RESUME, remove_numbers, 0, "", starts=True),
     # flags and variables
     **{
         f"no module: {env}": Case(f"train {TINY} --env {env} --run_dir new", says="env")

@@ -11,17 +11,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from hostile import (
-    CASES,
-    CORE,
-    FOREIGN,
-    SUMMARIES,
-    check,
-    odd,
-    setting,
-    text,
-    write_module,
-)
+from hostile import CASES, FOREIGN, ODD_FILES, check, name_core, setting, write_module
 from train_runs import evaluate_here, run_here, train_here
 
 from agents import load_policy
@@ -80,7 +70,7 @@ def test_the_users_own_run_and_a_named_module_are_imported(
 ):
     write_module(tmp_path / "modules" / "lab" / "inner", canary)  # folders without __init__
     env = f"{module}:Foreign-v0"
-    setting("task", "env", env)(copy)
+    setting(copy, "task", "env", env)
     assert train_here(monkeypatch, "--resume", copy) == evaluate_here(monkeypatch, copy) == 0
     assert canary.exists()
     (copy / "config.json").chmod(0o666)
@@ -89,7 +79,7 @@ def test_the_users_own_run_and_a_named_module_are_imported(
 
 
 def test_a_core_that_the_user_names_is_imported(copy, canary):
-    CORE(copy)
+    name_core(copy)
     with pytest.raises(UserError, match="no function or class Core"):
         load_policy(copy, core="foreign_envs:Core")
     assert canary.exists()
@@ -114,7 +104,7 @@ def test_no_module_is_imported_from_the_run_directory(
     write_module(tmp_path / "elsewhere", canary, "target")
     (copy / "linked.py").symlink_to(tmp_path / "elsewhere" / "target.py")
     env = f"{module}:Foreign-v0"
-    setting("task", "env", env)(copy)
+    setting(copy, "task", "env", env)
     monkeypatch.chdir(copy)
     monkeypatch.setattr(sys, "path", ["", str(copy), str(tmp_path), *sys.path])
     words = ["--env", env] if named else []
@@ -141,7 +131,7 @@ def test_text_of_a_run_is_escaped_for_people(copy, untraced, monkeypatch, capsys
     for path in (copy / "checkpoints").glob("*.pt"):
         state = load_checkpoint(path) | {"measured": {"valid\x1b[2J\nINJECTED": 1.0}}
         write_atomically(path, pack(state))
-    setting("task", "env", "Recall-v0\nINJECTED")(copy)
+    setting(copy, "task", "env", "Recall-v0\nINJECTED")
     for read, words in ((main, ["list"]), (main, ["inspect"]), (status.main, [])):
         assert read([*words, str(copy)]) == 0
     assert run_here(export.main, [copy], monkeypatch) == 0
@@ -151,13 +141,11 @@ def test_text_of_a_run_is_escaped_for_people(copy, untraced, monkeypatch, capsys
         assert "\x1b" not in shown and "\nINJECTED" not in shown
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [text("summary.json", content) for content in SUMMARIES]
-    + [odd("summary.json", kind) for kind in ("pipe", "device", "sparse giant")],
-)
-def test_an_odd_summary_is_named_in_one_line(spoil, copy):
-    spoil(copy)
+@pytest.mark.parametrize("content", ["", "x", "[" * 10**5, "pipe", "device", "sparse giant"])
+def test_an_odd_summary_is_named_in_one_line(content, copy):
+    (copy / "summary.json").unlink()
+    make = ODD_FILES.get(content, lambda path: path.write_text(content))
+    make(copy / "summary.json")
     with pytest.raises((UserError, OSError), match=f"^.*{copy}/summary.json.*$"):
         _ = TrainedRun(run_dir=copy, exit_code=0).test
 
