@@ -34,7 +34,7 @@ MACHINE_FACTS = {
     "gpu",
     "cpu",
     "ram",
-}  # first parts of metric names that are left out
+}  # first parts of metric names that are omitted
 DESCRIPTION = (
     "Train K + K iterations with SIGKILL in between and 2K straight, "
     "and compare everything bit for bit."
@@ -95,8 +95,8 @@ def _shown(value: Any) -> str:
 def result_of(run_dir: Path) -> dict[str, Any]:
     """Return the last checkpoint and the metrics of a run.
 
-    The configuration, times and the figures of single ranks are left out: equal runs may differ in
-    them.
+    Omitted are the configuration, times and the figures of single ranks, which may differ between
+    equal runs.
     """
     newest = load_latest(run_dir)
     if newest is None:

@@ -60,7 +60,7 @@ def read_status(run_dir: Path) -> Status:
     entries = [entry for record in records for entry in record.get("ranks", ())]
     speeds = [speed for record in records if (speed := record.get("time/sps") or 0) > 1e-9]
     done = last["global_step"] if job.unit == "steps" else int(last.get("episode/total") or 0)
-    past_s = last["global_step"] / median(speeds) if speeds and done > 0 else None
+    spent_s = last["global_step"] / median(speeds) if speeds and done > 0 else None
     status: Status = {
         "run_dir": str(run_dir),
         "env": "",
@@ -71,9 +71,9 @@ def read_status(run_dir: Path) -> Status:
         "done": done,
         "total": job.target,
         "unit": job.unit,
-        "steps_per_s": past_s and median(speeds),
-        "iteration_s": past_s and past_s / max(1, last["iteration"]),
-        "eta_s": past_s and past_s * max(0.0, job.target / done - 1.0),
+        "steps_per_s": spent_s and median(speeds),
+        "iteration_s": spent_s and spent_s / max(1, last["iteration"]),
+        "eta_s": spent_s and spent_s * max(0.0, job.target / done - 1.0),
         "metrics_age_s": None,
         "returns": _latest(records, RETURNS),
         "checkpoint": Path(job.checkpoint.path).name if job.checkpoint else None,
@@ -191,6 +191,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    for signum in (signal.SIGPIPE, signal.SIGINT):  # neither `| head` nor Ctrl-C is an error
+    for signum in (signal.SIGPIPE, signal.SIGINT):  # `| head` and Ctrl-C end it quietly
         signal.signal(signum, signal.SIG_DFL)
     sys.exit(main())

@@ -29,7 +29,7 @@ class GuardedLogger:
     def __init__(
         self, name: str, write: Write, finish: Finish, flush: Finish = lambda: None
     ) -> None:
-        """Guard the functions of a logger."""
+        """Guard the functions that write, finish and flush a record."""
         self.name = name
         self._write, self._finish, self._flush = write, finish, flush
         self._has_ended = False
@@ -39,7 +39,7 @@ class GuardedLogger:
         self._call(self._write, dict(_scalars_of(record)), step)
 
     def flush(self) -> None:
-        """Put all that was written on disk, so that it survives this process."""
+        """Put everything written so far on the disk."""
         self._call(self._flush)
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ def open_tensorboard(folder: Path, *, purge_step: int | None) -> GuardedLogger:
     # start-up: 1,000 ms, on the main process only
     from torch.utils.tensorboard import SummaryWriter
 
-    # it writes in a thread, every 10 s
+    # a thread writes the file every 10 s
     board: Any = SummaryWriter(folder, purge_step=purge_step, flush_secs=10)  # type: ignore[no-untyped-call]
 
     def write(scalars: dict[str, float], step: int) -> None:
@@ -133,11 +133,12 @@ def open_logger(name: str, run_dir: Path, config: Mapping[str, Mapping[str, Any]
         for key, value in values.items()
     }
     try:
-        return GuardedLogger(name, *LOGGERS[name](run_dir, settings))
+        write, finish = LOGGERS[name](run_dir, settings)
     except ImportError as error:
         raise UserError(f"--loggers {name}: {error}; pip install 'clstm-ppo[{name}]'") from None
     except FOREIGN_ERRORS as error:  # no login, no network, ...
         raise UserError(f"--loggers {name}: {one_line(error)}", exit_code=1) from error
+    return GuardedLogger(name, write, finish)
 
 
 def _scalars_of(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
