@@ -26,7 +26,7 @@ from rl_dist.errors import UserError
 from rl_dist.flags import Field, Text, configuration
 from rl_dist.strategies.precision import autocast, weights_cast_once
 
-# weights of a core that steps one row in the time of a call, 0.8 ms on a CPU
+# A core of this many weights steps one row in the time that any call costs, 0.8 ms on a CPU.
 CALL_WEIGHTS = 10_000_000
 
 
@@ -82,7 +82,7 @@ class PolicyConfig:
 
 
 class Evaluation(NamedTuple):
-    """Steps under the present policy, as the loss takes them."""
+    """Figures of stored steps under the present policy."""
 
     logprobs: Tensor  # [L, N]
     entropy: Tensor  # [L, N]
@@ -90,20 +90,21 @@ class Evaluation(NamedTuple):
 
 
 class Policy(nn.Module):
-    """Actor and critic over recurrent cores; never stores recurrent state.
+    """Actor and critic over recurrent cores; it never stores recurrent state.
 
         row -> encoder -> feature core -> tanh layer -> actor core -> actions
                                                      -> critic core -> value
 
     A cascade has all three cores, a shared trunk the first, separate trunks the other two. The
-    state is one tensor [B, S, H] (S = 0 without memory): it goes in and comes out. With
-    `feature_window` n, an observation passed in is the last n of the episode, oldest first,
-    flattened to n * F with zeros before the episode's start (see `agents.rollout.policy_input`).
-    With `low_precision`, cores and layers compute in that type; all else keeps its type.
+    state is one tensor [B, S, H] (S = 0 for an mlp): it goes in and comes out.
+
+    With `feature_window` n, an observation is the last n of the episode, oldest first, flattened to
+    n * F numbers, with zeros before the episode's start (see `agents.rollout.policy_input`). With
+    `low_precision`, cores and layers compute in that type; everything else keeps its type.
     """
 
     low_precision: torch.dtype | None = None
-    BATCH_AXES = (1, 1, 0, 1)  # axis of the sequences in each input of `forward`; 1 in its outputs
+    BATCH_AXES = (1, 1, 0, 1)  # axis of the sequences in inputs of `forward`; in outputs it is 1
 
     def __init__(
         self, config: PolicyConfig, layout: Layout | int, action_space: spaces.Space
@@ -113,12 +114,12 @@ class Policy(nn.Module):
         self.config = config
         self.layout = Layout.vector(layout) if isinstance(layout, int) else layout
         self.num_obs = self.layout.size
-        self.mask_columns = self.layout.columns("mask")  # neighbours, or none
+        self.mask_columns = self.layout.columns("mask")  # one block of columns, or none
 
         # actions: logits of all choices, or means
         self.num_actions = spaces.utils.flatdim(action_space)
         self.discrete = not isinstance(action_space, spaces.Box)
-        self.action_sizes: tuple[int, ...] = ()  # choices of each of several actions
+        self.action_sizes: tuple[int, ...] = ()  # number of choices of each of several actions
         if isinstance(action_space, spaces.MultiDiscrete):
             self.action_sizes = tuple(action_space.nvec.tolist())
             self.choices = heads.Choices(self.action_sizes)
@@ -130,7 +131,7 @@ class Policy(nn.Module):
         if not self.discrete:
             self.log_std = nn.Parameter(torch.full((self.num_actions,), config.log_std_init))
 
-        # encoder and cores: in the middle, for actor and critic, or both
+        # the encoder, then a shared core, or a core each for actor and critic, or both
         size = config.hidden_size
         self.feature_encoder = Encoder(self.layout, size)
         width = self.feature_encoder.num_outputs
@@ -158,13 +159,13 @@ class Policy(nn.Module):
         return CORES[self.config.policy](*sizes)
 
     def _initialise(self) -> None:
-        """Set orthogonal weights and zero biases; cores begin with remembering."""
+        """Set orthogonal weights and zero biases; let cores remember from the start."""
         for name, parameter in self.named_parameters():
-            if self.config.core and "_core." in name:  # it has initialised itself
+            if self.config.core and "_core." in name:  # a user's core initialises itself
                 continue
             if parameter.ndim >= 2:
-                gained = "mlp" in name or "images" in name
-                nn.init.orthogonal_(parameter, math.sqrt(2.0) if gained else 1.0)
+                feeds_activation = "mlp" in name or "images" in name
+                nn.init.orthogonal_(parameter, math.sqrt(2.0) if feeds_activation else 1.0)
             elif name != "log_std":
                 nn.init.zeros_(parameter)
         for core in self.cores:
@@ -173,7 +174,7 @@ class Policy(nn.Module):
         nn.init.orthogonal_(self.actor_head.weight, 0.01)
 
     def shapes(self) -> dict[str, Any]:
-        """Return what a checkpoint says of inputs and outputs; see `spaces_of`."""
+        """Return the shapes of inputs and outputs for a checkpoint; see `spaces_of`."""
         return {
             "num_obs": self.num_obs,
             "num_actions": self.num_actions,
@@ -185,12 +186,11 @@ class Policy(nn.Module):
     @property
     def num_decision_states(self) -> int:
         """Number of the state's first [B, H] vectors: the actor's and the critic's."""
-        count: int = self.actor_core.num_states + self.critic_core.num_states
-        return count
+        return int(self.actor_core.num_states + self.critic_core.num_states)
 
     @property
     def call_steps(self) -> float:
-        """Overhead of one call of a core, in single-row steps; 0 with windows and images."""
+        """Cost of calling a core once, in steps of one row; 0 with windows or images."""
         if self.config.feature_window or self.feature_encoder.images:
             return 0.0
         cores = [core for core in self.cores if core.num_states]
@@ -199,7 +199,7 @@ class Policy(nn.Module):
 
     @property
     def resets_inside(self) -> bool:
-        """Return True if `network` takes resets: LSTMs on CPUs; GPUs are not measured."""
+        """Return True if `network` takes resets: an LSTM of one layer on a CPU."""
         is_lstm = self.config.policy in ("clstm", "lstm") and self.config.num_layers == 1
         return is_lstm and self.critic_head.weight.device.type == "cpu"
 
@@ -217,13 +217,14 @@ class Policy(nn.Module):
     def network(
         self, obs: Tensor, state: Tensor, *resets: Tensor
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Dense pass: obs [L, N, F], state [N, S, H] before them, resets [L, N, 1].
+        """Run all steps, which belong to one episode unless resets divide them.
 
-        Returns (actor [L, N, A], values [L, N]) and the state [N, S, H] after them. Without
-        memory every step is a sequence, and the states after them are [L * N, S, H].
+        Takes obs [L, N, F], the state [N, S, H] before them, and perhaps resets [L, N, 1]. Returns
+        (actor [L, N, A], values [L, N]) and the state [N, S, H] after them; without memory the
+        states [L * N, S, H] after every step.
         """
         shape = obs.shape[:2]
-        if not self.config.memory:
+        if not self.config.memory:  # every step is a sequence
             obs = obs.flatten(0, 1)[None]
             state = self.initial_state(obs.shape[1])
 
@@ -242,7 +243,7 @@ class Policy(nn.Module):
         return outputs, after
 
     def _mask(self, obs: Tensor) -> Tensor:
-        """Return the mask of actions in obs [..., F], or in the newest of a window's."""
+        """Return the mask of actions in obs [..., F], or in the newest ones of windows."""
         newest = obs[..., -self.num_obs :]
         first = self.mask_columns[0]
         return newest[..., first : first + self.num_actions]
@@ -255,12 +256,12 @@ class Policy(nn.Module):
         """
         window = self.config.feature_window
         with autocast(self.low_precision, obs.device):
-            if window:  # a sequence of n steps for each row, from zero state
+            if window:  # every window is a sequence of n steps from zero state
                 rows = obs.reshape(-1, window, self.num_obs).transpose(0, 1)
                 size = (self.feature_core.num_states, rows.shape[1], self.config.hidden_size)
                 zeros = self.critic_head.weight.new_zeros(size)
-                outputs = self.feature_core(self.feature_encoder(rows), zeros)[0]
-                outputs, after = outputs[-1].unflatten(0, obs.shape[:2]), state
+                hidden, _ = self.feature_core(self.feature_encoder(rows), zeros)
+                outputs, after = hidden[-1].unflatten(0, obs.shape[:2]), state
             else:
                 outputs, after = self.feature_core(self.feature_encoder(obs), state, *resets)
             return self.feature_mlp(outputs).to(state.dtype), after
@@ -298,7 +299,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def pushes(self, noise: Tensor) -> Tensor:
-        """Scale noise [..., A] of `agents.network.noise` for `act`."""
+        """Scale noise [..., A] of `action_noise`, so that `act` can add it."""
         return noise if self.discrete else self.log_std.exp() * noise
 
     @torch.no_grad()
@@ -311,7 +312,7 @@ class Policy(nn.Module):
             obs: [B, F] normalised.
             state: [B, S, H].
             episode_start: [B] bool; resets the state first.
-            push: [B, A] of `pushes`, added to the actor's outputs; None: the most likely action.
+            push: [B, A] from `pushes`; None: take the most likely action.
 
         Returns:
             Actions ([B, A], unclipped unless squashed, or [B] or [B, D] int64), the actor's outputs
@@ -337,8 +338,8 @@ class Policy(nn.Module):
     ) -> Evaluation:
         """Re-evaluate stored steps.
 
-        The only entry for training: DistributedDataParallel arms its reduction in `forward`. Takes
-        obs [L, N, F], actions [L, N, A] or [L, N], the state [N, S, H] before the first step,
+        Training uses no other method: DistributedDataParallel arms its reduction in `forward`.
+        Takes obs [L, N, F], actions [L, N, A] or [L, N], the state [N, S, H] before the first step,
         episode_start [L, N] bool, and perhaps the plan of its pieces.
         """
         with weights_cast_once(self.low_precision, obs.device):
@@ -355,7 +356,7 @@ class Policy(nn.Module):
 
     def largest_entropy(self, obs: Tensor) -> Tensor:
         """Return the entropy [...] of equally likely choices, as allowed at obs [..., F]."""
-        equal = obs.new_zeros(self.num_actions)  # logits; without masks the same everywhere
+        logits = obs.new_zeros(self.num_actions)  # without masks the same for all obs
         if self.mask_columns:
-            equal = heads.forbid(equal, self._mask(obs))
-        return self.distribution(equal).entropy().expand(obs.shape[:-1])
+            logits = heads.forbid(logits, self._mask(obs))
+        return self.distribution(logits).entropy().expand(obs.shape[:-1])

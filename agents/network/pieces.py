@@ -2,11 +2,12 @@
 
 A recurrent network is fast on blocks of cells [steps, rows]. Pieces of similar length share a
 block, one in each row, padded to the longest. If the network can reset its state between two
-steps, all pieces share one block instead, and a row holds several.
+steps, all pieces may share one block instead, and a row holds several.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,34 +17,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PACKING = 1.07  # time of a step in packed rows relative to others: cells are copied, states reset
+PACKING = 1.07  # time of a step in packed rows relative to one in padded rows
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The dense calls of N sequences of T steps. No calls: the sequences need no cut.
+    """The dense calls of N sequences of T steps. No calls: nothing has to be cut.
 
-    The blocks of all calls lie one after the other. The table has four parts: for each cell
-    t * N + n its place in the blocks, [T * N]; for each row the sequence of its first piece, and 1
-    if that sequence's stored state begins the row, else 0; the places of the steps that reset.
+    The blocks of all calls lie one after the other. The table has four parts:
+
+    - for each cell t * N + n its place in the blocks, [T * N];
+    - for each row the sequence of its first piece;
+    - for each row 1 if that sequence's stored state begins it, else 0;
+    - the places of the steps that reset the state.
     """
 
     calls: list[tuple[int, int]]  # steps and rows of each block
     table: Any  # int64 array, or a tensor on the device of the sequences
-    packed: bool = False  # rows hold several pieces, with resets in between
+    packed: bool = False  # the network takes resets
 
 
 def plan_pieces(
     episode_start: np.ndarray,  # [T, N] bool
-    call_steps: float = 0.0,  # overhead of a call, in single-row steps
-    resets_inside: bool = False,  # the network takes resets: pieces are packed where it is faster
+    call_steps: float = 0.0,  # cost of a call, in steps of one row
+    resets_inside: bool = False,  # the network can take resets: pack where that is faster
 ) -> Plan:
     """Cut sequences at episode starts; group the pieces by length, or pack them.
 
-    Groups are whole sequences, then lengths in (T/2, T), (T/4, T/2], ...: padding costs less than
-    half of a group. Neighbours join where that costs less than a call.
+    A group's level is 0 for whole sequences, then 1 for lengths in (T/2, T), 2 for (T/4, T/2], ...:
+    padding costs less than half of a group. Neighbours join where that saves time.
     """
-    # the pieces: sequence, first step, length, and whether the stored state precedes
+    # cut the sequences, and sort the pieces by level
     num_steps, num_columns = episode_start.shape
     begins = episode_start.copy()
     begins[0] = True
@@ -57,66 +61,72 @@ def plan_pieces(
     columns, starts = np.divmod(firsts[order], num_steps)
     stateful = (starts == 0) & ~episode_start[0, columns]
 
-    # groups of levels: every piece has a row
+    # join levels to groups: a block for each group, a row for each piece
     counts = np.bincount(level)
-    counts = counts[counts > 0]  # pieces of each level
+    counts = counts[counts > 0]
     longest = np.maximum.reduceat(lengths, np.cumsum(counts) - counts)
     splits = cheapest_splits(counts.tolist(), longest.tolist(), call_steps)
-    num_rows = np.add.reduceat(counts, splits)
+    num_rows = np.add.reduceat(counts, splits)  # of each block
     block_steps = longest[splits]
     row, begin = np.arange(len(order)), np.zeros(len(order), np.int64)
 
-    # or one block, if that takes less time
+    # or pack the pieces into one block, if that takes less time
     packed = False
-    most = (block_steps @ num_rows + call_steps * (len(splits) - 1)) / PACKING  # cells
-    if resets_inside and begins.size <= most:
-        best_row, best_begin = best_fit(lengths, stateful)
-        packed = bool(longest[0] * (best_row.max() + 1) <= most)
+    most_cells = (block_steps @ num_rows + call_steps * (len(splits) - 1)) / PACKING
+    if resets_inside and begins.size <= most_cells:
+        packed_row, packed_begin = best_fit(lengths, stateful)
+        packed = bool(longest[0] * (packed_row.max() + 1) <= most_cells)
         if packed:
-            row, begin = best_row, best_begin
+            row, begin = packed_row, packed_begin
             num_rows, block_steps = row.max(keepdims=True) + 1, longest[:1]
 
-    # places of all cells: those of a piece are one row of the block apart
-    call = np.repeat(np.arange(len(num_rows)), num_rows)[row]  # of each piece
+    # the place of each piece's first cell
+    block = np.repeat(np.arange(len(num_rows)), num_rows)[row]
+    stride = num_rows[block]  # places between two steps of a row
     sizes = block_steps * num_rows
-    first_places = (np.cumsum(sizes) - sizes - np.cumsum(num_rows) + num_rows)[call]
-    first_places += begin * num_rows[call] + row
+    first_rows, first_cells = np.cumsum(num_rows) - num_rows, np.cumsum(sizes) - sizes
+    first_places = first_cells[block] + begin * stride + row - first_rows[block]
+
+    # the table
     step = np.arange(begins.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     cells = np.repeat(starts * num_columns + columns, lengths) + step * num_columns
     places = np.empty(begins.size, np.int64)
-    places[cells] = np.repeat(first_places, lengths) + step * np.repeat(num_rows[call], lengths)
+    places[cells] = np.repeat(first_places, lengths) + step * np.repeat(stride, lengths)
     rows = np.zeros((2, num_rows.sum()), np.int64)
     rows[:, row[begin == 0]] = np.stack([columns, stateful])[:, begin == 0]
-    resets = (first_places - num_rows[call])[begin > 0]
+    resets = (first_places - stride)[begin > 0]
     calls = list(zip(block_steps.tolist(), num_rows.tolist(), strict=True))
     return Plan(calls, np.concatenate([places, rows.ravel(), resets]), packed)
 
 
 def cheapest_splits(counts: list[int], longest: list[int], call_steps: float) -> list[int]:
-    """Return the first levels of the groups that take the least time together.
+    """Return the first level of each group, so that all calls together are fastest.
 
     Args:
-        counts: pieces of each level, the level of the longest first.
-        longest: steps of a level's longest piece.
+        counts: number of pieces of each level, the level of the longest first.
+        longest: length of a level's longest piece.
     """
-    best: list[tuple[float, list[int]]] = [(0.0, [])]  # time and groups of the first levels
+    best: list[tuple[float, list[int]]] = [
+        (0.0, [])
+    ]  # time and splits of the first 0, 1, ... levels
     for end in range(1, len(counts) + 1):
         ways = []
-        for first, (time, groups) in enumerate(best):
-            joint = call_steps + longest[first] * sum(counts[first:end])
-            ways.append((time + joint, [*groups, first]))
+        for first, (time, splits) in enumerate(best):  # the last group is first .. end - 1
+            last_call = call_steps + longest[first] * sum(counts[first:end])
+            ways.append((time + last_call, [*splits, first]))
         best.append(min(ways))
     return best[-1][1]
 
 
 def best_fit(lengths: np.ndarray, stateful: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Put pieces into rows as long as the longest, a step apart.
+    """Put pieces into rows of the longest piece's length, at least one step apart.
 
-    A stateful piece begins a row; the others follow, the longest first, where least room is left.
-    Returns the row of each piece, and its first step there.
+    A stateful piece begins a row. The others follow, the longest first, each in the row that has
+    the least room for it. Returns the row of each piece, and its first step there.
     """
     row, begin = np.zeros((2, len(lengths)), np.int64)
-    whole = int(lengths.max()) + 1  # room of an empty row; its first piece needs no reset before
+    # room includes the step before a piece, at which the state is reset; an empty row needs none
+    whole = int(lengths.max()) + 1
     num_rows = 0
     rows_by_room: dict[int, list[int]] = defaultdict(list)
     waiting: dict[int, list[int]] = defaultdict(list)  # pieces by length
@@ -131,11 +141,11 @@ def best_fit(lengths: np.ndarray, stateful: np.ndarray) -> tuple[np.ndarray, np.
         pieces = waiting[length]
         while pieces:
             room = min((n for n, rows in rows_by_room.items() if n > length and rows), default=0)
-            if not room:  # new rows, filled with these pieces
+            if not room:  # as many new rows as these pieces fill
                 room = whole
-                count = -(-len(pieces) // (whole // (length + 1)))
-                rows_by_room[whole] = list(range(num_rows, num_rows + count))
-                num_rows += count
+                new_rows = math.ceil(len(pieces) / (whole // (length + 1)))
+                rows_by_room[whole] = list(range(num_rows, num_rows + new_rows))
+                num_rows += new_rows
             rows = rows_by_room[room][: len(pieces)]
             del rows_by_room[room][: len(rows)]
             rows_by_room[room - length - 1] += rows

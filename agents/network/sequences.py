@@ -11,8 +11,9 @@ from torch import Tensor
 
 from agents.network.pieces import Plan, plan_pieces, to_device
 
-# Maps obs [L, N, F] and the state [N, S, H] before them to outputs, each [L, N, ...], and the state
-# after them. Networks of packed plans also take resets [L, N, 1]: 1 where a step zeroes the state.
+# A network maps obs [L, N, F] and the state [N, S, H] before them to outputs, each [L, N, ...], and
+# the state after them. For packed plans it takes resets [L, N, 1] too: 1 where a step leaves the
+# state zero.
 Network = Callable[..., tuple[tuple[Tensor, ...], Tensor]]
 
 
@@ -21,7 +22,7 @@ def run_sequence(
     obs: Tensor,  # [T, N, F]
     state: Tensor,  # [N, S, H] before the first step
     episode_start: Tensor,  # [T, N] bool; the observation is the first of its episode
-    plan: Plan | None = None,  # of `plan_pieces`; None: made here, which waits for a GPU
+    plan: Plan | None = None,  # by `plan_pieces`; None: made here, which waits for a GPU
 ) -> tuple[Tensor, ...]:
     """Run a recurrent network over [T, N] steps, reset at every episode start.
 
@@ -33,8 +34,8 @@ def run_sequence(
     if not plan.calls:  # one dense call takes all sequences as they are
         return network(obs, state * ~episode_start[0][:, None, None])[0]
 
-    # Cells go to their blocks. Padding and steps that reset see zeros: large numbers would open
-    # the gates that a reset shuts.
+    # Copy all cells to their blocks. Padding and steps that reset see zeros: large numbers would
+    # open the gates that a reset shuts.
     num_rows = [rows for _, rows in plan.calls]
     sizes = [episode_start.numel(), sum(num_rows), sum(num_rows)]
     places, columns, stateful, reset_places = plan.table.tensor_split(np.cumsum(sizes).tolist())
@@ -47,7 +48,7 @@ def run_sequence(
         flags = obs.new_zeros(len(cells), 1).index_fill_(0, reset_places, 1.0)
         resets = [flags.unflatten(0, plan.calls[0])]
 
-    # one call for each block, then the outputs back in their order
+    # one call for each block; then the outputs return to the order of the cells
     blocks = zip(plan.calls, cells.split(block_sizes), before.split(num_rows), strict=True)
     results = [
         network(block.unflatten(0, shape), block_state, *resets)[0]
@@ -71,17 +72,17 @@ def state_after(
 ) -> Tensor:
     """Return the state [N, S, H] after the [T, N] steps of `run_sequence`.
 
-    One dense call from each last episode start of a column to the next; a single one if the network
-    takes resets: the step before a start may reset, for its output is not wanted. `starts` is
-    `episode_start` on the host.
+    Only the last episode of each sequence matters. `starts` is `episode_start` on the host.
     """
     if resets_inside:
+        # one call; the step before an episode resets, since nobody needs its output
         resets = torch.zeros_like(obs[..., :1])
         resets[:-1, :, 0] = episode_start[1:].to(obs.dtype)
         obs = obs.masked_fill(resets > 0.5, 0.0)  # large numbers would open the gates it shuts
         after: Tensor = network(obs, state * ~episode_start[0][:, None, None], resets)[1]
         return after
-    last = (np.arange(len(obs))[:, None] * starts).max(0)  # [N] 0: none, or at the first step
+    # a call from each of the last starts to the next
+    last = (np.arange(len(obs))[:, None] * starts).max(0)  # [N] 0: none, or the first step
     cuts = sorted({0, *last.tolist()})
     for begin, end in zip(cuts, [*cuts[1:], len(obs)], strict=True):
         state = network(obs[begin:end], state * ~episode_start[begin][:, None, None])[1]
