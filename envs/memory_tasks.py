@@ -9,7 +9,7 @@ from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from gymnasium.envs.classic_control.continuous_mountain_car import Continuous_MountainCarEnv
 
-from envs.vector.batched import BatchedEnv, SingleEnv
+from envs.vector.batched import BatchedEnv, Outcome, SingleEnv
 
 _START_BOUND = 0.05  # every start coordinate of CartPole is uniform in [-0.05, 0.05]
 _GRAVITY = 0.0025  # mountain car
@@ -61,7 +61,7 @@ class RecallVectorEnv(BatchedEnv):
         obs[:, -1] = self.age == self.query_age
         return obs
 
-    def advance(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def advance(self, actions: np.ndarray) -> Outcome:
         """Reward the right answer at the query, which ends the episode."""
         asked = self.age == self.query_age
         rewards = (asked & (actions == self.cue)).astype(np.float64)
@@ -105,7 +105,7 @@ class CartPoleVectorEnv(BatchedEnv):
         """Return the observed columns of the state."""
         return self.state[:, self.observed].astype(np.float32)
 
-    def advance(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def advance(self, actions: np.ndarray) -> Outcome:
         """Integrate one Euler step in CartPoleEnv.step's order: equal to the last bit."""
         it = self._physics
         x, x_dot, theta, theta_dot = self.state.T
@@ -168,7 +168,7 @@ class MountainCarPositionsVectorEnv(BatchedEnv):
         """Return the positions."""
         return self.position[:, None].astype(np.float32)
 
-    def advance(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def advance(self, actions: np.ndarray) -> Outcome:
         """Move all cars one step on."""
         it = self._physics
         force = np.clip(actions[:, 0].astype(np.float64), -1.0, 1.0)

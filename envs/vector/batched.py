@@ -22,6 +22,8 @@ from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+Outcome = tuple[np.ndarray, np.ndarray, np.ndarray]  # rewards, terminated, truncated, each [B]
+
 
 def has_snapshots(env: Any) -> bool:
     """Return whether an environment has get_state and set_state."""
@@ -79,7 +81,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         """Return the observations as a fresh array [B, F] float32."""
         raise NotImplementedError
 
-    def advance(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def advance(self, actions: np.ndarray) -> Outcome:
         """Move one step on; return rewards, terminated and truncated, each [B]."""
         raise NotImplementedError
 

@@ -16,8 +16,7 @@ def seed_keys(seed: int | Sequence[int] | None, num_envs: int) -> Tensor:
     if seed is None:
         seed = np.random.SeedSequence().generate_state(num_envs, np.uint64).tolist()
     seeds = range(seed, seed + num_envs) if isinstance(seed, int) else seed
-    signed = [(number + 2**63) % 2**64 - 2**63 for number in seeds]  # the same 64 bits as int64
-    return _mix(torch.tensor(signed, dtype=torch.int64))
+    return _mix(torch.from_numpy(np.array(seeds, np.uint64).view(np.int64)))
 
 
 def random_int63(keys: Tensor, counter: Tensor) -> Tensor:
@@ -27,11 +26,11 @@ def random_int63(keys: Tensor, counter: Tensor) -> Tensor:
 
 def _mix(bits: Tensor) -> Tensor:
     """Finaliser of splitmix64 on int64 (https://prng.di.unimi.it/splitmix64.c)."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)):
-        bits = (bits ^ _logical_shift(bits, shift)) * factor
-    return bits ^ _logical_shift(bits, 31)
-
-
-def _logical_shift(bits: Tensor, by: int) -> Tensor:
-    """Shift to the right, filling with zeros; torch's own operator repeats the sign."""
-    return (bits >> by) & (2 ** (64 - by) - 1)
+    for shift, factor in (
+        (30, 0xBF58476D1CE4E5B9 - 2**64),
+        (27, 0x94D049BB133111EB - 2**64),
+        (31, 1),
+    ):
+        # torch's own shift repeats the sign; here zeros come in from the left
+        bits = (bits ^ ((bits >> shift) & (2 ** (64 - shift) - 1))) * factor
+    return bits

@@ -96,7 +96,7 @@ class HangWatch:
     heartbeat: Callable[[], None]  # reports progress
     row: int | None = None  # called now, or last
 
-    calling: ClassVar[HangWatch | None] = None  # the watch of the newest call
+    newest: ClassVar[HangWatch | None] = None  # the watch of the newest call
 
     def __post_init__(self) -> None:
         self._started_s = 0.0  # when the call under way began; 0 between calls
@@ -107,7 +107,7 @@ class HangWatch:
         self._can_interrupt = threading.current_thread() is threading.main_thread()
         if self.timeout_s:
             if self._can_interrupt:
-                signal.signal(_SIGNAL, _interrupt)
+                signal.signal(_SIGNAL, self._interrupt)
             threading.Thread(target=self._watch, name="environment watch", daemon=True).start()
 
     def call(self, row: int | None, function: Callable[..., Any], *args: Any) -> Any:
@@ -117,7 +117,7 @@ class HangWatch:
         """
         self.row = row
         self.heartbeat()
-        HangWatch.calling = self
+        HangWatch.newest = self
         try:
             self._started_s = time.monotonic()
             try:
@@ -174,12 +174,9 @@ class HangWatch:
                     signal.pthread_kill(self._thread_id, _SIGNAL)
         faulthandler.cancel_dump_traceback_later()
 
-    def raise_if_hung(self) -> None:
+    @staticmethod
+    def _interrupt(*_: Any) -> None:
         """Raise HungError if the signal that arrived is meant for the call under way."""
-        if self._started_s and self._started_s == self._interrupted_s:
-            raise HungError(self._problem)
-
-
-def _interrupt(*_: Any) -> None:
-    if HangWatch.calling:
-        HangWatch.calling.raise_if_hung()
+        watch = HangWatch.newest
+        if watch and watch._started_s and watch._started_s == watch._interrupted_s:
+            raise HungError(watch._problem)

@@ -170,7 +170,7 @@ def random_actions(env: Any, rows: Any) -> Any:
     if not columns:
         return env.action_space.sample()
     space = env.single_action_space
-    sizes = np.atleast_1d(getattr(space, "nvec", getattr(space, "n", 0)))  # options of each choice
+    sizes = space.nvec if space.shape else [space.n]  # options of each choice
     masks = np.asarray(rows)[:, columns]
     drawn = (env.action_space.np_random.random(masks.shape) + 1.0) * masks
     digits = [part.argmax(1) for part in np.split(drawn, np.cumsum(sizes)[:-1], axis=1)]

@@ -85,14 +85,16 @@ class WorkerEnv(TensorVectorEnv):
 
         self._groups = _split(slice(0, num_envs), min(num_groups, num_envs))
         self._file = os.memfd_create("environments")
-        self._workers: list[list[_Worker]] = []  # of each group
+        self._workers: list[_Worker] = []  # in the order of their environments
+        self._group_workers: list[list[_Worker]] = []  # those of each group
         try:
             for group in self._groups:
                 count = min(num_workers, group.stop - group.start)
-                self._workers.append([_Worker(rows) for rows in _split(group, count)])
-            for worker in self._all_workers:
+                self._group_workers.append([_Worker(rows) for rows in _split(group, count)])
+                self._workers += self._group_workers[-1]
+            for worker in self._workers:
                 self._start(worker)
-            facts = self._answers(self._all_workers)
+            facts = self._answers(self._workers)
         except BaseException:
             self.close()
             raise
@@ -102,7 +104,7 @@ class WorkerEnv(TensorVectorEnv):
         self._max_restarts = env_restarts
         if env_timeout:
             self._limit_s = env_timeout + TIMEOUT_MARGIN_S
-        _LOGGER.info("%s in %d worker processes", env_id, len(self._all_workers))
+        _LOGGER.info("%s in %d worker processes", env_id, len(self._workers))
 
     @property
     def groups(self) -> list[slice]:
@@ -117,12 +119,7 @@ class WorkerEnv(TensorVectorEnv):
     @property
     def process_ids(self) -> list[int]:
         """Process of each worker."""
-        return [worker.process.pid for worker in self._all_workers]
-
-    @property
-    def _all_workers(self) -> list[_Worker]:
-        """All workers, in the order of their environments."""
-        return [worker for workers in self._workers for worker in workers]
+        return [worker.process.pid for worker in self._workers]
 
     # ---- what a vector environment does
 
@@ -140,17 +137,17 @@ class WorkerEnv(TensorVectorEnv):
         """Step all environments, as `TorchVectorEnv` does."""
         for group, rows in enumerate(self._groups):
             self.send(actions[rows], group)
-        return self._result(self._all_workers, slice(0, self.num_envs))
+        return self._result(self._workers, slice(0, self.num_envs))
 
     def send(self, actions: Tensor, group: int = 0) -> None:
         """Give a group its actions [rows of the group, ...] without waiting for its step."""
         self._rows["actions"][self._groups[group]] = actions.detach().cpu().numpy()
-        for worker in self._workers[group]:
+        for worker in self._group_workers[group]:
             self._ask(worker, "step")
 
     def recv(self, group: int = 0) -> StepResult:
         """Wait for a group's step; return what `step` returns for its environments."""
-        return self._result(self._workers[group], self._groups[group])
+        return self._result(self._group_workers[group], self._groups[group])
 
     def _result(self, workers: Sequence[_Worker], rows: slice) -> StepResult:
         self._answers(workers)
@@ -181,11 +178,11 @@ class WorkerEnv(TensorVectorEnv):
 
     def close_extras(self, **kwargs: Any) -> None:
         """Let the workers close their environments; kill those that take too long."""
-        for worker in self._all_workers:
+        for worker in self._workers:
             self._ask(worker, "close")
         self._limit_s = CLOSE_S
         self._limit_text = "did not close"
-        for worker in self._all_workers:
+        for worker in self._workers:
             while self._receive(worker):
                 pass
             worker.process.end()
@@ -197,9 +194,9 @@ class WorkerEnv(TensorVectorEnv):
 
     def _ask_all(self, name: str, argument: Callable[[slice], Any] | None = None) -> list[Any]:
         """Ask all workers; return their answers in the order of environments."""
-        for worker in self._all_workers:
+        for worker in self._workers:
             self._ask(worker, name, *([] if argument is None else [argument(worker.rows)]))
-        return self._answers(self._all_workers)
+        return self._answers(self._workers)
 
     def _ask(self, worker: _Worker, name: str, *args: Any) -> None:
         worker.question = name, *args

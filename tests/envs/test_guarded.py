@@ -122,13 +122,6 @@ def test_a_bad_step_of_a_batch_is_named_too(third, problem):
         play(failing("batch", third)[0], 1)
 
 
-def test_truth_values_may_be_numbers_and_rewards_arrays_of_one():
-    reward, flag = np.full(1, 0.5, np.float32), np.zeros(1, bool)
-    info = {"a": np.zeros(2), 3: None, "metrics": None}
-    env, _ = failing("one by one", lambda step: (step[0], reward, flag, 0, info))
-    assert play(env, 3)[1].tolist() == [[1.0, 1.0], [1.0, 1.0], [1.0, 0.5]]
-
-
 @WAYS
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit()])
 def test_any_exception_of_an_environment_is_its_fault_but_a_users_interrupt(error, way):

@@ -103,19 +103,6 @@ def test_faults_and_restarts_are_those_of_one_process(make, caplog):
     assert len(logged[0]) == 2 and logged[0] == logged[1]
 
 
-def test_after_a_problem_a_reset_begins_new_lives(make):
-    for env_id, misdeeds, actions in (
-        (MISBEHAVING, {4: "raise"}, torch.zeros(NUM_ENVS, dtype=torch.int64)),
-        ("Pendulum-v1", None, torch.full((NUM_ENVS, 1), float("nan"))),
-    ):
-        env, in_place = make(3, misdeeds, env_id=env_id), make(0, env_id=env_id)
-        with pytest.raises((EnvironmentFaultError, ValueError)):
-            [env.step(actions) for _ in range(3)]
-        seeds = stream_seeds(2, ENVIRONMENT_STREAM, FIRST, NUM_ENVS)
-        assert torch.equal(env.reset(seed=seeds)[0], in_place.reset(seed=seeds)[0])
-        assert same(play(env, 5), play(in_place, 5))
-
-
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_killed_worker_is_named_once_its_restarts_are_used_up(restarts, make):
     env = make(3, env_restarts=restarts)
