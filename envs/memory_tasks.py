@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces
@@ -79,14 +80,12 @@ class CartPoleVectorEnv(BatchedEnv):
     """
 
     state_names = ("state", "elapsed")
-    observed: tuple[int, ...] = (0, 1, 2, 3)  # columns of the state (x, x_dot, theta, theta_dot)
+    observed = slice(None)  # columns of the state (x, x_dot, theta, theta_dot)
 
     def __init__(self, num_envs: int = 1, *, max_episode_steps: int = 500) -> None:
         self._physics = CartPoleEnv()  # read for its constants only
-        space = self._physics.observation_space
-        assert isinstance(space, spaces.Box)
-        observed = list(self.observed)
-        seen = spaces.Box(space.low[observed], space.high[observed])
+        space: Any = self._physics.observation_space
+        seen = spaces.Box(space.low[self.observed], space.high[self.observed])
         super().__init__(num_envs, seen, spaces.Discrete(2))
         self.max_episode_steps = max_episode_steps
         self.state = np.zeros((num_envs, 4))  # x (m), x_dot (m/s), theta (rad), theta_dot (rad/s)
@@ -130,7 +129,7 @@ class CartPolePositionsVectorEnv(CartPoleVectorEnv):
     An observation is the position of the cart (m) and the angle of the pole (rad).
     """
 
-    observed = (0, 2)
+    observed = slice(None, None, 2)
 
 
 class MountainCarPositionsVectorEnv(BatchedEnv):

@@ -94,10 +94,7 @@ def _image_axes(space: Space) -> list[int]:
     axes = list(range(len(shape)))
     if len(shape) > 2:
         first, middle, last = shape[-3:]
-        channels_first = first <= last
-        if (first == middle) != (middle == last):
-            channels_first = middle == last
-        if not channels_first:
+        if (first == middle, first) > (middle == last, last):  # the last axis holds channels
             axes.insert(-2, axes.pop())
     *channels, height, width = (shape[axis] for axis in axes)
     fits = min(height, width) >= MIN_IMAGE_SIDE and math.prod(channels) <= MAX_CHANNELS
