@@ -1,16 +1,15 @@
 """Several ranks show that a first step is like every other; spawned processes import this."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from agents_ranks import make_job
+from on_ranks import saves_results
 from pipeline_ranks import FORMS
 from sharding_ranks import HALF, run
 from supervised_ranks import Fitted, make_net
 from torch import nn
 
-from rl_dist.process_group.world import close_world, open_world
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 
@@ -48,10 +47,9 @@ def first_steps(world, dtype, parts, **options):
     return torch.stack(found)
 
 
-def exercise(out_dir):
-    """Reduce, train and fit; the results go to rank_N.pt."""
-    world = open_world("cpu", timeout_s=60)
-    out = Path(out_dir)
+@saves_results
+def exercise(world, out):
+    """Reduce, train and fit."""
     forms = {"": (torch.float32, 1), ", fp64 in parts": (torch.float64, 2)}
     results = {
         f"{name}{form}": first_steps(world, *how, **options)
@@ -73,5 +71,4 @@ def exercise(out_dir):
     fits = (Fitted(world, net=make_net(dropout=0.3)), resumed)
     weights = [torch.cat([weight.flatten() for weight in fit.weights.values()]) for fit in fits]
     results["fit"] = torch.stack(weights)
-    torch.save(results, out / f"rank_{world.rank}.pt")
-    close_world(world)
+    return results

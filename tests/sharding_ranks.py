@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 from agents_ranks import make_job
 from faults_ranks import Keeping
+from on_ranks import saves_results
 from rl_dist_ranks import make_module
 
 from agents.config import RunConfig
@@ -17,7 +18,7 @@ from envs.task import GymTask, TaskConfig
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.process_group.collectives import all_reduce_max, parameter_hash
-from rl_dist.process_group.world import StopFlag, close_world, open_world
+from rl_dist.process_group.world import StopFlag
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 
@@ -62,9 +63,9 @@ def run(job, world, resume_from=""):
     return result
 
 
-def probe(out_dir, shard_size=0):
-    """Use mode hybrid beside ddp; the results go to rank_N.pt."""
-    world, out = open_world("cpu", timeout_s=60), Path(out_dir)
+@saves_results
+def probe(world, out, shard_size=0):
+    """Use mode hybrid beside ddp."""
     hybrid, ddp = {"shard_size": shard_size}, {"mode": "ddp"}
     half = f"checkpoints/{HALF}"
     results = {
@@ -79,8 +80,7 @@ def probe(out_dir, shard_size=0):
         )
     }
     results["refusals"] = refusals(world)  # the last: a reduction stays undone
-    torch.save(results, out / f"rank_{world.rank}.pt")
-    close_world(world)
+    return results
 
 
 def refusals(world):

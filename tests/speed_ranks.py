@@ -4,16 +4,16 @@ import itertools
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import torch
 from agents_ranks import Recording, make_job
+from on_ranks import saves_results
 
 import agents.ppo
 from agents.trainer import train
 from rl_dist.process_group.collectives import check_in_sync
-from rl_dist.process_group.world import StopFlag, close_world, open_world
+from rl_dist.process_group.world import StopFlag
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.telemetry.metrics import NullWriter
 
@@ -68,10 +68,9 @@ def counted_reductions():
         yield sent
 
 
-def exercise(out_dir):
-    """Train every case and write what this rank saw of it."""
-    world = open_world("cpu", timeout_s=60)
-    torch.set_num_threads(1)
+@saves_results
+def exercise(world, _):
+    """Train every case; return what this rank saw of it."""
     found = {}
     for name, options in CASES.items():
         overflows = world.rank == 1 and "overflow" in name  # its third loss
@@ -87,6 +86,4 @@ def exercise(out_dir):
             "gradient_bytes": training.ppo.strategy.gradient_bytes,
             "bad_in_a_row": training.ppo.bad_in_a_row,
         }
-    torch.save(found, Path(out_dir, f"rank_{world.rank}.pt"))
-    close_world(world)
-    return 0
+    return found

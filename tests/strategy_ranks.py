@@ -4,11 +4,11 @@ import itertools
 import os
 import time
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from on_ranks import saves_results
 from rl_dist_ranks import make_module
 from torch.nn.utils import get_total_norm
 
@@ -19,7 +19,6 @@ from envs.task import TaskConfig
 from rl_dist.errors import UserError
 from rl_dist.launch.config import LaunchConfig
 from rl_dist.process_group.collectives import parameter_hash
-from rl_dist.process_group.world import close_world, open_world
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.measure import Candidate, fastest, fastest_batch_size
 from rl_dist.strategies.strategy import Strategy
@@ -65,9 +64,9 @@ def batch_step(size):
     time.sleep(0.02)
 
 
-def choose(out_dir):
+@saves_results
+def choose(world, _):
     """Let two ranks choose, where candidates fail on one of them only."""
-    world = open_world("cpu", timeout_s=30)
     slow = 0.001 if world.rank else 0.08
     steps = {
         "ddp, full": lambda: ddp_steps(world, FULL if world.rank == 1 else None),
@@ -84,8 +83,7 @@ def choose(out_dir):
     modes = [Candidate(mode, partial(jobs_steps, world, mode)) for mode in ("ddp", "hybrid")]
     assert not any(result.problem for result in fastest(modes, world)[1])
     found["groups left behind"] = len(groups) - before
-    torch.save(found, Path(out_dir, f"rank_{world.rank}.pt"))
-    close_world(world)
+    return found
 
 
 def norm_of_another_device(*args):
@@ -94,9 +92,9 @@ def norm_of_another_device(*args):
     return torch.nextafter(norm, torch.full_like(norm, torch.inf))
 
 
-def train_on_unequal_devices(out_dir):
+@saves_results
+def train_on_unequal_devices(world, _):
     """Clip by a norm that differs on rank 1; all ranks seem to have different CPUs."""
-    world = open_world("cpu", timeout_s=30)
     norm_of = norm_of_another_device if world.rank == 1 else get_total_norm
     hashes = {}
     for agreed in (True, False):
@@ -113,5 +111,4 @@ def train_on_unequal_devices(out_dir):
                 strategy.backward(wrapped(torch.full((4, 3), 5.0 + world.rank)).square().mean())
                 strategy.step(optimizer, max_grad_norm=0.5)
         hashes[str(agreed)] = parameter_hash(module)
-    torch.save(hashes, Path(out_dir, f"rank_{world.rank}.pt"))
-    close_world(world)
+    return hashes

@@ -1,14 +1,13 @@
 """Small supervised jobs, and what two ranks of the tests do with them; processes import it."""
 
 import math
-from pathlib import Path
 
 import torch
+from on_ranks import saves_results
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from rl_dist.process_group.collectives import parameter_hash
-from rl_dist.process_group.world import close_world, open_world
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.supervised.config import FitConfig
@@ -77,10 +76,9 @@ class Fitted:
         self.weights = {name: v.clone() for name, v in self.strategy.module_state().items()}
 
 
-def exercise(out_dir):
-    """Fit, resume and evaluate on this rank; the results go to rank_N.pt."""
-    world = open_world("cpu", timeout_s=30)
-    out_dir = Path(out_dir)
+@saves_results
+def exercise(world, out_dir):
+    """Fit, resume and evaluate on this rank."""
     plain = Fitted(world)
     test = DataLoader(blobs(41, 2), batch_size=8)
     results = {
@@ -112,5 +110,4 @@ def exercise(out_dir):
         "weights": bad.weights,
         "losses": [record["train/loss"] for record in bad.history],
     }
-    torch.save(results, out_dir / f"rank_{world.rank}.pt")
-    close_world(world)
+    return results

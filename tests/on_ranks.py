@@ -1,0 +1,21 @@
+"""A decorator for functions of ranks, which save their results for the tests."""
+
+import functools
+from pathlib import Path
+
+import torch
+
+from rl_dist.process_group.world import close_world, open_world
+
+
+def saves_results(function):
+    """Call a function with the world of this rank and a folder; save its results in rank_N.pt."""
+
+    @functools.wraps(function)
+    def run(out_dir, *args):
+        world = open_world("cpu", timeout_s=60)
+        results = function(world, Path(out_dir), *args)
+        torch.save(results, Path(out_dir, f"rank_{world.rank}.pt"))
+        close_world(world)
+
+    return run
