@@ -1,4 +1,4 @@
-"""Evaluate a trained policy; the test span of real prices only on demand.
+"""Evaluate trained policies; the test span of real prices needs --open_test.
 
 examples:
   python -m agents.evaluate runs/my_run --which last
@@ -36,45 +36,45 @@ from rl_dist.process_group.world import World, open_world
 if TYPE_CHECKING:
     from envs.trading.task import TradingTask
 
-LOOKS = "test_looks.jsonl"  # in a run directory: every look at the test span of real prices
+LOOKS = "test_looks.jsonl"  # in a run directory; lists all evaluations on the test span
 
 
 @configuration
 class EvaluateConfig:
-    """Choose a checkpoint, days or episodes, and where the results go."""
+    """Choose the checkpoint, the days or episodes, and the files to write."""
 
     which: Literal["auto", "best", "last"] = "auto"
-    """Checkpoint of a run directory; auto: the last on real prices, else the best if there is
-    one."""
+    """Checkpoint of a run directory; auto: the last one on real prices, otherwise the best if
+    there is one."""
     open_test: bool = False
-    """Evaluate real prices on the test span. Every look is recorded in
+    """Evaluate on the test span of real prices; each such look is recorded in
     RUN_DIR/test_looks.jsonl."""
     num_worlds: int = Field(50, ge=1, le=100_000)
     """Simulated markets to evaluate on."""
     market_seed: int = -1
     """Seed of the simulated markets; -1: the run's."""
     market_edge: float = -1.0
-    """Planted drift a day, in basis points; -1: the run's."""
+    """Size of the planted drift, in basis points a day; -1: the run's."""
     env: Text = ""
-    """The run's module:id; needed to import it if another user owns config.json."""
+    """The run's environment, module:id; needed if another user owns config.json."""
     core: Text = ""
-    """The run's own core; needed to import it if another user owns config.json."""
+    """The run's core, module:Class; needed if another user owns config.json."""
     episodes: int = Field(0, ge=0, le=10**7)
     """Episodes of other environments; 0: the run's."""
     seed: int = -1
-    """Another seed chooses other episodes; -1: the run's."""
+    """Seed of the episodes; -1: the run's."""
     num_gpus: int = Field(1, ge=1, le=1024)
-    """CPU ranks that share the work."""
+    """CPU processes that share the work."""
     plot: Text = ""
     """PNG file of the equity curves; none: RUN_DIR/plots/evaluation.png."""
     video: Text = ""
-    """Draw the first episode of another environment as a GIF into this folder."""
+    """Folder for a GIF of the first episode in another environment."""
     json: Text = ""
-    """Write all figures to this file."""
+    """File for all figures, as JSON."""
 
 
 def record_look(task: TradingTask, loaded: dict[str, LoadedAgent]) -> None:
-    """Record a look at the test span of real prices in every run; print counts."""
+    """Record this look at the test span in each run directory; print counts."""
     assert task.real is not None
     first, last = (str(task.real.dates[day]) for day in vars(task.spans.test).values())
     look = {
@@ -94,7 +94,7 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
     """Evaluate saved policies on all ranks; the main process prints."""
     load = partial(load_agent, which=options.which.replace("auto", ""), core=options.core)  # type: ignore[arg-type]
     loaded = {"policy": load(paths[0])} | {path: load(path) for path in paths[1:]}
-    agents = {name: PolicyController(a.policy, a.normalizer) for name, a in loaded.items()}
+    agents = {n: PolicyController(agent.policy, agent.normalizer) for n, agent in loaded.items()}
     agent = loaded["policy"]
     given = {
         "seed": options.seed,
@@ -103,7 +103,7 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
         "eval_episodes": options.episodes or -1,
     }
     config = agent.config.changed({name: value for name, value in given.items() if value >= 0})
-    # a step of an evaluation is no larger than one of its training
+    # no more threads than in training, as the steps are not larger
     torch.set_num_threads(min(config.launch.threads or 1, torch.get_num_threads()))
     say = print if world.is_main_process else lambda text: None
     say(f"{agent.path}, iteration {agent.iteration}")
@@ -111,7 +111,7 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
     check_named(agent.run_dir, "task", saved, options.env)
     task = config.prepare_task(world.heartbeat)
     if isinstance(task, GymTask):
-        if options.video:  # first, because not every environment can be drawn
+        if options.video:  # first, because some environments cannot be drawn
             from agents.evaluate.pictures import film  # start-up: 0.5 s of matplotlib
 
             film(agents["policy"], task, Path(options.video), config.train.seed, world)
@@ -139,9 +139,10 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
 
 
 def run_rank(paths: list[str], options: EvaluateConfig) -> int:
-    """Evaluate on this rank and return the exit code.
+    """Evaluate on this rank; return the exit code.
 
-    Faults of environments and files that cannot be used end it in one line.
+    Raises:
+        UserError: an environment failed, or a file cannot be read or written.
     """
     world = open_world("cpu")
     check_settings({}, world)
@@ -155,9 +156,9 @@ def run_rank(paths: list[str], options: EvaluateConfig) -> int:
 
 
 def add_paths(parser: argparse.ArgumentParser) -> None:
-    """Add the paths of policies to the parser."""
+    """Add the arguments that name policies."""
     parser.add_argument("path", metavar="RUN_DIR_OR_CHECKPOINT")
-    more = "more policies for the table"
+    more = "other policies to compare with"
     parser.add_argument("--compare", nargs="+", default=[], metavar="RUN_DIR", help=more)
 
 

@@ -1,4 +1,4 @@
-"""Run policies without noise over whole episodes, on all ranks."""
+"""Evaluate policies without noise over whole episodes, on all ranks."""
 
 from __future__ import annotations
 
@@ -25,30 +25,33 @@ from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
 from rl_dist.process_group.process_ends import stopped_in_evaluation
 from rl_dist.process_group.world import World, stop_flag
 
-# (env, obs [B,F], episode_start [B]) -> actions
+# Called with env, obs [B, F] and episode_start [B]; returns actions
 Controller = Callable[[Any, Tensor, Tensor], Tensor]
-MAX_EPISODE_STEPS = 100_000  # an episode that no environment ends is cut here
+MAX_EPISODE_STEPS = 100_000  # longer episodes are cut
 
 
 class Stopped(Interruption):
-    """A stop signal came in an evaluation; `except Exception` does not catch it."""
+    """Raised by a stop signal during an evaluation."""
 
 
 def _stop(signum: int, frame: Any) -> None:
     stop_flag.replace(signal.SIG_DFL)
-    stop_flag.signum = signum  # shows the launcher that the signal reached this host
+    stop_flag.signum = signum  # tells the launcher that the signal reached this host
     raise Stopped(signum)
 
 
 def until_stopped(evaluate: Callable[[], None], world: World, run_dir: Path | None = None) -> int:
-    """Evaluate until a stop signal comes; return the exit code.
+    """Evaluate unless a stop signal comes; return the exit code.
 
-    Several ranks simply die: they may wait for each other where Python sees no signal, and their
-    launcher reports the end. `run_dir` names a training that this evaluation ends.
+    A signal ends each of several ranks immediately, as ranks may wait for each other in code that
+    no handler of Python interrupts; then their launcher prints the message.
+
+    Args:
+        run_dir: of the training whose end this evaluation is, if any.
     """
     stop_flag.replace(_stop if world.size == 1 else signal.SIG_DFL)
     try:
-        # a signal may have come before
+        # a signal may have come before the line above
         if signum := all_reduce_max(stop_flag.signum, world):
             raise Stopped(signum)
         evaluate()
@@ -58,15 +61,15 @@ def until_stopped(evaluate: Callable[[], None], world: World, run_dir: Path | No
             print(stopped_in_evaluation(signum, run_dir))
         return 128 + signum
     finally:
-        stop_flag.replace(signal.SIG_DFL)  # nothing is left to save
+        stop_flag.replace(signal.SIG_DFL)  # there is nothing to save
     return 0
 
 
 @dataclass
 class PolicyController:
-    """Choose a policy's most likely actions; keep its state between calls.
+    """Choose the most likely actions of a policy, and keep its state between calls.
 
-    `zero_state` forgets everything before every step, to show the value of memory.
+    With `zero_state` it forgets everything before every step, which shows the value of memory.
     """
 
     policy: Policy
@@ -90,7 +93,7 @@ class PolicyController:
 
 
 def shard(count: int, world: World) -> range:
-    """Return this rank's share of `count` things; each is on exactly one rank."""
+    """Return the indices below `count` of which this rank takes care."""
     return range(count * world.rank // world.size, count * (world.rank + 1) // world.size)
 
 
@@ -102,11 +105,13 @@ def evaluate_episodes(
     world: World,
     stream: int = EVALUATION_STREAM,
 ) -> np.ndarray:
-    """Run whole episodes, one environment each, over all ranks; each counts once.
+    """Run N episodes on all ranks, each in another environment.
 
-    Seed, number and stream determine the episodes; validation has another stream. An episode that
-    does not end is cut after MAX_EPISODE_STEPS. If its environment was restarted after a fault, an
-    episode is repeated. Returns return, length and number of restarts of every episode, [N, 3].
+    The seed, the stream and its number determine an episode. Validation has another stream. If an
+    environment is restarted after a fault, its episode is repeated.
+
+    Returns:
+        Return, length and number of restarts of every episode, [N, 3], on every rank.
     """
     numbers = shard(num_episodes, world)
     local_rows: list[list[float]] = []
@@ -116,7 +121,7 @@ def evaluate_episodes(
         shape = 3, len(numbers)
         total, length, restarts = torch.zeros(shape, dtype=torch.float64, device=obs.device)
         alive = start = length == 0  # [B], all True
-        all_restarts = restarts  # also those after the end of an episode
+        all_restarts = restarts  # includes those after the end of the episode
         for _ in range(MAX_EPISODE_STEPS):
             if not alive.any():
                 break
@@ -124,12 +129,12 @@ def evaluate_episodes(
             world.heartbeat()
             new_restarts = torch.tensor(env.restarts, device=obs.device) - all_restarts
             all_restarts = all_restarts + new_restarts
-            again = alive & (new_restarts > 0)
+            repeated = alive & (new_restarts > 0)
             restarts = restarts + new_restarts * alive
-            total = (total + info.get("raw_rewards", rewards) * alive) * ~again
-            length = (length + alive) * ~again
+            total = (total + info.get("raw_rewards", rewards) * alive) * ~repeated
+            length = (length + alive) * ~repeated
             start = terminated | truncated
-            alive = alive & (~start | again)
+            alive = alive & (~start | repeated)
         local_rows = torch.stack([total, length, restarts], dim=1).tolist()
         env.close()
     return np.array([row for rows in all_gather_json(local_rows, world) for row in rows])
@@ -161,7 +166,7 @@ def episode_figures(
 def validate(
     task: GymTask, config: RunConfig, world: World, policy: Policy, normalizer: Normalizer
 ) -> dict[str, float]:
-    """Return the `valid/` figures of a training."""
+    """Return the figures of validation in a training, named valid/..."""
     controller = PolicyController(policy, normalizer)
     figures = episode_figures(task, config, controller, world, VALIDATION_STREAM)
     return {f"valid/{name}": value for name, value in figures.items()}
@@ -170,7 +175,7 @@ def validate(
 def compare_on_episodes(
     task: GymTask, config: RunConfig, agents: dict[str, PolicyController], world: World
 ) -> tuple[dict[str, dict[str, float]], str]:
-    """Return the figures of agents over the same episodes, and a line about each."""
+    """Evaluate agents over the same episodes; return figures and lines of text."""
     figures = {name: episode_figures(task, config, agents[name], world) for name in agents}
     line = (
         "{}: {episodes:.0f} episodes without noise: mean return {return:.2f} (sd {return_std:.2f}, "

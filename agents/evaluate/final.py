@@ -1,4 +1,4 @@
-"""Evaluate at the end of a training, and write its summary."""
+"""Evaluate the policy at the end of a training, and write summary.json."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def evaluate_and_finish(
 ) -> int:
     """Evaluate the trained policy, write the result, and return the exit code.
 
-    Everything is saved already: a signal simply ends this.
+    The training is already saved, so a stop signal ends this immediately.
     """
 
     def evaluate() -> None:
         if isinstance(task, GymTask):
             summary, text = evaluate_last_and_best(config, task, training, run_dir)
         else:
-            from agents.evaluate.markets import report  # pandas, 0.4 s
+            from agents.evaluate.markets import report  # start-up: 0.4 s of pandas
 
             picture = path_to_write(run_dir, "plots/equity.png")
             agents = {"policy": PolicyController(training.policy, training.normalizers.obs)}
@@ -50,7 +50,7 @@ def evaluate_and_finish(
 def evaluate_last_and_best(
     config: RunConfig, task: GymTask, training: Training, run_dir: Path
 ) -> tuple[dict[str, Any], str]:
-    """Evaluate the last policy in whole episodes, and best.pt if it differs."""
+    """Evaluate the last policy and, if it is another one, that of best.pt."""
     agents = {"test": PolicyController(training.policy, training.normalizers.obs)}
     best = load_best(training, run_dir)
     if best and best.iteration != training.iteration:
@@ -62,7 +62,7 @@ def evaluate_last_and_best(
 
 
 def load_best(training: Training, run_dir: Path) -> LoadedAgent | None:
-    """Load best.pt on every rank; None: it is missing or damaged. All ranks call."""
+    """Load best.pt on every rank, or on none if it is missing or damaged."""
     world, directory = training.world, RunDir(run_dir)
     path = directory.checkpoints / BEST_FILE
     offers = all_gather_json(str(path) if path.exists() else "", world)
@@ -78,7 +78,7 @@ def load_best(training: Training, run_dir: Path) -> LoadedAgent | None:
 
 def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, text: str) -> None:
     """Draw the learning curve, write summary.json, and print the result."""
-    from agents.evaluate.pictures import plot_learning_curve  # matplotlib: half a second
+    from agents.evaluate.pictures import plot_learning_curve  # start-up: 0.5 s of matplotlib
 
     directory = RunDir(run_dir)
     simulated = config.task.is_trading and config.data.data == "simulated"

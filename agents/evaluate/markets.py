@@ -1,4 +1,4 @@
-"""Run policies and rules over whole markets, and compare them with equal weight."""
+"""Run policies and rules over markets, and compare them with equal weight."""
 
 from __future__ import annotations
 
@@ -25,31 +25,32 @@ from rl_dist.process_group.world import World
 
 TRADING_DAYS = 252  # per year
 MIN_ANNUAL_DAYS = 60  # figures of a shorter span are not scaled to a year
-BLOCK_DAYS = 21  # of the block bootstrap: about a month, longer than volatility's short memory
+BLOCK_DAYS = 21  # of the block bootstrap: a month, in which most of volatility's memory fades
 RESAMPLES = 2000
 NO_RISK = 1e-12  # a smaller deviation of returns is rounding noise
-EQUAL_WEIGHT = "equal weight"  # bought on the first day: the baseline of every comparison
+EQUAL_WEIGHT = "equal weight"  # bought on the first day, the baseline of all comparisons
 ZEROED = "ablation: policy, state zeroed"
 AGAINST = "against_equal_weight"
-ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # figures of a day
-STOCKS = {"weights": "weight", "trades_usd": "usd"}  # of each stock: figure and column of the file
-COLUMNS = (  # of the printed table: figures without a unit, then those of money
+ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # figures of each day
+STOCKS = {"weights": "weight", "trades_usd": "usd"}  # figures of each stock, and their columns
+COLUMNS = (  # of the printed table; only the first five are shown for simulated markets
     "gap_closed", "sharpe", "max_drawdown", "turnover", "exposure",
     "cumulative_return", "annual_return", "annual_volatility", "fees_usd",
 )  # fmt: skip
 SIMULATED = "memory benchmark: SIMULATED markets never trained on"
 SPANS = {
-    "train": "training span, in sample: the policy has learned from these days",
-    "valid": "validation span: choose on these days",
+    "train": "training span, in sample: the policy was trained on these days",
+    "valid": "validation span: make choices on these days",
     "test": "test span",
 }
 NO_VALIDATION = (
-    "\nThere is no validation span: all figures are of days that the policy has learned. Give "
-    "--test_start alone, and a fifth of the days before it validates; or --valid_start."
+    "\nThere is no validation span: the policy was trained on all these days. For a validation "
+    "span, train with --valid_start, or with --test_start alone, which takes a fifth of the days "
+    "before it."
 )
 
-# One pass over M markets of D + 1 days: "values" [M, D+1] of the portfolio in USD, ACCOUNTS [M, D],
-# and for policies STOCKS [M, D, n].
+# One pass over M markets of D + 1 days: "values" of the portfolio in USD [M, D+1], ACCOUNTS
+# [M, D], and for policies STOCKS [M, D, n].
 Record = dict[str, np.ndarray]
 
 
@@ -57,7 +58,7 @@ Record = dict[str, np.ndarray]
 
 
 def run_markets(env: Any, controller: Controller, world: World) -> Record:
-    """Make one pass over all markets; a ruined portfolio keeps its last value."""
+    """Trade once over all markets; a ruined portfolio keeps its last value."""
     obs, _ = env.reset(seed=[0] * env.num_envs)
     start = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     alive = start.clone()
@@ -83,14 +84,14 @@ def evaluate_markets(
     traders: dict[str, Controller],
     world: World,
 ) -> dict[str, Record]:
-    """Let every trader make a pass over all markets.
+    """Let every trader trade once over all markets, which all ranks share.
 
-    The ranks divide the markets among themselves. Returns the records of all M markets, in order,
-    the same on every rank.
+    Returns:
+        The records of all M markets in order, on every rank.
     """
     local_markets = [markets[index] for index in shard(len(markets), world)]
 
-    @cache  # traders share an environment: its tables cost more than a pass
+    @cache  # traders share an environment, because making its tables takes longer than a pass
     def make_env(held: bool) -> Any:
         return task.evaluation_env(local_markets, span, held=held, device=world.device)
 
@@ -108,7 +109,7 @@ def evaluate_markets(
 def market_validation(
     task: TradingTask, world: World
 ) -> Callable[[Policy, Normalizer], dict[str, float]] | None:
-    """Return the source of `valid/` figures in a training; None without such days."""
+    """Return the function that validates a policy; None: no validation span."""
     span = task.spans.valid
     if span is None:
         return None
@@ -132,12 +133,15 @@ def market_validation(
 
 
 def period_days(num_days: int) -> int:
-    """Return the days that figures are scaled to: a year, or a short span itself."""
+    """Return the days of a year, or of the whole span if it is too short."""
     return TRADING_DAYS if num_days >= MIN_ANNUAL_DAYS else num_days
 
 
 def sharpe_ratio(returns: np.ndarray) -> np.ndarray:
-    """Return the Sharpe ratio of a period (risk-free rate 0); 0 without risk."""
+    """Return Sharpe ratios per period of daily returns along the last axis.
+
+    The risk-free rate is 0. Without risk, the ratio is 0.
+    """
     days = period_days(returns.shape[-1])
     return _ratio(returns.mean(-1) * np.sqrt(days), _deviation(returns))
 
@@ -151,7 +155,7 @@ def _deviation(returns: np.ndarray) -> np.ndarray:
 
 
 def annual_growth(returns: np.ndarray) -> np.ndarray:
-    """Return the compound return per period of daily returns along the last axis."""
+    """Return compound returns per period of daily returns along the last axis."""
     growth = np.maximum(np.prod(1.0 + returns, axis=-1), 0.0)
     num_days = returns.shape[-1]
     return growth ** (period_days(num_days) / num_days) - 1.0
@@ -163,10 +167,9 @@ def daily_returns(record: Record) -> np.ndarray:
 
 
 def performance(record: Record) -> dict[str, np.ndarray]:
-    """Return figures of each market, each [M].
+    """Return the figures of each market, each [M].
 
-    Turnover is per period, relative to the mean value. A period is a year, or the whole span if it
-    is too short to be annualised.
+    Turnover is per period (see `period_days`) and relative to the mean value.
     """
     values, returns = record["values"], daily_returns(record)
     growth = values[:, -1] / values[:, 0]
@@ -189,10 +192,12 @@ def performance(record: Record) -> dict[str, np.ndarray]:
 
 
 def difference(record: Record, baseline: Record, name: str) -> list[float]:
-    """Return the difference of a figure to the baseline and its 95 % interval.
+    """Return how much a figure exceeds the baseline's, and its 95 % interval.
 
-    The interval is given by its two ends. Several markets are independent samples. On one market,
-    blocks of days are resampled. Source: circular block bootstrap, Politis and Romano (1992).
+    Several markets are independent samples. On one market, blocks of days are resampled.
+
+    Returns: the difference, and the lower and upper end of the interval.
+    Source: circular block bootstrap, Politis and Romano (1992).
     """
     if len(record["values"]) > 1:
         samples = performance(record)[name] - performance(baseline)[name]
@@ -208,7 +213,7 @@ def difference(record: Record, baseline: Record, name: str) -> list[float]:
 
 
 def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
-    """Return mean figures of records, and intervals against equal weight."""
+    """Return the mean figures of records, and differences from equal weight."""
     policies: dict[str, dict[str, Any]] = {}
     for name, record in records.items():
         policies[name] = {key: float(value.mean()) for key, value in performance(record).items()}
@@ -218,7 +223,7 @@ def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
                 for figure in ("sharpe", "annual_return")
             }
 
-    # share of the gap to the reference that each closes, if there is a gap beyond chance
+    # share of the gap to the reference that each trader closes, if the gap is not just chance
     if best := policies.get("reference"):
         sharpe = policies[EQUAL_WEIGHT]["sharpe"]
         gap = best["sharpe"] - sharpe
@@ -228,7 +233,7 @@ def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
     return {
         "markets": len(records[EQUAL_WEIGHT]["values"]),
         "days": [str(dates[0]), str(dates[-1])],
-        "num_days": len(dates) - 1,  # with a return
+        "num_days": len(dates) - 1,  # days with a return
         "ablation": {name: policies.pop(name) for name in {ZEROED} & policies.keys()},
         "policies": policies,
     }
@@ -247,17 +252,21 @@ def report(
     open_test: bool = False,
     num_worlds: int | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """Compare agents on the open spans; return summaries and a text with tables.
+    """Compare agents on the open spans; return a summary of each span and a text.
 
-    Writes the daily figures of every span, and the equity curves of the last one. A cascade named
-    "policy" also runs without its memory.
+    The daily figures of every span and the equity curves of the last one are written to files. The
+    agent "policy" is also evaluated without its memory, if it is a cascade.
+
+    Args:
+        picture: file for the equity curves.
+        open_test: evaluate real prices on the test span, and no other.
+        num_worlds: simulated markets to evaluate on; None: the usual number.
     """
     simulated = task.real is None
     spans = {name: span for name, span in vars(task.spans).items() if span and name != "test"}
     if simulated or open_test:
         spans = {"test": task.spans.test}
     markets = task.markets("test", num_worlds)
-    # policies and rules that trade every day, as in training
     traders: dict[str, Controller] = {**agents}
     if agents["policy"].policy.config.policy == "clstm":
         traders[ZEROED] = replace(agents["policy"], zero_state=True)
@@ -273,19 +282,18 @@ def report(
         dates = markets[0].dates[span.first : span.last + 1]
         records = evaluate_markets(task, markets, span, traders, world)
         summaries[name] = summarize(records, dates)
-        text += (
-            f"{SIMULATED if simulated else SPANS[name]}\n{text_table(summaries[name], simulated)}\n"
-        )
-        records.pop(ZEROED, None)  # an ablation is no strategy
+        title = SIMULATED if simulated else SPANS[name]
+        text += f"{title}\n{text_table(summaries[name], simulated)}\n\n"
+        records.pop(ZEROED, None)  # files hold no ablation
         if world.is_main_process:
-            from agents.evaluate.pictures import plot_equity  # matplotlib: half a second
+            from agents.evaluate.pictures import plot_equity  # start-up: 0.5 s of matplotlib
 
             write_daily(path, records, markets, dates)
             plot_equity(records, dates, picture, name, simulated)
     text += (
         "[95 % interval] over markets, or over resampled blocks of days of one market\n"
-        "risk-free rate 0, no interest on cash; turnover: purchases plus sales (two-sided) a year, "
-        f"by the mean value; costs: {task.trading.fee_bps:g} bps of every purchase and sale; "
+        "risk-free rate and interest on cash: 0; turnover: purchases and sales a year, relative to "
+        f"the mean value; costs: {task.trading.fee_bps:g} bps of every purchase and sale; "
         f"fills: whole shares at the {task.trading.execution.replace('_', ' ')}\n"
         f"daily figures: {run_dir / 'evaluation'}\nequity curves: {picture}"
     )
@@ -297,12 +305,12 @@ def report(
 
 
 def text_table(summary: dict[str, Any], simulated: bool) -> str:
-    """Return the summary of a span as a table."""
+    """Return the summary of a span as a table for people."""
     entries = summary["policies"] | summary["ablation"]
-    # simulated returns are planted, so none of them is shown
+    # returns on simulated markets are planted, so the table does not show them
     columns = COLUMNS[:5] if simulated else COLUMNS[1:]
-    table = pd.DataFrame.from_dict(entries, orient="index").reindex(columns=[*columns, AGAINST])
-    table[AGAINST] = [
+    table = pd.DataFrame.from_dict(entries, orient="index").reindex(columns=columns)
+    table["Sharpe above equal weight"] = [
         "{:+.2f} [{:+.2f}, {:+.2f}]".format(*entry[AGAINST]["sharpe"]) if AGAINST in entry else "-"
         for entry in entries.values()
     ]
@@ -318,9 +326,9 @@ def write_daily(
     markets: Sequence[Market],
     dates: np.ndarray,  # [D + 1] of the values
 ) -> None:
-    """Write one row per strategy, market and date, from the second date on.
+    """Write a CSV row for each strategy, market and date, without the first date.
 
-    docs/data.md explains the columns.
+    docs/data.md describes the columns.
     """
     names = [market.name for market in markets]
     index = pd.MultiIndex.from_product([names, dates[1:]], names=["market", "date"])
@@ -330,7 +338,7 @@ def write_daily(
         for figure, heading in STOCKS.items():
             if figure in record:
                 columns = [f"{heading}:{ticker}" for ticker in markets[0].tickers]
-                # adding 0 turns -0 into 0
+                # adding 0.0 turns -0.0 into 0.0
                 tables[name][columns] = record[figure].reshape(len(index), -1) + 0.0
     text = pd.concat(tables, names=["strategy"]).to_csv(float_format="%.8g")
     path.parent.mkdir(parents=True, exist_ok=True)

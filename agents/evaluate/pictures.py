@@ -1,4 +1,4 @@
-"""Draw learning curves, equity curves, and an episode as an animated GIF."""
+"""Draw learning curves, equity curves and an episode."""
 
 from __future__ import annotations
 
@@ -23,19 +23,17 @@ from rl_dist.process_group.world import World
 from rl_dist.run_dir import RunDir
 
 CURVES = ("episode/return", "valid/return", "valid/sharpe")
-MAX_FRAMES = 2000  # later steps of a longer episode are not drawn
-MAX_SIDE = 400  # pixels: larger pictures are scaled down
-FRAME_MS = 33
+MAX_FRAMES = 2000  # longer episodes are drawn up to this step
+MAX_SIDE = 400  # pixels; larger pictures are scaled down
+FRAME_MS = 33  # how long a picture is shown
 
 
 def plot_learning_curve(directory: RunDir, title: str, simulated: bool) -> None:
-    """Draw the return of training and the figures of validation over steps."""
+    """Draw returns of training and figures of validation over environment steps."""
+    records = directory.records()
     curves: dict[str, np.ndarray] = {}  # steps and values, each [2, n]
     for name in CURVES:
-        points = [
-            (r["global_step"], r[name]) for r in directory.records() if r.get(name) is not None
-        ]
-        if points:
+        if points := [(r["global_step"], r[name]) for r in records if r.get(name) is not None]:
             curves[name] = np.transpose(points)
     num_panels = max(len(curves), 1)
     figure, axes = plt.subplots(num_panels, sharex=True, squeeze=False, layout="constrained")
@@ -54,14 +52,14 @@ def plot_equity(
     span: str,
     simulated: bool,
 ) -> None:
-    """Draw median portfolio values over markets, and the middle half of the markets."""
+    """Draw the median and the quartiles of portfolio values over all markets."""
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     for name, record in records.items():
         growth = record["values"] / record["values"][:, :1]
         low, median, high = np.quantile(growth, [0.25, 0.5, 0.75], axis=0)
         axis.plot(dates, median, label=name)
         axis.fill_between(dates, low, high, alpha=0.15)
-    axis.set(title=f"{span}: {dates[0]} to {dates[-1]}", ylabel="value / initial cash, median")
+    axis.set(title=f"{span}: {dates[0]} to {dates[-1]}", ylabel="value / initial cash")
     axis.legend(loc="upper left")
     figure.autofmt_xdate()
     _save(figure, path, simulated)
@@ -71,21 +69,18 @@ def _save(figure: Any, path: Path, simulated: bool) -> None:
     for axis in figure.axes:
         axis.grid()
     if simulated:
-        figure.text(0.97, 0.15, "SIMULATED", fontsize=20, color="#c0392b", alpha=0.45, ha="right")
+        figure.text(0.6, 0.2, "SIMULATED", fontsize=20, alpha=0.4)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     plt.close(figure)
 
 
-# ---- films
-
-
 def film(agent: PolicyController, task: GymTask, folder: Path, seed: int, world: World) -> None:
-    """Write the first episode of an evaluation as episode_0.gif."""
+    """Draw the first episode of an evaluation into episode_0.gif."""
     kwargs = json.dumps(task.config.kwargs() | {"render_mode": "rgb_array"})
     options: dict[str, Any] = {"vectorization": "sync", "env_workers": 0, "env_restarts": 0}
     drawn_task = replace(task, config=replace(task.config, env_kwargs=kwargs, **options))
-    policy = replace(agent)  # with a state of its own
+    policy = replace(agent)  # keeps another state than the agent
     frames: list[Image.Image] = []
 
     def draw_and_act(env: Any, obs: Tensor, episode_start: Tensor) -> Tensor:
@@ -97,12 +92,12 @@ def film(agent: PolicyController, task: GymTask, folder: Path, seed: int, world:
 
     try:
         evaluate_episodes(drawn_task, draw_and_act, 1, seed, world)
-    except Exception as error:  # environments are foreign code
+    except Exception as error:  # the code of an environment may raise anything
         env_id = task.config.env
         raise UserError(
             f"--video: {env_id} has no rgb_array to render: {one_line(error)}"
         ) from error
-    if frames:  # on the rank that had the episode
+    if frames:  # only the rank that ran the episode has any
         folder.mkdir(parents=True, exist_ok=True)
         frames[0].save(
             folder / "episode_0.gif",

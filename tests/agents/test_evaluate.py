@@ -216,7 +216,7 @@ REFUSED = [
     ("fading", "--compare {}/csv", "trained on observations of parts"),
     ("csv", "--num_gpus 0", "num_gpus"),
     ("nothing", "", "/nothing"),
-    ("five.csv", "", "no checkpoint"),
+    ("five.csv", "", "/five.csv"),
     ("fading", "--video {}/films", "render"),
     ("nan.pt", "--env FadingNan-v0", "FadingNan-v0 number 0 at its step 2"),
 ]
