@@ -34,12 +34,11 @@ from rl_dist.telemetry.loggers import named_loggers
 if TYPE_CHECKING:  # other tasks do without pandas and talib
     from envs.trading.task import TradingTask
 
-AUTO = 0  # batch_size: measured by the ranks when a run begins
-SMALL_NETWORK = 10_000_000  # steps of a minibatch * hidden_size squared
+AUTO = 0  # value of batch_size: the ranks measure the best one when a run begins
+SMALL_NETWORK = 10_000_000  # limit of a minibatch's steps * hidden_size squared
 
-
-# The defaults of a kind of task. Sizes, rates and epochs were tuned, see docs/LOG.md; rewards that
-# credit a trade immediately need neither a long horizon nor long traces.
+# Defaults for each kind of task. Sizes, rates and epochs were tuned, see docs/LOG.md. In trading
+# the reward follows a trade immediately, so a short horizon and short traces are enough.
 _SMALL = {
     "total_steps": 200_000,
     "batch_size": 8,
@@ -90,17 +89,17 @@ class TrainConfig:
     """Length and sizes of a training, and the checkpoints that it keeps."""
 
     num_episodes: int = Field(5000, ge=1, le=10**12)
-    """Training episodes, total over all ranks."""
+    """Stop after this many training episodes of all ranks."""
     total_steps: int = Field(0, ge=0, le=10**15)
-    """Stop after this many environment steps of all ranks instead; 0: by episodes."""
+    """Stop after this many environment steps of all ranks instead; 0: after num_episodes."""
     batch_size: Annotated[int, or_auto(AUTO)] = Field(128, ge=AUTO, le=10**7)
-    """Sequences per minibatch, each bptt_steps = 32 steps long: 128 means 4,096 steps; auto or 0:
-    the fastest that fits, measured at the start."""
+    """Sequences per minibatch, each bptt_steps long: 128 sequences of 32 steps are 4,096 steps;
+    auto or 0: the fastest size that fits, measured at the start."""
     grad_accumulation: int = Field(1, ge=1, le=10**6)
     """Minibatches whose gradients add up to one optimizer step: the effect of a batch_size this
     many times larger, in less memory."""
     num_envs: int = Field(0, ge=0, le=10**7)
-    """Environments that run side by side; 0: as many as make two minibatches per epoch,
+    """Environments that run side by side; 0: enough for two minibatches per epoch, which is
     2 * batch_size * bptt_steps / num_steps."""
     num_steps: int = Field(128, ge=1, le=10**6)
     """Steps of each environment in a rollout; a multiple of bptt_steps."""
@@ -145,25 +144,28 @@ class TrainConfig:
     """Compare the parameters of all ranks after this many iterations and before every save; 0: only
     before a save."""
     collective_timeout: float = Field(600.0, ge=1, le=80_000)
-    """End the run, and name the place, when a rank makes no progress for this many seconds: while
-    others wait for it, or in one call of an environment, callback, core or logger, or one write of
-    a checkpoint, also on one rank alone."""
+    """End the run if a rank makes no progress for this many seconds: while other ranks wait for it,
+    in one call of an environment, callback, core or logger, or while it writes a checkpoint. The
+    error names the rank and the place."""
     startup_timeout: float = Field(600.0, ge=1, le=80_000)
-    """The same until the first rollout: for ranks to meet, connect and build environments."""
+    """The same limit until the first rollout, while ranks meet, connect and build environments."""
     loggers: Text = ""
-    """Log to these besides TensorBoard, by comma: wandb, mlflow (pip install 'clstm-ppo[wandb]').
-    Their own variables, such as WANDB_MODE and MLFLOW_TRACKING_URI, are obeyed."""
+    """Loggers besides TensorBoard, separated by commas: wandb, mlflow (pip install
+    'clstm-ppo[wandb]'). Their variables, such as WANDB_MODE and MLFLOW_TRACKING_URI, are
+    respected."""
     monitor_every: float = Field(1.0, ge=0, le=86_400)
     """Seconds between samples of each rank's use of GPU, CPU and memory; 0: off."""
     profile: bool = False
-    """Measure where the time of a few iterations goes, in RUN_DIR/profile."""
+    """Measure where the time of a few iterations goes; the report is in RUN_DIR/profile."""
 
-    chosen_preset: Text = ""  # no flag
+    chosen_preset: Text = ""  # recorded by the run; no flag
 
     def __post_init__(self) -> None:
         named_loggers(self.loggers)
         if self.pretrained and (self.init_from or not self.normalize_obs):
-            raise ValueError("pretrained needs normalize_obs, and replaces init_from: omit one")
+            raise ValueError(
+                "pretrained needs normalize_obs and excludes init_from: omit one of them"
+            )
         try:
             _ = self.stop
         except ValueError:
@@ -180,7 +182,7 @@ class TrainConfig:
 
     @property
     def stop(self) -> tuple[str, float]:
-        """Return the metric of stop_at and the value that ends the run; ("", 0): neither."""
+        """Return the metric of stop_at and its value; ("", 0) if it is not given."""
         name, _, value = (self.stop_at or " 0").partition(" ")
         return name, float(value)
 
@@ -191,18 +193,18 @@ class TrainConfig:
 
     @property
     def sequences_per_step(self) -> int:
-        """Return the sequences of one gradient step, in the unit of the flags."""
+        """Return the sequences of one gradient step; per rank with weak scaling."""
         return self.batch_size * self.grad_accumulation
 
     @property
     def named_metrics(self) -> dict[str, str]:
-        """Return the metric named in each flag that names one."""
+        """Return the metrics that flags name, by flag."""
         named = {"stop_at": self.stop[0], "keep_best": self.keep_best}
         return {flag: name for flag, name in named.items() if name not in ("", "auto", "off")}
 
     @property
     def best_metrics(self) -> tuple[str, ...]:
-        """Return candidate metrics of best.pt; the first that a run reports is used."""
+        """Return the metrics that may choose best.pt; the run uses the first it has."""
         return {"auto": ("valid/sharpe", "valid/return"), "off": ()}.get(
             self.keep_best, (self.keep_best,)
         )
@@ -210,7 +212,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that defines a run, nested by owner; config.json holds it."""
+    """All settings of a run, by section; config.json holds them."""
 
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -227,7 +229,7 @@ class RunConfig:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Return all values by the names of flags."""
+        """Return the values of all sections, by flag."""
         return {name: v for section in vars(self).values() for name, v in vars(section).items()}
 
     def changed(self, values: Mapping[str, Any]) -> RunConfig:
@@ -235,27 +237,39 @@ class RunConfig:
         return RunConfig(**changed(vars(self), values))
 
     def idle_flags(self) -> list[str]:
-        """Return the flags that do nothing beside the others."""
-        return [name for name, needs in NEEDS.items() if not needs(self)]
+        """Return the flags that have no effect beside the others."""
+        launch, is_trading = self.launch, self.task.is_trading
+        on_markets = is_trading and self.data.data == "simulated"
+        has_shards = launch.strategy in ("hybrid", "auto") and launch.hybrid_form == "shard"
+        groups = (  # whether flags have an effect, and these flags
+            (not is_trading, [name for name in vars(self.task) if name != "env"]),
+            (is_trading, [*vars(self.data), *vars(self.trading)]),
+            (on_markets, vars(self.market)),
+            (not self.train.total_steps, ["num_episodes"]),
+            (not self.policy.stateless, ["refresh_states"]),
+            (launch.strategy == "hybrid", ["hybrid_form"]),
+            (has_shards, ["shard_size"]),
+        )
+        return [name for has_effect, names in groups if not has_effect for name in names]
 
     def without_idle(self) -> RunConfig:
-        """Return the configuration with the defaults of flags that do nothing."""
+        """Return the configuration with flags that have no effect at their defaults."""
         return self.changed({name: DEFAULTS[name] for name in self.idle_flags()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what files hold of it."""
+        """Return the values that files hold, by section and name."""
         return saved_form(self)
 
     @staticmethod
     def from_dict(saved: Any) -> RunConfig:
-        """Invert `to_dict`, but for what is not stored; see `read_sections`."""
+        """Return the configuration that `to_dict` has described."""
         return RunConfig(**read_sections(SECTIONS, saved))
 
     def prepare_task(self, heartbeat: Callable[[], None] = lambda: None) -> TradingTask | GymTask:
         """Return the markets and spans of the trading task, or the Gymnasium task.
 
         Args:
-            heartbeat: called while its environments make progress.
+            heartbeat: called while environments of Gymnasium make progress.
         """
         if not self.task.is_trading:
             return GymTask(self.task, end_rank, heartbeat)
@@ -267,39 +281,23 @@ class RunConfig:
 SECTIONS: dict[str, Any] = vars(RunConfig())
 DEFAULTS = RunConfig().values
 OWNERS = {name: heading for heading, section in SECTIONS.items() for name in vars(section)}
-_TASK = vars(TaskConfig()).keys() - {"env"}
-_TRADING = vars(DataConfig()).keys() | vars(TradingConfig()).keys()
-NEEDS: dict[str, Callable[[RunConfig], bool]] = {  # what a flag needs to have an effect
-    **dict.fromkeys(sorted(_TASK), lambda config: not config.task.is_trading),
-    **dict.fromkeys(sorted(_TRADING), lambda config: config.task.is_trading),
-    **dict.fromkeys(
-        vars(SimulatedMarketConfig()),
-        lambda config: config.task.is_trading and config.data.data == "simulated",
-    ),
-    "num_episodes": lambda config: not config.train.total_steps,
-    "refresh_states": lambda config: not config.policy.stateless,
-    "hybrid_form": lambda config: config.launch.strategy == "hybrid",
-    "shard_size": lambda config: (
-        config.launch.strategy in ("hybrid", "auto") and config.launch.hybrid_form == "shard"
-    ),
-}
 
 
 def with_threads(config: RunConfig) -> RunConfig:
     """Return the configuration, with one thread if its network is small.
 
-    Threads that the user gave stay. Below some 10 million multiplications for each gate and pass
-    one thread is as fast as two, and much faster beside other programs: docs/performance.md.
+    A number that the user gave stays. Below some 10 million multiplications per gate and pass, one
+    thread is as fast as two, and much faster beside other programs: docs/performance.md.
     """
     train = config.train
-    steps = train.batch_size * train.bptt_steps  # of a minibatch; 0 if measured later
+    steps = train.batch_size * train.bptt_steps  # in a minibatch; 0: measured later
     if config.launch.threads or not 0 < steps * config.policy.hidden_size**2 < SMALL_NETWORK:
         return config
     return replace(config, launch=replace(config.launch, threads=1))
 
 
 def data_digest(config: DataConfig) -> str:
-    """Return a digest by which a changed price file is noticed; "": no file."""
+    """Return a digest of the file of prices, which shows that it has changed."""
     if config.data == "simulated":
         return ""
     content = read_plain(Path(config.data).expanduser(), most=None)
@@ -307,7 +305,7 @@ def data_digest(config: DataConfig) -> str:
 
 
 def probe(task: TradingTask | GymTask) -> TorchEnv:
-    """Make the smallest environment of a task and close it; its spaces can be read."""
+    """Return the smallest environment of a task, closed: only its spaces are read."""
     if isinstance(task, GymTask):
         env = task.probe_env()
     else:

@@ -1,12 +1,12 @@
-"""Flags from frozen pydantic dataclasses, and one line for every error.
+"""Make flags from frozen pydantic dataclasses, with one line for every error.
 
     @configuration
     class Sizes:
         batch_size: int = Field(128, ge=1, le=10**7)
         '''Sequences per minibatch.'''
 
-The string below a field is its help. A field without one is no flag: a run records it itself. A
-field with `exclude=True` stands in no file.
+The string below a field is its help. A field without such a string is no flag: a run records its
+value by itself. A field with `exclude=True` is not written to files.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from rl_dist.errors import CommandParser, UserError, did_you_mean
 __all__ = ["Field", "Text", "configuration", "or_auto", "parse_flags"]
 
 T = TypeVar("T")
-# Text without control characters and without bytes that are not UTF-8.
+# Text without control characters and surrogates (bytes of a command line that are not UTF-8).
 Text = Annotated[str, StringConstraints(pattern="^[\t\n\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]*$")]
 _RULES = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-_PROBLEMS = {  # clearer messages, by pydantic's name of the error
+_PROBLEMS = {  # messages that are clearer than pydantic's, by its name of the error
     "string_pattern_mismatch": "must be text without control characters",
     "unexpected_keyword_argument": "is no setting",
 }
 
 
 def or_auto(value: int) -> BeforeValidator:
-    """Mark a whole number for which users may write auto."""
+    """Let users write auto for this value of a whole number."""
     return BeforeValidator(lambda given: value if given == "auto" else given)
 
 
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True)
 def configuration(cls: type[T]) -> type[T]:
-    """Make a class a frozen dataclass with checked values.
+    """Turn a class into a frozen dataclass that checks its values.
 
     A bad value raises a ValueError of one line, also in `dataclasses.replace`.
     """
@@ -67,7 +67,7 @@ def configuration(cls: type[T]) -> type[T]:
 
 
 def _one_line(error: ValidationError) -> ValueError:
-    """Return the first error: the field, what it must be, and the value."""
+    """Return the first error as one line with field, rule and value."""
     first = error.errors(include_url=False)[0]
     if "error" in first.get("ctx", {}):  # raised by __post_init__
         return first["ctx"]["error"]
@@ -83,7 +83,7 @@ def fields_of(section: Any) -> dict[str, FieldInfo]:
 
 
 def changed(sections: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections with other values, by the names of fields."""
+    """Return the sections with some values replaced, by the names of fields."""
     return {
         heading: dataclasses.replace(
             section, **{name: values[name] for name in values.keys() & vars(section).keys()}
@@ -93,7 +93,7 @@ def changed(sections: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
 
 
 def allowed(field: FieldInfo) -> str:
-    """Return the range or choices of a field as text."""
+    """Return the values that a field may have as text."""
     limits = [getattr(m, side) for m in field.metadata for side in ("ge", "le") if hasattr(m, side)]
     kinds: dict[Any, str] = {bool: "on or off", int: "whole number", float: "number"}
     choices = typing.get_args(field.annotation)
@@ -109,9 +109,9 @@ def shown(value: Any) -> str:
 class ParsedFlags:
     """A parsed command line."""
 
-    given: dict[str, str]  # the text of flags that belong to a section, by name
-    configs: dict[str, Any]
-    extra: argparse.Namespace  # values of the flags that `extra` added
+    given: dict[str, str]  # text of the flags on the command line, without those of `extra`
+    configs: dict[str, Any]  # sections with these values, by heading
+    extra: argparse.Namespace  # values of the arguments that `extra` added
 
 
 def parse_flags(
@@ -124,13 +124,15 @@ def parse_flags(
     prog: str | None = None,
     main: Set[str] = frozenset(),
 ) -> ParsedFlags:
-    """Parse a command line; bad input prints one line and exits with 2.
+    """Parse a command line; bad input prints one line and exits with code 2.
 
     Args:
-        sections: instances of configurations by heading; their values are the defaults.
-        argv: without the program's name; None: that of this process.
-        extra: adds further flags to the parser, first in --help and returned in `.extra`.
-        prog: the command's name in --help; by default the script's.
+        sections: configurations by heading; their values are the defaults.
+        argv: words after the program's name; None: those of this process.
+        description: first text of --help.
+        epilog: last text of --help.
+        extra: adds further arguments to the parser.
+        prog: name of the command in --help; None: that of the script.
         main: flags that --help shows, while --help_all shows all; empty: --help shows all.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -162,7 +164,7 @@ def parse_flags(
 
 
 def _add_flag(group: Any, name: str, field: FieldInfo, text: str) -> None:
-    """Add a flag to a parser, which collects its value as text."""
+    """Add a flag to a group of the parser; its value stays text."""
     choices = typing.get_args(field.annotation)
     options: dict[str, Any] = {"metavar": "{" + ",".join(choices) + "}" if choices else "X"}
     if field.annotation is bool:  # --x is --x=true
@@ -174,9 +176,11 @@ def _add_flag(group: Any, name: str, field: FieldInfo, text: str) -> None:
 
 
 def _digits(text: str) -> str:
-    """Return a whole number such as 1e6 in digits, other text as it is."""
-    with suppress(ValueError, OverflowError):
-        return text if text.isdigit() or not float(text).is_integer() else str(int(float(text)))
+    """Return a whole number such as 1e6 in digits, and other text unchanged."""
+    with suppress(ValueError):
+        number = float(text)
+        if number.is_integer() and not text.isdigit():
+            return str(int(number))
     return text
 
 
@@ -193,7 +197,7 @@ def _parse_known(parser: CommandParser, argv: list[str]) -> argparse.Namespace:
 
 
 def _canonical(word: str, flags: Mapping[str, Any]) -> str:
-    """Return a word with underscores in the name of its flag; --no-x is --x=false."""
+    """Return a word with underscores in its flag's name; --no-x becomes --x=false."""
     name, equals, value = word.partition("=")
     if not name.startswith("--"):
         return word
@@ -204,7 +208,7 @@ def _canonical(word: str, flags: Mapping[str, Any]) -> str:
 
 
 def saved_form(config: Any) -> dict[str, dict[str, Any]]:
-    """Return the values of a configuration that files hold, by section and name."""
+    """Return the values of a configuration that are written to files."""
     return {
         heading: {
             name: getattr(section, name)
@@ -216,10 +220,10 @@ def saved_form(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def read_sections(defaults: Mapping[str, Any], saved: Any) -> dict[str, Any]:
-    """Return the sections of `saved_form`; missing values are at their defaults.
+    """Return sections from what `saved_form` returned; missing values are defaults.
 
     Raises:
-        ValueError: it is no such form, or holds a value that this version refuses; one line.
+        ValueError: one line; it has another form, or a value that this version refuses.
     """
     sections = {}
     try:

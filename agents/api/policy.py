@@ -1,4 +1,4 @@
-"""Trained policies in use: observations in, actions out, without the environment."""
+"""Use trained policies without their environment: observations in, actions out."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from agents.run.saved import LoadedAgent, Which, load_agent
 from envs.vector.spaces import MASK_KEY, ActionDecoder, check_masks, flat_mask
 from rl_dist.errors import UserError, one_line
 
-# recurrent state [B, S, H], window before [B, n-1, F], action before as an input [B, n or 0]
+# recurrent state [B, S, H], earlier observations of the window [B, n-1, F], previous action as an
+# input [B, D], where D is 0 without --previous_action
 State = tuple[np.ndarray, ...]
 
 
 class LoadedPolicy:
-    """A trained policy; it keeps no state, which goes in and comes out of `predict`.
+    """A trained policy without state: the state goes in and comes out of `predict`.
 
-    Observations and actions are those of the environment it was trained in, whose spaces it brings.
+    Observations and actions are those of the environment it was trained in; it knows their spaces.
     """
 
     def __init__(self, agent: LoadedAgent, seed: int = 0) -> None:
@@ -32,10 +33,10 @@ class LoadedPolicy:
         self.observation_space, self.action_space = agent.spaces
         self._decode = ActionDecoder(self.action_space, "of this policy")
         self._encode = agent.encoder()
-        # without spaces of their own rows come whole
+        # Parts of a row that the observation lacks. Markets have none: their rows are complete.
         parts = agent.policy.layout.parts
-        own = len(self._encode.parts) if agent.spaces_json else len(parts)
-        self._extras = {part.name: part.size for part in parts[own:]}
+        num_observed = len(self._encode.parts) if agent.spaces_json else len(parts)
+        self._extras = {part.name: part.size for part in parts[num_observed:]}
         self._noise_seed = stream_seeds(seed, PREDICTION_STREAM, 0, 1)[0]
         self._num_drawn = 0
 
@@ -48,23 +49,23 @@ class LoadedPolicy:
         action_masks: Any = None,
         reward: np.ndarray | float = 0.0,
     ) -> tuple[Any, State]:
-        """Return the action for an observation, or for a batch, and the state after.
+        """Return the action for an observation or a batch, and the state after it.
 
-        The convention is that of sb3-contrib, so that sb3's `evaluate_policy` takes a policy.
+        The arguments are those of sb3-contrib, so that sb3's `evaluate_policy` accepts a policy.
 
         Args:
-            observation: one of `observation_space`, or a batch of them.
-            state: the state that the previous call returned; None: at the start.
-            episode_start: [B] bool, where to forget the state first; None: nowhere.
-            deterministic: the most likely action; else drawn at every call, from numbers that no
-                training draws. That is white noise, whatever --noise_color the policy had.
-            action_masks: for a policy trained with --info_mask, as its environment's info has it
-                (an array, or a tuple of arrays), or one for each observation of a batch; None: all
-                count as allowed, with a warning.
-            reward: [B] of the previous step, for a policy trained with --previous_reward.
+            observation: one element of `observation_space`, or a batch of them.
+            state: the state that the previous call returned; None at the start.
+            episode_start: [B] bool, True where an episode begins and the state is forgotten.
+            deterministic: True takes the most likely action, False draws one. The noise is white,
+                whatever --noise_color the training had, and differs from that of any training.
+            action_masks: for a policy trained with --info_mask: the mask in the environment's info
+                (an array, or a tuple of arrays), or a list of them for a batch. None allows all
+                actions, with a warning.
+            reward: [B] reward of the previous step, for a policy trained with --previous_reward.
 
         Raises:
-            UserError: an argument that does not fit, or holds NaN or infinity.
+            ValueError: an argument does not fit, or holds NaN or infinity.
         """
         rows, is_single = self._encoded(observation)  # [B, F]
         count = len(rows)
@@ -92,7 +93,7 @@ class LoadedPolicy:
     def _act(
         self, obs: Tensor, state: State, start: np.ndarray, deterministic: bool
     ) -> tuple[Any, State]:
-        """Return actions in the units of the environment, and the state after them."""
+        """Return actions in the environment's units, and the state after them."""
         policy = self.agent.policy
         like = policy.critic_head.weight
         lstm_state, history = (torch.as_tensor(part).to(like) for part in state[:2])
@@ -111,7 +112,7 @@ class LoadedPolicy:
         return self._decode(actions), after
 
     def _encoded(self, observation: Any) -> tuple[np.ndarray, bool]:
-        """Return an observation, or a batch, as rows [B, F], and whether it is a single one."""
+        """Return an observation or a batch as rows [B, F], and whether it is no batch."""
         first = self._encode.leaves[0]
         space = first.space
         try:
@@ -127,7 +128,7 @@ class LoadedPolicy:
             raise UserError(f"observation does not fit {text}: {why}") from None
 
     def _fitting(self, state: State | None, count: int) -> State:
-        """Return the state for `count` environments: zeros for None."""
+        """Return the state, which must fit `count` environments; zeros for None."""
         policy = self.agent.policy
         parts = policy.initial_state(count), policy.empty_history(count)
         inputs = np.zeros((count, self._extras.get("previous_action", 0)), np.float32)
@@ -143,7 +144,7 @@ class LoadedPolicy:
         return state
 
     def _masks(self, masks: Any, count: int) -> np.ndarray:
-        """Return masks in any form of training's as rows [B, choices]; None: all are allowed."""
+        """Return masks as rows [B, choices]; None allows all choices."""
         size = self._extras.get(MASK_KEY, 0)
         if masks is None:
             return np.ones((count, size))
@@ -165,13 +166,13 @@ def load_policy(
 
     Args:
         which: checkpoint of a run directory, best or last; "": the best if there is one.
-        device: where it computes.
-        seed: of the noise of `predict` with deterministic=False.
-        core: the module:Class of a policy of --core, repeated where its run directory is not your
-            own or the checkpoint was copied without it.
+        device: device that computes the actions.
+        seed: seed of the noise of `predict` with deterministic=False.
+        core: the module:Class of the training's --core. It is needed if the run directory is not
+            your own, or the checkpoint was copied without it.
 
     Raises:
-        UserError: there is no such checkpoint, it is damaged, or its core has to be named.
+        UserError: there is no such checkpoint, it is damaged, or its core must be named.
     """
     return LoadedPolicy(load_agent(path, device, which, core), seed)
 

@@ -1,4 +1,4 @@
-"""The same training with several seeds, and intervals of their scores."""
+"""Train with several seeds, and report the mean of their scores."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rl_dist.flags import ParsedFlags
 from rl_dist.run_dir import RunDir
 
 SEEDS_FILE = "seeds.json"
-RESAMPLES = 2000  # of the bootstrap
-Interval = tuple[float, float, float]  # a value, and the ends of its 95 % interval
+RESAMPLES = 2000  # samples of the bootstrap
+Interval = tuple[float, float, float]  # a mean, and the ends of its 95 % interval
 
 
 @dataclass(frozen=True)
 class SeedsResult:
     """The scores of several trainings that differ by their seed."""
 
-    run_dir: Path  # of all: seed_N below it is one run
-    metric: str
-    scores: dict[int, float]  # by seed, of the evaluation that ended each run
-    interval: Interval  # of the mean
+    run_dir: Path  # seed_N below it is the run with seed N
+    metric: str  # name of the scores
+    scores: dict[int, float]  # results of the last evaluation, by seed
+    interval: Interval
 
     def __str__(self) -> str:
         scores = ", ".join(f"{seed}: {score:.4g}" for seed, score in self.scores.items())
@@ -45,15 +45,15 @@ def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any)
         >>> from agents import train_seeds
         >>> print(train_seeds([1, 2, 3], env="CartPole-v1", total_steps=20_000))
 
-    Runs that are in `run_dir` already continue, and those that have finished are evaluated again;
-    other settings than theirs are refused.
+    Runs that `run_dir` already holds continue, and finished ones are evaluated again. Settings
+    that differ from theirs are refused.
 
     Args:
-        run_dir: of all runs; "": a new one below runs/.
+        run_dir: directory of all runs; "": a new one below runs/.
         settings: flags by name, see `agents.train`.
 
     Raises:
-        UserError: a training failed or was stopped; those that have ended are kept.
+        UserError: a training failed or was stopped; finished ones are kept.
     """
     if len(set(seeds)) < len(seeds) or len(seeds) < 2:
         raise UserError(f"seeds must be two or more different numbers, got {list(seeds)}")
@@ -96,7 +96,7 @@ def train_several(parsed: ParsedFlags) -> int:
 
 
 def score_of(summary: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the name and value of the figure that stands for a finished run."""
+    """Return the name and the value of a finished run's score."""
     span = next(name for name in ("test", "valid", "train") if name in summary)
     if "policies" in summary[span]:
         sharpe = summary[span]["policies"]["policy"]["sharpe"]

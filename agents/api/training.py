@@ -1,4 +1,4 @@
-"""Training as a function: the same path as the command."""
+"""Train from Python, by the same steps as the command."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class TrainedRun:
 
     @property
     def test(self) -> dict[str, Any]:
-        """Return the figures of the evaluation that ended the run; empty: it was stopped.
+        """Return the figures of the last evaluation; empty if the run was stopped.
 
-        Runs on real prices have none, as their test span stays closed: summary.json holds those of
-        the spans "train" and "valid".
+        They are empty for real prices as well, because the test span stays closed: summary.json
+        holds the figures of the spans "train" and "valid".
         """
         return RunDir(self.run_dir).summary().get("test", {})
 
     @property
     def policy(self) -> LoadedPolicy:
-        """Return the policy of its best checkpoint if there is one, else of the newest."""
+        """Return the policy of the best checkpoint if there is one, else of the newest."""
         return load_policy(self.run_dir)
 
 
@@ -55,27 +55,28 @@ def train(
     on_checkpoint: Callback | None = None,
     **settings: Any,
 ) -> TrainedRun:
-    """Train to the end, as train_distributed.py does with the same flags.
+    """Train as train_distributed.py does with the same flags.
 
         >>> from agents import train
         >>> run = train(env="CartPole-v1", total_steps=20_000)
         >>> run.test["return"], run.metrics[-1]["loss/entropy"]
         >>> action, state = run.policy.predict(observation)
 
-    One rank trains in this process. Several are new processes, which import the main module again:
-    keep the call below `if __name__ == "__main__":`, and let callbacks be functions of a module.
+    One rank trains in this process. Several ranks are new processes, which import the main module
+    again: put the call below `if __name__ == "__main__":`, and define callbacks in a module.
 
     Args:
         env: Gymnasium id, or module:id.
-        num_ranks: training processes, another name of num_gpus.
-        on_iteration, on_evaluation, on_checkpoint: called by every rank with a `Moment`; False
-            ends the training after this iteration, on all ranks.
-        settings: flags by name: True is --name, False --no-name, None no flag, a mapping JSON.
+        num_ranks: number of training processes, another name of num_gpus.
+        on_iteration, on_evaluation, on_checkpoint: called by every rank with a `Moment`. If one
+            returns False, all ranks stop after this iteration.
+        settings: flags by name: True is --name, False is --no-name, None is no flag, and a mapping
+            becomes JSON.
 
     Raises:
-        UserError: the settings do not fit, or training failed; it gives the reason, also printed.
+        UserError: the settings do not fit, or the training failed. The reason is also printed.
     """
-    # a new rank imports the script, which must not come here before the rank begins its work
+    # A new rank that imports a script without this guard comes here.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SystemExit(SCRIPT_RAN_AGAIN)
     callbacks = {
@@ -91,11 +92,11 @@ def train(
     try:
         parsed = parse_training(as_flags(flags))
         code = explains_errors(start)(parsed, run_rank, callbacks)
-    except SystemExit as leaving:  # a flag that cannot be read
+    except SystemExit as leaving:  # the parser has printed why
         raise leaving.__cause__ or UserError("the settings do not fit") from None
     finally:
         close_logging()
     if 0 < code < 128:
-        # under torchrun only some ranks print the error
+        # under torchrun, some ranks leave the error to another rank
         raise UserError(reported.get("error", "the lines above say why"), exit_code=code)
     return TrainedRun(run_dir=Path(reported["run_dir"]).absolute(), exit_code=code)

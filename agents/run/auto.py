@@ -1,4 +1,4 @@
-"""Measure before training what a run's flags leave to auto."""
+"""Measure, before training, the values of flags that are auto."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ from rl_dist.strategies.measure import HEADROOM, Candidate, doublings, fastest
 from rl_dist.strategies.precision import autocast_dtype
 from rl_dist.strategies.strategy import Strategy
 
-SMALLEST, LARGEST = 8, 2**19  # sequences of a rank between which batch_size auto chooses
-WORTH = 1.1  # speedup that is worth more memory, rounding or cores
+SMALLEST, LARGEST = 8, 2**19  # range of batch_size auto, in sequences of a rank
+WORTH = 1.1  # speedup for which a value is taken that costs more memory, rounding or cores
 CHOSEN = ("batch_size", "precision", "chosen_strategy", "chosen_on", "env_workers")
 
 
 def choose(run: Run, world: World) -> Run:
-    """Return the run with a value for every auto; all ranks call.
+    """Return the run with a measured value for every auto; all ranks call.
 
-    config.json gets the values before training begins; ranks that start again take them from it.
+    The values are written to config.json before training begins. Ranks that start again read them
+    there.
     """
     config = run.config
-    open_fields = (
+    is_auto = (
         config.train.batch_size == AUTO,
         config.launch.precision == "auto",
         config.launch.strategy == "auto",
         config.task.env_workers == AUTO_WORKERS,
     )
-    if not any(all_gather_json(any(open_fields), world)):
+    if not any(all_gather_json(any(is_auto), world)):
         return run
     if world.is_main_process:
         run.directory.update_state(phase="dry_run")
@@ -95,14 +96,14 @@ def strategy_modes(num_ranks: int, num_devices: int) -> tuple[str, ...]:
 
 
 class Trials:
-    """Steps of a run, to measure values of its flags with."""
+    """Measures values of flags by steps that a run would take."""
 
     def __init__(self, task: Any, gpu_ids: tuple[int, ...], world: World) -> None:
         self.task, self.gpu_ids, self.world = task, gpu_ids, world
         self.env = probe(task)
         self.free_bytes = free_for_each_rank(world.device, world.size)
         self.held_bytes = psutil.Process().memory_info().rss
-        self.bytes_per_sequence = 0.0  # that forward and backward have added to this process
+        self.bytes_per_sequence = 0.0  # memory of forward and backward in the last trial
 
     def best(
         self,
@@ -111,7 +112,7 @@ class Trials:
         values: Iterable[Any],
         steps: Callable[[RunConfig], Iterator[None]],
     ) -> RunConfig:
-        """Return the configuration with the fastest value of a flag, and print why."""
+        """Return the configuration with the fastest value of a flag; print all times."""
         growing = flag == "batch_size"
         candidates = (
             Candidate(
@@ -132,9 +133,10 @@ class Trials:
         return config.changed({flag: best.name})
 
     def steps(self, config: RunConfig, together: bool = False) -> Iterator[None]:
-        """Take gradient steps of this rank's size, without the other ranks or with them.
+        """Yield after each gradient step of this rank, alone or with other ranks.
 
-        Before the first one, forward and backward of a larger step run beside a rollout.
+        The first `next` only tests memory: forward and backward of a larger minibatch, while a
+        rollout would be held.
         """
         train, world, device = config.train, self.world, self.world.device
         sizes = shard_sizes(train, world.rank, world.size)
@@ -142,7 +144,7 @@ class Trials:
         policy.to(device, config.launch.dtype)
         policy.low_precision = autocast_dtype(config.launch.precision)
 
-        # does it fit?
+        # test the memory
         sequences = math.ceil(sizes.batch_size / HEADROOM)
         rollout = rollout_bytes(config, sizes.num_envs, policy)
         needed = rollout + self.bytes_per_sequence * sequences
@@ -150,7 +152,7 @@ class Trials:
             raise MemoryError(  # Linux would end the process
                 f"{needed / GIB:.2g} GiB are needed, {self.free_bytes / GIB:.2g} GiB are free"
             )
-        _rollout = torch.empty(rollout, dtype=torch.uint8, device=device)
+        _held = torch.empty(rollout, dtype=torch.uint8, device=device)  # stands for the rollout
         minibatch = dummy_minibatch(policy, train.bptt_steps, sequences)
         for part in minibatch.into_microbatches(sizes.num_microbatches):
             seen = policy(part.obs, part.actions, part.lstm_state, part.episode_start)
@@ -177,7 +179,7 @@ class Trials:
             strategy.close()
 
     def env_steps(self, config: RunConfig) -> Iterator[None]:
-        """Take random steps of all environments of this rank."""
+        """Yield after each random step of this rank's environments."""
         sizes = shard_sizes(config.train, self.world.rank, self.world.size)
         task, device = replace(self.task, config=config.task), self.world.device
         env = task.training_env(sizes.num_envs, sizes.env_offset, str(device))
@@ -194,19 +196,20 @@ class Trials:
 
 
 def dummy_minibatch(policy: Policy, length: int, sequences: int) -> Minibatch:
-    """Make up a minibatch of a policy's shapes, with an episode start per sequence."""
+    """Return a minibatch of a policy's shapes, with about one episode per sequence."""
     width = policy.num_obs * max(policy.config.feature_window, 1)
     obs = policy.critic_head.weight.new_ones(length, sequences, width)
     start = torch.rand(length, sequences, device=obs.device) < 1.0 / length
     state = policy.initial_state(sequences)
     actions, _, values, _ = policy.act(obs[0], state, start[0])
+    numbers = torch.stack([values] * length)  # [L, N]
     return Minibatch(
         obs=obs,
         actions=torch.stack([actions] * length),
-        logprobs=torch.stack([values] * length),
-        values=torch.stack([values] * length),
-        advantages=torch.stack([values] * length),
-        returns=torch.stack([values] * length),
+        logprobs=numbers,
+        values=numbers,
+        advantages=numbers,
+        returns=numbers,
         episode_start=start,
         lstm_state=state,
     )

@@ -1,4 +1,4 @@
-"""Callbacks of a training, and the metric that ends it early."""
+"""Call the user's callbacks, and stop a training early."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from rl_dist.telemetry.metrics import without_nan
 if TYPE_CHECKING:
     from agents.policy import Policy
 
-Callback = Callable[["Moment"], Any]  # returns False: stop
-Callbacks = Mapping[str, Callback | None]  # by kind: iteration, evaluation, checkpoint
+Callback = Callable[["Moment"], Any]  # returns False to stop the training
+Callbacks = Mapping[str, Callback | None]  # by kind of moment
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Argument of a callback; every rank calls it, with the same metrics."""
+    """The argument of a callback; every rank calls it with the same metrics."""
 
     kind: str  # iteration, evaluation or checkpoint
-    metrics: Mapping[str, Any]  # of this iteration, as in metrics.jsonl
+    metrics: Mapping[str, Any]  # the record of this iteration, as in metrics.jsonl
     run_dir: Path
-    checkpoint: Path | None  # of kind checkpoint
-    policy: Policy  # this rank's; all are equal
+    checkpoint: Path | None  # the saved file; None for other kinds
+    policy: Policy  # the copy of this rank; all are equal
     rank: int
 
     @property
@@ -50,7 +50,7 @@ class Watch:
     wants_end: bool = field(default=False, init=False)
 
     def __call__(self, training: Any, metrics: Mapping[str, Any]) -> str:
-        """Take an iteration's metrics; return the reason to stop, the same on all ranks, or ""."""
+        """Return the reason to stop after an iteration, the same on all ranks, or ""."""
         metrics = without_nan(metrics)  # as in metrics.jsonl: losses without a step are None
         self.call("iteration", training, metrics)
         if any(name.startswith("valid/") for name in metrics):
@@ -65,7 +65,7 @@ class Watch:
     def call(
         self, kind: str, training: Any, metrics: Mapping[str, Any], path: Path | None = None
     ) -> None:
-        """Call the callback of a kind; its answer counts at the end of the iteration."""
+        """Call the callback for a kind of moment; note if it asks to stop."""
         callback, run_dir = self.callbacks.get(kind), training.job.run_dir
         if callback is None:
             return
@@ -81,7 +81,7 @@ class Watch:
         try:
             answer = callback(moment)
         except FOREIGN_ERRORS as error:
-            # a broken connection: another rank has ended, and its end is the reason
+            # after a broken connection the end of another rank is the error to report
             if isinstance(error, UserError) or connection_broke(error):
                 raise
             name = getattr(callback, "__qualname__", type(callback).__qualname__)
@@ -95,7 +95,7 @@ class Watch:
 
 
 def make_watch(config: TrainConfig, callbacks: Callbacks, world: World) -> Watch | None:
-    """Return the watch of --stop_at and callbacks; None if there is nothing to do."""
+    """Return the watch for --stop_at and callbacks; None if there are none."""
     if config.callback:
         function = import_own("callback", config.callback)
         callbacks = dict.fromkeys(("iteration", "evaluation", "checkpoint"), function)

@@ -1,7 +1,7 @@
-"""Ask for the main flags in the terminal, then show the command without them.
+"""Ask for the main flags in the terminal; show the command that does not ask.
 
-Every answer is one more word of the command line, which is parsed again with the same checks and
-messages. Nothing is written.
+Every answer becomes one more word of the command line, which is parsed again with the same checks
+and messages. Nothing is written.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ QUESTIONS = [
 def ask_user(parsed: ParsedFlags, words: list[str]) -> ParsedFlags:
     """Return the flags with the user's answers.
 
+    Args:
+        words: the command line of `parsed`.
+
     Raises:
-        SystemExit: the user does not want to start.
-        ValueError: no terminal, ranks started elsewhere, or flags that cannot go together.
+        SystemExit: the user cancels or does not want to start.
+        ValueError: there is no terminal, or the flags do not fit.
     """
     has_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if parsed.configs["run"].resume or "RANK" in os.environ or not has_terminal:
         raise UserError(
-            "--interactive needs a terminal and a new run, without --resume and torchrun: give the "
-            "flags instead, see --help"
+            "--interactive needs a terminal and a new run, without --resume and torchrun: give "
+            "other flags, see --help"
         )
     words = [word for word in words if word != "--interactive"]
     print_gpu_info()
     print(f"{available_cores()} CPU cores")
-    print("Enter takes the value in brackets; Ctrl-C leaves, and nothing is written.")
+    print("Enter takes the value in brackets. Ctrl-C leaves without a trace.")
     try:
         for flag in QUESTIONS:
             words = _ask(flag, words)
@@ -55,7 +58,7 @@ def ask_user(parsed: ParsedFlags, words: list[str]) -> ParsedFlags:
 
 
 def _ask(flag: str, words: list[str]) -> list[str]:
-    """Ask until the answer is valid; return the words with it."""
+    """Ask for a flag until the answer is valid; return the words with the answer."""
     config = fresh_config(parse_training(words))
     if flag in config.idle_flags():
         return words

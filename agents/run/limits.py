@@ -1,4 +1,4 @@
-"""Limits of memory and disk, and one line for a run that meets them."""
+"""Check the memory of rollouts, and explain faults of a run in one line."""
 
 from __future__ import annotations
 
@@ -23,24 +23,27 @@ EVALUATING = "final evaluation"  # the phase after training
 
 
 def free_for_each_rank(device: torch.device, num_ranks: int) -> int:
-    """Return the bytes that a rank may still take; CPU ranks share the host's."""
+    """Return the free memory of a rank in bytes; CPU ranks share that of the host."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) if device.type == "cpu" else 1
     return free_memory_bytes(device, local_ranks)
 
 
 def rollout_bytes(config: RunConfig, num_envs: int, policy: Policy | None = None) -> int:
-    """Return a lower bound of a rank's rollout; a rough one without the policy."""
-    # in each step: observation twice, action, log-probability, two values, recurrent state
+    """Return a lower bound of the memory for a rank's rollout.
+
+    It is close with the policy. Without the policy, observation and action count as one number.
+    """
+    # numbers of a step: observation twice, action, log-probability, two values, recurrent state
     numbers = 6 + config.policy.hidden_size * (not config.policy.stateless)
     if policy:
         seen = policy.num_obs * (1 + max(config.policy.feature_window, 1))
         numbers = seen + policy.num_actions + 3 + policy.initial_state(1).numel()
-    others = 27  # bytes: reward, return and length of the episode, three flags
+    others = 27  # bytes of a step: reward, return and length of the episode, three flags
     return num_envs * config.train.num_steps * (config.launch.dtype.itemsize * numbers + others)
 
 
 def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> None:
-    """Refuse, before environments are made, rollouts that cannot fit."""
+    """Refuse rollouts that cannot fit into memory, before environments are made."""
     free = free_for_each_rank(device, num_ranks)
     needed = rollout_bytes(config, shard_sizes(config.train, 0, num_ranks).num_envs)
     if needed > free:
@@ -54,7 +57,7 @@ def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> N
 def explained_faults(config: RunConfig, run_dir: Path, world: World) -> Iterator[None]:
     """Turn faults of environments, memory and disk into a UserError of one line.
 
-    Nothing is imported here: an import may fail when memory has run out.
+    Nothing is imported here, because an import may fail when memory has run out.
     """
     try:
         yield
@@ -73,7 +76,7 @@ def explained_faults(config: RunConfig, run_dir: Path, world: World) -> Iterator
 
 
 def _out_of_memory(error: BaseException, config: RunConfig, run_dir: Path, world: World) -> str:
-    """Return phase, sizes and peak, what to change, and the error."""
+    """Return one line with phase, sizes, peak, advice and the error."""
     train, phase = config.train, world.doing.phase
     advice = {
         EVALUATING: f"training is saved: evaluate it with python -m agents.evaluate {run_dir}",

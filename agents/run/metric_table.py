@@ -1,6 +1,6 @@
-"""The metrics of a training run.
+"""List the metrics of a training run.
 
-The reference page of docs/ is made from this table; a test compares it with what runs write.
+The reference page of the docs is made from this table. A test compares it with real runs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Metric:
 
     meaning: str
     unit: str = ""
-    when: str = ""  # runs that write it; "" is every run
-    per_rank: bool = False  # every entry of `ranks` holds this rank's own value
-    overall: bool = True  # the record itself holds a value of all ranks
+    when: str = ""  # kind of run that writes it; "": every run
+    per_rank: bool = False  # each entry of `ranks` holds the value of its rank
+    overall: bool = True  # the record itself holds one value of all ranks
 
 
 TRADING = "StockTrading-v0"
@@ -28,7 +28,8 @@ FP16 = "fp16"
 CHOICES = "actions that are choices"
 MONITORED = "--monitor_every"
 GPU = "GPU"
-# By the runs that write them: key, [unit], meaning. "*": also each rank's own; "-": only that.
+# Rows by the kind of run that writes them: mark, key, [unit], meaning. Mark "*": each entry of
+# `ranks` has the metric as well; "-": only these entries have it.
 ROWS = {
     "": """
  iteration number of this iteration, from 1: one rollout and one update
@@ -37,8 +38,8 @@ ROWS = {
  episode/length [steps] mean length of these episodes; null if none ended
 *episode/count [episodes] episodes that ended in this iteration
  episode/total [episodes] episodes that have ended since the start
- env/restarts [restarts] environments made again since the last record, the warm-up included
- loss/policy clipped surrogate loss; losses are means over ranks and steps, null without a step
+ env/restarts [restarts] environments rebuilt since the last record, warm-up included
+ loss/policy clipped surrogate loss; losses are means over ranks and steps; null without a step
  loss/value half of the mean squared error of the critic, in units of scaled rewards
  loss/entropy [nats] entropy of the action distribution
  ppo/approx_kl [nats] estimated KL divergence from the policy that collected the rollout
@@ -48,16 +49,16 @@ ROWS = {
  optim/learning_rate learning rate after scaling, warm-up and annealing
  optim/steps [steps] gradient steps taken
  optim/skipped_steps [steps] gradient steps skipped, because loss or gradient was not finite
-*time/collect_s [s] rollout; of all ranks the slowest, as every time below
+*time/collect_s [s] rollout; like every time below, that of the slowest rank
 *time/update_s [s] update: all epochs, with reductions and waiting
 *time/update_own_s [s] update without waiting for other ranks
 *time/forward_s [s] forward passes of the update
 *time/backward_s [s] backward passes without waiting for gradients of other ranks
 *time/optimizer_s [s] clipping and optimizer steps
 *time/gradient_wait_s [s] waiting for gradients of other ranks
-*time/reduction_s [s] the shortest such wait: what a reduction costs the last rank to come
-*time/step_spread_s [s] standard deviation of the rank's own time of a gradient step
-*time/idle_share [share] share of the iteration that a rank waits for others
+*time/reduction_s [s] shortest wait for gradients: the cost of a reduction alone
+*time/step_spread_s [s] standard deviation of a rank's own time per gradient step
+*time/idle_share [share] share of the iteration in which a rank waits for others
  time/sync_s [s] waiting in the trainer's own collectives, gradients excluded
  time/sps [steps/s] environment steps of all ranks per second, without validation and checkpoints
  ranks a list with one object per rank, in the order of ranks
@@ -67,35 +68,35 @@ ROWS = {
  optim/loss_scale factor by which the loss is multiplied before the backward pass
 """,
     CHOICES: """
- loss/entropy_max [nats] the most that loss/entropy can be: all allowed actions alike
+ loss/entropy_max [nats] largest possible loss/entropy: all allowed actions equally likely
 """,
     TRADING: """
- valid/sharpe mean Sharpe ratio of the policy on the validation span, a year's from 60 days on
- valid/equal_weight_sharpe the same of equal weight, bought at once
- valid/annual_return [share] mean return of the policy, a year's from 60 days on
+ valid/sharpe mean Sharpe ratio of the policy on the validation span, annualised from 60 days on
+ valid/equal_weight_sharpe the same for equal weights that are bought on the first day
+ valid/annual_return [share] mean return of the policy, annualised from 60 days on
  valid/exposure [share] mean share of the portfolio that is invested
 """,
     OTHER_TASKS: """
  valid/return mean return of the evaluation episodes
- valid/return_std their standard deviation
- valid/return_min the lowest of them
- valid/length [steps] their mean length
- valid/episodes [episodes] how many there were
- valid/episodes_cut [episodes] how many reached the evaluation's longest length
- valid/env_restarts [restarts] environments made again during the evaluation
+ valid/return_std standard deviation of these returns
+ valid/return_min lowest of these returns
+ valid/length [steps] mean length of these episodes
+ valid/episodes [episodes] number of these episodes
+ valid/episodes_cut [episodes] number of episodes cut at the largest length of an evaluation
+ valid/env_restarts [restarts] environments rebuilt during the evaluation
 """,
     MONITORED: """
 -cpu/percent [%] CPU time of the rank's process; 100 is one core
--cpu/wait_percent [%] the main thread had work, but no core, of the time in which it had work
+-cpu/wait_percent [%] share of the main thread's busy time in which it waited for a core
 -ram/used_gib [GiB] memory of the rank's process
--ram/free_gib [GiB] memory that was free, at least; within the container's limit
+-ram/free_gib [GiB] lowest free memory, within the container's limit
 """,
     GPU: """
 -gpu/utilization_percent [%] time in which the GPU was busy
 -gpu/memory_allocated_gib [GiB] GPU memory of the rank's tensors
 -gpu/memory_reserved_gib [GiB] GPU memory that torch's allocator holds
 -gpu/memory_peak_gib [GiB] highest allocation so far
--gpu/memory_free_gib [GiB] GPU memory that was free for any process, at least
+-gpu/memory_free_gib [GiB] lowest GPU memory that was free for any process
 -gpu/temperature_c [°C] temperature of the GPU
 -gpu/power_w [W] power that the GPU draws
 """,
@@ -103,24 +104,24 @@ ROWS = {
 
 
 def _read_rows() -> dict[str, Metric]:
-    found = {}
+    metrics = {}
     for when, rows in ROWS.items():
         for row in re.finditer(r"^([ *-])(\S+) (?:\[(\S+)\] )?(.*)$", rows, re.MULTILINE):
             mark, key, unit, meaning = row.groups()
-            found[key] = Metric(meaning, unit or "", when, mark in "*-", mark != "-")
-    return found
+            metrics[key] = Metric(meaning, unit or "", when, mark in "*-", mark != "-")
+    return metrics
 
 
 METRICS = _read_rows()
 
 
 def check_metric(flag: str, name: str, is_trading: bool, precision: str) -> None:
-    """Refuse a name that no metric of such a run can have, before it starts.
+    """Refuse a metric that no record of a run will hold.
 
-    Those of env/ are the environment's own: they show while it trains.
+    Names below env/ pass: environments define them while they train.
     """
     others = {OTHER_TASKS if is_trading else TRADING, FP16} - {precision}
-    known = [key for key, one in METRICS.items() if one.overall and one.when not in others]
+    known = [key for key, row in METRICS.items() if row.overall and row.when not in others]
     known.remove("ranks")
     if name not in known and not name.startswith("env/"):
         fix = did_you_mean(name, known) or f"name one of {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""Sizes of a training: each rank's share, and near sizes if they do not divide."""
+"""Share out the sizes of a training over ranks; propose sizes that divide."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_dist.errors import UserError
 
 @dataclass(frozen=True)
 class Sizes:
-    """One rank's share of the work; `global_` figures are of all ranks together."""
+    """One rank's share of the work; names with `global_` count all ranks together."""
 
     num_envs: int
     env_offset: int  # global index of this rank's first environment
@@ -22,7 +22,7 @@ class Sizes:
     num_minibatches: int  # per epoch, the same on every rank
     global_num_envs: int
     global_batch_size: int
-    learning_rate_factor: float = 1.0  # by lr_scaling
+    learning_rate_factor: float = 1.0  # that lr_scaling gives
     num_microbatches: int = 1  # microbatches of a gradient step, one after the other
 
 
@@ -30,14 +30,14 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
     """Return this rank's share of environments and batch; errors name near sizes.
 
     Args:
-        saved_num_envs: environments of all ranks in the run to resume, 0 for a fresh one. With weak
-            scaling it says how many ranks the run began with: their totals and rate are kept.
+        saved_num_envs: environments of all ranks in the run to resume; 0: the run begins. With weak
+            scaling this shows how many ranks the run began with; it keeps their total sizes.
     """
     if config.batch_size == AUTO:
         raise UserError("batch_size auto is measured when a training starts: name a number here")
     sequences_per_env = config.num_steps // config.bptt_steps
     num_envs = config.num_envs or _default_num_envs(config, config.batch_size)
-    # With weak scaling the flags count what each rank had when the run began.
+    # With weak scaling, the flags are sizes of one of the ranks with which the run began.
     unit = 1 if config.scaling == "strong" else saved_num_envs // num_envs or num_ranks
     global_num_envs = num_envs * unit
     global_batch_size = config.sequences_per_step * unit
@@ -73,7 +73,7 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
 
 
 def batch_fits(config: TrainConfig, num_ranks: int, batch_size: int) -> bool:
-    """Return True if this value of batch_size divides over the ranks of a fresh run."""
+    """Return True if this value of batch_size divides over the ranks of a new run."""
     unit = 1 if config.scaling == "strong" else num_ranks
     num_envs = config.num_envs or _default_num_envs(config, batch_size)
     return _fits(config, unit, num_ranks, num_envs, batch_size)
@@ -82,9 +82,9 @@ def batch_fits(config: TrainConfig, num_ranks: int, batch_size: int) -> bool:
 def _fits(config: TrainConfig, unit: int, num_ranks: int, num_envs: int, batch_size: int) -> bool:
     """Return True if every rank gets its share of environments and of each minibatch.
 
-    Strata then divide as well: with batch_size = num_ranks * b, K sequences per environment and
-    g = gcd(M, K), K / g divides b, so the M * b / K environments of a rank are a multiple of the
-    stratum M / g.
+    The strata of `agents.network.noise` then divide as well: with batch_size = num_ranks * b, K
+    sequences per environment, M minibatches and g = gcd(M, K), K / g divides b. So the M * b / K
+    environments of a rank are a multiple of the stratum M / g.
     """
     sequences = num_envs * (config.num_steps // config.bptt_steps)
     whole = sequences % (batch_size * config.grad_accumulation) == 0
@@ -92,7 +92,7 @@ def _fits(config: TrainConfig, unit: int, num_ranks: int, num_envs: int, batch_s
 
 
 def learning_rate_factor(growth: float, rule: str) -> float:
-    """Return what to multiply the rate by when the batch grows `growth`-fold.
+    """Return the factor of the learning rate for a batch `growth` times larger.
 
     Source: linear (SGD): Goyal et al., https://arxiv.org/abs/1706.02677; square root (Adam):
     Malladi et al., https://arxiv.org/abs/2205.10287. Both hold while gradients are noisy.
@@ -101,15 +101,15 @@ def learning_rate_factor(growth: float, rule: str) -> float:
 
 
 def _default_num_envs(config: TrainConfig, batch_size: int) -> int:
-    """Return environments for two minibatches per epoch, on any number of ranks."""
+    """Return the smallest number of environments for two whole minibatches per epoch."""
     sequences_per_env = config.num_steps // config.bptt_steps
     sequences = batch_size * config.grad_accumulation
-    wanted = -(-2 * sequences // sequences_per_env)
-    return next(n for n in itertools.count(wanted) if n * sequences_per_env % sequences == 0)
+    least = math.ceil(2 * sequences / sequences_per_env)
+    return next(n for n in itertools.count(least) if n * sequences_per_env % sequences == 0)
 
 
 def _proposals(config: TrainConfig, unit: int, num_ranks: int, num_envs: int) -> list[str]:
-    """Return the flags with the nearest sizes that fit, found by trying."""
+    """Return flags with the nearest sizes that fit; one of them is enough."""
     most = config.sequences_per_step * num_ranks * config.num_steps // config.bptt_steps
     sizes = _nearest(
         config.batch_size,
@@ -117,7 +117,7 @@ def _proposals(config: TrainConfig, unit: int, num_ranks: int, num_envs: int) ->
         lambda size: batch_fits(config, num_ranks, size),
     )
     envs: list[int] = []
-    if config.batch_size * unit % num_ranks == 0:  # else no number of environments helps
+    if config.batch_size * unit % num_ranks == 0:  # otherwise no number of environments fits
         envs = _nearest(
             num_envs,
             num_envs + most,
@@ -126,7 +126,7 @@ def _proposals(config: TrainConfig, unit: int, num_ranks: int, num_envs: int) ->
     return [f"--num_envs {n}" for n in envs] + [f"--batch_size {n}" for n in sizes]
 
 
-def _nearest(asked: int, most: int, fits: Callable[[int], bool]) -> list[int]:
-    """Return the nearest numbers below and above that fit."""
-    sides = range(asked - 1, 0, -1), range(asked + 1, most + 1)
-    return [number for side in sides for number in itertools.islice(filter(fits, side), 1)]
+def _nearest(number: int, most: int, fits: Callable[[int], bool]) -> list[int]:
+    """Return the nearest smaller and the nearest larger number that fit."""
+    sides = range(number - 1, 0, -1), range(number + 1, most + 1)
+    return [near for side in sides for near in itertools.islice(filter(fits, side), 1)]

@@ -140,18 +140,18 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, checkpoint: Found | No
     if sizes:
         print(sizes)
     budget, unit = train.budget
-    done = checkpoint.state["global_step" if unit == "steps" else "episodes"] if checkpoint else 0
-    if done >= budget:
+    counter = "global_step" if unit == "steps" else "episodes"
+    if checkpoint and checkpoint.state[counter] >= budget:
         print(
             f"this run has already reached its {budget:,} {unit} and is only evaluated: give a "
-            f"number above {done:,} to continue training"
+            "larger number to continue training"
         )
 
 
 def _notify_restart(directory: RunDir, checkpoint: Found | None, restarts: int) -> None:
-    """Send an event if torchrun has restarted the ranks, also for a host that came or left.
+    """Send an event if torchrun has restarted the ranks.
 
-    Our own launcher sends this event itself.
+    It also restarts them when a host comes or leaves. Our own launcher sends the event itself.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
