@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 State = Tensor | list[Tensor]
-SHUT = -1e4  # added to a gate, makes it zero, and all its gradients
+SHUT = -1e4  # added to a gate's input, it makes the gate and its gradients exactly 0
 
 
 class RememberingCore(nn.RNNBase):
-    """LSTM or GRU; the gates that remember have the same place in both."""
+    """An LSTM or GRU; the gates that remember have the same place in both."""
 
     def open_gates(self) -> None:
-        """Begin with remembering: these gates open (Jozefowicz et al. 2015)."""
+        """Open the gates that remember (Jozefowicz et al. 2015)."""
         for layer in range(self.num_layers):
             bias = getattr(self, f"bias_ih_l{layer}")
             nn.init.ones_(bias[self.hidden_size : 2 * self.hidden_size])
@@ -29,17 +29,20 @@ class RememberingCore(nn.RNNBase):
 class LSTMCore(nn.LSTM, RememberingCore):
     """Layers of LSTM; the state holds h of every layer, then c."""
 
-    def __init__(self, num_inputs: int, size: int, num_layers: int = 1) -> None:
-        super().__init__(num_inputs, size, num_layers)
-        self.num_states = 2 * num_layers
+    @property
+    def num_states(self) -> int:
+        """Number of vectors in the state."""
+        return 2 * self.num_layers
 
     def forward(  # type: ignore[override]
         self, inputs: Tensor, state: Tensor, resets: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """See the module."""
+        """Run the core; see the module."""
         before = state.chunk(2)  # h and c of every layer
         if resets is None and len(inputs) == 1 and not torch.is_grad_enabled():
-            outputs, hidden, cells = inputs[0], [], []  # the cell is faster
+            # a single step: torch's cell is faster
+            outputs = inputs[0]
+            hidden, cells = [], []
             for h, c, layer in zip(*before, self.all_weights, strict=True):
                 outputs, cell = torch.lstm_cell(outputs, (h, c), *layer)
                 hidden.append(outputs)
@@ -47,12 +50,12 @@ class LSTMCore(nn.LSTM, RememberingCore):
             return outputs[None], hidden + cells
         weights: list[Tensor] = [weight for layer in self.all_weights for weight in layer]
         if resets is not None:
-            # one more input: fixed weights shut the input, forget and output gates
+            # resets are one more input, whose weights shut the input, forget and output gates
             shut = weights[0].new_full((4, self.hidden_size), SHUT)
             shut[2] = 0.0  # the candidates
             weights[0] = torch.cat([weights[0], shut.view(-1, 1)], 1)
             inputs = torch.cat([inputs, resets.to(inputs.dtype)], -1)
-        # with biases, without dropout, in one direction, and steps come before rows
+        # with biases, without dropout, in one direction; the first axis is time
         outputs, after_h, after_c = torch.lstm(
             inputs, before, weights, True, self.num_layers, 0.0, self.training, False, False
         )
@@ -62,15 +65,16 @@ class LSTMCore(nn.LSTM, RememberingCore):
 class GRUCore(nn.GRU, RememberingCore):
     """Layers of GRU."""
 
-    def __init__(self, num_inputs: int, size: int, num_layers: int = 1) -> None:
-        super().__init__(num_inputs, size, num_layers)
-        self.num_states = num_layers
+    @property
+    def num_states(self) -> int:
+        """Number of vectors in the state."""
+        return self.num_layers
 
     def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, State]:  # type: ignore[override]
-        """See the module."""
+        """Run the core; see the module."""
         if len(inputs) > 1 or torch.is_grad_enabled():
             return super().forward(inputs, state)
-        # a single step: the cell is faster
+        # a single step: torch's cell is faster
         outputs, after = inputs[0], []
         for hidden, weights in zip(state, self.all_weights, strict=True):
             outputs = torch.gru_cell(outputs, hidden, *weights)
@@ -79,13 +83,13 @@ class GRUCore(nn.GRU, RememberingCore):
 
 
 class MinGRUCore(nn.Module):
-    """Layers of minGRU: gates see the inputs only, so steps are computed together.
+    """Layers of minGRU: gates see only the inputs, so steps are computed together.
 
     Source: Feng et al., "Were RNNs all we needed?", https://arxiv.org/abs/2410.01201. The paper
-    scans in log space, which wants positive states; `scan` needs neither logarithms nor divisions.
+    scans logarithms, which needs positive states; `scan` takes neither logarithms nor quotients.
     """
 
-    LONGEST = 64.0  # steps that the slowest units remember to begin with
+    LONGEST = 64.0  # steps that the slowest units of a new core remember
 
     def __init__(self, num_inputs: int, size: int, num_layers: int = 1) -> None:
         super().__init__()
@@ -94,7 +98,7 @@ class MinGRUCore(nn.Module):
         self.num_states = num_layers
 
     def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """See the module."""
+        """Run the core; see the module."""
         outputs, after = inputs, []
         for layer, before in zip(self.layers, state, strict=True):
             gates, candidates = layer(outputs).to(state.dtype).chunk(2, dim=-1)  # each [L, N, H]
@@ -103,7 +107,7 @@ class MinGRUCore(nn.Module):
         return outputs, torch.stack(after)
 
     def open_gates(self) -> None:
-        """Begin with units that remember 1 to `LONGEST` steps (Tallec and Ollivier 2018)."""
+        """Let units remember 1 to `LONGEST` steps (Tallec and Ollivier 2018)."""
         for layer in self.layers:
             assert isinstance(layer, nn.Linear)
             size = layer.out_features // 2
@@ -115,8 +119,8 @@ class MinGRUCore(nn.Module):
 def scan(keep: Tensor, add: Tensor, first: Tensor) -> Tensor:
     """Return h_t = keep_t * h_(t-1) + add_t for all t, [L, N, H], in log2(L) rounds.
 
-    After a round of distance d, every place sums up 2 d steps. Products of numbers in [0, 1] are
-    all there is to rounding. Source: Hillis and Steele, "Data parallel algorithms", 1986.
+    After the round of distance d every place holds the sum of 2 d steps. All factors lie in [0, 1],
+    so no product overflows. Source: Hillis and Steele, "Data parallel algorithms", 1986.
 
     Args:
         keep: [L, N, H] in [0, 1].
@@ -134,7 +138,7 @@ def scan(keep: Tensor, add: Tensor, first: Tensor) -> Tensor:
 
 
 class TanhCore(nn.Sequential):
-    """Layers without memory, in a core's place."""
+    """Layers without memory, with the interface of a core."""
 
     num_states = 0
 
@@ -145,19 +149,19 @@ class TanhCore(nn.Sequential):
         super().__init__(*layers)
 
     def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """See the module."""
+        """Run the core; see the module."""
         return super().forward(inputs), state
 
 
 class PassThrough(nn.Module):
-    """No core at all."""
+    """Stand-in for a core that the policy does not have."""
 
     num_states = 0
 
     def forward(
         self, inputs: Tensor, state: Tensor, resets: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """See the module."""
+        """Run the core; see the module."""
         return inputs, state
 
 

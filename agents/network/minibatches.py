@@ -28,20 +28,20 @@ class Minibatch:
     lstm_state: Tensor  # [N, S, H]
 
     def pick(self, how: Callable[..., Tensor], *which: Any) -> Minibatch:
-        """Return some sequences: how(field, axis of sequences, *which) of each field."""
+        """Apply how(field, axis of the sequences, *which) to every field."""
         axes = {item.name: int(item.name != "lstm_state") for item in fields(self)}
         picked = {name: how(getattr(self, name), axis, *which) for name, axis in axes.items()}
         return Minibatch(**picked)
 
     def into_microbatches(self, count: int) -> Iterator[Minibatch]:
-        """Split into `count` microbatches of equally many sequences: views."""
+        """Yield views of `count` microbatches with equally many sequences."""
         size = self.obs.shape[1] // count
         for first in range(0, size * count, size):
             yield self.pick(Tensor.narrow, first, size)
 
 
 def to_sequences(values: Tensor, bptt_steps: int) -> Tensor:
-    """Rearrange [T, B, ...] into [L, K*B, ...]; block k of b is column k * B + b."""
+    """Cut [T, B, ...] into [L, K*B, ...]; part k of environment b is at k * B + b."""
     return values.unflatten(0, (-1, bptt_steps)).transpose(0, 1).flatten(1, 2)
 
 
@@ -50,12 +50,12 @@ def make_schedule(
     order: np.ndarray,  # [epochs, minibatches, sequences]
     num_microbatches: int,
     device: torch.device,
-    call_steps: float | None = None,  # of `plan_pieces`; None: no plans are made
+    call_steps: float | None = None,  # see `plan_pieces`; None: no plans are made
     resets_inside: bool = False,
 ) -> list[list[tuple[Tensor, list[Plan]]]]:
-    """Return numbers of sequences, and plans of microbatches, by epoch and minibatch.
+    """Return the sequences of every minibatch, and its plans by microbatch, by epoch.
 
-    All of them reach the device by one copy.
+    All tables reach the device in one transfer.
     """
     plans: list[Plan] = []
     if call_steps is not None:

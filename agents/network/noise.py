@@ -20,13 +20,14 @@ from agents.network.seeds import NOISE_STREAM, SHUFFLE_STREAM
 MASK = 2**32 - 1
 FACTORS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
-CELLS = {"cpu": 2**15, "cuda": 2**22}  # counters in one call: a core's cache, or little memory
+# counters in one call: their numbers fit into a core's cache, or take little memory of a GPU
+CELLS = {"cpu": 2**15, "cuda": 2**22}
 
 
 def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four random 32-bit words, int64, of a counter's four; they broadcast."""
+    """Return four random 32-bit words, as int64, for the four words of a counter."""
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     k0, k1 = key
     for _ in range(10):
@@ -49,9 +50,9 @@ def stream_key(seed: int, stream: int) -> tuple[int, int]:
 def action_noise(
     space: spaces.Space,
     seed: int,
-    env_offset: int,
+    env_offset: int,  # global index of the first environment
     num_envs: int,
-    first_step: int,
+    first_step: int,  # in the lifetime of the environments
     num_steps: int,
     device: torch.device | str = "cpu",
     color: float = 0.0,
@@ -61,7 +62,7 @@ def action_noise(
     Standard normal for Box actions (Box-Muller), `colored` over time; standard Gumbel for choices:
     an action is the argmax of logits + noise, which samples the softmax exactly.
     """
-    # counters [T, B, C]: each step of an environment owns whole ones, and each gives two numbers
+    # counters [T, B, C]: steps of environments share none; each counter gives two pairs of words
     device = torch.device(device)
     is_box = isinstance(space, spaces.Box)
     num_actions = spaces.utils.flatdim(space)  # numbers of a Box, choices of all others
@@ -70,7 +71,7 @@ def action_noise(
     envs = torch.arange(env_offset, env_offset + num_envs, device=device)[:, None]
     steps = torch.arange(first_step, first_step + num_steps, device=device)[:, None, None]
 
-    # in parts, whose intermediate results stay in the cache
+    # part by part, so that intermediate results stay in the cache
     key = stream_key(seed, NOISE_STREAM)
     draw = normal if is_box else gumbel
     size = max(1, CELLS[device.type] // (num_envs * len(numbers)))
@@ -86,13 +87,12 @@ def action_noise(
 
 def gumbel(high: Tensor, low: Tensor) -> Tensor:
     """Return standard Gumbel numbers, each from an exact uniform in (0, 1)."""
-    bits = high << 20 | low >> 12
-    # in place, for there may be many choices
+    bits = high << 20 | low >> 12  # 52 of them
     return bits.double().add_(0.5).mul_(2.0**-52).log_().neg_().log_().neg_()
 
 
 def normal(high: Tensor, low: Tensor) -> Tensor:
-    """Return standard normal numbers, each two from a radius and an angle."""
+    """Return standard normal numbers by Box and Muller: two for each pair of words."""
     radius = torch.sqrt(-2.0 * torch.log((high.double() + 0.5) * 2.0**-32))
     angle = low.double() * (2.0 * math.pi * 2.0**-32)
     return torch.stack([radius * torch.cos(angle), radius * torch.sin(angle)], -1).flatten(-2)
@@ -101,21 +101,21 @@ def normal(high: Tensor, low: Tensor) -> Tensor:
 def colored(white: Tensor, exponent: float) -> Tensor:
     """Give white normal noise [T, B, A] the spectrum 1 / frequency**exponent.
 
-    Neighbouring steps of an environment push the same way, so that exploration gets somewhere; each
-    number alone stays standard normal, and so do the log-probabilities of single actions. 0 is
-    white noise, 1 pink, 2 Brownian. Source: Hollenstein, Martius and Piater, "Colored noise in PPO"
-    (AAAI 2024), https://arxiv.org/abs/2312.11091; a rollout is one stretch of noise.
+    Neighbouring steps of an environment push the same way, so that exploration gets somewhere. Each
+    number alone stays standard normal, and the log-probabilities of single actions stay right. 0 is
+    white noise, 1 pink, 2 Brownian; every rollout is coloured for itself. Source: Hollenstein,
+    Martius and Piater, "Colored noise in PPO" (AAAI 2024), https://arxiv.org/abs/2312.11091.
     """
     num_steps = len(white)
     if not exponent or num_steps == 1:
         return white
     frequencies = torch.fft.rfftfreq(num_steps, dtype=white.dtype, device=white.device)
-    frequencies[0] = frequencies[1]  # cycles per step; the mean is as strong as the slowest wave
+    frequencies[0] = frequencies[1]  # the mean is as strong as the slowest wave
     gain = frequencies ** (-exponent / 2)
-    weight = torch.full_like(gain, 2.0)  # a wave stands for two terms of the full transform,
-    weight[0] = 1.0
+    weight = torch.full_like(gain, 2.0)  # a wave stands for two terms of the full transform
+    weight[0] = 1.0  # the mean stands for one
     if num_steps % 2 == 0:
-        weight[-1] = 1.0  # but for the mean and the fastest one
+        weight[-1] = 1.0  # and so does the fastest wave
     gain /= ((weight * gain.square()).sum() / num_steps).sqrt()
     waves = torch.fft.rfft(white, dim=0) * gain[:, None, None]
     return torch.fft.irfft(waves, num_steps, dim=0)
@@ -136,8 +136,8 @@ def sequence_orders(
 ) -> np.ndarray:
     """Return this rank's sequences (k * B + b), [epochs, minibatches, sequences].
 
-    Sequences are sorted by random keys within strata of global environments and every stratum gives
-    each minibatch equally many, so the global minibatch does not depend on the number of ranks.
+    Random keys sort the sequences within strata of global environments. Every stratum gives each
+    minibatch equally many, so the global minibatch does not depend on the number of ranks.
     """
     size = stratum_size(num_minibatches, sequences_per_env)
     assert num_envs % size == 0 and env_offset % size == 0

@@ -58,7 +58,7 @@ def test_slow_units_of_a_mingru_remember_for_long_to_begin_with():
         ("own_cores:Stateless", "num_states"),
         ("own_cores:Absent", "Absent"),
         ("no_such_module:Core", "no_such_module"),
-        ("own_cores", "module:name"),
+        ("own_cores", "no function or class"),
     ],
 )
 def test_a_core_that_breaks_the_contract_is_refused_in_one_line(core, problem):
