@@ -1,10 +1,10 @@
-"""GPUs that torch seems to have, on a machine without any."""
+"""Pretended GPUs of torch, for machines without any."""
 
 from types import SimpleNamespace
 
 GIB = 2**30
 CARD = SimpleNamespace(name="Fake 9000", major=9, minor=0, total_memory=80 * GIB)
-HELD = {  # by torch's allocator
+HELD = {  # memory statistics of torch's allocator
     "allocated_bytes.all.current": 2 * GIB,
     "reserved_bytes.all.current": 3 * GIB,
     "allocated_bytes.all.peak": 4 * GIB,
@@ -12,7 +12,10 @@ HELD = {  # by torch's allocator
 
 
 def pretend_gpus(monkeypatch, count=2, **answers):
-    """Let functions of torch.cuda answer; a list has an answer for each GPU, errors are raised."""
+    """Let functions of torch.cuda return these answers, or raise those that are errors.
+
+    A list has one answer for each GPU.
+    """
     answers = {
         "utilization": 50,
         "temperature": 60,

@@ -1,4 +1,4 @@
-"""A decorator for functions of ranks, which save their results for the tests."""
+"""A decorator for functions that ranks run for the tests."""
 
 import functools
 from pathlib import Path
@@ -9,7 +9,7 @@ from rl_dist.process_group.world import close_world, open_world
 
 
 def saves_results(function):
-    """Call a function with the world of this rank and a folder; save its results in rank_N.pt."""
+    """Give a function the world of this rank, and save its results in rank_N.pt."""
 
     @functools.wraps(function)
     def run(out_dir, *args):

@@ -27,14 +27,14 @@ IN_PARTS = {"batch_size": 8, "grad_accumulation": 2}
 
 
 def job(run_dir, mode="hybrid", shard_size=0, **options):
-    """A small training in a mode, with a checkpoint every iteration."""
+    """Return a small training in a mode, with a checkpoint in every iteration."""
     options = {"iterations": 2, "checkpoint_every": 1} | options
     strategy = StrategyConfig(mode=mode, shard_size=shard_size)
     return replace(make_job("recall, clstm", run_dir, **options), strategy=strategy)
 
 
 def run(job, world, resume_from=""):
-    """Train, from a checkpoint if one is named; what the end and its records are."""
+    """Train, perhaps from a checkpoint; return the final state and the records."""
     training, writer = Training(job, world), Keeping()
     if resume_from:
         training.restore(load_checkpoint(resume_from))
@@ -79,12 +79,12 @@ def probe(world, out, shard_size=0):
             ("ddp, resumed as hybrid", hybrid, out / "ddp" / half),
         )
     }
-    results["refusals"] = refusals(world)  # the last: a reduction stays undone
+    results["refusals"] = refusals(world)  # the last one, because it leaves a reduction undone
     return results
 
 
 def refusals(world):
-    """What becomes of a NaN on one rank, an early optimizer and another call."""
+    """Try a NaN on one rank, an optimizer made before wrap, and different collective calls."""
     module = make_module(seed=world.rank)
     early = torch.optim.SGD(module.parameters(), lr=1.0)
     strategy = Strategy(StrategyConfig(mode="hybrid"), world)

@@ -30,21 +30,21 @@ CASES = {
 
 
 def job_of(name=NAME, *, precision="auto", compression="none", **options):
-    """A small job of `agents_ranks`, two iterations long by default."""
+    """Return a small job of `agents_ranks`, two iterations long by default."""
     job = make_job(name, **{"iterations": 2} | options)
     strategy = StrategyConfig(precision=precision, gradient_compression=compression)
     return replace(job, strategy=strategy)
 
 
 def trained(world, *args, **options):
-    """The training after its end."""
+    """Return a training after its end."""
     training = Recording(job_of(*args, **options), world)
     train(training, NullWriter(), StopFlag())
     return training
 
 
 def changed_losses(factor_of):
-    """Multiply the total of each loss by a factor of its number, from 1."""
+    """Multiply each loss by a factor that depends on its number, counted from 1."""
     numbers, original = itertools.count(1), agents.ppo.ppo_loss
 
     def loss(*args):
@@ -56,7 +56,7 @@ def changed_losses(factor_of):
 
 @contextmanager
 def counted_reductions():
-    """Yield bytes and calls of gradient reductions, which alone are asynchronous."""
+    """Count bytes and calls of gradient reductions, the only asynchronous ones."""
     sent, all_reduce = Counter(), torch.distributed.all_reduce
 
     def counted(tensor, *args, **kwargs):

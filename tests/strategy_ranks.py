@@ -28,14 +28,14 @@ BROKEN = UserError("shard_size 3 does not divide 2 ranks")
 
 
 def sleeping(seconds):
-    """Steps that take so long."""
+    """Take steps that last some seconds."""
     for number in itertools.count():
         time.sleep(seconds if number else 0)
         yield
 
 
 def ddp_steps(world, error=None):
-    """Steps of ddp, or an error at their start."""
+    """Take steps of ddp, or raise an error at their start."""
     if error:
         raise error
     yield
@@ -49,7 +49,7 @@ def ddp_steps(world, error=None):
 
 
 def jobs_steps(world, mode):
-    """The gradient steps of a small training."""
+    """Return the gradient steps of a small training."""
     train = TrainConfig(num_envs=8, batch_size=8, num_steps=16, bptt_steps=8)
     policy, task = PolicyConfig(hidden_size=8), TaskConfig(env="Recall-v0")
     launch = LaunchConfig(device="cpu", strategy=mode)
@@ -58,7 +58,7 @@ def jobs_steps(world, mode):
 
 
 def batch_step(size):
-    """A step of a rank that holds 300 samples, or of one that is slower."""
+    """Take a step; rank 1 has memory for 300 samples."""
     if int(os.environ["RANK"]) == 1 and size > 300:
         raise FULL
     time.sleep(0.02)
@@ -87,7 +87,7 @@ def choose(world, _):
 
 
 def norm_of_another_device(*args):
-    """The gradient's norm as it is where sums are rounded differently."""
+    """Return the norm of the gradient as a device with other rounding would compute it."""
     norm = get_total_norm(*args)
     return torch.nextafter(norm, torch.full_like(norm, torch.inf))
 

@@ -13,7 +13,7 @@ from rl_dist.machine import get_multi_gpu_status
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what needs more GPUs than there are."""
+    """Skip tests that need more GPUs than this machine has."""
     count = torch.cuda.device_count()
     for item in items:
         if item.path.parent != Path(__file__).parent:

@@ -31,7 +31,7 @@ from rl_dist.strategies.precision import set_tf32
 PRECISIONS = {  # largest part by which the value loss may differ from that of fp32
     "tf32": 0.1,
     "bf16": 0.1,
-    "fp16": 0.5,  # its mean excludes steps that overflow
+    "fp16": 0.5,  # steps that overflow are not in the mean
 }
 
 
@@ -49,7 +49,7 @@ def test_a_training_gives_the_numbers_of_the_cpu(name, tmp_path, record_property
             options = {"iterations": ITERATIONS, "run_dir": tmp_path / device}
             parameters.append(parameters_on_cpu(trained(world, name=name, **options)))
     record_property("largest difference", largest_difference(*parameters))
-    # The GPU rounds otherwise, in float64 by 1e-16; Adam and 12 steps make more of it.
+    # a GPU rounds differently by 1e-16; Adam amplifies that in 12 steps
     torch.testing.assert_close(*parameters, rtol=1e-6, atol=1e-8)
 
 

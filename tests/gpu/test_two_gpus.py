@@ -15,7 +15,7 @@ STRATEGIES = {  # fields of StrategyConfig, and the largest difference to one GP
     "hybrid, two stages": ({"mode": "hybrid", "hybrid_form": "pipeline"}, 1e-6),
     "dp": ({"mode": "dp", "device_ids": (0, 1)}, 1e-6),  # in one process
 }
-FAULTS = {  # functions of gpu_jobs.py, and what the report names
+FAULTS = {  # functions of gpu_jobs.py, and the words of the report
     "fail": ("rank 1", "the roof is on fire"),
     "hang": ("rank 1", "update"),
 }

@@ -1,4 +1,4 @@
-"""Number of ranks and choice of GPUs: flags, machine, torchrun; uses no GPU."""
+"""Flags, machine and torchrun decide the number of ranks and their GPUs; uses no GPU."""
 
 import pytest
 from fake_gpus import pretend_gpus
@@ -14,7 +14,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Makes this machine one with GPUs, and this process one of torchrun's if there are ranks."""
+    """Pretend that this machine has GPUs, and that torchrun started this process if asked."""
 
     def with_gpus(count, ranks=0, local_rank=0):
         pretend_gpus(monkeypatch, count)
@@ -79,7 +79,7 @@ def test_what_the_machine_or_torchrun_does_not_have_is_refused(
     ("visible", "gpus", "gpu_ids", "taken"),
     [
         (None, 4, (0, 3), "cuda:3"),
-        ("3", 1, (), "cuda:0"),  # the only one that it may see
+        ("3", 1, (), "cuda:0"),  # the only visible GPU
         (None, 1, (0, 3), "needs GPU 3"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Facts and live use of GPUs, some of which do not answer."""
+"""Facts and use of GPUs, some of which do not answer."""
 
 from dataclasses import asdict
 

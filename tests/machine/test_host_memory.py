@@ -1,4 +1,4 @@
-"""Memory of a container is what its control groups leave, in both versions of the files."""
+"""Control groups of both versions limit the memory of a container."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ WHOLE = (10_000, 8_000)
         ("0::/", {}, WHOLE),
         # the group of a container is mounted at the top; files read once do not count as used
         ("0::/its/name/outside", {"": (1000, 900, 500)}, (1000, 600)),
-        # the tightest of the parent groups counts, even if other jobs use it
+        # the tightest parent group counts, even if other jobs use its memory
         ("0::/slice/job/step",
          {"slice/job/step": ("max", 100, 0), "slice/job": (5000, 4900, 0), "slice": (4000, 3000, 0),
           "slice/other": (10, 10, 0)},

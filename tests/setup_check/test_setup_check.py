@@ -55,7 +55,7 @@ def facts_with(monkeypatch, tmp_path):
 
 
 def complaints(checks):
-    """The verdicts by name that are not ok; they alone have a fix."""
+    """Return the verdicts that are not ok, by name; only these checks have a fix."""
     checks = list(checks)
     assert all(bool(check.fix) == (check.verdict != "ok") for check in checks)
     return {check.name: check.verdict for check in checks if check.verdict != "ok"}
@@ -74,11 +74,11 @@ def complaints(checks):
         (CUDA, {"temperature": [90, 40]}, {"GPU 0": "warning"}),
         (CUDA, {"utilization": [RuntimeError("NVML is silent"), 0]}, {"GPU 0": "warning"}),
         (CUDA, {"utilization": [0, 60]}, {"GPU 1": "warning"}),
-        (ONE, {"utilization": [0, 60]}, {}),  # not needed
+        (ONE, {"utilization": [0, 60]}, {}),  # GPU 1 is not needed
         (SECOND, {"utilization": [60, 60]}, {"GPU 1": "warning"}),
         (CPU, {"utilization": [60, 60]}, {}),
         (CUDA, {"get_device_properties": [CARD, OTHER]}, {"models": "warning"}),
-        (CPU, {"init": RuntimeError("no driver")}, {"GPUs": "warning"}),  # the machine has some
+        (CPU, {"init": RuntimeError("no driver")}, {"GPUs": "warning"}),  # the driver lists some
     ],
 )
 def test_every_fact_has_its_verdict(facts_with, plan, changes, expected):
@@ -89,7 +89,7 @@ def test_every_fact_has_its_verdict(facts_with, plan, changes, expected):
 
 
 def record(number, **changes):
-    """The metrics of an iteration of 1000 steps on two ranks, which takes a second."""
+    """Return metrics of an iteration on two ranks: 1000 steps in a second."""
     return {
         "iteration": number, "global_step": 1000 * number, "time/sps": 1000.0, "episode/count": 20,
         "time/collect_s": 0.3, "time/idle_share": 0.1,
@@ -113,7 +113,13 @@ FULL_GPU = {"gpu/memory_peak_gib": 70.0, "gpu/memory_free_gib": 5.0}
         (None, BUDGET, 100.0, 5, {"ranks": [{"ram/used_gib": None}]}),
         ("spent on", BUDGET, 100.0, 5, {"time/idle_share": 0.5}),
         ("spent on", BUDGET, 100.0, 5, {"time/collect_s": 0.9}),
-        ("pace", BUDGET, None, 3, {"time/sps": 300.0, "time/collect_s": 0.1}),  # after the first
+        (
+            "pace",
+            BUDGET,
+            None,
+            3,
+            {"time/sps": 300.0, "time/collect_s": 0.1},
+        ),  # from the second record on
     ],
 )
 def test_every_figure_has_its_verdict_and_no_time_is_guessed(
@@ -157,7 +163,7 @@ def test_what_it_measured_is_what_was_asked_and_as_documented(tmp_path, monkeypa
     measured = found["measured"]
     used, free = measured["memory_gib"]["memory"]
     assert 0.05 < used < 50 and free > 0 and 0 < measured["rollout_share"] < 1
-    # a busy machine has no time
+    # a busy machine gets no time
     total_s = pytest.approx(128 / measured["steps_per_second"])
     assert measured["total_s"] == (total_s if is_steady(measured["rates"]) else None)
 
@@ -216,6 +222,6 @@ def test_a_signal_ends_it_in_one_line_and_leaves_nothing(signum, moment, tmp_pat
     os.kill(job.pid, signum)
     _, err = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 128 + signum and "Traceback" not in err
-    # torch's cache
+    # the cache of torch may stay
     assert [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor_")] == []
     wait_until(lambda: not any(lives(process.pid) for process in family))

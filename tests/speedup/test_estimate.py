@@ -1,4 +1,4 @@
-"""The speedup command: from short runs on simulated machines to rows, text and JSON."""
+"""The speedup command on simulated machines: rows, text and JSON."""
 
 import contextlib
 import json
@@ -23,18 +23,18 @@ TINY = [
     "--env", "Recall-v0", "--num_envs", "8", "--num_steps", "16", "--bptt_steps", "8",
     "--batch_size", "8", "--hidden_size", "8",
 ]  # fmt: skip
-STEPS = 360_000  # of a training
+STEPS = 360_000  # length of a training
 
 
 def test_training_makes_as_many_small_collectives_as_are_modelled(ranks_folder):
-    """Besides a reduction for each gradient step, which announces itself as well."""
+    """The reduction of each gradient step is a call, too, and does not count here."""
     for rank in range(2):
         calls, steps = json.loads((ranks_folder / f"calls_{rank}").read_text())
         assert calls - steps == SMALL_COLLECTIVES
 
 
 class Machine:
-    """A machine of any size: remembers what is measured, returns plausible records.
+    """A machine of any size that remembers the measurements and returns plausible records.
 
     A rank collects for 0.05 s and learns for 0.05 s, and for 0.4 s times its share of the job.
     """
@@ -69,7 +69,7 @@ class Machine:
 
 
 def rows_of(*gpus, scaling="strong", **options):
-    """The rows of a report by number of ranks."""
+    """Return the rows of a report by number of ranks."""
     report = estimate_training_speedup(gpus=gpus, scaling=scaling, **options)
     json.dumps(asdict(report), allow_nan=False)
     return {row["gpus"]: row for row in report.rows}
@@ -168,7 +168,7 @@ def test_what_is_not_known_is_none(monkeypatch, episodes, options, known):
 
 
 def test_a_rate_that_is_given_sets_time_and_cost(monkeypatch):
-    """Reductions take as long as before, so that faster ranks lose more of their time in them."""
+    """Reductions take as long as before, so faster ranks spend a larger share on them."""
     Machine(monkeypatch, byte_s=0.0125 / 4e6)
     rows = rows_of(2, scaling="weak", sps=81920.0)
     assert rows[1]["steps_per_s"] == pytest.approx(81920.0)
@@ -181,7 +181,7 @@ def test_a_rate_that_is_given_sets_time_and_cost(monkeypatch):
 
 
 def error_of(argv, capsys):
-    """The line of bad usage."""
+    """Return the one line that wrong usage prints."""
     try:
         code = speedup.main(argv)
     except SystemExit as leaving:
@@ -216,7 +216,7 @@ def test_what_is_no_run_of_this_version_is_refused(content, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_command_measures_and_prints_one_short_report(tmp_path):
-    """A tiny job on four numbers of ranks: short runs and reductions, all real.
+    """Measure real short runs and reductions of a tiny job, for four numbers of ranks.
 
     A rate is given, so that a busy machine passes.
     """

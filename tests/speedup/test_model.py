@@ -50,7 +50,7 @@ COLLECT, STEP = (0.8, 0.05), (0.1, 0.01)  # mean and standard deviation
 
 
 def record(iteration, collect_s, steps_s, **figures):
-    """Metrics of one iteration of ranks that collect for [R] s and step for [STEPS, R] s."""
+    """Return metrics of one iteration: seconds of rollouts [R] and of steps [STEPS, R]."""
     ranks = {
         "time/collect_s": collect_s,
         "time/update_own_s": steps_s.sum(0),
@@ -69,7 +69,7 @@ def record(iteration, collect_s, steps_s, **figures):
 
 
 def simulated(ranks, iterations=100, first=1):
-    """Records of ranks that meet after the rollout and in every gradient step."""
+    """Yield records of ranks that meet after the rollout and in every gradient step."""
     rng = np.random.default_rng(1)
     for iteration in range(first, first + iterations):
         collect_s = rng.normal(*COLLECT, ranks)
@@ -102,7 +102,7 @@ def test_latency_and_bandwidth_are_recovered(ranks):
 
 
 def test_cores_of_two_speeds_that_last_for_an_iteration_are_predicted():
-    """On a shared host a rank's whole update is slow or fast; a median would see one of them."""
+    """On a shared host whole updates are slow or fast, and a median would show only one kind."""
     rng = np.random.default_rng(4)
     collect, speed = 0.8 * np.where(rng.random((2, 8000, 2)) < 0.45, 1.7, 1.0)
     steps = rng.normal(0.05, 0.002, (8000, STEPS, 2)) * speed[:, None] / 0.8
@@ -117,13 +117,13 @@ def test_cores_of_two_speeds_that_last_for_an_iteration_are_predicted():
 
 # Isaac Lab, "Performance Benchmarks", https://isaac-sim.github.io/IsaacLab/main/source/overview/
 # reinforcement-learning/performance_benchmarks.html (read 2026-11): frames/s of rollouts on one
-# L40; the same with training; rollouts alone on N ranks, which do not communicate; and training on
-# N. Environments are per rank (weak). Network sizes and steps: the tasks' agents/*.yaml and
-# *_cfg.py there. L40: PCIe 4, no NVLink; between machines 100 Gbit/s Ethernet is assumed. Three
-# more published points are missed, predicted too well, by costs that are not among the published
-# inputs: cartpole with camera on 16 (101 % for 77 %), cartpole on 4 (103 % for 91 %) and on 16
-# (98 % for 84 %), whose whole iteration takes a quarter of a second. What goes in was not found in
-# public for DD-PPO (arXiv 1911.00357), the DDP paper (arXiv 2006.15704) and rl_games.
+# L40, of training on one, of rollouts alone on N ranks, which do not communicate, and of training
+# on N. Numbers of environments are per rank (weak scaling). Network sizes and steps are from
+# agents/*.yaml and *_cfg.py of the tasks. An L40 has PCIe 4 and no NVLink; 100 Gbit/s Ethernet
+# between machines is assumed. The model misses three more published points, because the published
+# inputs lack some costs: cartpole with camera on 16 ranks (it predicts 101 %, published 77 %),
+# cartpole on 4 (103 %, 91 %) and on 16 (98 %, 84 %). DD-PPO (arXiv 1911.00357), the DDP paper
+# (arXiv 2006.15704) and rl_games do not publish the inputs of their figures.
 ISAAC_LAB = {
     # name: (envs, horizon, gradient steps, parameters, rollout 1, train 1, {ranks: (rollouts alone,
     # trained)})
@@ -142,14 +142,14 @@ ETHERNET = Link(30e-6, 30e-6, 0.8 * 12.5e9 / 4)  # one port for the 4 cards of a
 
 
 def isaac_lab_efficiencies(name, ranks):
-    """(predicted, published) efficiency of training on `ranks` L40, four in a machine."""
+    """Return the predicted and the published efficiency on L40s, four in a machine."""
     envs, horizon, steps, parameters, rollout, train, many = ISAAC_LAB[name]
     rollouts_of_many, trained = many[ranks]
     frames = envs * horizon
     update_s = frames / train - frames / rollout
     sizes = {"env_steps": frames, "gradient_steps": steps}
     alone = RankCost(**sizes, collect_s=frames / rollout, update_s=update_s)
-    # slower collection beside other ranks, measured with copies of one rank
+    # rollouts are slower beside other ranks
     beside = replace(alone, collect_s=frames * ranks / rollouts_of_many)
     talk_s = steps * Network(PCIE, 4, ETHERNET).all_reduce_s(4 * parameters, ranks)
     many = predict(beside, ranks, talk_s)
@@ -218,7 +218,10 @@ def test_ranks_that_meet_as_the_model_says_are_predicted(ranks):
     [
         (simulated(1, 5), None),
         (simulated(2, 2), None),
-        ([*simulated(4, 10), *simulated(2, 6, first=11)], 4),  # of the last number of ranks
+        (
+            [*simulated(4, 10), *simulated(2, 6, first=11)],
+            4,
+        ),  # only records with the last number of ranks
         ([{"iteration": 3, "global_step": 3, "ranks": [{}, {}]}] * 5, None),
     ],
 )

@@ -1,4 +1,4 @@
-"""--grad_accumulation n, compressed gradients, fewer bits: two ranks against one."""
+"""Two ranks with accumulated, compressed or low-precision gradients train as one rank does."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from speed_ranks import SINGLE, trained
 
 @pytest.fixture(scope="module")
 def alone(world):
-    """The training of one rank on whole batches."""
+    """Train one rank on whole batches."""
     return trained(world)
 
 
@@ -37,7 +37,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_both_and_halves_the_scale_of_both
         losses = rank["record"]["losses"]
         assert [each["optim/skipped_steps"] for each in losses] == [1, 0]
         assert [each["optim/loss_scale"] for each in losses] == [2**15] * 2
-        assert rank["bad_in_a_row"] == 0  # it is no bad step
+        assert rank["bad_in_a_row"] == 0  # an overflow is no bad step
 
 
 def test_compressed_gradients_take_half_the_bytes_and_leave_all_ranks_equal(ranks):
@@ -45,6 +45,6 @@ def test_compressed_gradients_take_half_the_bytes_and_leave_all_ranks_equal(rank
     first, second = (rank["compressed"] for rank in ranks)
     assert first["sent"]["bytes"] * 2 == plain["sent"]["bytes"]
     assert first["record"]["hashes"] == second["record"]["hashes"]
-    # rounded, and no more
+    # compression rounds, and changes nothing else
     rounded, exact = (rank["record"]["losses"][0]["optim/grad_norm"] for rank in (first, plain))
     assert rounded != exact and rounded == pytest.approx(exact, rel=2**-7)

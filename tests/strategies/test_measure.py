@@ -1,4 +1,4 @@
-"""Settings chosen by trying: the fastest that fits, and the same one on all ranks."""
+"""Trials choose the fastest setting that fits, the same one on all ranks."""
 
 import errno
 import weakref
@@ -35,7 +35,7 @@ def test_an_error_for_want_of_memory_is_known(error, exhausted):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only steps move on."""
+    """Replace the clock by one that only steps advance."""
     now = [0.0]
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
     return now
@@ -44,15 +44,15 @@ def clock(monkeypatch):
 @pytest.mark.parametrize(
     ("seconds_of", "cap", "sizes", "chosen", "largest_tried"),
     [
-        # throughput is flat from 64 on
+        # throughput does not rise above 64
         (lambda size: 1e-3 * max(size, 64), 10**9, range(8, 10**12), 64, 285),
         # the smallest within a twentieth of the fastest
         (lambda size: {8: 0.10, 16: 0.19, 32: 0.37}.get(size, 1.0), 10**9, [8, 16, 32], 16, 36),
-        # memory ends, with a tenth of head-room
+        # larger sizes do not fit with a tenth of the memory to spare
         (lambda size: 1.0, 1000, range(8, 10**6, 8), 512, 1138),
-        # steps that take long
+        # steps take long
         (lambda size: 11.0, 10**9, range(1, 10**6), 1, 2),
-        # uneven sizes are doubled at least
+        # each size is at least twice the one before
         (lambda size: 1.0, 10**9, [2, 3, 5, 700], 700, 778),
     ],
 )
@@ -77,8 +77,8 @@ def test_the_batch_size_is_the_smallest_that_is_about_as_fast_as_any_that_fits(
     ("ddp", "hybrid", "chosen"),
     [
         ((9.0, 0.05), (9.0, 0.001), "hybrid"),  # the better turn counts
-        ((0.1, 9.0), (9.0, 0.0999), "ddp"),  # about as fast: the simpler one
-        ((1.0, 1.0), (0.1, -1.0), "ddp"),  # the other failed in one turn
+        ((0.1, 9.0), (9.0, 0.0999), "ddp"),  # about as fast: the first one wins
+        ((1.0, 1.0), (0.1, -1.0), "ddp"),  # hybrid failed in one turn
         ((-1.0,), (3.0, 3.0), "hybrid"),
         ((-1.0,), (-1.0,), None),
     ],
@@ -135,4 +135,4 @@ def test_the_batch_size_under_a_real_limit_of_memory_really_runs():
     free, error, largest = stdout.split()
     assert error == "RuntimeError" and 64 < int(largest) < 6_400
     assert 2**26 < int(free) <= 2**27, free
-    assert free_memory_bytes(torch.device("cpu")) > 2**27  # what the limit leaves, not the machine
+    assert free_memory_bytes(torch.device("cpu")) > 2**27  # this process has no such limit

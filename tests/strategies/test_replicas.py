@@ -51,7 +51,7 @@ def test_adam_without_the_compiler_steps_and_resumes_bit_for_bit_as_torchs():
 
 @pytest.mark.parametrize("unused", [False, True])
 def test_buckets_are_ordered_before_the_first_step_the_last_parameters_first(unused):
-    """A failure means that another torch has changed the private parts that OrderedDDP uses."""
+    """A failure means that this torch has changed the private parts that OrderedDDP uses."""
     net = nn.Sequential(nn.Linear(40, 60), nn.Linear(60, 50), nn.Linear(50, 7))
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     steps = []
@@ -79,7 +79,7 @@ from rl_dist.strategies.replicas import OrderedDDP
 def hook(state, bucket):
     return allreduce_hook(None, bucket)
 
-faulthandler.dump_traceback_later(100, exit=True)  # takes no lock of Python's
+faulthandler.dump_traceback_later(100, exit=True)  # needs no lock of Python
 for _ in range(2000):
     with world_of_one():
         wrapped = OrderedDDP(torch.nn.Linear(40, 60))
@@ -91,7 +91,7 @@ for _ in range(2000):
 
 @pytest.mark.slow
 def test_ranks_that_leave_right_after_a_gradient_step_do_not_hang():
-    """Freed immediately, one in some thousand groups hung: its thread needed the GIL."""
+    """A group that is freed immediately may hang, because its thread needs the GIL."""
     job = start("-c", LEAVE_AT_ONCE, cwd=REPO)
     _, stderr = job.communicate(timeout=150)
     assert job.returncode == 0, stderr
@@ -100,7 +100,7 @@ def test_ranks_that_leave_right_after_a_gradient_step_do_not_hang():
 def test_ranks_whose_devices_round_differently_stay_equal(ranks):
     first, second = ranks
     assert first["True"] == second["True"]
-    assert first["False"] != second["False"]  # left to themselves they drift apart
+    assert first["False"] != second["False"]  # without a common norm they drift apart
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every strategy and precision that a CPU has learns recall, which needs memory, equally well."""
+"""Every strategy and precision of a CPU learns recall, a task that needs memory."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""auto measures and fallback steps down; what they chose is kept, and changes nothing else."""
+"""Refused strategies, and the choices of auto and fallback, which a resumed run keeps."""
 
 import json
 import math
@@ -58,10 +58,10 @@ def test_what_cannot_work_is_refused(options, hardware, field):
     [
         (CHOSEN, (), "ddp"),
         (CHOSEN, ("--strategy", "auto"), "ddp"),
-        (CHOSEN, ("--num_gpus", "1"), "auto"),  # measured again
+        (CHOSEN, ("--num_gpus", "1"), "auto"),  # it is measured again
         (CHOSEN, ("--shard_size", "2"), "auto"),
         (CHOSEN, ("--gradient_compression", "bf16"), "auto"),
-        # fallback had gone down to one rank
+        # fallback had chosen one rank
         (replace(TWO, chosen_strategy="none", chosen_on="1 rank on cpu"), (), "none"),
     ],
 )
@@ -115,7 +115,7 @@ def test_ranks_that_cannot_work_together_step_down_to_one(strategy, broken, monk
     assert note.count("NCCL error") == (2 if strategy == "hybrid" else 1)
     assert config.num_gpus == 2  # the requested number is kept
     assert resolve_launch(config)[0] == config
-    monkeypatch.setattr(fallback, "time_reductions", lambda *_, **__: None)  # they work
+    monkeypatch.setattr(fallback, "time_reductions", lambda *_, **__: None)  # the ranks work
     assert resolve_launch(asked)[0] == asked
 
 
