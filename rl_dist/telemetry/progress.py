@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping
 from datetime import timedelta
-from statistics import median
 from typing import Any
 
 LINE_EVERY_S = 5.0
-LATEST = 9  # iterations: the throughput of a single one jumps, so their median is shown
-SHOWN = ("episode/return", "valid/sharpe", "valid/return")
+SHOWN = ("time/sps", "episode/return", "valid/sharpe", "valid/return")
 
 
 class Progress:
@@ -22,8 +19,7 @@ class Progress:
     def __init__(self, total: int, unit: str, start: int) -> None:
         """Begin at `start`, above 0 on resume."""
         self._total, self._unit, self._start = total, unit, start
-        self._rates: deque[float] = deque(maxlen=LATEST)
-        self._figures: dict[str, str] = {}
+        self._figures: dict[str, str] = {}  # the latest of SHOWN
         self._began_s = time.monotonic()
         self._printed_s = -math.inf
         self._line = ""  # not printed yet
@@ -31,12 +27,9 @@ class Progress:
     def show(self, record: Mapping[str, Any], done: int) -> None:
         """Take an iteration's metrics."""
         done = min(done, self._total)  # the last iteration exceeds it
-        if record.get("time/sps") is not None:
-            self._rates.append(record["time/sps"])
-            self._figures["steps/s"] = _short(median(self._rates))
         for name in SHOWN:
-            if record.get(name) is not None:
-                self._figures[name] = _short(record[name])
+            if (value := record.get(name)) is not None:
+                self._figures[name] = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
         now_s = time.monotonic()
         left_s = (now_s - self._began_s) * (self._total - done) / max(1, done - self._start)
         figures = ", ".join(f"{name} {text}" for name, text in self._figures.items())
@@ -53,7 +46,3 @@ class Progress:
         if self._line:
             print(self._line, file=sys.stderr, flush=True)
         self._line = ""
-
-
-def _short(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -10,11 +10,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from train_runs import records
 
 from rl_dist.errors import UserError
-from rl_dist.process_group.world import World
 from rl_dist.run_dir import RunDir
 from rl_dist.telemetry import loggers
 from rl_dist.telemetry.loggers import GuardedLogger, named_loggers
-from rl_dist.telemetry.metrics import MetricsWriter, close_logging, open_writer, setup_logging
+from rl_dist.telemetry.metrics import MetricsWriter, close_logging, setup_logging
 
 CONFIG = {"train": {"seed": 3, "loggers": ""}, "ppo": {"gamma": 0.9, "shape": [1, 2]}}
 
@@ -58,15 +57,6 @@ def test_a_resumed_run_continues_its_files_without_doubles(tmp_path):
     found = write(tmp_path, record(3, x=30.0), start=2, purge_step=201)
     assert [(line["iteration"], line["x"]) for line in found] == [(1, 1), (2, 2), (3, 30)]
     assert sorted(scalars(tmp_path)["x"]) == [(100, 1.0), (200, 2.0), (300, 30.0)]
-
-
-def test_other_ranks_write_nothing(tmp_path):
-    world = World(rank=1, local_rank=1, size=2, device=torch.device("cpu"), backend="gloo")
-    writer = open_writer(RunDir(tmp_path), world, total=10, unit="steps")
-    writer.write(record(1), done=1)
-    writer.say("hello")
-    writer.close()
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("act", [write, lambda folder: setup_logging(folder, rank=0)])
@@ -143,16 +133,14 @@ def test_wandb_works_offline_and_continues_under_the_same_id(tmp_path, monkeypat
 # ---- progress
 
 
-def test_progress_is_a_few_lines_with_the_median_throughput(tmp_path, capsys):
+def test_progress_is_a_few_lines(tmp_path, capsys):
     writer = MetricsWriter(RunDir(tmp_path), 96, "episodes")
-    rates = [9000.0, *[100.0] * 3, 900.0, 110.0, 120.0, 130.0, 95.0, 5000.0, None]
-    for iteration, rate in enumerate(rates, 1):
-        figures = {"episode/return": 0.25, "valid/return": 0.5} if iteration == 1 else {}
-        writer.write(record(iteration, **figures, **{"time/sps": rate}), done=9 * iteration)
+    for iteration in range(1, 12):
+        figures = {"valid/return": 0.5} if iteration == 1 else {"time/sps": 1000.0 * iteration}
+        writer.write(record(iteration, **figures), done=9 * iteration)
     writer.close()
     first, last = capsys.readouterr().err.splitlines()
-    assert first.startswith("iteration 1 | 9/96 episodes (9%)") and "steps/s 9,000" in first
-    # 99 episodes have ended; the median of the last nine rates
-    assert last.startswith("iteration 11 | 96/96 episodes (100%)") and "0:00:00 left" in last
-    for figure in ("steps/s 110", "episode/return 0.25", "valid/return 0.5"):
-        assert figure in last
+    assert first.startswith("iteration 1 | 9/96 episodes (9%) | valid/return 0.5 | ")
+    # 99 episodes have ended
+    expected = "iteration 11 | 96/96 episodes (100%) | valid/return 0.5, time/sps 11,000 | 0:00:00"
+    assert last.startswith(expected)
