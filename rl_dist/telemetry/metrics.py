@@ -237,11 +237,11 @@ def setup_logging(run_dir: str | Path, rank: int) -> None:
     try:
         path = path_to_write(run_dir, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        stream = open(path, "a", encoding="utf-8", opener=plain_file)  # noqa: SIM115
+        file_handler = logging.FileHandler(path, encoding="utf-8")
     except OSError as error:
         raise unwritable(f"{run_dir}/{name}", error) from None
-    _handlers.append(logging.StreamHandler(stream))
-    _handlers[0].setFormatter(logging.Formatter(LOG_FORMAT.format(rank)))
+    file_handler.setFormatter(logging.Formatter(LOG_FORMAT.format(rank)))
+    _handlers.append(file_handler)
     if rank == 0:
         _handlers.append(_Console(logging.WARNING))
     root = logging.getLogger()
@@ -263,9 +263,8 @@ def close_logging() -> None:
     """Undo `setup_logging`."""
     for handler in _handlers:
         logging.getLogger().removeHandler(handler)
-        if isinstance(handler, logging.StreamHandler):
-            with suppress(OSError):
-                handler.stream.close()
+        with suppress(OSError):
+            handler.close()
     _handlers.clear()
     logging.captureWarnings(False)
     logging.raiseExceptions = True
