@@ -1,4 +1,4 @@
-"""Variables that make a process a rank, and the store where ranks meet."""
+"""Read the variables that make a process a rank, and open the store of all ranks."""
 
 from __future__ import annotations
 
@@ -13,35 +13,34 @@ import torch.distributed as dist
 
 JOB_DIR_VARIABLE = "RL_DIST_JOB_DIR"  # private directory of a job of our launcher
 RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
-HOW_TO_START = "start with torchrun, which sets them all, or unset RANK and give --num_gpus"
-COPIES = ("SLURM_NTASKS", "PET_NNODES", "WORLD_SIZE")  # they count copies of a command
+HOW_TO_START = "start with torchrun, which sets all variables, or unset RANK and give --num_gpus"
+COPIES = ("SLURM_NTASKS", "PET_NNODES", "WORLD_SIZE")  # each counts the copies of a command
 GREETING_EVERY_S = 0.05
 
 
 def check_variables() -> None:
-    """Check the variables that make this process a rank; raises ValueError."""
-    if "RANK" not in os.environ:
-        check_copies()
+    """Check the variables that make this process a rank.
+
+    Raises:
+        ValueError: a variable is missing or wrong, or copies of this command would train alone.
+    """
+    if "RANK" in os.environ:
+        rank, size = _number("RANK"), _number("WORLD_SIZE", 1)
+        if rank >= size:
+            raise ValueError(f"RANK is {rank}, but WORLD_SIZE is {size}: ranks are numbered from 0")
+        if size > 1:
+            _number("LOCAL_RANK")
+            _number("MASTER_PORT", 1, 65535)
+            if not os.environ.get("MASTER_ADDR"):
+                raise ValueError(f"RANK is set, but MASTER_ADDR is not: {HOW_TO_START}")
         return
-    rank, size = _number("RANK"), _number("WORLD_SIZE", 1)
-    if rank >= size:
-        raise ValueError(f"RANK is {rank}, but WORLD_SIZE is {size}: ranks are numbered from 0")
-    if size > 1:
-        _number("LOCAL_RANK")
-        _number("MASTER_PORT", 1, 65535)
-        if not os.environ.get("MASTER_ADDR"):
-            raise ValueError(f"RANK is set, but MASTER_ADDR is not: {HOW_TO_START}")
-
-
-def check_copies() -> None:
-    """Refuse to be one of several copies, each of which would train alone."""
     for name in COPIES:
         count = os.environ.get(name, "").split(":")[-1]  # torchrun allows 1:4
         if count.isdecimal() and int(count) > 1:
             raise ValueError(
                 f"{name} is {os.environ[name]}, but RANK is not set: every copy would train alone; "
                 f"start the ranks with torchrun (as deploy/slurm.sbatch does), or unset {name} "
-                "for ranks of this machine alone"
+                "to use this machine alone"
             )
 
 
@@ -51,49 +50,50 @@ def started_elsewhere() -> bool:
 
 
 def elastic_count(name: str) -> int:
-    """Return RESTART_COUNT or MAX_RESTARTS of torchrun (ValueError: no count), or 0."""
+    """Return the value of RESTART_COUNT or MAX_RESTARTS; 0: it is not set."""
     return _number(name) if os.environ.get(name) else 0
 
 
 def may_start_again(signum: int) -> bool:
-    """Return True for a signal by which torchrun may end ranks to start them again.
+    """Return True if torchrun may have sent the signal to start the ranks again.
 
-    It sends them SIGTERM when a host has come or gone, and also when it is ended itself.
+    It sends SIGTERM when a host has joined or left, and also when torchrun itself is ended.
     """
     return signum == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def _number(name: str, lowest: int = 0, highest: int = 2**31 - 1) -> int:
     text = os.environ.get(name, "")
-    if not text:
-        raise ValueError(f"RANK is set, but {name} is not: {HOW_TO_START}")
-    if not text.isdecimal() or not lowest <= int(text) <= highest:
-        raise ValueError(f"{name} must be a whole number of {lowest}..{highest}, got {text!r}")
-    return int(text)
+    if text.isdecimal() and lowest <= int(text) <= highest:
+        return int(text)
+    raise ValueError(
+        f"{name} must be a whole number of {lowest}..{highest}, got {text!r}: {HOW_TO_START}"
+    )
 
 
 # ---- where ranks meet
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on at the moment."""
+    """Return a port of this machine on which nobody listens at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
-    """Open the store in which ranks meet.
+    """Open the store in which all ranks meet.
 
-    It is a file of our launcher, or at MASTER_ADDR and MASTER_PORT.
+    It is a file if our launcher started the ranks; otherwise rank 0 or torchrun serves it at
+    MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        ValueError: the address does not work, or not all ranks came there in time.
+        ValueError: nobody listens at the address, or some ranks did not come in time.
     """
     if size == 1:
         return dist.HashStore()
     timeout = timedelta(seconds=timeout_s)
-    # a file in a private directory: no port is opened
+    # in a private directory, so that no port is open
     if job_dir := os.environ.get(JOB_DIR_VARIABLE):
         store: dist.Store = dist.FileStore(f"{job_dir}/store_{elastic_count(RESTART_COUNT)}", size)
         store.set_timeout(timeout)
@@ -118,7 +118,7 @@ def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
 
 
 def _wait_for_listener(host: str, port: int, deadline_s: float) -> None:
-    """Wait until somebody listens: torch would, too, but with pages of complaints."""
+    """Wait until somebody listens; torch would print pages of warnings meanwhile."""
     while True:
         try:
             socket.create_connection((host, port), timeout=5.0).close()

@@ -1,6 +1,6 @@
-"""End of a process: stop signals, its parent's death, its last report.
+"""Handle stop signals, the death of a parent process, and a process's last report.
 
-This module loads the standard library only: the supervisor and the hosts of environments use it.
+This module loads only the standard library: the supervisor and the hosts of environments use it.
 """
 
 from __future__ import annotations
@@ -21,36 +21,34 @@ from types import FrameType
 from typing import Any, NoReturn
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-# Ctrl-C may arrive twice: from the terminal and from a launcher that passes it on.
+# One Ctrl-C may arrive twice: from the terminal and from a launcher that passes it on.
 SAME_KEYPRESS_S = 0.5
-# Time for the teardown of a process that has reported its end, or its failure.
-EXIT_GRACE_S = 60.0
-FAILED_GRACE_S = 10.0
-# Time in which the ranks of a dead launcher may finish their iteration and save.
-ORPHAN_GRACE_S = 20.0
+EXIT_GRACE_S = 60.0  # for the teardown of a process that has reported its end
+FAILED_GRACE_S = 10.0  # for the teardown of a process that has reported its failure
+ORPHAN_GRACE_S = 20.0  # for ranks of a dead launcher to finish their iteration and save
 PAGE_BYTES = 2**19
-SCRIPT_RAN_AGAIN = 79  # exit code of a new rank in which the user's script calls train() again
+SCRIPT_RAN_AGAIN = 79  # exit code of a spawned rank if the user's script calls train() again
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Looked up here: between fork and exec of a process with threads, loading a library can deadlock.
+# Loaded here, because loading a library between fork and exec can deadlock if there are threads.
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
 _prctl = getattr(_libc, "prctl", None)
 
 
 class StopFlag:
-    """Remembers the stop signals that reach a process; one key press counts once.
+    """Remembers the stop signals that reach a process, and counts one key press once.
 
     `signum` is the first signal, or 0. A rank must not act on it alone: all ranks agree first
-    (`all_reduce_max(stop_flag.signum, world)`), then save and leave together with exit code
-    128 + signum. `insists` is True after a second SIGINT or SIGTERM. SIGUSR1 and SIGHUP only
-    announce an end: a SIGTERM may follow them.
+    (`all_reduce_max(stop_flag.signum, world)`), then they save and leave together with exit code
+    128 + signum. `insists` is True after a second SIGINT or SIGTERM. SIGUSR1 and SIGHUP do not
+    count there, because schedulers send them some time before SIGTERM.
     """
 
     def __init__(self) -> None:
         self.signum = 0
         self.notice = ""  # printed when the first signal arrives
         self._second_ends = False
-        self._demands = 0  # counted SIGINT and SIGTERM
-        # Time of the last counted signal, so that rapid key presses still add up.
+        self._demands = 0  # number of SIGINT and SIGTERM
+        # Time of the last *counted* signal, so that rapid key presses still add up.
         self._counted_s = -SAME_KEYPRESS_S
         self._previous: dict[int, Any] = {}  # handlers
 
@@ -60,7 +58,7 @@ class StopFlag:
         return self._demands > 1
 
     def install(self, *, second_ends: bool = False) -> None:
-        """Set the handlers (in the main thread only), then let blocked stop signals in.
+        """Set the handlers, then unblock the stop signals; do so in a main thread only.
 
         Args:
             second_ends: a second SIGINT or SIGTERM ends this process immediately.
@@ -76,7 +74,7 @@ class StopFlag:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def replace(self, handler: Any) -> None:
-        """Handle stop signals in another way until `uninstall`."""
+        """Set another handler of all stop signals until `uninstall`."""
         for signum in self._previous:
             signal.signal(signum, handler)
 
@@ -108,7 +106,7 @@ class StopFlag:
 
 
 def awaited_signals() -> list[signal.Signals]:
-    """Return the stop signals, without a SIGHUP that nohup lets us ignore."""
+    """Return the stop signals, without SIGHUP if nohup has this process ignore it."""
     return [
         signum
         for signum in STOP_SIGNALS
@@ -126,7 +124,7 @@ def die_with_parent(parent_pid: int, signum: int = signal.SIGTERM) -> None:
 
 
 def leave_with_parent(parent_pid: int) -> None:
-    """Stop this process by SIGTERM when its parent dies, and end it after a grace."""
+    """Send this process SIGTERM when its parent dies, and end it ORPHAN_GRACE_S later."""
 
     def leave_when_orphaned() -> None:
         while os.getppid() == parent_pid:
@@ -139,67 +137,66 @@ def leave_with_parent(parent_pid: int) -> None:
 
 
 class ReportPage:
-    """Memory in which a process reports to the one that watches it.
+    """Shared memory in which a process reports to the process that watches it.
 
-    It outlives the process. Closed descriptors, a full disk or a cleaner of temporary files do not
-    take it away.
+    It outlives the reporting process, and needs neither open descriptors nor a disk.
     """
 
     def __init__(self, sent: Any = None) -> None:
-        """Make a page, or share the one that `__reduce__` has sent."""
+        """Create a page, or open the one that `__reduce__` sent to this process."""
         self._descriptor = sent.detach() if sent else unnamed_file()
         os.posix_fallocate(self._descriptor, 0, PAGE_BYTES)
         self._memory = mmap.mmap(self._descriptor, PAGE_BYTES)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel to a new process as an inherited descriptor."""
-        from multiprocessing.reduction import DupFd
+        """Pickle the page for a spawned process, which inherits its descriptor."""
+        from multiprocessing.reduction import DupFd  # start-up: 10 ms
 
         return ReportPage, (DupFd(self._descriptor),)
 
     def write(self, **facts: Any) -> None:
-        """Add facts to those reported before."""
+        """Add facts to those on the page."""
         data = json.dumps(self.read() | facts, ensure_ascii=False).encode(errors="replace")
         assert len(data) < PAGE_BYTES, f"a report of {len(data)} bytes"
         self._memory[:] = data.ljust(PAGE_BYTES, b"\0")
 
     def read(self) -> dict[str, Any]:
-        """Return what was reported; {}: nothing yet, or not to the end."""
+        """Return the facts on the page; {}: there are none, or they are being written."""
         try:
-            # `find` first: a slice of the whole page would cost the training time
+            # `find` is fast; a copy of the whole page would take time from the training
             return json.loads(self._memory[: self._memory.find(b"\0")] or b"{}")
         except ValueError:
             return {}
 
 
 def unnamed_file() -> int:
-    """Return the descriptor of a new file without a name, in memory if possible."""
+    """Open a new file that has no name and lies in memory if possible."""
     try:
         return os.memfd_create("report")
-    except (AttributeError, OSError):  # another system, or a container that forbids it
+    except (AttributeError, OSError):  # not on Linux, or in a container that forbids it
         with tempfile.TemporaryFile() as file:
             return os.dup(file.fileno())
 
 
 _page: ReportPage | None = None  # None: nobody watches this process
-_owner = 0  # the process that reports; its own children share the page, too
+_owner = 0  # process that reports; processes forked from it share the page, but do not report
 
 
 def report_to(page: ReportPage) -> None:
-    """Report to the process that made the page, from now on."""
+    """Let `report` of this process write to a page."""
     global _page, _owner
     _page = page
     _owner = os.getpid()
 
 
 def report(**facts: Any) -> None:
-    """Report facts to the process that watches this one, if one does."""
+    """Report facts to the process that watches this one, if there is one."""
     if _page is not None and os.getpid() == _owner:
         _page.write(**facts)
 
 
 def leave(code: int) -> NoReturn:
-    """End this process without teardown, after it has printed why."""
+    """Report an exit code and end this process without teardown."""
     report(exit_code=code)
     os._exit(code)
 
@@ -213,7 +210,7 @@ def flush_and_leave(code: int) -> NoReturn:
 
 
 def stopped_in_evaluation(signum: int, run_dir: Path | None) -> str:
-    """Return the message that a signal ended an evaluation, and how to repeat it."""
+    """Return a message that a signal ended an evaluation, with the way to repeat it."""
     message = f"stopped by {signal.Signals(signum).name}"
     if run_dir is None:
         return message
@@ -221,13 +218,10 @@ def stopped_in_evaluation(signum: int, run_dir: Path | None) -> str:
 
 
 def how_it_ended(code: int) -> str:
-    """Describe a death without a report; `code` may be minus a signal's number."""
+    """Describe the death of a process that did not report; a negative code is a signal."""
     if code == SCRIPT_RAN_AGAIN:
-        return 'imported the script: put its train() below `if __name__ == "__main__":`'
+        return 'ran the whole script: move its train() below `if __name__ == "__main__":`'
     if code >= 0:
-        return (
-            f"ended with code {code} and without a report: "
-            "its environment or a library ended the process"
-        )
+        return f"ended with code {code} and without a report: a library or environment ended it"
     names = {member.value: member.name for member in signal.Signals}
     return f"was ended by {names.get(-code, f'signal {-code}')}"

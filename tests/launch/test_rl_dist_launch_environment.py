@@ -38,7 +38,7 @@ def environment(monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "says"),
     [
-        (TORCHRUN | {"WORLD_SIZE": None}, "WORLD_SIZE is not: start with torchrun"),
+        (TORCHRUN | {"WORLD_SIZE": None}, "WORLD_SIZE must be .* got '': start with torchrun"),
         (TORCHRUN | {"WORLD_SIZE": "two"}, "WORLD_SIZE must be a whole number .*'two'"),
         (TORCHRUN | {"RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2"),
         (TORCHRUN | {"LOCAL_RANK": "x"}, "LOCAL_RANK must be"),
