@@ -1,12 +1,11 @@
-"""Ranks that reduce as training does: verified, and timed.
+"""Time and verify reductions of gradients over ranks.
 
     time_reductions(2, [1024, 2**20])[1024]  # 0.0002
 
-The ranks are those of training: started by `rl_dist.launch`, joined by `open_world`, wrapped by
-`wrap`. They run in a subprocess, so that a hang or an abort inside NCCL does not end the caller.
-Before every reduction each rank works for some milliseconds: in a tight loop reductions find
-threads awake and caches warm, and look cheaper. The shortest wait among the ranks is that of the
-last rank to arrive: it waits for the transfer only.
+The ranks start, join and reduce as in a training, but in a subprocess: a hang or an abort inside
+NCCL does not end the caller. Each rank works for some milliseconds before every reduction, because
+in a tight loop, with awake threads and warm caches, reductions would look faster. The shortest wait
+among the ranks is that of the last rank to arrive, which waits for the transfer only.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rl_dist.process_group.world import World, close_world, open_world
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 
-NUM_TENSORS = 16  # of a module: a few, as in a network
+NUM_TENSORS = 16  # in which the gradient is split, as in a network
 WORK_S, WARM_UP, REPEATS = 0.004, 3, 12
 RUN = """import json, sys
 from rl_dist.launch.bench import run_rank
@@ -47,7 +46,7 @@ def time_reductions(
     timeout_s: float = 180.0,
     gpu_ids: Sequence[int] = (),
 ) -> dict[int, float]:
-    """Time reductions of gradients of each size, and verify every sum.
+    """Time the reductions of gradients of each size, and verify every sum.
 
     Args:
         sizes_bytes: sizes of the float32 gradients.
@@ -55,7 +54,7 @@ def time_reductions(
         gpu_ids: GPU of each rank; empty: rank i takes GPU i.
 
     Returns:
-        Median seconds that the last rank to arrive waits, by size.
+        Median seconds of waiting of the last rank to arrive, by size.
 
     Raises:
         UserError: more ranks than GPUs.
@@ -97,7 +96,7 @@ def run_rank(job: dict[str, Any]) -> None:
 
 
 class Weights(nn.Module):
-    """Parameters in a few tensors; every gradient is the value given to `forward`."""
+    """Parameters in some tensors; every gradient is the argument of `forward`."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -117,7 +116,7 @@ def _last_arrival_s(num_bytes: int, world: World) -> float:
     matrix = torch.full((256, 256), 0.01, device=world.device)
     waits_s = []
     for _ in range(WARM_UP + REPEATS):
-        # arithmetic between reductions, so that caches are as cold as in a training
+        # with arithmetic in between, caches are as cold as in a training
         until_s, product = time.perf_counter() + WORK_S, matrix
         while time.perf_counter() < until_s:
             product = (product @ product).tanh()

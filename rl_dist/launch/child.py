@@ -1,4 +1,4 @@
-"""Our programs as children: a training from Python, short runs side by side."""
+"""Run our programs as child processes: a training from Python, or short runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANK_VARIABLES = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MAST
 RANK_VARIABLES |= {JOB_DIR_VARIABLE, *COPIES}
 POLL_S = 0.1
 KILL_PATIENCE_S = 5.0
-# Flags of a short run: it neither ends by itself nor saves or evaluates anything.
+# With these flags a run does not end by itself, and neither saves nor evaluates anything.
 SHORT_RUN_FLAGS: dict[str, Any] = {
     "total_steps": 10**15,
     "validate_every": 0,
@@ -38,8 +38,8 @@ SHORT_RUN_FLAGS: dict[str, Any] = {
 }
 DROPPED_FLAGS = ("run_dir", "num_episodes", "on_event", "seed", "seeds", "profile")
 WARM_UP = 3  # iterations
-ROUNDS, ROUNDS_S = 3, 3.0  # a rate is known if rounds agree on it, that take a second or more each
-MAX_SPREAD = 1.5  # of the highest rate over the lowest
+ROUNDS, ROUNDS_S = 3, 3.0  # a rate is known if it is similar in 3 rounds of a second or more
+MAX_SPREAD = 1.5  # the highest rate divided by the lowest one
 Record = dict[str, Any]
 
 
@@ -48,11 +48,11 @@ class ChildError(Exception):
 
 
 class ChildTimeoutError(ChildError):
-    """A child works, but did not end in time."""
+    """A child did not end in time."""
 
 
 def leave_at_signals() -> None:
-    """Let SIGINT and SIGTERM leave through all `finally`, which end children."""
+    """Let SIGINT and SIGTERM raise SystemExit, so that `finally` ends the children."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda number, frame: sys.exit(128 + number))
 
@@ -68,13 +68,15 @@ class Child:
         variables: Mapping[str, str] | None = None,
         echo: bool = False,
     ) -> None:
-        """Start this Python in a new session, without stdin.
+        """Start this Python interpreter in a new session, without stdin.
+
+        The child inherits all environment variables except those that make a process a rank.
 
         Args:
-            arguments: of the interpreter.
-            folder: where the child leaves its stderr and its report.
-            variables: of its environment, beside ours without those that make a process a rank.
-            echo: it prints where this process prints.
+            arguments: arguments of the interpreter.
+            folder: folder for the child's stderr and report.
+            variables: additional environment variables.
+            echo: let the child print to stdout and stderr of this process.
         """
         self._stderr = folder / "stderr"
         self._report = folder / "report.json"
@@ -99,7 +101,7 @@ class Child:
             )
 
     def kill(self) -> None:
-        """End it and all its ranks by SIGKILL, and wait until they are gone."""
+        """End the child and all its processes by SIGKILL, and wait for that."""
         deadline_s = time.monotonic() + KILL_PATIENCE_S
         with suppress(ProcessLookupError, PermissionError):  # no process is left
             while time.monotonic() < deadline_s:
@@ -109,13 +111,13 @@ class Child:
         self.job.wait()
 
     def facts(self) -> dict[str, str]:
-        """Return what it reported; see `rl_dist.errors.report_to_caller`."""
+        """Return the child's report; see `rl_dist.errors.report_to_caller`."""
         return json.loads(self._report.read_text())
 
     def error(self) -> ChildError | UserError:
-        """Return why it ended: its own error, or the last of what it printed.
+        """Return the error that it reported, or one with the last lines of its stderr.
 
-        A UserError is a refusal of what it was given, in its own words.
+        The error is a UserError if the child refused its arguments.
         """
         facts, code = self.facts(), self.job.returncode
         error = facts.get("error", "")
@@ -134,12 +136,12 @@ class TrainingResult:
     """The result of a training."""
 
     success: bool
-    exit_code: int  # of the script; negative: ended by that signal
-    iterations: int  # of the whole run, those before a resume included
+    exit_code: int  # a negative one is the number of the signal that ended the script
+    iterations: int  # of the whole run, including those before a resume
     final_losses: dict[str, float]  # of the last iteration
     seconds: float
-    run_dir: Path | None  # absolute; None: a failed start has none
-    error: str  # one line; "": there is none
+    run_dir: Path | None  # absolute; None: the training did not start
+    error: str  # one line, or ""
 
 
 def launch_distributed_training(
@@ -154,14 +156,14 @@ def launch_distributed_training(
         ... else:
         ...     print(result.exit_code, result.error)
 
-    After Ctrl-C the training saves and stops, then KeyboardInterrupt is raised here. A second
+    After Ctrl-C the training saves and stops, then this function raises KeyboardInterrupt. A second
     Ctrl-C ends the training immediately.
 
     Args:
         flags: flags of the script, as on its command line.
         echo: let the script print to stdout and stderr of this process.
         script: the training script.
-        named: flags by name: True is --name, False --no-name, None no flag, a dict becomes JSON.
+        named: flags by name. True becomes --name, False --no-name, None no flag, a dict JSON.
     """
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rl_dist_result_") as folder:
@@ -170,7 +172,7 @@ def launch_distributed_training(
         try:
             child.job.wait()
         except KeyboardInterrupt:
-            # the child has its own session, so Ctrl-C did not reach it
+            # Ctrl-C did not reach the child, which has another session
             child.job.send_signal(signal.SIGINT)
             child.job.wait()
             raise
@@ -193,7 +195,7 @@ def launch_distributed_training(
 
 
 def as_flags(named: Mapping[str, Any]) -> list[str]:
-    """Turn keyword arguments into words of a command line."""
+    """Return the command-line flags of keyword arguments."""
     words = []
     for name, value in named.items():
         if isinstance(value, bool):
@@ -208,10 +210,9 @@ def as_flags(named: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class ShortRuns:
-    """The measurements of copies while all of them trained."""
+    """Measurements of copies of a training while all of them trained."""
 
-    # by copy: its metrics of the iterations that were measured
-    records: list[list[Record]]
+    records: list[list[Record]]  # metrics of the measured iterations, by copy
     config: dict[str, Any]  # of the first copy, by section
     gradient_bytes: int
 
@@ -228,26 +229,26 @@ def measure_short_runs(
     enough_s: float = math.inf,
     steady: bool = False,
 ) -> ShortRuns:
-    """Train independent copies side by side and measure them while all of them train.
+    """Train independent copies side by side, and measure while all of them train.
 
-    As many one-rank trainings as a run would have ranks on this machine, each with a rank's threads
-    or GPU, show what ranks cost each other (cores, caches, memory) without waiting for each other.
-    All are killed at the end, and when the caller dies. How long they train, where, what they save
-    and their seed are chosen here. Their first iterations only warm up.
+    Copies with the threads or the GPU of a rank show how much the ranks of one machine slow each
+    other down (cores, caches, memory), without the waiting for each other. All copies are killed at
+    the end, and if the caller dies. The flags for the length, the run directory, checkpoints and
+    the seed are replaced. The first WARM_UP iterations do not count.
 
     Args:
-        flags: of the training script, with the sizes that one rank has.
-        threads: of each copy; 0: training chooses.
-        iterations: measured of the slowest copy; others may have a few more or less.
-        num_gpus: ranks of each copy; None: the ranks and devices that the flags mean.
-        device_type: "cuda": each copy has its own GPU.
-        timeout_s: for everything.
-        enough_s: after which two iterations are enough, the first included.
-        steady: measure for ROUNDS_S at least, so that the rates of rounds can be compared.
+        flags: flags of the training script, with the sizes of one rank.
+        threads: threads of each copy; 0: the training decides.
+        iterations: number of measured iterations of the slowest copy.
+        num_gpus: ranks of each copy; None: as the flags say.
+        device_type: with "cuda" each copy has its own GPU.
+        timeout_s: longest time of this call.
+        enough_s: time after which two iterations are enough, and the first ones count as well.
+        steady: measure for at least ROUNDS_S, so that the rates of rounds can be compared.
 
     Raises:
-        UserError: the script refuses the flags; the message is its own.
-        ChildError: a copy failed in another way, or time is up (ChildTimeoutError).
+        UserError: the script refuses the flags.
+        ChildError: a copy failed in another way, or did not end in time (ChildTimeoutError).
     """
     words = _short_run_flags(flags, threads, num_gpus, device_type)
     started_s = time.monotonic()
@@ -258,15 +259,15 @@ def measure_short_runs(
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         gpus = visible.split(",") if visible else list(map(str, range(copies)))
         for number, run in enumerate(runs):
-            # seeds differ, so that the episodes of copies do not end together
+            # with equal seeds, the episodes of all copies would end together
             arguments = [SCRIPT, *words, f"--seed={number + 1}", "--run_dir", run.path]
             on_gpu = device_type == "cuda" and num_gpus is not None
             variables = {"CUDA_VISIBLE_DEVICES": gpus[number]} if on_gpu else {}
             run.path.parent.mkdir()
             children.append(Child(arguments, run.path.parent, variables=variables))
             held.callback(children[-1].kill)
-        skipped: list[int] = []  # iterations of each copy before the measurement
-        end_s = math.inf  # of its shortest time
+        skipped: list[int] = []  # number of iterations of each copy that do not count
+        end_s = math.inf  # earliest end of the measurement
         while True:
             time.sleep(POLL_S)
             now_s = time.monotonic()
@@ -305,7 +306,7 @@ def _short_run_flags(
 
 
 def round_rates(records: Sequence[Record]) -> list[float]:
-    """Return the steps/s of consecutive rounds, all of the same number of iterations."""
+    """Return the steps/s of consecutive rounds of equally many iterations."""
     rates = [record["time/sps"] for record in records]
     size = max(1, len(rates) // ROUNDS)
     starts = range(0, min(len(rates), ROUNDS * size), size)
@@ -313,18 +314,18 @@ def round_rates(records: Sequence[Record]) -> list[float]:
 
 
 def is_steady(rates: Sequence[float]) -> bool:
-    """Return True if rounds agree on a rate."""
+    """Return True if the rates of all rounds are similar."""
     return max(rates) <= MAX_SPREAD * min(rates)
 
 
 def describe_rates(rates: Sequence[float]) -> str:
-    """Return the rates of rounds that disagree, for a message."""
+    """Describe rates that are not steady, for a message."""
     listed = ", ".join(f"{rate:,.0f}" for rate in rates)
     return f"{listed} steps/s in rounds of the same work (more than {MAX_SPREAD}x apart)"
 
 
 def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the flags without those of these names, however spelled."""
+    """Return the flags except those with these names, in any spelling."""
     kept: list[str] = []
     keep = True
     for word in flags:

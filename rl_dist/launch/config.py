@@ -30,48 +30,47 @@ class LaunchConfig:
     """Number of training processes (ranks). With GPUs: one process per GPU, -1 = all GPUs, 0 = one
     process on the CPU. Without GPUs: this many processes, -1 = one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; auto: on the GPUs if there are any."""
+    """Device of the training; auto: the GPUs if there are any, else the CPU."""
     gpu_ids: Text = ""
-    """GPUs to use, one rank each, such as 0,2,3; the ids count those in CUDA_VISIBLE_DEVICES, if
-    that is set."""
+    """GPUs to use, one for each rank, such as 0,2,3. If CUDA_VISIBLE_DEVICES is set, the ids count
+    the GPUs in it."""
     threads: int = Field(0, ge=0, le=1024)
-    """Threads of each rank on the CPU; 0: 1 for small networks, else the rank's cores. Wins over
-    OMP_NUM_THREADS, also under torchrun. A resumed run keeps its number, and with it its results
-    to the bit."""
+    """Threads of each rank on the CPU; 0: 1 for small networks, otherwise the rank's cores.
+    Overrides OMP_NUM_THREADS, also under torchrun. A resumed run keeps its number of threads, so
+    that its results stay equal bit for bit."""
     strategy: Mode = "default"
-    """Method of training on several ranks; default: ddp on several, none on one; dp: one process
-    for several GPUs; hybrid: see hybrid_form; auto: the fastest in a few gradient steps at the
+    """Strategy of training on several ranks; default: ddp, or none on one rank; dp: one process for
+    several GPUs; hybrid: see hybrid_form; auto: the one with the fastest gradient steps at the
     start."""
     hybrid_form: HybridForm = "shard"
     """Form of strategy hybrid; shard: gradients and Adam's state are split over ranks; pipeline:
     the network is cut into two stages on pairs of ranks."""
     shard_size: int = Field(0, ge=0, le=10**6)
-    """Ranks that share one copy of gradients and Adam's state in strategy hybrid; 0: all of a
-    machine."""
+    """Number of ranks that share one copy of gradients and Adam's state in strategy hybrid; 0: all
+    ranks of a machine."""
     fallback: bool = False
-    """If the strategy cannot be set up here, take a simpler one (ddp for hybrid, then none) and say
-    so, instead of ending."""
+    """If the strategy cannot be set up here, print that and use a simpler one (ddp instead of
+    hybrid, then none) instead of ending."""
     precision: Precision = "fp32"
-    """tf32: fp32 with rounded products, on GPUs; bf16, fp16: autocast, the parameters stay fp32;
-    fp64: for proofs; auto: bf16 if a CPU has units for it and a training's gradient steps are 1.1
-    times as fast with it, else fp32."""
+    """tf32: fp32 with rounded products, on GPUs; bf16, fp16: autocast with fp32 parameters; fp64:
+    for proofs; auto: bf16 if the CPU has units for it and gradient steps are 1.1 times as fast with
+    it, otherwise fp32."""
     gradient_compression: Compression = "none"
-    """bf16: gradients travel in half the bytes, for slow links; strategy ddp only."""
+    """bf16: send gradients in half the bytes, for slow links; only with strategy ddp."""
     max_restarts: int = Field(0, ge=0, le=10**6)
     """Largest number of restarts after a rank died or failed; all ranks restart from the newest
     checkpoint."""
     on_event: Text = Field("", exclude=True)
-    """Shell command called when the run failed, restarted, skipped bad steps, stopped or finished;
-    gets JSON on stdin and RL_EVENT, RL_MESSAGE, RL_RUN_DIR, ...; not stored: give it again to
-    --resume."""
+    """Shell command for the events failed, restarted, bad_steps, stopped and finished. It gets JSON
+    on stdin and variables such as RL_EVENT, RL_MESSAGE and RL_RUN_DIR. It is not stored: give it
+    again with --resume."""
 
-    # the outcome of auto or fallback; "": none yet
-    chosen_strategy: Literal[Mode, ""] = ""
+    chosen_strategy: Literal[Mode, ""] = ""  # by auto or fallback
     chosen_on: Text = ""  # the ranks and the device for which it was chosen
 
     @property
     def strategy_config(self) -> StrategyConfig:
-        """The strategy that the flags, auto and fallback lead to."""
+        """The strategy after auto or fallback."""
         return StrategyConfig(
             mode=self.chosen_strategy or self.strategy,
             shard_size=self.shard_size,
@@ -82,7 +81,7 @@ class LaunchConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the parameters."""
+        """The type of the parameters."""
         return parameter_dtype(self.precision)
 
 
@@ -93,13 +92,13 @@ class ResolvedLaunch:
     num_ranks: int
     device_type: str  # "cpu" or "cuda"
     message: str  # one line for the user, to be printed once
-    # GPUs of this machine's ranks, or of the one process of dp; (): rank i takes GPU i
+    # GPUs of this machine's ranks or of the only process of dp; (): rank i takes GPU i
     gpu_ids: tuple[int, ...] = ()
     threads: int = 0  # of each rank
 
     @property
     def place(self) -> str:
-        """The ranks and their device, for messages and comparison."""
+        """The ranks and their device, for messages and comparisons."""
         return f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)} on {self.device_type}"
 
 
@@ -129,7 +128,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     else:
         num_ranks = max(1, config.num_gpus)
     if config.strategy_config.mode == "dp":
-        # dp has 1 rank: it takes the GPUs of all ranks, or under torchrun every GPU
+        # the only rank of dp takes the GPUs of all ranks, or every GPU under torchrun
         gpu_ids = gpu_ids or tuple(range(gpus if adopted else num_ranks))
         num_ranks = num_ranks if adopted else 1
     check_strategy(config.strategy_config, num_ranks, device_type, len(gpu_ids))
@@ -151,7 +150,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
 
 
 def _adopted_ranks(config: LaunchConfig, gpu_ids: tuple[int, ...]) -> int:
-    """Return the world size of torchrun's environment; flags may repeat it only."""
+    """Return the number of ranks that another launcher started; refuse other flags."""
     size = int(os.environ["WORLD_SIZE"])
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if config.num_gpus not in (-1, size, local_size):

@@ -1,4 +1,4 @@
-"""Decide the strategy of new ranks: requested, chosen before, or a fallback."""
+"""Decide on the strategy of new ranks: requested, chosen before, or a fallback."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.child import ChildError
 from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
 
-PROBE_BYTES = 4096  # of the gradient that ranks reduce to show that they work together
+PROBE_BYTES = 4096  # size of the gradient that ranks on trial reduce
 
 
 def resolve_launch(config: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch, str]:
-    """Return a launch that can begin, its ranks, and a note if it fell back.
+    """Return a configuration that can start, its ranks and a note on a fallback.
 
-    A strategy that the run chose before is kept on the same ranks. --fallback tries real ranks, and
-    goes from hybrid to ddp, and from every strategy to none on one rank.
+    A strategy that was chosen earlier in the run stays as long as the ranks are the same. With
+    --fallback, ranks are started on trial; if they fail, hybrid becomes ddp, and any other strategy
+    becomes none on one rank.
     """
     if config.chosen_strategy:
         with suppress(ValueError):
@@ -45,11 +46,11 @@ def resolve_launch(config: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch, 
         note = f"{problems}fallback to strategy {mode}, {resolved.place}"
         chosen: dict[str, Any] = {"chosen_strategy": mode, "chosen_on": resolved.place}
         return replace(config, **chosen, gradient_compression="none"), resolved, note
-    raise UserError(f"{problems}so no strategy works")
+    raise UserError(f"{problems}no strategy is left: change the flags that are named")
 
 
 def _with_mode(config: LaunchConfig, mode: str) -> LaunchConfig:
-    """Return the launch of another strategy on the same hardware; none takes one rank of it."""
+    """Return the configuration with another strategy; none uses one rank."""
     changes: dict[str, Any] = {"strategy": mode, "chosen_strategy": "", "hybrid_form": "shard"}
     changes |= {"shard_size": 0, "gradient_compression": "none"}
     if mode == "none" and "RANK" not in os.environ:

@@ -1,13 +1,13 @@
-"""Start and watch the ranks: here, as new processes, or under torchrun.
+"""Start and watch the ranks: in this process, in new ones, or under torchrun.
 
-Signals: the first SIGINT, SIGTERM, SIGUSR1 or SIGHUP reaches every rank once the launcher, the
-process group or any one rank has it. The ranks stop at the end of their iteration, save and leave.
-A second SIGINT or SIGTERM ends everything immediately. Ranks of a killed launcher get SIGTERM.
+The first SIGINT, SIGTERM, SIGUSR1 or SIGHUP to the launcher, its process group or any rank reaches
+all ranks. They stop at the end of their iteration, save and leave. A second SIGINT or SIGTERM ends
+everything immediately. If the launcher is killed, its ranks get SIGTERM.
 
-Errors in a rank end the job. A ValueError (UserError included) is a message for the user: printed
-once (under torchrun once on each machine) as `error: ...`, with its exit code, mostly 2. Any other
-error is printed once with traceback and rank; the exit code is 1. A rank that ends without a
-report, by a signal or `os._exit`, has failed, whatever its exit code.
+An error in a rank ends the job. A ValueError, such as a UserError, is a message for the user: it is
+printed once (under torchrun once on each machine) as `error: ...` and has its own exit code, mostly
+2. Any other error is printed once with its traceback and rank; the exit code is 1. A rank that ends
+without a report, by a signal or `os._exit`, has failed whatever its exit code is.
 """
 
 from __future__ import annotations
@@ -67,38 +67,36 @@ from rl_dist.process_group.world import (
 from rl_dist.run_dir import RunDir, launcher_pid
 from rl_dist.telemetry import events
 
-logger = logging.getLogger(__name__)  # for the log files only: `launch` prints, once
+logger = logging.getLogger(__name__)  # writes to log files only, because `launch` prints errors
 logger.addHandler(logging.NullHandler())
 
-AGENT_PATIENCE_S = 10.0  # for torchrun, which looks after its ranks every 0.1 s
+AGENT_PATIENCE_S = 10.0  # for torchrun, which looks at its ranks every 0.1 s
 POLL_S = 0.05
-DEATH_GRACE_S = 5.0  # for the other ranks to report that they failed, too
-# characters, of up to six bytes each in a page
-LONGEST_TRACEBACK = 50_000
-LONGEST_SUMMARY = 5_000
+DEATH_GRACE_S = 5.0  # for the other ranks to report their failures
+LONGEST_TRACEBACK, LONGEST_SUMMARY = 50_000, 5_000  # characters: a page must hold both
 RankFunction = Callable[..., int | None]
 
 
 def restart_count() -> int:
-    """Return how many times the ranks were started again before this start."""
+    """Return the number of restarts before this start of the ranks."""
     return elastic_count(RESTART_COUNT)
 
 
 @dataclass
 class RankReport:
-    """Exit code of one rank or of all ranks together, and the error, if any."""
+    """The end of one rank or of all ranks: exit code and error."""
 
     exit_code: int  # 2: a mistake of the user, which a restart would repeat
     rank: int = 0
-    failed: bool = False  # it raised or died, instead of returning an exit code
-    summary: str = ""  # for the user, in one line
-    traceback: str = ""  # unless the user made a mistake
-    # 0: it is the cause; 1: it names another rank as the cause; 2: it only lost a connection
+    failed: bool = False  # the rank raised or died instead of returning an exit code
+    summary: str = ""  # one line for the user
+    traceback: str = ""  # "" for a mistake of the user
+    # 0: the rank is the cause; 1: it names another rank as the cause; 2: it lost a connection
     consequence: int = 0
 
     @property
     def can_restart(self) -> bool:
-        """True if new ranks may not fail in the same way."""
+        """True if new ranks need not fail in the same way."""
         return self.failed and self.exit_code != 2
 
 
@@ -106,11 +104,11 @@ class RankReport:
 
 
 def run_guarded(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
-    """Run `fn(*args)` and report how it ended."""
+    """Run `fn(*args)` and return the report of its end."""
     rank = int(os.environ.get("RANK", 0))
     try:
         return RankReport(int(fn(*args) or 0), rank)
-    except BaseException as error:  # SystemExit too: it may come from the user's code
+    except BaseException as error:  # also SystemExit, which the user's code may raise
         logger.exception("rank %d failed", rank)
         failure = RankReport(1, rank, failed=True, consequence=2 * connection_broke(error))
         if isinstance(error, ValueError):
@@ -129,21 +127,21 @@ def run_as_rank(
     page: ReportPage,
     parent_pid: int,
 ) -> None:
-    """Run `fn` as this rank's process; stop signals are blocked until `install`."""
+    """Run `fn` as the process of a rank, which is started with blocked stop signals."""
     os.environ.update(variables)
     outlive_readers()
-    # A spawned process also spawns its children, such as a DataLoader's workers. That takes seconds
-    # each and needs picklable arguments, so restore the default that a process without ranks has.
+    # A spawned process would spawn its own children, such as a DataLoader's workers. That takes
+    # seconds for each and needs picklable arguments, so restore Python's default.
     multiprocessing.set_start_method(None, force=True)
-    stop_flag.install()  # a second signal ends nothing here: the launcher counts Ctrl-C
-    # Python restores their deadly defaults while it shuts down
+    stop_flag.install()  # the launcher, not this process, acts on a second signal
+    # Python restores the default handlers, which end the process, while it shuts down
     atexit.register(stop_flag.replace, signal.SIG_IGN)
     process_ends.leave_with_parent(parent_pid)
     process_ends.report_to(page)
     report = run_guarded(fn, args)
     process_ends.report(**vars(report))
     events.close()
-    if report.failed:  # without teardown, which could wait for the other ranks forever
+    if report.failed:  # a teardown could wait for the other ranks forever
         process_ends.flush_and_leave(report.exit_code)
     close_world()
 
@@ -155,15 +153,15 @@ class Ranks:
     """The ranks of one start on this machine, each a new process."""
 
     def __init__(self, stop: StopFlag) -> None:
-        self.stop = stop  # of the launcher
+        self.stop = stop  # the launcher's
         self.processes: list[BaseProcess] = []  # in rank order
         self.pages: list[ReportPage] = []  # in rank order
-        self.silent: list[int] = []  # ranks that died without a report, the first one first
+        self.silent: list[int] = []  # ranks that died without a report, in order of their deaths
 
     def start(
         self, fn: RankFunction, args: tuple[Any, ...], num_ranks: int, variables: dict[str, str]
     ) -> None:
-        """Start all ranks with these variables and their numbers."""
+        """Start all ranks with these environment variables."""
         spawn = multiprocessing.get_context("spawn")
         for rank in range(num_ranks):
             numbered = variables | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
@@ -174,7 +172,7 @@ class Ranks:
             self.processes.append(process)
 
     def wait(self) -> None:
-        """Pass stop signals on until all ranks have ended, or may not run any longer."""
+        """Wait until all ranks have ended or their time is up; pass stop signals on."""
         passed_on = False
         deadline_s = math.inf
         while time.monotonic() < deadline_s and not self.stop.insists:
@@ -195,17 +193,16 @@ class Ranks:
                     deadline_s = time.monotonic() + (FAILED_GRACE_S if failed else EXIT_GRACE_S)
 
     def kill(self, signum: int) -> None:
-        """Send a signal to the ranks that run."""
+        """Send a signal to the ranks that still run."""
         for process in self.processes:
             if process.exitcode is None:
                 with suppress(ProcessLookupError):  # it has just ended
                     os.kill(process.pid or 0, signum)
 
     def outcome(self, run_dir: Path | None) -> RankReport:
-        """Return the report of all ranks together.
+        """Return one report for all ranks.
 
-        A rank that died without a report is the cause; other ranks' connection errors follow from
-        it.
+        If a rank died without a report, the others failed because they lost their connection to it.
         """
         signum = self._stop_signal()
         if self.stop.insists:
@@ -225,9 +222,9 @@ class Ranks:
         return RankReport(max(report.exit_code for report in reports))
 
     def _stop_signal(self) -> int:
-        """Return the first stop signal to the launcher or to a rank that it ended; 0: none came.
+        """Return the stop signal that the launcher got or that ended a rank, or 0.
 
-        A rank handles stop signals until all is saved. The final evaluation is simply ended by one.
+        A rank handles stop signals until all is saved. In the final evaluation they simply end it.
         """
         codes = {-process.exitcode for process in self.processes if process.exitcode}
         return self.stop.signum or next((s for s in STOP_SIGNALS if s in codes), 0)
@@ -246,12 +243,12 @@ def _run_once(
     run_dir: Path | None,
     restarts: int,
 ) -> RankReport:
-    """Start all ranks, wait for them and return the report of all."""
+    """Start all ranks, wait for them and return one report for all."""
     ranks = Ranks(stop)
     store = unnamed_file()
     with tempfile.TemporaryDirectory(prefix="rl_dist_") as job_dir:
-        # The ranks meet in memory: a full disk could cut a record of a file short, and torch's
-        # FileStore waits forever for the rest.
+        # The store lies in memory: a full disk could cut off a record in a file, and torch's
+        # FileStore would wait forever for the rest.
         if sys.platform == "linux":
             Path(job_dir, f"store_{restarts}").symlink_to(f"/proc/{os.getpid()}/fd/{store}")
         variables = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
@@ -271,7 +268,7 @@ def _run_once(
 def _announce_restart(
     report: RankReport, restarts: int, max_restarts: int, run_dir: Path | None
 ) -> None:
-    """Print why all ranks start again and from where, and send the event."""
+    """Print the reason of a restart and its checkpoint, and send the event."""
     message = f"{report.summary}: restart {restarts} of {max_restarts}"
     facts = {"restart": restarts, "rank": report.rank}
     if run_dir is not None:
@@ -285,8 +282,8 @@ def _announce_restart(
 
 @contextmanager
 def _prepared_for_starts(threads: int) -> Iterator[None]:
-    """Set what OpenMP reads in a new process, and block signals until its handlers are set."""
-    resource_tracker.ensure_running()  # its start unblocks signals
+    """Block stop signals, and limit the threads of processes that are started."""
+    resource_tracker.ensure_running()  # later it would unblock the signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     limit = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -314,16 +311,16 @@ def launch(
     """Run `fn(*args)` on every rank and return the job's exit code.
 
     Under torchrun, and with one rank that must not restart, `fn` runs in this process. Otherwise
-    `fn` must be importable and `args` picklable: each rank is a new process.
+    each rank is a new process; `fn` must be importable and `args` picklable.
 
     Args:
-        max_restarts: how many times all ranks start again after one died or failed, but not after
-            a message for the user or a stop signal.
-        run_dir: where `fn` keeps its checkpoints, to print where a restart continues.
-        threads: that each rank will set; 0: the cores, shared by the ranks.
+        max_restarts: largest number of restarts of all ranks after one of them died or failed.
+            There is no restart after a message for the user or a stop signal.
+        run_dir: directory in which `fn` keeps its checkpoints, for messages and state.json.
+        threads: threads of each rank; 0: the cores, divided by the ranks.
 
     Returns:
-        0, or the first non-zero code a rank returned; 1 a rank failed; 2 bad input; 128 + signal.
+        0 or the largest code that a rank returned; 1: a rank failed; 2: bad input; 128 + signal.
     """
     if restarts_refused():
         return 2
@@ -348,11 +345,11 @@ def launch(
         pid, code = launcher_pid(), report.exit_code
         RunDir(run_dir).record_exit(pid, code, report.summary, may_restart=may_restart)
         process_ends.report(exit_recorded=True)
-    if not may_restart:  # else the event `restarted` may follow
+    if not may_restart:  # otherwise the event `restarted` may follow
         _notify_end(report, restarts)
     events.close()
     if report.failed and leave_world():
-        # closing the process group could wait for ranks that are inside a collective
+        # leaving the process group could wait for ranks inside a collective call
         atexit.register(process_ends.flush_and_leave, report.exit_code or 1)
     return report.exit_code
 
@@ -363,9 +360,9 @@ def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
     if not report.failed:
         close_world()
     if may_start_again(signal.SIGTERM) and report.exit_code - 128 in STOP_SIGNALS:
-        # The signal may have reached another host only: its torchrun ends its ranks because a host
-        # has come or gone, and ours has not noticed yet. If this rank left by itself, it would
-        # count as failed, and use up a restart or end the job.
+        # Perhaps only another host's torchrun has noticed so far that a host has joined or left,
+        # and has sent the signal to its own ranks. If this rank left before its torchrun ends it,
+        # torchrun would take that for a failure: it would use up a restart or end the job.
         deadline_s = time.monotonic() + AGENT_PATIENCE_S
         while not stop_flag.signum and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
@@ -375,9 +372,9 @@ def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
 
 
 def _print_end(report: RankReport) -> None:
-    """Print the error or the summary, if there is one."""
+    """Print the error or the summary of a report, if it has one."""
     line = f"error: {report.summary}" if report.failed else report.summary
-    if report.traceback:  # of one rank only: no other rank prints it
+    if report.traceback:  # no other rank prints the same
         print(report.traceback + line, file=sys.stderr, flush=True)
         report_to_caller(error=report.summary)
     elif line:
@@ -385,7 +382,7 @@ def _print_end(report: RankReport) -> None:
 
 
 def _notify_end(report: RankReport, restarts: int) -> None:
-    """Send the one event of how a run ended; see `rl_dist.telemetry.events`."""
+    """Send the event of the end of a run; see `rl_dist.telemetry.events`."""
     code = report.exit_code
     event = "stopped" if code - 128 in STOP_SIGNALS else "failed" if code else "finished"
     message = report.summary or f"{event} with code {code}"

@@ -1,8 +1,8 @@
-"""Supervise the training process: a death without a report is a failure.
+"""Supervise the training process; its death without a report is a failure.
 
-`supervise` forks before torch is imported: the child trains, or starts the ranks; this process
-passes stop signals on, waits, and prints how the child died if the child could not. It loads the
-standard library only.
+`supervise` forks before torch is imported. The child trains or starts the ranks. The parent passes
+stop signals on, waits, and prints how the child died if the child could not. It loads only the
+standard library.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ LAST_WORD_S = 3.0  # for the child to end itself at a second stop signal
 
 
 def supervise() -> None:
-    """Return in a child that this process watches and then follows.
+    """Fork, and return in the child only.
 
-    This process ends here, with the child's exit code, or 1 if it died without a report. Under
-    torchrun, which watches its ranks, it returns immediately.
+    The parent watches the child and ends with the child's exit code, or with 1 if the child died
+    without a report. Under torchrun, which watches its ranks, there is no fork.
     """
     if restarts_refused():
         sys.exit(2)
     if "RANK" in os.environ or not hasattr(signal, "sigtimedwait"):  # macOS has none
         return
-    # else a file of ours would become a closed stdout
+    # If stdout is closed, the next file that we open would take its place.
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(spare)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, a death goes unnoticed
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever ignores it notices no death
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     page = ReportPage()
     supervisor = os.getpid()
@@ -60,19 +60,16 @@ def supervise() -> None:
     die_with_parent(supervisor, signal.SIGKILL)  # killing the supervisor also kills the training
     sys.excepthook = _quiet_interrupt
     report_to(page)
-    atexit.register(report, ended_in_order=True)  # then its exit code is true
+    atexit.register(report, ended_in_order=True)  # its exit code can be trusted
 
 
 def imports_done() -> None:
-    """Let in the stop signals that came during imports.
-
-    An import may swallow a KeyboardInterrupt.
-    """
+    """Unblock the stop signals, because no import can swallow them any more."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _quiet_interrupt(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Print no traceback of a Ctrl-C that comes before training does."""
+    """Print no traceback of a Ctrl-C before the training."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
 
@@ -93,11 +90,11 @@ def _watch(child: int, page: ReportPage) -> int:
         if time.monotonic() > deadline_s:
             pass_on(signal.SIGKILL)
         time.sleep(POLL_S)
-        # They are blocked since before the fork. Without waiting, because sigtimedwait that waits
-        # returns memory at random as a signal if the process is halted and continued meanwhile.
+        # The signals have been blocked since before the fork. Do not let sigtimedwait wait: if the
+        # process is halted and continued meanwhile, it returns a random signal number.
         if arrived := signal.sigtimedwait(awaited, 0):
             stop.count(arrived.si_signo)
-            if arrived.si_code != SI_KERNEL:  # else the terminal has sent it to the child as well
+            if arrived.si_code != SI_KERNEL:  # a terminal sends its signals to the child, too
                 pass_on(arrived.si_signo)
             if stop.insists:
                 deadline_s = min(deadline_s, time.monotonic() + LAST_WORD_S)
@@ -105,19 +102,20 @@ def _watch(child: int, page: ReportPage) -> int:
 
 
 def _conclude(child: int, facts: dict[str, Any], code: int, stop: StopFlag) -> int:
-    """Do what the child has not done: print its death, complete state.json, send the event."""
+    """Print the child's death, complete state.json and send the event, if need be."""
     run_dir, error, signum = facts.get("run_dir", ""), "", max(0, -code)
     if "exit_code" in facts:
-        code, signum = facts["exit_code"], 0  # what its teardown did does not count
-        error = facts.get("summary", "")  # a thread has ended it, after it has printed why
+        code, signum = facts["exit_code"], 0  # a failure of its teardown does not count
+        error = facts.get("summary", "")  # printed by a thread that ended the child
     elif not facts.get("ended_in_order") or code < 0:
         if stop.signum and (stop.insists or signum in STOP_SIGNALS):
             line = f"stopped by {signal.Signals(stop.signum).name}"
             code = 128 + stop.signum
         else:
             error = f"the training process ({child}) {how_it_ended(code)}"
-            can_resume = run_dir and Path(run_dir, "checkpoints").is_dir()
-            line = f"error: {error}" + f"; continue with --resume {run_dir}" * bool(can_resume)
+            line = f"error: {error}"
+            if run_dir and Path(run_dir, "checkpoints").is_dir():
+                line += f"; continue with --resume {run_dir}"
             code = 1
         outlive_readers()
         print(line, file=sys.stderr, flush=True)

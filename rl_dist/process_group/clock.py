@@ -1,4 +1,4 @@
-"""Time of named sections and of the phases of gradient steps; slow ranks.
+"""Measure named sections and the phases of gradient steps, and find slow ranks.
 
     with section("environment"):
         env.step(actions)
@@ -6,7 +6,7 @@
     @section("update")
     def update(...): ...
 
-Without a listener a section costs a microsecond or two. It never changes a number computed inside.
+Without a listener a section costs one or two microseconds. It never changes a result.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ Listener = Callable[[str], AbstractContextManager[object]]
 _listener: Listener | None = None
 Mark = float | torch.cuda.Event
 
-# A rank is slow in a phase if it takes this many times the median of the other ranks,
+# A rank is slow in a phase if its time exceeds the median of the other ranks by this factor and by
+# these seconds, in so many iterations in a row.
 STRAGGLER_FACTOR = 3.0
-STRAGGLER_EXCESS_S = 0.02  # and this much longer: a hiccup of the machine is shorter.
-IN_A_ROW = 3  # slow iterations before a rank is reported
+STRAGGLER_EXCESS_S = 0.02
+IN_A_ROW = 3
 
 
 def listen(listener: Listener | None) -> None:
-    """Let `listener` surround every section from now on; None: no listener."""
+    """Let `listener` surround every section from now on; None removes it."""
     global _listener
     _listener = listener
 
 
 @contextmanager
 def section(name: str) -> Iterator[None]:
-    """Name the work inside the block for the listener; also a decorator."""
+    """Name the work inside the block for the listener; also works as a decorator."""
     if _listener is None:
         yield
         return
@@ -46,7 +47,7 @@ def section(name: str) -> Iterator[None]:
 
 
 class NullProfiler:
-    """Measures nothing, in place of `rl_dist.telemetry.profiler.Profiler`."""
+    """Replaces `rl_dist.telemetry.profiler.Profiler` and measures nothing."""
 
     def begin(self, *_: object) -> None:
         """Do nothing."""
@@ -55,36 +56,34 @@ class NullProfiler:
 
 
 class StepClock:
-    """Marks the ends of phases; on a GPU by events, without waiting for its queue.
-
-    A step's own part of its backward pass is the rest without the waiting for other ranks.
-    """
+    """Records when phases of gradient steps end; does not wait for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[tuple[str, Mark]] = []
-        self._waited: list[Sequence[tuple[Mark, Mark]]] = []  # by step
+        self._waited: list[Sequence[tuple[Mark, Mark]]] = []  # for other ranks, by step
 
     def start(self) -> None:
-        """Forget earlier marks, and begin the first phase."""
+        """Forget all marks and begin the first phase."""
         self._marks, self._waited = [], []
         self.mark("")
 
     def mark(self, phase: str) -> None:
-        """Count the time since the last mark as `phase`; "": as no phase."""
+        """Count the time since the last mark as `phase`; "" does not count it."""
         self._marks.append((phase, mark(self._device)))
 
     def waited(self, waits: Sequence[tuple[Mark, Mark]]) -> None:
-        """Add the waits of the present step for the gradients of others."""
+        """Record when the current step waited for gradients of other ranks."""
         self._waited.append(waits)
 
     def read(self) -> dict[str, float]:
         """Return the seconds since `start` by phase; wait for a GPU's queue.
 
         Returns:
-            time/forward_s, time/backward_s, time/optimizer_s without waiting; time/gradient_wait_s;
-            time/reduction_s: the shortest wait, that of a step to which this rank came last;
-            time/step_spread_s: the standard deviation of one step's own seconds.
+            time/forward_s, time/backward_s and time/optimizer_s, without waiting;
+            time/gradient_wait_s: all waits; time/reduction_s: the shortest wait of a step, in which
+            this rank came last; time/step_spread_s: the standard deviation of a step's time without
+            waiting.
         """
         totals = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         steps = [0.0]
@@ -107,7 +106,7 @@ class StepClock:
 
 
 def mark(device: torch.device) -> Mark:
-    """Return the present moment on the host, or in a GPU's queue."""
+    """Return the current time on the host, or a mark in a GPU's queue."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -135,10 +134,10 @@ class Stragglers:
         self._in_a_row: Counter[tuple[str, int]] = Counter()  # by phase and rank
 
     def observe(self, entries: Sequence[Mapping[str, float]]) -> list[str]:
-        """Take an iteration's metrics of every rank.
+        """Record one iteration, given the metrics of every rank.
 
         Returns:
-            A line for each rank that has been slow for exactly IN_A_ROW iterations.
+            A line for each rank that has now been slow for exactly IN_A_ROW iterations.
         """
         lines = []
         for phase, name in self.KEYS.items():

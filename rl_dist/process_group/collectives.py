@@ -1,8 +1,8 @@
-"""Collective calls between ranks; nothing is ever pickled.
+"""Exchange numbers, tensors and JSON between ranks; nothing is ever pickled.
 
-Every rank makes the same calls in the same order. All work with gloo and NCCL; tensors travel on
-`world.device` and return to where they were. A single rank sends nothing, and waits for no GPU.
-The time spent here is added to `world.sync_seconds`.
+Every rank must make the same calls in the same order. All calls work with gloo and NCCL; tensors
+travel on `world.device` and return to where they were. A single rank sends nothing and waits for no
+GPU. The time of the calls counts as `world.sync_seconds`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import World
 
-# Gloo copies what it received in its own thread. A copy of more than 32,768 elements (ATen's
-# grain size) opens a second OpenMP team there, for good; libgomp then stops spinning between the
-# training thread's parallel regions, and every one of them sleeps in the kernel: iterations took
-# twice as long. So gathers travel in chunks.
+# Gathers travel in chunks. Gloo copies received data in a thread of its own; a copy of more than
+# 32,768 elements (ATen's grain size) would open a second OpenMP team in that thread for good. Then
+# libgomp no longer spins between parallel regions of the training, and iterations took twice as
+# long.
 GATHER_WORDS = 16_384  # of 8 bytes
-FIRST_WORDS = 512  # travel together with the length; few gathers are longer
+FIRST_WORDS = 512  # are sent together with the length: most gathers need no second message
 
 
 class DesyncError(UserError):
-    """Error: ranks hold or send different values where they must be equal."""
+    """Error: ranks hold or send different values that must be equal."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, exit_code=1)
@@ -38,17 +38,17 @@ class DesyncError(UserError):
 def all_reduce_sum(values: Mapping[str, float | Tensor], world: World) -> dict[str, Tensor]:
     """Sum named numbers and tensors over all ranks in one float64 all-reduce.
 
-    A fingerprint of the layout travels along, so that ranks that disagree about names or shapes
-    get a CollectiveError or DesyncError and not the sum of unrelated numbers.
+    A checksum of names and shapes is summed as well, so that ranks that disagree about them get a
+    CollectiveError or DesyncError instead of the sum of unrelated numbers.
 
     Returns:
-        float64 tensors of the shapes that went in, each on the device its value came from.
+        float64 tensors of the shapes and on the devices of the values.
     """
     tensors = {name: torch.as_tensor(values[name]).detach() for name in sorted(values)}
     if world.size == 1:
         return {name: tensor.double() for name, tensor in tensors.items()}
     layout = [(name, list(tensor.shape)) for name, tensor in tensors.items()]
-    # the square and the sums of this number are exact in float64
+    # small enough for exact sums of its square in float64
     checksum = float(zlib.crc32(json.dumps(layout).encode()) % 2**20)
     head = torch.tensor([checksum, checksum**2], dtype=torch.float64, device=world.device)
     flat = [tensor.to(world.device, torch.float64).reshape(-1) for tensor in tensors.values()]
@@ -67,7 +67,7 @@ def all_reduce_sum(values: Mapping[str, float | Tensor], world: World) -> dict[s
 
 
 def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor] | None:
-    """Concatenate named tensors [B, ...] in rank order, on the main process.
+    """Concatenate named tensors [B, ...] of all ranks, in rank order.
 
     Returns:
         CPU tensors [sum of all B, ...] on the main process, None elsewhere. B may differ by rank.
@@ -95,13 +95,13 @@ def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tenso
 
 
 def all_gather_json(obj: Any, world: World) -> list[Any]:
-    """Return every rank's JSON-serialisable object, in rank order, on every rank."""
+    """Return the JSON-serialisable objects of all ranks, in rank order."""
     raw = torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8)
     return [json.loads(bytes(text.numpy())) for text in _gather_bytes(raw, world)]
 
 
 def _gather_bytes(raw: Tensor, world: World) -> list[Tensor]:
-    """Return every rank's bytes, on the CPU of every rank."""
+    """Return the bytes of all ranks, on the CPU of every rank."""
     if world.size == 1:
         return [raw]
     num_bytes = raw.numel()
@@ -122,7 +122,7 @@ def _gather_bytes(raw: Tensor, world: World) -> list[Tensor]:
 
 
 def _gather_words(words: Tensor, world: World) -> Tensor:
-    """Return every rank's words [n] as [W, n], on the CPU."""
+    """Return the words [n] of all ranks as [W, n], on the CPU."""
     words = words.to(world.device)
     gathered = [torch.empty_like(words) for _ in range(world.size)]
     dist.all_gather(gathered, words)
@@ -130,7 +130,7 @@ def _gather_words(words: Tensor, world: World) -> Tensor:
 
 
 def broadcast_bytes(data: bytes, source: int, world: World) -> bytes:
-    """Return the bytes of rank `source` on every rank; the others pass none."""
+    """Return the bytes of rank `source` on every rank; the other ranks pass b""."""
     if world.size == 1:
         return data
     raw = torch.zeros(all_reduce_max(len(data), world), dtype=torch.uint8)
@@ -143,16 +143,16 @@ def broadcast_bytes(data: bytes, source: int, world: World) -> bytes:
 
 
 def broadcast_from_rank0(tensor: Tensor) -> None:
-    """Make a tensor what it is on the main process; all ranks must call."""
+    """Overwrite a tensor with its value on the main process; all ranks must call."""
     local = tensor.detach()
-    dense = local.contiguous()  # of one with gaps NCCL sends nothing, and gloo what lies in them
+    dense = local.contiguous()  # NCCL would send nothing of a tensor with gaps, and gloo the gaps
     dist.broadcast(dense, src=0)
-    if not torch.equal(dense, local):  # an expanded tensor cannot be written, and need not be
+    if not torch.equal(dense, local):  # an expanded tensor cannot be written to
         local.copy_(dense)
 
 
 def all_reduce_max(value: int, world: World) -> int:
-    """Return the largest of all ranks' integers, to decide something together."""
+    """Return the largest integer of all ranks, so that they decide together."""
     if world.size == 1:
         return value
     agreed = torch.tensor([value], dtype=torch.int64, device=world.device)
@@ -162,15 +162,15 @@ def all_reduce_max(value: int, world: World) -> int:
 
 
 def check_in_sync(tensors: Mapping[str, Tensor], world: World) -> None:
-    """Compare by hash what must be equal on all ranks.
+    """Compare tensors that must be equal on all ranks, by their hashes.
 
     Raises:
-        DesyncError: names the ranks that differ from most (or from rank 0), and their tensors.
+        DesyncError: names the ranks that differ from most others, and their tensors.
     """
     if world.size == 1:
         return
     hashes = all_gather_json({name: tensor_hash(t)[:16] for name, t in tensors.items()}, world)
-    usual = max(hashes, key=hashes.count)  # of several the first
+    usual = max(hashes, key=hashes.count)  # the first one if several are as frequent
     if hashes.count(usual) == world.size:
         return
     differences = []
@@ -182,7 +182,7 @@ def check_in_sync(tensors: Mapping[str, Tensor], world: World) -> None:
             )
     raise DesyncError(
         f"the ranks drifted apart: {'; '.join(differences)} (against rank {hashes.index(usual)}); "
-        "no checkpoint is written of this"
+        "this state is not saved"
     )
 
 
@@ -191,7 +191,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def parameter_hash(module: nn.Module) -> str:
-    """Return the SHA-256 of all parameters' bytes in order, wrapped or not."""
+    """Return the SHA-256 of all parameters of a module or of its wrapper."""
     return tensor_hash(*module.parameters())
 
 
@@ -199,6 +199,6 @@ def tensor_hash(*tensors: Tensor) -> str:
     """Return the SHA-256 of the bytes of tensors, one after the other."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        # a copy: numpy pins storage forever, and whole parameters are freed
+        # a copy, because numpy would keep the storage of whole parameters, which FSDP frees
         digest.update(_as_bytes(tensor.detach().to("cpu", copy=True)).numpy().data)
     return digest.hexdigest()

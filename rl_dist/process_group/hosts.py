@@ -1,4 +1,4 @@
-"""Compare what the ranks of a job and their hosts must have in common."""
+"""Compare the settings, software and devices of all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 CODE = Path(__file__).parents[2]
 PACKAGES = ("rl_dist", "agents", "envs")
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of a machine, however many hosts it plays
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs between machines, not containers
 
 
 def check_settings(
@@ -39,7 +39,7 @@ def check_settings(
         modules: files of the user's modules, by name.
 
     Raises:
-        UserError: names the first difference, the ranks, their hosts and both values; on all ranks.
+        UserError: on all ranks; names the first difference, both values, the ranks and their hosts.
     """
     if world.size == 1:
         return
@@ -57,7 +57,7 @@ def check_settings(
 
 
 def software(modules: Mapping[str, Sequence[Path]]) -> dict[str, str]:
-    """Return the versions of what a rank runs, by their names in messages."""
+    """Return the versions of this rank's software, by name."""
     ours = [path for name in PACKAGES for path in (CODE / name).rglob("*.py")]
     ours += CODE.glob("train_distributed.py")
     hashes = {f"module {name}, version": short_hash(files) for name, files in modules.items()}
@@ -78,7 +78,7 @@ def short_hash(paths: Sequence[Path]) -> str:
 
 
 def devices_differ(world: World) -> bool:
-    """Return True if ranks have different devices, which may round sums differently."""
+    """Return True if ranks have different devices: their sums may round differently."""
     if world.device.type == "cuda":
         name = torch.cuda.get_device_name(world.device)
     else:
@@ -87,9 +87,9 @@ def devices_differ(world: World) -> bool:
 
 
 def warn_of_crowded_cores(world: World) -> None:
-    """Warn if ranks of another launcher have more threads than cores; all ranks call.
+    """Warn if the ranks of a machine have more threads than cores; all ranks call.
 
-    Each of several torchruns on one machine gives its ranks all cores.
+    That happens if several torchruns run on one machine, and each gives its ranks all cores.
     """
     if world.size == 1 or not started_elsewhere():
         return

@@ -1,4 +1,4 @@
-"""Handle stop signals, the death of a parent process, and a process's last report.
+"""Handle stop signals, the death of a parent process, and last reports.
 
 This module loads only the standard library: the supervisor and the hosts of environments use it.
 """
@@ -124,7 +124,7 @@ def die_with_parent(parent_pid: int, signum: int = signal.SIGTERM) -> None:
 
 
 def leave_with_parent(parent_pid: int) -> None:
-    """Send this process SIGTERM when its parent dies, and end it ORPHAN_GRACE_S later."""
+    """Let this process get SIGTERM when its parent dies, and end it later."""
 
     def leave_when_orphaned() -> None:
         while os.getppid() == parent_pid:
@@ -218,7 +218,7 @@ def stopped_in_evaluation(signum: int, run_dir: Path | None) -> str:
 
 
 def how_it_ended(code: int) -> str:
-    """Describe the death of a process that did not report; a negative code is a signal."""
+    """Describe a death without a report; a negative code is that of a signal."""
     if code == SCRIPT_RAN_AGAIN:
         return 'ran the whole script: move its train() below `if __name__ == "__main__":`'
     if code >= 0:

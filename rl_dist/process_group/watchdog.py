@@ -1,15 +1,15 @@
-"""End a rank whose peer never arrives or whose own work hangs; name the place.
+"""End a rank that hangs or waits for a rank that never arrives.
 
-The process group's own timeout cannot distinguish a slow rank from a dead one, nor say who is
-missing. So every rank publishes its status every few seconds, through the store where the ranks
-met, and reads the others'. A rank that waits in a collective ends when
+The timeout of torch's process group cannot distinguish a slow rank from a dead one and does not say
+which rank is missing. So every rank writes its status to the store every few seconds and reads the
+statuses of the others. A rank that waits in a collective call ends if
 
-- another rank has neither come there nor made progress for `timeout_s` (in start-up:
-  `startup_timeout_s`). A slow rank that makes progress is waited for; or
-- the store has not answered for as long.
+- another rank has neither arrived there nor made progress for `timeout_s` (during the start:
+  `startup_timeout_s`), while a slow rank that makes progress is waited for; or
+- the store has not answered for that time.
 
-With `watches_work` a rank also ends when its own work, outside collectives, makes no progress for
-that time. Time in which the whole process was halted, as by Ctrl-Z, does not count there.
+With `watches_work` a rank also ends if its own work, outside collective calls, makes no progress
+for that time. Time in which the process was halted, for example by Ctrl-Z, does not count then.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from rl_dist.process_group.process_ends import flush_and_leave, report
 logger = logging.getLogger(__name__)
 
 STARTUP = "start-up"
-CONNECTION = "connection of the ranks"  # a place, after they have met in the store
+CONNECTION = "connection of the ranks"  # the place between meeting in the store and the first call
 STARTUP_TIMEOUT_S = 600.0
-PERIOD_S = 5.0  # between two messages of a rank
-LAST_WORD_S = 20.0  # for a call of the store that has begun
+PERIOD_S = 5.0  # between two statuses of a rank
+LAST_CALL_S = 20.0  # for a call of the store to end
 
 
 @dataclass
 class RankStatus:
-    """The state of a rank's main thread; on its rank, only that thread writes here."""
+    """The state of a rank's main thread; only that thread changes it."""
 
     phase: str = STARTUP
-    progress: int = 0  # grows while work continues
-    place: str = ""  # the collective it waits in
-    calls: int = 0  # collectives entered so far
+    progress: int = 0  # grows while the work continues
+    place: str = ""  # the collective call it waits in
+    calls: int = 0  # collective calls so far
 
     @property
     def where(self) -> str:
-        """Describe the place for a message."""
+        """Description of the place, for messages."""
         if self.place:
             return f"in '{self.place}' (collective {self.calls}, {self.phase})"
         return f"in {self.phase}, outside any collective"
@@ -65,25 +65,25 @@ def end_rank(message: str, exit_code: int = 1, *, consequence: int = 0) -> None:
     """
     rank = int(os.environ.get("RANK", 0))
     summary = f"rank {rank}: {message}"
-    # for the log file only
+    # to the log file only
     logging.getLogger("rl_dist.launch.ranks").error("error: %s", summary)
     report(rank=rank, failed=True, consequence=consequence, summary=summary, exit_code=exit_code)
-    if JOB_DIR_VARIABLE not in os.environ:  # else the launcher prints it, once
+    if JOB_DIR_VARIABLE not in os.environ:  # otherwise our launcher prints it once
         sys.stderr.write(f"error: {summary}\n")
     flush_and_leave(exit_code)
 
 
 @dataclass
 class Peer:
-    """Another rank, seen from here since this rank's status changed last."""
+    """The status of another rank."""
 
     status: RankStatus
-    since_s: float  # when this status was first seen
+    since_s: float  # time when it was first seen, but not before this rank's status changed
 
 
 @dataclass
 class Verdicts:
-    """Decides from statuses why a rank must end; knows no clock, thread or store."""
+    """Decides by statuses alone, without clock or store, if this rank must end."""
 
     rank: int
     size: int
@@ -91,9 +91,9 @@ class Verdicts:
     startup_timeout_s: float = STARTUP_TIMEOUT_S
     watches_work: bool = False
     _own: RankStatus | None = None
-    _since_s: float = 0.0  # when this rank's status changed last
-    _heard_s: float = 0.0  # when the store answered last
-    _looks: int = 0  # with the same status; a halted process does not look
+    _since_s: float = 0.0  # time when this rank's status changed last
+    _heard_s: float = 0.0  # time when the store answered last
+    _looks: int = 0  # number of looks since then; a halted process does not look
     _peers: dict[int, Peer] = field(default_factory=dict)
 
     @property
@@ -102,12 +102,12 @@ class Verdicts:
         return min(PERIOD_S, self.timeout_s / 10, self.startup_timeout_s / 10)
 
     def look(self, own: RankStatus, messages: Mapping[int, bytes] | None, now_s: float) -> str:
-        """Return why this rank must end, or "".
+        """Return the reason why this rank must end, or "".
 
         Args:
             own: the status of this rank.
             messages: statuses of all ranks as JSON; None: the store did not answer.
-            now_s: the time of this look; looks are `period_s` apart.
+            now_s: the current time; two looks are `period_s` apart.
         """
         if own != self._own:
             self._own, self._since_s, self._heard_s, self._looks = own, now_s, now_s, 0
@@ -134,7 +134,7 @@ class Verdicts:
         waited_s = now_s - self._since_s
         waited = f"waited {waited_s:.0f} s {own.where}"
         if now_s - self._heard_s >= limit_s:
-            return f"{waited}, and the store that knows for whom does not answer: it may be lost"
+            return f"{waited}, and the store of all statuses does not answer: it may be lost"
         elsewhere = {
             rank: peer
             for rank, peer in sorted(self._peers.items())
@@ -143,7 +143,7 @@ class Verdicts:
         }
         progress_s = now_s - limit_s + 2 * self.period_s
         if waited_s < limit_s or any(peer.since_s > progress_s for peer in elsewhere.values()):
-            return ""  # another rank is slow, but makes progress
+            return ""  # it is not too long yet, or another rank is slow but makes progress
         missing = [
             f"rank {rank}, which made no progress {peer.status.where}"
             for rank, peer in elsewhere.items()
@@ -159,18 +159,18 @@ class Verdicts:
 
 
 class Watchdog:
-    """Two threads of one rank: one exchanges statuses, the other ends the rank.
+    """Runs two threads of a rank: one exchanges statuses, the other may end the rank.
 
-    The first may hang in the store when the store's machine vanishes, whatever its timeouts.
+    The first one may hang in the store if the store's machine is lost, despite all timeouts.
     """
 
     def __init__(self, doing: RankStatus, store: dist.Store, verdicts: Verdicts) -> None:
         self.doing = doing
         self._verdicts = verdicts
-        # A second connection: the first is blocked while the main thread waits in it.
+        # a second connection, because the main thread may block the first one
         self._store = dist.PrefixStore("doing", store.clone())  # type: ignore[attr-defined]
         self._keys = [str(number) for number in range(verdicts.size)]
-        for key in self._keys:  # reading waits for missing keys
+        for key in self._keys:  # reading would wait for a missing key
             self._store.compare_set(key, "", "")
         self._messages: dict[int, bytes] | None = None  # read since the last look
         self._closed = threading.Event()
@@ -182,12 +182,14 @@ class Watchdog:
     def close(self) -> None:
         """Stop; safe to call twice."""
         self._closed.set()
-        self._exchange.join(LAST_WORD_S)  # in the store at exit, it would abort the process
+        self._exchange.join(
+            LAST_CALL_S
+        )  # a thread in the store would abort the process at its exit
 
     def _exchange_statuses(self) -> None:
         key = self._keys[self._verdicts.rank]
         while not self._closed.wait(self._verdicts.period_s):
-            with suppress(RuntimeError, OSError):  # the store is lost: `Verdicts` counts the time
+            with suppress(RuntimeError, OSError):  # the store is lost; `Verdicts` will notice
                 self._store.set(key, json.dumps(asdict(self.doing)))
                 texts = enumerate(self._store.multi_get(self._keys))
                 self._messages = {rank: text for rank, text in texts if text}

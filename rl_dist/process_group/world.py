@@ -1,4 +1,4 @@
-"""The process group as seen from one rank."""
+"""Open, use and leave the process group of all ranks."""
 
 from __future__ import annotations
 
@@ -32,40 +32,38 @@ from rl_dist.process_group.watchdog import (
 
 logger = logging.getLogger(__name__)
 
-PLACE_BYTES = 256  # of a collective's name, sent to other ranks
-# torch waits so long for a file that someone has deleted
-VANISHED_STORE_TIMEOUT = timedelta(seconds=5)
-GROUP_TIMEOUT = timedelta(days=1)  # the watchdog ends a rank that waits for nothing, long before
+PLACE_BYTES = 256  # of the text that names a collective to other ranks
+VANISHED_STORE_TIMEOUT = timedelta(seconds=5)  # torch's wait for a store file that was deleted
+GROUP_TIMEOUT = timedelta(days=1)  # never reached: the watchdog ends a rank that waits in vain
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
-stop_flag = StopFlag()  # one per process, as signal handlers are
+stop_flag = StopFlag()  # signal handlers belong to the whole process, and so does their flag
 _left_groups: deque[Any] = deque(maxlen=8)  # see `destroy_group`
 atexit.register(_left_groups.clear)
 
 
 class CollectiveError(UserError):
-    """A collective call failed: a rank has left, or sent something else."""
+    """Error: a rank has left during a collective call, or made another call."""
 
 
 def connection_broke(error: BaseException) -> bool:
-    """Return True for an error that says that another rank has gone."""
+    """Return True if the error means that another rank has left."""
     by_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
     return by_gloo or isinstance(error, CollectiveError | dist.DistError)
 
 
 @dataclass
 class World:
-    """One rank's place among all ranks, with the process group open."""
+    """The open process group of all ranks, and this rank's place in it."""
 
     rank: int
-    local_rank: int  # rank within this machine
+    local_rank: int  # number among the ranks of this machine
     size: int
     device: torch.device
     backend: str  # "gloo" or "nccl"
-    # waiting in our collectives, and for gradients from when they were ready
-    sync_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
-    gradient_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
-    doing: RankStatus = field(default_factory=RankStatus)  # for the watchdogs of all ranks
+    sync_waits: list[tuple[Mark, Mark]] = field(default_factory=list)  # in our collectives
+    gradient_waits: list[tuple[Mark, Mark]] = field(default_factory=list)  # for other ranks' parts
+    doing: RankStatus = field(default_factory=RankStatus)  # what the watchdogs of all ranks read
     watchdog: Watchdog | None = None
     _gradients_ready: Mark | None = None
 
@@ -75,20 +73,20 @@ class World:
         return self.rank == 0
 
     def set_phase(self, phase: str) -> None:
-        """Begin a phase of the work, such as collect or update."""
+        """Begin a phase of the work, such as "collect" or "update"."""
         self.doing.phase = phase
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        """Count progress: others wait for a rank only while it makes some."""
+        """Record progress: the other ranks wait for a rank only while it makes progress."""
         self.doing.progress += 1
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
-        """Add the time spent inside to `sync_seconds`, without GPU work queued before.
+        """Surround a collective call; its time counts as `sync_seconds`.
 
         Args:
-            place: the name of the collective in messages.
+            place: the name of the call in messages.
         """
         begun = mark(self.device)
         try:
@@ -99,10 +97,10 @@ class World:
 
     @contextmanager
     def reduction_context(self, place: str = "") -> Iterator[None]:
-        """Surround a backward pass; its waiting for others goes to `gradient_waits`.
+        """Surround a backward pass; waiting in it counts as `gradient_seconds`.
 
         Args:
-            place: its name in messages, if ranks meet during the whole of it and enter it together.
+            place: the name in messages of a pass in which the ranks meet from its beginning.
         """
         self._gradients_ready = None
         with self._in_collective(place):
@@ -111,18 +109,18 @@ class World:
             self.gradient_waits.append((self._gradients_ready, mark(self.device)))
 
     def gradients_ready(self) -> None:
-        """Record that this rank's part of a backward pass is done: reduction begins."""
+        """Record that this rank's gradients are ready, and that their reduction begins."""
         self._gradients_ready = mark(self.device)
         self._announce("gradient reduction")
 
     @property
     def sync_seconds(self) -> float:
-        """Seconds waited in our collectives; on a GPU, wait until its queue is past them."""
+        """Seconds of waiting in our collectives; reading them waits for a GPU's queue."""
         return sum(between(*marks) for marks in self.sync_waits)
 
     @property
     def gradient_seconds(self) -> float:
-        """Seconds waited for gradients to be reduced; on a GPU as `sync_seconds`."""
+        """Seconds of waiting for gradients of other ranks; reads as `sync_seconds`."""
         return sum(between(*marks) for marks in self.gradient_waits)
 
     def forget_waits(self) -> None:
@@ -147,9 +145,9 @@ class World:
             self.heartbeat()
 
     def _announce(self, place: str) -> None:
-        """Make sure that all ranks enter the same collective.
+        """Check that all ranks enter the same collective.
 
-        If they do not, gloo ends a process without a word, waits forever or mixes up numbers.
+        Otherwise gloo would abort a process, wait forever or mix up numbers.
         """
         self.doing.place = place
         self.doing.calls += 1
@@ -171,14 +169,14 @@ class World:
 
 
 _current: World | None = None
-_threads_before = 1  # of torch, until a world was opened
+_threads_before = 1  # of torch, before the world was opened
 _bound: list[str] = []  # variables that `_stay_on_loopback` has set
 
 
 def threads_per_rank(local_ranks: int) -> int:
     """Return the threads for each of `local_ranks` processes on this machine.
 
-    OMP_NUM_THREADS is an upper limit, except under torchrun, which sets it to 1 by itself.
+    OMP_NUM_THREADS is an upper limit, except under torchrun, which sets it to 1 unasked.
     """
     share = max(1, available_cores() // local_ranks)
     limit = os.environ.get("OMP_NUM_THREADS", "")
@@ -196,17 +194,17 @@ def open_world(
     *,
     watches_work: bool = False,
 ) -> World:
-    """Join the process group that the environment describes, or open one of size 1.
+    """Join the process group of the environment variables, or open one of size 1.
 
     Args:
         device: "cpu" (gloo) or "cuda" (nccl).
         timeout_s: longest wait for a rank that makes no progress.
-        gpu_ids: the GPUs of this machine's ranks, in order; none: rank i takes number i, or the
-            only one that its launcher lets it see.
-        threads: of this rank; 0: see `threads_per_rank`.
-        startup_timeout_s: `timeout_s` until the first phase begins.
-        watches_work: also end this rank if its own work hangs, outside collectives: for work that
-            calls `heartbeat`.
+        gpu_ids: GPUs of this machine's ranks, in order. Without them rank i takes GPU i, or the
+            only GPU that its launcher lets it see.
+        threads: threads of this rank; 0: `threads_per_rank` decides.
+        startup_timeout_s: replaces `timeout_s` until the first phase begins.
+        watches_work: also end this rank if its own work makes no progress for `timeout_s`. The
+            work must then call `heartbeat`.
 
     Raises:
         UserError: there is no CUDA device for this rank.
@@ -219,7 +217,7 @@ def open_world(
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if started_elsewhere():
-        leave_with_parent(os.getppid())  # a killed torchrun would leave it training alone
+        leave_with_parent(os.getppid())  # otherwise it would train on after torchrun was killed
     _threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_per_rank(local_size))
     torch_device = torch.device("cpu")
@@ -233,16 +231,16 @@ def open_world(
     if size > 1 or watches_work:
         verdicts = Verdicts(rank, size, timeout_s, startup_timeout_s, watches_work=watches_work)
         world.watchdog = Watchdog(world.doing, store, verdicts)
-    # without LOCAL_WORLD_SIZE, as by srun or mpirun, the ranks may be on several machines
+    # srun and mpirun do not set LOCAL_WORLD_SIZE: their ranks may be on several machines
     if size == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(size):
         _stay_on_loopback()
-    # they meet in the store, but may not reach each other: then the watchdog ends this rank
+    # the ranks have met in the store, but may not reach each other; the watchdog would end this one
     world.doing.place = CONNECTION
     dist.init_process_group(
         rank=rank, world_size=size, timeout=GROUP_TIMEOUT, store=store, **options
     )
     world.doing.place = ""
-    # NCCL may meet there again later
+    # only NCCL may need the store again
     if isinstance(store, dist.FileStore) and world.backend == "gloo":
         store.set_timeout(VANISHED_STORE_TIMEOUT)
     threads = torch.get_num_threads()
@@ -254,7 +252,7 @@ def _own_gpu(local_rank: int, gpu_ids: Sequence[int]) -> torch.device:
     """Return the GPU of one of this machine's ranks."""
     count = torch.cuda.device_count()
     gpu = gpu_ids[local_rank] if gpu_ids else local_rank
-    # SLURM's --gpus-per-task, for example, lets each rank see its GPU only
+    # SLURM's --gpus-per-task, for example, shows each rank only its own GPU
     if count == 1 and not gpu_ids and "CUDA_VISIBLE_DEVICES" in os.environ:
         gpu = 0
     if gpu >= count:
@@ -266,9 +264,9 @@ def _own_gpu(local_rank: int, gpu_ids: Sequence[int]) -> torch.device:
 
 
 def close_world(world: World | None = None) -> None:
-    """Leave the process group, by default the open one; safe to call twice.
+    """Leave the process group; safe to call twice.
 
-    A process that has joined must: gloo's threads may abort it at its exit.
+    A process that did not leave it could be aborted at its exit by threads of gloo.
     """
     global _current
     world = world or _current
@@ -281,24 +279,24 @@ def close_world(world: World | None = None) -> None:
             destroy_group()
         torch.set_num_threads(_threads_before)
     _current = None
-    while _bound:  # programs that this process starts later may need other machines
+    while _bound:  # programs that this process starts later may have to reach other machines
         os.environ.pop(_bound.pop(), None)
 
 
 def destroy_group(group: dist.ProcessGroup | None = None) -> None:
-    """Leave a process group, by default that of all ranks; it is freed later.
+    """Leave a process group, by default that of all ranks, and free it later.
 
-    A thread of gloo's may still have to let go of the last gradients' hook, which takes Python's
-    global lock. Freeing the group here would hold that lock and wait for the thread, forever.
+    A thread of gloo may still have to release a Python object, which needs Python's global lock.
+    Freeing the group here would hold that lock while it waits for the thread: a deadlock.
     """
     _left_groups.append(group or dist.group.WORLD)
     dist.destroy_process_group(group)
 
 
 def leave_world() -> bool:
-    """Leave the group after a failure, unless that could wait for other ranks.
+    """Leave the group after a failure, unless leaving could wait for other ranks.
 
-    Returns True if the group is still open: this process must end by `os._exit`.
+    Returns True if the group is still open: then this process must end by `os._exit`.
     """
     if _current is not None and _current.size > 1:
         return True
@@ -307,7 +305,7 @@ def leave_world() -> bool:
 
 
 def _stay_on_loopback() -> None:
-    """Keep one machine's traffic off the network; a variable set by the user is respected."""
+    """Keep traffic off the network, unless the user has set the variables."""
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     for variable in INTERFACES if loopback else ():
         if variable not in os.environ:

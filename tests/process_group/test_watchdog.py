@@ -42,7 +42,7 @@ def verdict(own, play, looks=25, **options):
         (SUM, RankStatus("collect", 9, "", 6), "rank 1, which made no progress in collect"),
         (SUM, SUM, "do not reach each other"),
         (SUM, None, "rank 1, which never came .--collective_timeout 600"),
-        (SUM, "lost", "store that knows for whom does not answer"),
+        (SUM, "lost", "the store .* does not answer"),
         (CONNECTING, CONNECTING, "do not reach each other.*GLOO_SOCKET_IFNAME"),
         (GATHERING, CONNECTING, "rank 1, .*in 'connection of the ranks'"),
     ],
