@@ -76,11 +76,11 @@ class EvaluateConfig:
 def record_look(task: TradingTask, loaded: dict[str, LoadedAgent]) -> None:
     """Record this look at the test span in each run directory; print counts."""
     assert task.real is not None
-    first, last = (str(task.real.dates[day]) for day in vars(task.spans.test).values())
+    dates, test = task.real.dates, task.spans.test
     look = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "data_digest": data_digest(task.data),
-        "span": [first, last],
+        "span": [str(dates[test.first]), str(dates[test.last])],
     }
     for name, agent in loaded.items():
         path = path_to_write(agent.run_dir, LOOKS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -46,30 +45,25 @@ WEAK_EDGE = 15.0  # bps; below it, the market's drift is worth more than avoidin
 State = tuple[tuple[int, int], ...]
 
 
-class NewsModel(NamedTuple):
-    """The generator as a hidden Markov model of one stock with S states."""
-
-    start: np.ndarray  # [S] how often each state occurs
-    event: np.ndarray  # [S] -1, 0 or 1: the event of the day that ends in this state
-    move: np.ndarray  # [S] -1, 0 or 1: the drift of that day
-    outlook: np.ndarray  # [S, OUTLOOK_DAYS] expected moves of the next days, in edges
-    transition: np.ndarray  # [S, S] probability of a state (column) on the day after another (row)
-
-
 def _followers(state: State) -> dict[State, float]:
     """Return the states of the next day with their probabilities."""
-    aged = [(age + 1, value if abs(value) < 2 else 0) for age, value in state]
-    aged = [item for i, item in enumerate(aged) if i == 0 or item[0] < DELAY_DAYS + MOVE_DAYS]
-    age, value = aged[0]
+    # all are a day older, a denied one no longer counts, and those with a past drift are forgotten
+    older = [(age + 1, value if abs(value) < 2 else 0) for age, value in state]
+    newest, *others = older
+    others = [item for item in others if item[0] < DELAY_DAYS + MOVE_DAYS]
+    quiet = (newest, *others)  # nothing happens today
+    age, value = newest
     if age == DENIAL_DAYS:
-        denied = ((age, -2 * value), *aged[1:])
-        return {denied: DENIAL_CHANCE, tuple(aged): 1.0 - DENIAL_CHANCE}
+        denied = ((age, -2 * value), *others)
+        return {denied: DENIAL_CHANCE, quiet: 1.0 - DENIAL_CHANCE}
     if age < GAP_DAYS[0]:
-        return {tuple(aged): 1.0}
+        return {quiet: 1.0}
     # probability that the next announcement comes today, as gaps are uniform
     due = 1.0 / (GAP_DAYS[1] - age + 1)
-    news: dict[State, float] = {((0, kind), *aged): due / 2.0 for kind in (1, -1)}
-    return news | ({} if due == 1.0 else {tuple(aged): 1.0 - due})
+    followers: dict[State, float] = {((0, kind), *quiet): due / 2.0 for kind in (1, -1)}
+    if due < 1.0:
+        followers[quiet] = 1.0 - due
+    return followers
 
 
 def _expected_move(state: State, ahead: int) -> float:
@@ -88,8 +82,15 @@ def _event_of(state: State) -> int:
     return value if age == 0 else value // 2 * is_denial
 
 
-def news_model() -> NewsModel:
-    """Build the hidden Markov model from the rules of the generator."""
+def news_model() -> tuple[np.ndarray, ...]:
+    """Return the generator as a hidden Markov model of one stock with S states.
+
+    Returns:
+        Transition [S, S]: probability of a state (column) on the day after another one (row).
+        Start [S]: how often each state occurs.
+        Event [S] and move [S], -1, 0 or 1, of the day that ends in a state.
+        Outlook [S, OUTLOOK_DAYS]: expected moves of the next days, in edges.
+    """
     states: list[State] = [((0, 1),)]
     for state in states:  # the list grows during the loop
         states += [follower for follower in _followers(state) if follower not in states]
@@ -98,14 +99,11 @@ def news_model() -> NewsModel:
     start = np.full(len(states), 1.0 / len(states))
     for _ in range(500):  # converges to the same frequencies from any start
         start = start @ transition
+    event = np.array([_event_of(state) for state in states])
+    move = np.array([round(_expected_move(state, 0)) for state in states])
     days = range(1, OUTLOOK_DAYS + 1)
-    return NewsModel(
-        start=start,
-        transition=transition,
-        event=np.array([_event_of(state) for state in states]),
-        move=np.array([round(_expected_move(state, 0)) for state in states]),
-        outlook=np.array([[_expected_move(state, day) for day in days] for state in states]),
-    )
+    outlook = np.array([[_expected_move(state, day) for day in days] for state in states])
+    return transition, start, event, move, outlook
 
 
 def volume_surprise(volume: np.ndarray) -> np.ndarray:
@@ -143,7 +141,7 @@ def planted_outlook(bars: Market, first: int, market_edge: float) -> np.ndarray:
     Returns:
         [days, k, OUTLOOK_DAYS], each from -1 to 1, in edges.
     """
-    model = news_model()
+    transition, frequency, event, move, outlook_of = news_model()
     start = max(0, first - WARM_UP_DAYS)
     close = bars.close[start:]
     # likelihoods of each day's volume under each event, and of its return under each move
@@ -151,13 +149,13 @@ def planted_outlook(bars: Market, first: int, market_edge: float) -> np.ndarray:
     distance = (surprise - EVENT_SIZE * DIRECTIONS) / SURPRISE_NOISE
     by_event = np.exp(-0.5 * distance**2) + BLUNDER  # [days, 3, k]
     by_move = _return_likelihood(close, market_edge * 1e-4)
-    posterior = np.repeat(model.start[:, None], close.shape[1], axis=1)  # [S, k]
+    posterior = np.repeat(frequency[:, None], close.shape[1], axis=1)  # [S, k]
     outlook = np.empty((*close.shape, OUTLOOK_DAYS))
     for day in range(len(close)):
-        posterior = model.transition.T @ posterior
-        posterior *= by_event[day][model.event + 1] * by_move[day][model.move + 1]
+        posterior = transition.T @ posterior
+        posterior *= by_event[day][event + 1] * by_move[day][move + 1]
         posterior /= posterior.sum(0)
-        outlook[day] = posterior.T @ model.outlook
+        outlook[day] = posterior.T @ outlook_of
     return outlook[first - start :]
 
 

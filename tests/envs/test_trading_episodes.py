@@ -19,7 +19,7 @@ from trading_markets import (
 )
 
 import envs  # noqa: F401  (registers StockTrading-v0)
-from envs.trading.task import StockTradingEnv, make_trading_vector_env
+from envs.trading.task import make_trading_vector_env
 
 MARKETS = [random_market(1), random_market(2)]
 
@@ -105,27 +105,29 @@ def test_ruin_terminates():
     "options", [{}, {"observation": "paper", "order_unit": "shares", "max_order": 100}]
 )
 @pytest.mark.filterwarnings("ignore:.*A Box observation space")
-def test_the_single_environment_keeps_gymnasiums_contract_and_runs_full_episodes(options):
-    env = StockTradingEnv(num_worlds=1, num_stocks=4, episode_days=15, **options)
+def test_gymnasium_makes_one_environment_with_full_episodes_or_a_batch(options):
+    options |= {"num_worlds": 1, "num_stocks": 4, "episode_days": 15}
+    env = gymnasium.make("StockTrading-v0", **options).unwrapped
     check_env(env, skip_render_check=True)
-    for seed in range(3):
-        start = env.reset(seed=seed)[0]
-        ends = [env.step(np.ones(4, dtype=np.float32)) for _ in range(15)]
-        assert [end[3] for end in ends] == [False] * 14 + [True]
-        assert ends[-1][0][0] < start[0], "the last observation shows the ended portfolio"
+    start, _ = env.reset(seed=3)
+    ends = [env.step(np.ones(4, dtype=np.float32)) for _ in range(15)]
+    assert [end[3] for end in ends] == [False] * 14 + [True]
+    assert ends[-1][0][0] < start[0], "the last observation shows the ended portfolio"
+    batch = gymnasium.make_vec("StockTrading-v0", num_envs=5, **options)
+    assert batch.reset(seed=1)[0].shape == (5, len(start))
 
 
-def test_gymnasium_makes_both_faces_and_wrong_options_are_refused():
-    kwargs = {"num_worlds": 2, "num_stocks": 3}
-    single = gymnasium.make("StockTrading-v0", **kwargs)
-    assert single.reset(seed=1)[0].shape == (25,)
-    batch = gymnasium.make_vec("StockTrading-v0", num_envs=5, observation="paper", **kwargs)
-    assert batch.reset(seed=1)[0].shape == (5, 19)
-    wrong = {"no such file": {"data": "nowhere.csv"}, "split must be": {"split": "later"}}
-    wrong["unknown option num_stonks"] = {"num_stonks": 3}
-    for message, options in wrong.items():
-        with pytest.raises(ValueError, match=message):
-            make_trading_vector_env(2, **options)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data": "nowhere.csv"}, "no such file"),
+        ({"split": "later"}, "split must be"),
+        ({"num_stonks": 3}, "unknown option num_stonks"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_trading_vector_env(2, **options)
 
 
 def test_returned_tensors_are_the_callers_and_carry_no_graph():
