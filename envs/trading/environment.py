@@ -34,7 +34,7 @@ def fill_orders(
 ) -> tuple[Tensor, Tensor]:
     """Fill sells up to the shares held, then buys while cash lasts.
 
-    Buys are filled from the largest priority down, equal ones in the order of stocks. The first buy
+    Buys are filled from the largest priority down, ties in the order of the stocks. The first buy
     that the cash cannot pay for is cut to the whole shares that it can pay for, and later ones are
     not filled. If prices are multiples of 1 / GRID, all sums are exact: cash never becomes negative
     by rounding, and the result equals that of a loop over the stocks to the last bit.
@@ -77,7 +77,7 @@ class TradingVectorEnv(TensorVectorEnv):
     "attributed" adds discount * potential(next) - potential(now), where the potential is the
     discounted later profit of the shares held, so a trade's profit counts when the trade is made;
     "excess" subtracts what an equal-weight portfolio of the initial cash earns on that day.
-    No action changes the sum of what either form adds.
+    What either form adds to an episode does not depend on the actions.
 
     Evaluation (`evaluation=True`, one environment per market): every episode is one pass from
     span.first to span.last.
@@ -190,18 +190,18 @@ class TradingVectorEnv(TensorVectorEnv):
             return
         later = torch.arange(AHEAD + 1, device=self.device)[:, None]
         num_starts = self.num_days - self._episode_days
-        # one number decides both market and day
+        # row = market * num_days + day, where market and day are divmod(draw, num_starts)
         draws = random_int63(self._keys, self._episode + later) % (num_starts * len(self.markets))
         self._starts = draws + draws // num_starts * self._episode_days  # [AHEAD + 1, B]
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        """Trade one day everywhere; a new episode follows an ended one in the same step.
+        """Trade one day in every environment; start the next episode if one ended.
 
         Returns:
-            obs [B, F] float32, rewards [B] float64, terminated [B], truncated [B] and info. Info
-            holds "final_obs" [B, F]: the last observation of an ended episode, elsewhere obs. In
-            training it holds the plain "raw_rewards" [B]. In evaluation, where all rewards are
-            plain, it holds what `_report` returns.
+            obs [B, F] float32, rewards [B] float64, terminated [B], truncated [B] and info. Its
+            "final_obs" [B, F] is the last observation of an ended episode, otherwise equal to obs.
+            In training it also holds the plain "raw_rewards" [B]; in evaluation rewards are plain,
+            and it holds what `_report` returns.
         """
         assert self._keys is not None, "reset the environment before its first step"
         # trade and compute rewards

@@ -126,9 +126,9 @@ def _scatter(day: np.ndarray, value: np.ndarray) -> np.ndarray:
 def _wave(shocks: np.ndarray, coefficient: float, deviation: float) -> np.ndarray:
     """Return stationary AR(1) processes along axis 1 of shocks [M, D, n]."""
     wave = shocks * deviation
-    fresh = np.sqrt(1.0 - coefficient**2)  # keeps the standard deviation the same on all days
+    innovation = np.sqrt(1.0 - coefficient**2)  # keeps the deviation the same on all days
     for day in range(1, wave.shape[1]):
-        wave[:, day] = coefficient * wave[:, day - 1] + fresh * wave[:, day]
+        wave[:, day] = coefficient * wave[:, day - 1] + innovation * wave[:, day]
     return wave
 
 
@@ -161,7 +161,7 @@ def _prices(noise: dict[str, np.ndarray], drift: np.ndarray) -> tuple[np.ndarray
     highest = 0.5 * (intraday + np.sqrt(intraday**2 + path_variance * noise["up"]))
     lowest = 0.5 * (intraday - np.sqrt(intraday**2 + path_variance * noise["down"]))
     open_ = close * np.exp(-intraday)
-    high = np.maximum(open_ * np.exp(highest), np.maximum(open_, close))  # despite rounding
+    high = np.maximum(open_ * np.exp(highest), np.maximum(open_, close))  # not below, by rounding
     low = np.minimum(open_ * np.exp(lowest), np.minimum(open_, close))
     return open_, high, low, close
 
