@@ -1,7 +1,7 @@
 """Export a trained policy as an ONNX model, and check it in ONNX Runtime.
 
-The model is one step without noise. Its state goes in and out; normaliser, reset and bounds of
-actions are inside.
+The model is one step without noise. The state goes in and comes out; the normaliser, the reset and
+the bounds of actions are part of the model.
 
 examples:
   python -m agents.export runs/my_run
@@ -38,11 +38,11 @@ TOLERANCE = 1e-5
 
 
 def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> float:
-    """Return the largest difference of actions over episodes with resets.
+    """Return the largest relative difference of actions over episodes with resets.
 
-    It is relative to the largest value of the same number in all steps, which counts as 1 at least,
-    or as half the range of a bounded action. Choices are compared by their logits: rounding may
-    separate two that are equally likely.
+    A difference is divided by the largest value of the same number in all steps, or by 1 if that is
+    larger, or by half the range of a bounded action. Choices are compared by their logits: rounding
+    may decide between two that are equally likely.
     """
     policy, decoder = float_copy(agent), step.decoder
     generator = np.random.default_rng(0)
@@ -81,7 +81,7 @@ def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> f
 def sample_rows(
     agent: LoadedAgent, decoder: ActionDecoder, generator: np.random.Generator, batch: int
 ) -> np.ndarray:
-    """Return random rows [B, F], some beyond the clip; masks allow something."""
+    """Return random rows [B, F], some of them so large that they are clipped."""
     policy, moments = agent.policy, agent.normalizer.moments
     rows = (generator.random((batch, policy.num_obs)) < 0.5).astype(np.float32)
     columns = policy.layout.columns("vector")
@@ -97,7 +97,7 @@ def sample_rows(
 
 
 def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
-    """Return what a program needs to feed the step; see docs/deployment.md."""
+    """Return what a program must know to run the step; see docs/deployment.md."""
     config, decoder, is_discrete = agent.config, step.decoder, agent.policy.discrete
     checkpoint = {"file": agent.path.name, "iteration": agent.iteration}
     return {
@@ -132,7 +132,7 @@ def file_hash(path: Path) -> str:
 
 
 def _parts(agent: LoadedAgent) -> list[dict[str, Any]]:
-    """Return the parts of a row, and how values become numbers."""
+    """Return the parts of a row, and how values become their numbers."""
     leaves = {leaf.part.name: leaf for leaf in agent.encoder().leaves}
     parts = []
     for part, columns in agent.policy.layout.slices():
@@ -159,7 +159,7 @@ def export(agent: LoadedAgent, folder: Path) -> tuple[Path, dict[str, Any]]:
     """Write a policy with its contract, and check it in ONNX Runtime.
 
     Returns the model's path and the contract. A model that differs from the policy is removed, and
-    refused.
+    a UserError raised.
     """
     step = ExportedStep(agent)
     contract = make_contract(agent, step)

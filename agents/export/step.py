@@ -24,14 +24,14 @@ from rl_dist.errors import UserError, one_line
 INPUTS, OUTPUTS = ("obs", "state", "episode_start"), ("action", "next_state")
 OPSET = 18
 BATCH_AXIS = {name: {0: torch.export.Dim("batch")} for name in INPUTS}
-# obs [B, F], state [B, D], episode_start [B] -> actions [B, ...], state [B, D]
+# maps obs [B, F], state [B, D] and episode_start [B] to actions [B, ...] and the state [B, D]
 Runner = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class ExportedStep(nn.Module):
-    """One step without noise and critic; normaliser, reset and bounds are inside.
+    """One step without noise and critic; normaliser, reset and bounds are part of it.
 
-    The state is one row of D numbers, zeros at first: vectors of the cores, then the earlier
+    The state is one row of D numbers, zeros at first: the vectors of the cores, then the earlier
     observations of a window.
     """
 
@@ -40,7 +40,7 @@ class ExportedStep(nn.Module):
         self.policy = policy = float_copy(agent)
         policy.critic_core, weight = PassThrough(), policy.critic_head.weight
         policy.critic_head = nn.Identity()  # type: ignore[assignment]
-        policy.critic_head.register_buffer("weight", weight)  # only its type is read
+        policy.critic_head.register_buffer("weight", weight)  # the policy reads its type
         vectors_size = 0 if policy.config.stateless else policy.initial_state(1).numel()
         self.sizes = [vectors_size, policy.empty_history(1).numel()]
         self.state_size = sum(self.sizes)
@@ -48,12 +48,12 @@ class ExportedStep(nn.Module):
 
         # bounds and units of the environment's actions
         self.decoder = decoder = ActionDecoder(agent.spaces[1], "of this policy")
-        # parts of nested actions are one row
+        # the parts of nested actions make one row
         self.action_shape = tuple(decoder.target.shape or decoder.space.shape or ())
         if decoder.mask_size:
             self.start = torch.as_tensor(decoder.start)  # [D] int64, first value of each choice
             return
-        # actions are stretched before they are clipped: the result is the same
+        # unlike in training, actions are clipped after they are stretched: the result is the same
         self.stretch = torch.as_tensor(decoder.scale, dtype=torch.float32)  # [A]
         self.offset = torch.as_tensor(decoder.offset, dtype=torch.float32)  # [A]
         self.low, self.high = (
@@ -69,7 +69,7 @@ class ExportedStep(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return actions [B, ...] and the state [B, D] after them."""
         state = torch.where(episode_start[:, None], 0.0, state)
-        batch = obs.shape[0]  # len would make it a constant
+        batch = obs.shape[0]  # len(obs) would become a constant of the model
         parts = self.policy.initial_state(batch), self.policy.empty_history(batch)
         vectors, history = (
             row.reshape(part.shape) if row.shape[1] else part
@@ -91,7 +91,7 @@ class ExportedStep(nn.Module):
 
 
 def _inside(bound: np.ndarray, sign: float) -> Tensor:
-    """Round lower (sign 1) or upper (-1) bounds of float64 to float32, not outwards."""
+    """Round lower bounds (sign 1) to float32 upwards, upper bounds (-1) downwards."""
     rounded = bound.astype(np.float32)
     inwards = np.nextafter(rounded, np.float32(sign * np.inf))
     return torch.from_numpy(np.where(sign * rounded < sign * bound, inwards, rounded))
@@ -105,7 +105,7 @@ def float_copy(agent: LoadedAgent) -> Any:
 
 
 def write_onnx(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None:
-    """Write an ONNX model with the contract in its metadata; any number of rows fits."""
+    """Write an ONNX model for any number of rows, with the contract in its metadata."""
     for name in ("onnx", "onnxscript", "onnxruntime"):
         try:
             import_module(name)
@@ -113,14 +113,14 @@ def write_onnx(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None
             raise UserError(
                 f"an export needs the package {name}: pip install 'clstm-ppo[export]'"
             ) from None
-    num_rows = 3  # torch takes 0 and 1 for constants
+    num_rows = 3  # torch would treat 0 or 1 as a constant
     inputs = (
         torch.zeros(num_rows, step.policy.num_obs),
         torch.zeros(num_rows, step.state_size),
         torch.ones(num_rows, dtype=torch.bool),
     )
     disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # the exporter reports its progress
+    logging.disable(logging.WARNING)  # hides what the exporter says of its progress
     try:
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             program = torch.export.export(step, inputs, dynamic_shapes=BATCH_AXIS)
@@ -128,12 +128,12 @@ def write_onnx(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None
                 program.run_decompositions(),
                 input_names=list(INPUTS),
                 output_names=list(OUTPUTS),
-                dynamic_shapes=BATCH_AXIS,  # names the axis
+                dynamic_shapes=BATCH_AXIS,
                 opset_version=OPSET,
                 dynamo=True,
                 verbose=False,
             )
-    except Exception as error:  # a tracer or foreign code raises anything
+    except Exception as error:  # tracers and users' cores raise anything
         raise UserError(f"the policy cannot be traced: {one_line(error)}", exit_code=1) from error
     finally:
         logging.disable(disabled)
@@ -143,10 +143,8 @@ def write_onnx(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None
 
 
 def run_onnx(path: Path) -> Runner:
-    """Load a model in ONNX Runtime, on one thread of the CPU."""
+    """Load a model in ONNX Runtime on the CPU."""
     import onnxruntime
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda *inputs: tuple(session.run(OUTPUTS, dict(zip(INPUTS, inputs, strict=True))))

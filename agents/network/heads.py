@@ -11,11 +11,11 @@ from torch.distributions import Categorical, Distribution, Independent, Normal
 from torch.nn import functional
 
 FORBIDDEN = -1e9  # logit of an action that a mask forbids: its probability is exactly 0
-LARGEST_TANH = 1.0 - 1e-6  # atanh of it is 7.25; that of 1 is infinite
+LARGEST_TANH = 1.0 - 1e-6  # its atanh is 7.25; that of 1 is infinite
 
 
 def forbid(logits: Tensor, mask: Tensor) -> Tensor:
-    """Give choices with a mask [..., A] of 0 the probability 0, and no gradient."""
+    """Give choices whose mask [..., A] is 0 the probability 0 and no gradient."""
     return torch.where(mask > 0.5, logits, FORBIDDEN)
 
 
@@ -44,13 +44,13 @@ class Choices(nn.Module):
 
 
 def gaussian(means: Tensor, log_std: Tensor) -> Distribution:
-    """Return the distribution of actions [..., A]."""
+    """Return independent normal distributions of actions [..., A]."""
     normal = Normal(means, log_std.exp(), validate_args=False)
     return Independent(normal, 1, validate_args=False)
 
 
 class SquashedNormal(Distribution):
-    """tanh of a normal variable, of actions [..., A] within (-1, 1)."""
+    """tanh of a normal variable: actions [..., A] within (-1, 1)."""
 
     NODES = 24  # points of the entropy's quadrature
 
@@ -59,7 +59,7 @@ class SquashedNormal(Distribution):
         self.normal = Normal(means, log_std.exp(), validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log density [...], that of the change of variables included."""
+        """Return the log density [...], which includes the change of variables."""
         before = value.clamp(-LARGEST_TANH, LARGEST_TANH).atanh()
         return (self.normal.log_prob(before) - _log_slope(before)).sum(-1)
 
@@ -74,5 +74,5 @@ class SquashedNormal(Distribution):
 
 
 def _log_slope(before: Tensor) -> Tensor:
-    """Return log of the derivative of tanh, 1 - tanh(x)^2, without cancellation."""
+    """Return log(1 - tanh(x)^2), the log derivative of tanh, without cancellation."""
     return 2.0 * (math.log(2.0) - before - functional.softplus(-2.0 * before))

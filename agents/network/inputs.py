@@ -1,8 +1,8 @@
-"""Inputs of the network: statistics that normalise rows, encoders that read them.
+"""Inputs of the network: statistics to normalise rows, and encoders to read them.
 
 The statistics are frozen while an iteration runs; the sums of its rollout are merged afterwards.
-Sums are float64, additive over ranks and taken around the frozen mean: neither the order of ranks
-nor large offsets cost precision.
+Sums are float64, add up over ranks, and are taken around the frozen mean, so that neither the order
+of ranks nor a large offset costs precision.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RunningMoments(nn.Module):
         count, deviations, squares = sums[0], *sums[1:].chunk(2)
         total = self.count + count
         shift = deviations / total
-        # Chan et al. (1979), parallel variance, written around the old mean
+        # Chan et al. (1979), variance in parallel, here around the old mean
         merged = (self.variance[self.index] * self.count + squares) / total - shift.square()
         self.variance[self.index] = merged.clamp(min=0.0)
         self.mean[self.index] += shift
@@ -69,7 +69,7 @@ class Normalizer(nn.Module):
         self,
         num_features: int,
         *,
-        columns: Sequence[int] | None = None,  # that have statistics; None: all
+        columns: Sequence[int] | None = None,  # those with statistics; None: all
         enabled: bool = True,
         center: bool = True,
     ) -> None:
@@ -122,7 +122,7 @@ class Normalizers(nn.Module):
         self.rewards.moments.restart()
 
     def return_deviation(self) -> Tensor | float:
-        """Return the deviation of discounted returns, in units of the scaled rewards."""
+        """Return the deviation of discounted returns, measured in scaled rewards."""
         if self.rewards.enabled:
             return 1.0
         moments = self.rewards.moments

@@ -1,4 +1,4 @@
-"""A user's own core: found by name, and tried before it trains."""
+"""A user's own core, which is imported by name and tried before it trains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def make_core(name: str, *sizes: int) -> nn.Module:
         raise UserError(f"core {name!r} cannot be made: {one_line(error)}: {CONTRACT}") from error
     states = getattr(core, "num_states", None)
     if not isinstance(core, nn.Module) or type(states) is not int or states < 0:
-        raise UserError(f"core {name!r} is no torch module with num_states, a count: {CONTRACT}")
+        raise UserError(
+            f"core {name!r} must be a torch module with an integer num_states: {CONTRACT}"
+        )
     return core
 
 
@@ -61,7 +63,7 @@ def _problem(core: Any, num_inputs: int, size: int) -> str:
         return "gives other outputs step by step: it looks ahead, or its state is incomplete"
     fewer = core(inputs[:, :-1], state[:, :-1])
     if _differ([part[:, :-1] for part in whole], fewer):
-        return "gives other outputs beside other sequences: each must stand for itself"
+        return "gives other outputs beside other sequences: each must be computed alone"
     return ""
 
 

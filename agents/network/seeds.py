@@ -1,4 +1,4 @@
-"""Seed streams: what is drawn from one never overlaps another."""
+"""Streams of seeds, which never overlap."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ PREDICTION_STREAM, EVALUATION_STREAM = 5, 6
 
 
 def stream_seeds(seed: int, stream: int, first: int, count: int, resumed_at: int = 0) -> list[int]:
-    """Return seeds number first .. first + count - 1 of a stream, 63 bits each.
+    """Return `count` seeds of a stream from number `first` on, 63 bits each.
 
-    For environments the number is their global index; `resumed_at` is the iteration at which a run
-    without snapshots of environments was resumed: it gives other episodes than before.
+    Environments have the seed of their global index. `resumed_at` is the iteration at which a run
+    without snapshots of environments was resumed: it leads to new episodes.
     """
     sequences = (
         np.random.SeedSequence([seed, stream, first + i, resumed_at]) for i in range(count)
