@@ -135,7 +135,19 @@ def tiny_markets():
     return markets, Span(first_tradable_day(markets[0], TradingConfig()), NUM_DAYS - 1)
 
 
-class Brief(gymnasium.Env):
+class Saved(gymnasium.Env):
+    """Saves some of its attributes, and its generator."""
+
+    def get_state(self):
+        kept = {name: getattr(self, name) for name in self.kept}
+        return kept | {"rng": pack_generator(self.np_random)}
+
+    def set_state(self, state):
+        vars(self).update({name: state[name] for name in self.kept})
+        unpack_generator(self.np_random, state["rng"])
+
+
+class Brief(Saved):
     """Episodes of 1 step in some environments, of up to 9 in others; Box actions move what is seen.
 
     The last feature varies by a millionth of its size, as a date or a price may.
@@ -143,6 +155,7 @@ class Brief(gymnasium.Env):
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (4,), np.float32)
     action_space = gymnasium.spaces.Box(-2.0, 2.0, (2,), np.float32)
+    kept = ("left", "longest", "place")
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -162,20 +175,13 @@ class Brief(gymnasium.Env):
         cut = bool(self.np_random.random() < 0.1)
         return self.seen(), -float(abs(self.place).sum()), ended, cut and not ended, {}
 
-    def get_state(self):
-        own = {"left": self.left, "longest": self.longest, "place": self.place}
-        return own | {"rng": pack_generator(self.np_random)}
 
-    def set_state(self, state):
-        self.left, self.longest, self.place = state["left"], state["longest"], state["place"]
-        unpack_generator(self.np_random, state["rng"])
-
-
-class Levers(gymnasium.Env):
+class Levers(Saved):
     """Three levers, each to be set as it was shown; a mask in info holds one where it is."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float32)
     action_space = gymnasium.spaces.MultiBinary(3)
+    kept = ("shown",)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -192,13 +198,6 @@ class Levers(gymnasium.Env):
         ended = bool(self.np_random.random() < 0.2)
         obs, info = self.show()
         return obs, reward, ended, False, info
-
-    def get_state(self):
-        return {"shown": self.shown, "rng": pack_generator(self.np_random)}
-
-    def set_state(self, state):
-        self.shown = state["shown"]
-        unpack_generator(self.np_random, state["rng"])
 
 
 gymnasium.register("Brief-v0", entry_point=Brief)
@@ -279,7 +278,6 @@ class Recording(Training):
         self.rollouts = []
         self.parameters = []
         self.losses = []
-        self.rates = []
         self.hashes: list[str] = []
         self.ppo.optimizer.register_step_post_hook(
             lambda *_: self.hashes.append(parameter_hash(self.policy))
@@ -292,9 +290,8 @@ class Recording(Training):
 
     def update(self, rollout):
         losses = super().update(rollout)
-        self.parameters.append(torch.cat([p.detach().flatten() for p in self.policy.parameters()]))
+        self.parameters.append(parameters_of(self))
         self.losses.append(losses)
-        self.rates.append(self.ppo.optimizer.param_groups[0]["lr"])
         return losses
 
     def record(self):
@@ -311,7 +308,7 @@ class Recording(Training):
             "parameters": torch.stack(self.parameters),  # [iterations, P]
             "hashes": self.hashes,
             "losses": self.losses,
-            "rates": self.rates,
+            "rates": [losses["optim/learning_rate"] for losses in self.losses],
             "moments": self.normalizers.obs.state_dict()
             | {"count_of_rewards": self.normalizers.rewards.moments.count},
         }

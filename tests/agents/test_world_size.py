@@ -120,7 +120,7 @@ def test_a_training_is_that_of_one_rank(plan, name, num_ranks, one_rank, ranks_o
         many = together(ranks, name, what)
         torch.testing.assert_close(many, alone[what], rtol=1e-8, atol=1e-8)
     for rank in ranks:
-        assert rank[name]["rates"] == alone["rates"] and rank[name]["rates"][0] > 0
+        assert rank[name]["rates"] == alone["rates"]
         for many, one in zip(rank[name]["losses"], alone["losses"], strict=True):
             assert many == pytest.approx(one, rel=1e-7, abs=1e-9)
         for what, value in rank[name]["moments"].items():
