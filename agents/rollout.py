@@ -13,7 +13,6 @@ from torch import Tensor
 from agents.network.inputs import Normalizer
 from agents.network.pieces import to_device, to_host
 from envs.vector.layout import TorchEnv
-from rl_dist.errors import UserError
 from rl_dist.process_group.clock import section
 from rl_dist.strategies.precision import weights_cast_once
 
@@ -82,7 +81,6 @@ class Rollout:
     # on the host, read from the device in one transfer; G is the number of groups
     host_starts: Tensor  # [T, B] a copy of episode_start
     episodes: Tensor  # [3, G] number of episodes that ended, sums of their returns and lengths
-    finite: Tensor  # [3, G] bool: observations, rewards, and the observations after the last step
 
     @property
     def episode_end(self) -> Tensor:
@@ -98,19 +96,6 @@ class Rollout:
         return Rollout(
             **{name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in names}
         )
-
-    def refuse_non_finite(
-        self, next_obs: Tensor, env_offset: int, lifetime_step: int, rank: int
-    ) -> None:
-        """Raise UserError for the first NaN or inf that an environment returned."""
-        if self.finite.numpy().all():
-            return
-        bad_obs = ~torch.isfinite(torch.cat([self.raw_obs, next_obs[None]])).all(-1)  # [T+1, B]
-        bad_rewards = torch.nn.functional.pad(~torch.isfinite(self.rewards), (0, 0, 0, 1))
-        t, column = (bad_obs | bad_rewards).nonzero()[0].tolist()
-        kind = "reward" if bad_rewards[t, column] else "observation"
-        where = f"environment {env_offset + column} at its step {lifetime_step + t}"
-        raise UserError(f"rank {rank}: NaN or inf in the {kind} of {where}", exit_code=1)
 
 
 def policy_input(
@@ -239,18 +224,14 @@ class Actor:
 
         # read what the host needs
         totals = [(sums[:, row] * ends).sum() for row in (0, 1)]
-        episodes = torch.stack([ends.sum().double(), *totals])
-        checked = (steps["raw_obs"], steps["rewards"], carry.obs)
-        finite = torch.stack([torch.isfinite(values).all() for values in checked])
-        flags = [steps["episode_start"], steps["truncated"], finite[:, None]]
-        on_host = to_host([*flags, episodes[:, None]])
+        episodes = torch.stack([ends.sum().double(), *totals])[:, None]  # [3, 1]
+        on_host = to_host([steps["episode_start"], steps["truncated"], episodes])
         return Rollout(
             **steps,
             next_values=self._next_values(steps, on_host[1]),
             initial_states=torch.stack(self.states[::bptt_steps]),
             host_starts=torch.from_numpy(on_host[0]),
-            finite=torch.from_numpy(on_host[2]),
-            episodes=torch.from_numpy(on_host[3]),
+            episodes=torch.from_numpy(on_host[2]),
         )
 
     @section("policy")

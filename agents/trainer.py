@@ -160,7 +160,7 @@ class Training:
             self.world.device,
             self.job.policy.noise_color,
         )
-        rollout = collect(
+        return collect(
             self.policy,
             self.normalizers.obs,
             self.env,
@@ -170,10 +170,6 @@ class Training:
             self.job.ppo.gamma,
             on_step=self.world.heartbeat,
         )
-        rollout.refuse_non_finite(
-            self.carry.obs, self.sizes.env_offset, lifetime_step, self.world.rank
-        )
-        return rollout
 
     def update(self, rollout: Rollout) -> dict[str, float]:
         """Learn from a rollout, then merge its statistics into the normalisers."""
