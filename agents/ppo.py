@@ -217,7 +217,6 @@ class PPO:
         self.wrapped = strategy.wrap(policy)
         self.iteration = 0
         self.bad_in_a_row = 0  # gradient steps skipped since the last good one
-        self.reads_steps = self.world.device.type == "cpu"  # reading a GPU makes the host wait
         self.clock = StepClock(self.world.device)
         self.optimizer = make_adam(strategy.parameters, config.learning_rate)
 
@@ -249,8 +248,6 @@ class PPO:
                 parts, grad_norm, stepped = self.step(minibatch, plans)
                 self.world.heartbeat()
                 tally.add(parts, grad_norm, stepped, self.strategy.overflowed)
-                if self.reads_steps and not stepped:
-                    self._refuse_bad_steps(tally.counts.tolist())
 
             # stop early, all ranks together
             if self._exceeds_target_kl(tally.epoch_kl):
@@ -330,26 +327,21 @@ class PPO:
             one = torch.ones((), device=tally.counts.device)
             means["optim/loss_scale"] = self.strategy.scaler.scale(one)
         numbers = torch.stack([n.double() for n in (*means.values(), *tally.counts)]).tolist()
-        counts = numbers[len(means) :]
-        self._refuse_bad_steps(counts)
-        if bad := int(counts[2]):
+        taken, skipped, bad, self.bad_in_a_row, most_in_a_row = map(int, numbers[len(means) :])
+        if most_in_a_row > self.config.max_bad_steps:
+            raise UserError(
+                f"loss or gradient was NaN or inf in {most_in_a_row} steps in a row, more than "
+                f"--max_bad_steps {self.config.max_bad_steps}: lower --learning_rate",
+                exit_code=1,
+            )
+        if bad:
             text = f"{bad} gradient step(s) skipped in iteration {self.iteration}: NaN or inf"
             events.notify("bad_steps", text, iteration=self.iteration, skipped=bad)
             logger.warning(text)
         report = dict(zip(means, numbers, strict=False))
         del report["loss/total"]
         report["optim/learning_rate"] = self.optimizer.param_groups[0]["lr"]
-        return report | {"optim/steps": counts[0], "optim/skipped_steps": int(counts[1])}
-
-    def _refuse_bad_steps(self, counts: list[float]) -> None:
-        """Raise UserError after too many bad steps in a row."""
-        self.bad_in_a_row, most = map(int, counts[3:])
-        if most > self.config.max_bad_steps:
-            raise UserError(
-                f"loss or gradient was NaN or inf in {most} steps in a row, more than "
-                f"--max_bad_steps {self.config.max_bad_steps}: lower --learning_rate",
-                exit_code=1,
-            )
+        return report | {"optim/steps": float(taken), "optim/skipped_steps": skipped}
 
     def _exceeds_target_kl(self, epoch_kl: Tensor) -> bool:
         """Return True if the mean KL estimate of an epoch on all ranks is above target_kl."""

@@ -59,7 +59,7 @@ def test_the_host_reads_once_after_a_rollout_and_once_after_an_update(name, tmp_
         training = Training(make_job(name, tmp_path, iterations=1), world)
         training.warm_up_normalizers()
         # without the branches of a CPU, which may read
-        training.env.reads_steps = training.ppo.reads_steps = False
+        training.env.reads_steps = False
         with mock.patch.object(strategy, "step_if", lambda finite, optimizer: optimizer.step()):
             with Reads() as collecting:
                 collected = training.collect(lifetime_step=16)
