@@ -77,8 +77,8 @@ class PPOConfig:
     target_kl: float = Field(0.0, ge=0, le=100)
     """End the epochs when the estimated KL divergence exceeds this; 0: off."""
     max_bad_steps: int = Field(10, ge=0, le=10**9)
-    """Skip this many optimizer steps in a row whose loss or gradient is NaN or inf, then stop; 0:
-    stop immediately."""
+    """Skip optimizer steps with NaN or inf in loss or gradient; stop the run after an update with
+    more than this many in a row."""
 
 
 def learning_rate(
