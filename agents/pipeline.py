@@ -123,15 +123,15 @@ class StageStrategy(Strategy):
 
 
 class PipelinePPO(PPO):
-    """PPO whose forward and backward passes move through two stages on two ranks."""
+    """PPO that runs forward and backward through two stages, on the ranks of a pair."""
 
     strategy: StageStrategy
 
     def gradients(self, minibatch: Minibatch, plans: Sequence[Plan]) -> LossParts:
-        """Add this stage's gradient of the mean loss over all ranks' minibatches.
+        """Compute this stage's gradient of the mean loss over the minibatches of all ranks.
 
         All ranks have equally many sequences, and cut them into equally many parts. A loss that is
-        not finite makes the gradient NaN, which all ranks see.
+        not finite makes the gradient NaN, so that all ranks skip the step.
         """
         strategy, stage = self.strategy, self.strategy.stage
         theirs = self._partners(minibatch)
@@ -158,7 +158,10 @@ class PipelinePPO(PPO):
         return LossParts(*terms[stage].mean(0))
 
     def _partners(self, minibatch: Minibatch) -> Minibatch:
-        """Return the partner's minibatch; only the fields that this stage needs are its own."""
+        """Receive the fields of the partner's minibatch that this stage needs.
+
+        The other fields of the result belong to this rank's minibatch and are not used.
+        """
         stage = self.strategy.stage
         received = {name: torch.empty_like(getattr(minibatch, name)) for name in NEEDED[stage]}
         with self.world.waiting("exchange of sequences"):
@@ -167,8 +170,11 @@ class PipelinePPO(PPO):
         return replace(minibatch, **received)
 
     def _train_features(self, parts: Sequence[Minibatch]) -> Tensor:
-        """Add the feature LSTM's gradient of all parts; return zeros for their loss terms."""
-        waiting: list[Tensor] = []  # features that were sent, but have no gradient yet
+        """Add the feature LSTM's gradient of all parts; return zeros for their loss terms.
+
+        In every turn, the features of a part go out and the gradient of the part before comes back.
+        """
+        waiting: list[Tensor] = []  # the features of the part before
         for number in range(len(parts) + 1):
             new = [self._features(part) for part in parts[number : number + 1]]
             gradients = [torch.empty_like(features) for features in waiting]
@@ -178,15 +184,19 @@ class PipelinePPO(PPO):
         return gradients[0].new_zeros(len(parts), len(LossParts._fields))
 
     def _train_decisions(self, parts: Sequence[Minibatch]) -> Tensor:
-        """Add the gradient of actor and critic of all parts; return the terms of their loss."""
+        """Add the gradients of actor and critic of all parts; return their loss terms.
+
+        In every turn, the features of a part come in and the gradient of the part before goes out.
+        """
         terms: list[Tensor] = []
-        gradients: list[Any] = []  # of the features of the part before
+        gradients: list[Any] = []  # gradient of the features of the part before
         size = self.policy.config.hidden_size
         for part in parts:
             features = part.lstm_state.new_empty(*part.episode_start.shape, size)
             self.strategy.swap(gradients, [features])
             losses = self._losses(features.requires_grad_(), part)
-            (losses.total * (losses.total.detach() * 0.0 + 1.0)).backward()  # NaN if not finite
+            one = losses.total.detach() * 0.0 + 1.0  # NaN if the loss is not finite
+            (losses.total * one).backward()
             gradients = [features.grad]
             terms.append(torch.stack(losses).detach())
         self.strategy.swap(gradients, [])
