@@ -279,8 +279,8 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
 
     Returns the number of the signal that ended the run, or 0.
     """
-    job, world, config = training.job, training.world, training.job.train
-    recorder = training.recorder
+    job, world, recorder = training.job, training.world, training.recorder
+    config = job.train
     if training.iteration == 0:
         writer.update_state(phase="warm_up")
         training.warm_up_normalizers()

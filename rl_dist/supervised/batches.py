@@ -30,7 +30,9 @@ class SharedLoader:
     """
 
     def __init__(self, loader: DataLoader, world: World, *, training: bool, seed: int = 0) -> None:
-        self.world, self.training, self.seed = world, training, seed
+        self.world = world
+        self.training = training
+        self.seed = seed
         sampler: Any = loader.sampler
         size = loader.batch_size
         self.shuffles = type(sampler) is RandomSampler and not sampler.replacement
@@ -39,7 +41,8 @@ class SharedLoader:
                 f"a {type(sampler).__name__} or batch_sampler cannot be shared out over ranks: use "
                 "DataLoader(dataset, batch_size=N, shuffle=True or False)"
             )
-        self.num_samples, self.batch_size = len(sampler), size
+        self.num_samples = len(sampler)
+        self.batch_size = size
         if self.num_samples < world.size:
             raise UserError(f"{self.num_samples} samples are too few for {world.size} ranks")
         if training and (size % world.size or size > self.num_samples):

@@ -100,7 +100,8 @@ def evaluate(
     Returns:
         "loss", each metric by its name, and "samples", the number of samples.
     """
-    world, means = strategy.world, Means(metrics or {})
+    world = strategy.world
+    means = Means(metrics or {})
     if isinstance(loader, DataLoader):
         loader = SharedLoader(loader, world, training=False)
     world.set_phase("evaluation")
@@ -137,7 +138,9 @@ class Fitting:
 
     def train_epoch(self, loader: SharedLoader) -> dict[str, float] | None:
         """Train on every batch once; return the means, or None if a signal stopped it."""
-        epoch, world, means = self.epoch + 1, loader.world, Means(self.metrics)
+        world = loader.world
+        means = Means(self.metrics)
+        epoch = self.epoch + 1
         world.set_phase(f"epoch {epoch}")
         world.forget_waits()  # else the marks of all epochs stay in memory
         torch.manual_seed(epoch_seed(self.config.seed, epoch, world.rank))
@@ -293,7 +296,8 @@ def fit(
     Raises:
         UserError: bad sizes, a foreign checkpoint, or too many steps without a finite gradient.
     """
-    config, world = config or FitConfig(), strategy.world
+    config = config or FitConfig()
+    world = strategy.world
     if config.patience and validation is None:
         raise UserError("patience needs the validation loss: give validation")
     if module is not strategy.module:
@@ -331,7 +335,8 @@ def fit_epochs(
     fitting: Fitting, train: SharedLoader, held_out: SharedLoader | None, run: RunDir | None
 ) -> int:
     """Train, validate and save epoch by epoch; return the signal that ended it, or 0."""
-    config, world = fitting.config, train.world
+    config = fitting.config
+    world = train.world
     board: GuardedLogger | None = None
     if run and world.is_main_process:
         board = open_tensorboard(run.path, purge_step=fitting.epoch + 1)
