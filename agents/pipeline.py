@@ -128,7 +128,7 @@ class PipelinePPO(PPO):
     strategy: StageStrategy
 
     def gradients(self, minibatch: Minibatch, plans: Sequence[Plan]) -> LossParts:
-        """Compute this stage's gradient of the mean loss over the minibatches of all ranks.
+        """Compute this stage's gradient of the mean loss of all ranks.
 
         All ranks have equally many sequences, and cut them into equally many parts. A loss that is
         not finite makes the gradient NaN, so that all ranks skip the step.
