@@ -34,7 +34,7 @@ from rl_dist.telemetry.loggers import named_loggers
 if TYPE_CHECKING:  # other tasks do without pandas and talib
     from envs.trading.task import TradingTask
 
-AUTO = 0  # value of batch_size: the ranks measure the best one when a run begins
+AUTO = 0  # batch_size for which the ranks measure the best value when a run begins
 SMALL_NETWORK = 10_000_000  # limit of a minibatch's steps * hidden_size squared
 
 # Defaults for each kind of task. Sizes, rates and epochs were tuned, see docs/LOG.md. In trading
@@ -193,7 +193,7 @@ class TrainConfig:
 
     @property
     def sequences_per_step(self) -> int:
-        """Return the sequences of one gradient step; per rank with weak scaling."""
+        """Return the sequences of a gradient step; with weak scaling, those of one rank."""
         return self.batch_size * self.grad_accumulation
 
     @property
@@ -286,11 +286,11 @@ OWNERS = {name: heading for heading, section in SECTIONS.items() for name in var
 def with_threads(config: RunConfig) -> RunConfig:
     """Return the configuration, with one thread if its network is small.
 
-    A number that the user gave stays. Below some 10 million multiplications per gate and pass, one
-    thread is as fast as two, and much faster beside other programs: docs/performance.md.
+    A number that the user gave stays. If gates take fewer than 10 million multiplications in a
+    pass, one thread is as fast as two, and much faster beside other programs: docs/performance.md.
     """
     train = config.train
-    steps = train.batch_size * train.bptt_steps  # in a minibatch; 0: measured later
+    steps = train.batch_size * train.bptt_steps  # steps of a minibatch; 0: measured later
     if config.launch.threads or not 0 < steps * config.policy.hidden_size**2 < SMALL_NETWORK:
         return config
     return replace(config, launch=replace(config.launch, threads=1))

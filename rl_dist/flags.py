@@ -223,7 +223,7 @@ def read_sections(defaults: Mapping[str, Any], saved: Any) -> dict[str, Any]:
     """Return sections from what `saved_form` returned; missing values are defaults.
 
     Raises:
-        ValueError: one line; it has another form, or a value that this version refuses.
+        ValueError: one line: it has another form, or a value that this version refuses.
     """
     sections = {}
     try:

@@ -21,10 +21,7 @@ def limit_memory(more_mib):
 
 
 def search():
-    """Print the bytes that are free, and the largest batch of an LSTM that fits.
-
-    It and smaller ones then run.
-    """
+    """Print the free bytes and the largest batch of an LSTM that fits; it must run."""
     torch.set_num_threads(1)
     model = nn.LSTM(64, 256)
 

@@ -1,11 +1,11 @@
-"""Cores of a user's own: one that keeps the contract, and some that do not."""
+"""Cores as users write them: one keeps the contract, the others break it."""
 
 import torch
 from torch import nn
 
 
 class Decay(nn.Module):
-    """A leaky sum of what a layer makes of the inputs."""
+    """A leaky sum of a layer's outputs."""
 
     num_states = 1
 
@@ -22,7 +22,7 @@ class Decay(nn.Module):
 
 
 class Hoarder(Decay):
-    """Keeps its state inside."""
+    """Keeps its state inside the module."""
 
     kept = 0.0
 
@@ -40,7 +40,7 @@ class Prophet(Decay):
 
 
 class Forgetful(Decay):
-    """Does not return all that it remembers."""
+    """Returns only a part of its state."""
 
     def forward(self, inputs, state):
         outputs, after = super().forward(inputs, state)
@@ -55,7 +55,7 @@ class Herd(Decay):
 
 
 class Thin(Decay):
-    """Puts out fewer numbers than hidden_size."""
+    """Returns fewer numbers than hidden_size."""
 
     def forward(self, inputs, state):
         outputs, state = super().forward(inputs, state)
@@ -63,14 +63,14 @@ class Thin(Decay):
 
 
 class Broken(Decay):
-    """Raises."""
+    """Raises an error."""
 
     def forward(self, inputs, state):
         raise KeyError("no such shape")
 
 
 class Stateless(nn.Linear):
-    """Says nothing of its state."""
+    """Does not declare num_states."""
 
     def __init__(self, num_inputs, hidden_size, num_layers):
         super().__init__(num_inputs, hidden_size)

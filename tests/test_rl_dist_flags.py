@@ -1,4 +1,4 @@
-"""Flags: a word of a command line, a saved value or an argument fits its section, or is refused."""
+"""Values of flags, files and arguments fit their section or are refused in one line."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Small runs of the two commands, here or in processes of their own, and files of daily bars."""
+"""Run small trainings and evaluations, here or in new processes; write files of prices."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from agents.evaluate import command as evaluate
 from rl_dist.telemetry.metrics import close_logging
 
 REPO = Path(__file__).parents[1]
-PATIENCE_S = 120.0  # for what takes a moment, on a machine that may be very busy
+PATIENCE_S = 120.0  # longest wait for a quick event on a busy machine
 RECALL = shlex.split(
     "--env Recall-v0 --num_envs 4 --num_steps 16 --bptt_steps 8 --batch_size 4 --hidden_size 8 "
     "--device cpu"
@@ -36,7 +36,7 @@ SMALL = [*SIZES, *SPANS, *WORLDS]  # on the simulated market
 
 
 def run_here(main, argv, monkeypatch):
-    """A command's exit code, run in this process."""
+    """Run a command in this process; return its exit code."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(sys, "argv", ["command", *map(str, argv)])
     try:
@@ -58,7 +58,7 @@ def evaluate_here(monkeypatch, *argv):
 
 @contextmanager
 def output_in(folder):
-    """Send what this process, and those that it starts, print to the files out and err."""
+    """Redirect the output of this process and its children to the files out and err."""
     with ExitStack() as held:
         streams = (1, "out", redirect_stdout), (2, "err", redirect_stderr)
         for descriptor, name, redirect in streams:
@@ -72,7 +72,7 @@ def output_in(folder):
 
 
 def start(*argv, **options):
-    """A command in its own process group; `argv` follows `python`."""
+    """Start `python` with these arguments in a new session."""
     path = f"{REPO}{os.pathsep}{REPO / 'tests'}"
     options["env"] = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -81,7 +81,7 @@ def start(*argv, **options):
 
 
 def run_benchmark(name, *flags):
-    """The lines that a script prints, those of JSON as objects."""
+    """Run a benchmark; return the lines it prints, with JSON as objects."""
     job = start(REPO / "benchmarks" / name, *flags)
     printed, errors = job.communicate(timeout=900)
     assert job.returncode == 0, errors
@@ -93,7 +93,7 @@ def start_training(*argv, **options):
 
 
 def only_error(stderr):
-    """The one line that bad input must leave on stderr."""
+    """Return the line of stderr, which must be a single error."""
     lines = stderr.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: "), stderr
     return lines[0]
@@ -104,7 +104,7 @@ def records(run_dir):
 
 
 def daily_bars(num_stocks=5, num_days=400, seed=0):
-    """Clean bars in the long format, `adj_close` a tenth below `close`."""
+    """Return clean bars in the long format; `adj_close` is 90 % of `close`."""
     rng = np.random.default_rng(seed)
     dates = np.busday_offset("2018-01-01", np.arange(num_days), roll="forward")
     close = 50 * np.exp(np.cumsum(rng.normal(0, 0.01, (num_days, num_stocks)), axis=0))
@@ -124,7 +124,7 @@ def daily_bars(num_stocks=5, num_days=400, seed=0):
 
 
 def lives(pid):
-    """Return True until a process ends; a zombie has ended."""
+    """Return whether a process still runs; a zombie does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -132,7 +132,7 @@ def lives(pid):
 
 
 def session(leader):
-    """Living processes that a job of `start` has started, itself included."""
+    """Return the running processes of a session that `start` began."""
 
     def inside(process):
         try:
@@ -148,10 +148,10 @@ def assert_nobody_left(leader):
 
 
 def wait_until(true, job=None, within_s=PATIENCE_S):
-    """Wait for a condition while a job runs; returns what is true."""
+    """Wait until a function returns something true while a job runs; return it."""
     deadline_s = time.monotonic() + within_s
     while not (found := true()):
         assert job is None or job.poll() is None, job.communicate()
-        assert time.monotonic() < deadline_s, "waited in vain"
+        assert time.monotonic() < deadline_s, "it did not happen in time"
         time.sleep(0.05)
     return found

@@ -119,7 +119,7 @@ class LoadedPolicy:
             shape = np.shape(first.pick(observation))
             is_single = shape == space.shape
             if not is_single and (shape[1:] != space.shape or not shape[0]):
-                raise ValueError(f"its shape is {shape}; one has {space.shape}")
+                raise ValueError(f"its shape is {shape}; a single one has {space.shape}")
             batch = [observation] if is_single else observation
             return self._encode(batch, 1 if is_single else shape[0]), is_single
         except (LookupError, TypeError, ValueError) as error:
@@ -165,7 +165,7 @@ def load_policy(
     """Load the policy of a run directory or checkpoint file.
 
     Args:
-        which: checkpoint of a run directory, best or last; "": the best if there is one.
+        which: checkpoint of a run directory, best or last; "": see `load_agent`.
         device: device that computes the actions.
         seed: seed of the noise of `predict` with deterministic=False.
         core: the module:Class of the training's --core. It is needed if the run directory is not

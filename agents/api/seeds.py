@@ -91,7 +91,9 @@ def train_several(parsed: ParsedFlags) -> int:
     seeds, run_dir = given.pop("seeds"), given.pop("run_dir", "")
     if "RANK" in os.environ or given.keys() & {"seed", "resume"}:
         raise UserError("--seeds starts new runs: use neither --seed, --resume nor torchrun")
-    print(train_seeds([int(seed) for seed in seeds.split()], run_dir, **given))
+    if not seeds.replace(" ", "").isdecimal():
+        raise UserError(f"seeds must be whole numbers, got {seeds!r}")
+    print(train_seeds([*map(int, seeds.split())], run_dir, **given))
     return 0
 
 

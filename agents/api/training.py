@@ -42,7 +42,7 @@ class TrainedRun:
 
     @property
     def policy(self) -> LoadedPolicy:
-        """Return the policy of the best checkpoint if there is one, else of the newest."""
+        """Return the policy that `load_policy` finds in the run directory."""
         return load_policy(self.run_dir)
 
 

@@ -89,7 +89,7 @@ def allowed_batch_sizes(train: TrainConfig, num_ranks: int) -> Iterator[int]:
 
 
 def strategy_modes(num_ranks: int, num_devices: int) -> tuple[str, ...]:
-    """Return the strategies that auto chooses from, the simplest one first."""
+    """Return the strategies that auto chooses from, the simplest first."""
     if num_ranks > 1:
         return "ddp", "hybrid"
     return ("none", "dp") if num_devices > 1 else ("none",)

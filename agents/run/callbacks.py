@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from agents.policy import Policy
 
 Callback = Callable[["Moment"], Any]  # returns False to stop the training
-Callbacks = Mapping[str, Callback | None]  # by kind of moment
+Callbacks = Mapping[str, Callback | None]  # the callback for each kind of moment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Moment:
 
 @dataclass
 class Watch:
-    """Calls the callbacks of one rank; all ranks agree whether to stop."""
+    """Calls the callbacks of this rank; all ranks agree whether to stop."""
 
     callbacks: Callbacks
     world: World
@@ -51,7 +51,7 @@ class Watch:
 
     def __call__(self, training: Any, metrics: Mapping[str, Any]) -> str:
         """Return the reason to stop after an iteration, the same on all ranks, or ""."""
-        metrics = without_nan(metrics)  # as in metrics.jsonl: losses without a step are None
+        metrics = without_nan(metrics)  # None for losses without a step, like null in metrics.jsonl
         self.call("iteration", training, metrics)
         if any(name.startswith("valid/") for name in metrics):
             self.call("evaluation", training, metrics)

@@ -31,7 +31,7 @@ def free_for_each_rank(device: torch.device, num_ranks: int) -> int:
 def rollout_bytes(config: RunConfig, num_envs: int, policy: Policy | None = None) -> int:
     """Return a lower bound of the memory for a rank's rollout.
 
-    It is close with the policy. Without the policy, observation and action count as one number.
+    With the policy it is close. Without it, an observation or action counts as one number.
     """
     # numbers of a step: observation twice, action, log-probability, two values, recurrent state
     numbers = 6 + config.policy.hidden_size * (not config.policy.stateless)

@@ -38,7 +38,7 @@ from rl_dist.process_group.world import World
 from rl_dist.run_dir import RunDir, runs_below
 from rl_dist.strategies.precision import autocast_dtype
 
-FEATURES = "feature LSTM"  # in checkpoints of agents.pretrain
+FEATURES = "feature LSTM"  # mark of a checkpoint that agents.pretrain wrote
 FEATURE_PARTS = ("feature_core.", "feature_mlp.")
 MOMENTS = ("normalizer.moments.mean", "normalizer.moments.variance")
 Which = Literal["last", "best", ""]  # a checkpoint of a run; "": see `load_saved`
@@ -51,8 +51,8 @@ def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> Foun
     """Load a checkpoint from its file or a run directory; refuse other paths.
 
     Args:
-        which: checkpoint of a directory: last is the newest valid one; "" is the best if there is
-            one, else the newest.
+        which: checkpoint of a directory: last is the newest valid checkpoint, and "" is the best
+            if it exists, else the last.
         kind: program that must have written it.
     """
     path = Path(path)
@@ -64,7 +64,9 @@ def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> Foun
         fix = runs_below(path) or f"see python -m rl_dist.checkpoint verify {path}"
         raise UserError(f"{path} holds no valid checkpoint: {fix}")
     if kind_of(found.state) != kind:
-        raise UserError(f"{found.path} is no checkpoint of {kind}: name one, or its run directory")
+        raise UserError(
+            f"{found.path} is no checkpoint of {kind}: give such a file, or its run directory"
+        )
     return found
 
 
@@ -116,7 +118,7 @@ class LoadedAgent:
     config: RunConfig
     iteration: int
     path: Path
-    run_dir: Path  # or the folder that the checkpoint was copied to
+    run_dir: Path  # its run directory, or the folder that the file was copied to
     spaces_json: str = ""  # spaces of its environment; "": unknown
 
     @property
@@ -128,7 +130,7 @@ class LoadedAgent:
         return spaces.Box(-high, high), spaces_of(self.policy.shapes())[1]
 
     def encoder(self) -> ObservationEncoder:
-        """Return the encoder of observations; refuse one that differs from training."""
+        """Return the encoder of observations; refuse other rows than in training."""
         observation, action = self.spaces
         sizes = ActionDecoder(action, "of this policy").sizes
         encoder = ObservationEncoder(observation, "of this policy", sizes)
@@ -147,8 +149,8 @@ def load_agent(
     """Load a policy from a checkpoint or run directory, wherever it was trained.
 
     Args:
-        which: checkpoint of a run directory, last or best; "": the best if there is one, but the
-            last of a run on real prices, whose validation is too noisy to choose by.
+        which: checkpoint of a run directory, last or best; "": the best if it exists. Runs on real
+            prices are too noisy in validation to choose by: "" means their last.
         core: the run's own module:Class, repeated if its config.json is not the user's own.
     """
     file, state = load_saved(path, which)
@@ -182,9 +184,11 @@ def load_agent(
 class InitialWeights(NamedTuple):
     """Weights and statistics that a new run begins with."""
 
-    weights: dict[str, Tensor]  # by their names in the policy
-    moments: dict[str, Tensor]  # by their names in `Normalizers`; others stay as they are
-    parts: tuple[str, ...] = ("",)  # prefixes of the weights' names; other weights stay random
+    weights: dict[str, Tensor]  # keys are names of the policy's state_dict
+    moments: dict[str, Tensor]  # keys are names of the state_dict of `Normalizers`
+    parts: tuple[str, ...] = (
+        "",
+    )  # prefixes of these weights' names; all other weights stay random
 
 
 def initial_weights(config: TrainConfig) -> InitialWeights | None:
@@ -261,7 +265,7 @@ def check_readable(policy: Policy, now: Layout) -> None:
 
 
 def check_shapes(state: dict[str, Any], config: RunConfig) -> None:
-    """Refuse a checkpoint whose shapes do not match its configuration."""
+    """Refuse a checkpoint with tensors that do not fit its configuration."""
     policy = empty_policy(config, *spaces_of(state))
     check_weights(policy.state_dict(), state["policy"])
     carry = state["carry"]

@@ -22,8 +22,8 @@ class Sizes:
     num_minibatches: int  # per epoch, the same on every rank
     global_num_envs: int
     global_batch_size: int
-    learning_rate_factor: float = 1.0  # that lr_scaling gives
-    num_microbatches: int = 1  # microbatches of a gradient step, one after the other
+    learning_rate_factor: float = 1.0  # depends on lr_scaling
+    num_microbatches: int = 1  # parts of a minibatch that run one after the other
 
 
 def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: int = 0) -> Sizes:
@@ -37,7 +37,8 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
         raise UserError("batch_size auto is measured when a training starts: name a number here")
     sequences_per_env = config.num_steps // config.bptt_steps
     num_envs = config.num_envs or _default_num_envs(config, config.batch_size)
-    # With weak scaling, the flags are sizes of one of the ranks with which the run began.
+    # Strong scaling: the flags hold totals. Weak scaling: they hold the sizes of one rank, and the
+    # totals follow from the number of ranks when the run began.
     unit = 1 if config.scaling == "strong" else saved_num_envs // num_envs or num_ranks
     global_num_envs = num_envs * unit
     global_batch_size = config.sequences_per_step * unit
@@ -109,7 +110,7 @@ def _default_num_envs(config: TrainConfig, batch_size: int) -> int:
 
 
 def _proposals(config: TrainConfig, unit: int, num_ranks: int, num_envs: int) -> list[str]:
-    """Return flags with the nearest sizes that fit; one of them is enough."""
+    """Return flags with the nearest sizes that fit; each is a fix by itself."""
     most = config.sequences_per_step * num_ranks * config.num_steps // config.bptt_steps
     sizes = _nearest(
         config.batch_size,

@@ -31,7 +31,7 @@ from rl_dist.telemetry.metrics import close_logging
 class Run:
     """A run that is ready to start; every rank gets it."""
 
-    directory: RunDir  # locked; other ranks of torchrun get its path from rank 0 later
+    directory: RunDir  # this process, or the launcher, holds the lock
     config: RunConfig
     resolved: ResolvedLaunch
     resume_from: str  # path of a checkpoint; "": the run begins
@@ -95,9 +95,9 @@ def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
         events.configure(config.launch.on_event, directory.path)
         _notify_restart(directory, checkpoint, restarts)
         _record(directory, config, resolved, checkpoint)
-        if parsed.configs["run"].quick:
+        if parsed.configs["run"].quick and not checkpoint:
             print("--quick shows the whole path; it is too short to learn anything", flush=True)
-    directory = directory or RunDir(RUNS)
+    directory = directory or RunDir(RUNS)  # other ranks of torchrun get the real one in `agree`
     report(run_dir=str(directory.path), on_event=config.launch.on_event)
     report_to_caller(run_dir=str(directory.path))
     return Run(

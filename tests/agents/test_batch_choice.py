@@ -1,4 +1,4 @@
-"""Flags that are auto in real runs, and runs that are out of memory."""
+"""Flags that are auto in real runs, and runs that have too little memory."""
 
 import itertools
 import json
@@ -73,7 +73,7 @@ def test_auto_trains_as_its_value_would_writes_it_down_and_resumes_with_it(
     section, name = field.split(".")
     monkeypatch.setattr(auto, "cpu_has_bf16", lambda: True)
     monkeypatch.setattr(auto, "available_cores", lambda: 2)
-    monkeypatch.setattr(auto, "strategy_modes", lambda *_: ("none", "ddp"))  # on one rank
+    monkeypatch.setattr(auto, "strategy_modes", lambda *_: ("none", "ddp"))  # both work on one rank
     run_dir = tmp_path / "auto"
 
     def chosen():

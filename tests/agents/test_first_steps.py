@@ -35,7 +35,7 @@ def test_a_core_and_a_callback_lie_in_the_current_directory_as_an_environment_ma
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The directory of a run of CartPole-v1 with a best checkpoint."""
+    """Train CartPole-v1 with a best checkpoint; return the run directory."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
     with pytest.MonkeyPatch.context() as monkeypatch:
         assert train_here(monkeypatch, *SHORT, "--run_dir", run_dir) == 0
@@ -58,7 +58,7 @@ def test_the_last_policy_and_the_best_are_evaluated_in_episodes_that_chose_neith
     assert "checkpoints/best.pt" in capsys.readouterr().out
     last = evaluated(monkeypatch, finished, tmp_path / "json", "--which", "last")
     assert last == summary["test"]
-    # by other episodes than those that chose the best, and other ones for another seed
+    # Another seed has other episodes, and validation has others than the last evaluation.
     assert evaluated(monkeypatch, finished, tmp_path / "json", "--seed", 2) != best
     chosen_by = records(finished)[-1]
     assert any(chosen_by[f"valid/{name}"] != last[name] for name in ("return", "return_std"))

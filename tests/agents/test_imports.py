@@ -1,4 +1,4 @@
-"""A plain training imports little; other modules load when they are needed."""
+"""A plain training loads only the modules that it needs."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ AT_THE_END = "agents.evaluate.final"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder where two ranks have trained on an environment that lies in it."""
+    """Train two ranks on an environment in the current folder; return the folder."""
     folder = tmp_path_factory.mktemp("trained")
     shutil.copy(REPO / "examples/own_environment.py", folder)
     flags = [*RECALL, "--env", "own_environment:Cue-v0", "--num_gpus", "2", "--total_steps", "128"]
@@ -50,7 +50,9 @@ def test_an_environment_in_the_current_directory_is_found_by_all_ranks(trained):
 
 
 def test_a_plain_training_loads_nothing_that_it_does_not_need(trained):
-    lists = [path.read_text().split() for path in trained.glob("[0-9]*")]  # by process
+    lists = [
+        path.read_text().split() for path in trained.glob("[0-9]*")
+    ]  # one list for each process
     assert len(lists) == 4
     for names in lists:
         until = names.index(AT_THE_END) if AT_THE_END in names else len(names)

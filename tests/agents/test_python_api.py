@@ -36,7 +36,7 @@ FLAGS = [f"--{name}={value}" for name, value in TINY.items()]
 
 
 def stop_on_rank_1(moment):
-    """Only one rank asks for a stop; all of them follow."""
+    """Ask for a stop on one rank only."""
     return np.bool_(moment.rank != 1 or moment.metrics["iteration"] != 2)
 
 
@@ -54,7 +54,7 @@ def one_thread(monkeypatch):
 
 @pytest.fixture(scope="module")
 def pendulum(tmp_path_factory):
-    """A run in Python, whose actions have bounds of their own."""
+    """Train in Python on actions with bounds."""
     run_dir = tmp_path_factory.mktemp("api") / "pendulum"
     return train("Pendulum-v1", total_steps=256, run_dir=run_dir, **TINY)
 
@@ -79,7 +79,7 @@ def test_python_trains_what_the_command_trains(pendulum, tmp_path, monkeypatch):
         ({"policy": "own", "core": Decay}, "core"),
         ({"stop_at": "valid/return"}, "stop_at"),
         ({"stop_at": "valid/sharpe 1"}, "valid/sharpe"),
-        ({"stop_at": "optim/loss_scale 1"}, "optim/loss_scale"),  # of fp16 alone
+        ({"stop_at": "optim/loss_scale 1"}, "optim/loss_scale"),  # a metric of fp16 only
         ({"keep_best": "rank"}, "valid/return"),
     ],
 )
@@ -113,7 +113,7 @@ def test_ranks_of_a_script_that_calls_train_without_a_guard_are_one_line(tmp_pat
     err = start(script).communicate()[1]
     (line,) = re.findall("^error: .*", err, re.MULTILINE)
     assert '`if __name__ == "__main__":`' in line and not run_dir.exists()
-    assert err.count("Traceback") == 1  # of the script's own call
+    assert err.count("Traceback") == 1  # that of the script's call
 
 
 # ---- policies

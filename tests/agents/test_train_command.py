@@ -66,7 +66,7 @@ def test_a_run_leaves_all_that_is_promised(finished, ranks):
     assert names(run_dir / "logs") == [f"rank_{rank}.log" for rank in range(ranks)]
     assert ("scaling" in read(run_dir, "summary")) == (ranks == 2) == ("scaling: 2 ranks" in out)
 
-    # one record for each iteration, with every rank in it, until the budget is reached
+    # Each iteration has one record with all ranks, until the budget is reached.
     lines = records(run_dir)
     numbers = [line["iteration"] for line in lines]
     assert numbers == list(range(1, len(lines) + 1)) and len(lines) > 3
@@ -187,6 +187,7 @@ REFUSED = [  # flags, and the field, value and fix that the line must name
     ("--init_from no_such_run", ["no_such_run"]),
     ("CARTPOLE --init_from a --pretrained b", ["init_from", "pretrained"]),
     ("--resume no_such_run", ["no_such_run"]),
+    ("--seeds 1 x", ["seeds", "'1 x'"]),
     ("CARTPOLE --num_envs 10000000", ["GiB", "--num_envs"]),
 ]
 
@@ -317,7 +318,7 @@ def test_a_preset_follows_from_the_task_and_flags_win(flags, kind, expected, tmp
     assert tuple(values[name] for name in columns) == expected
     assert (values["chosen_preset"], values["refresh_states"]) == (kind, kind == "memory")
     shard_sizes(config.train, 0, 1)
-    # the flags of a saved configuration, and its file, mean the same one
+    # A saved configuration and its flags mean the same configuration.
     run = RunDir(tmp_path)
     run.config_path.write_text(json.dumps(config.to_dict()))
     assert RunConfig.from_dict(run.config()) == config
