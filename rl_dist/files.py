@@ -22,8 +22,8 @@ from rl_dist.errors import UserError, one_line, unwritable
 logger = logging.getLogger(__name__)
 
 SMALL = 64 * 2**20  # bytes, many times the size of any config.json and summary.json
-TAIL_BYTES = 2**20  # read from growing files if only the last lines are needed
-EVENT_FILES = "events.out.tfevents.*"  # TensorBoard's
+TAIL_BYTES = 2**20  # bytes to read if only the last lines of a file are needed
+EVENT_FILES = "events.out.tfevents.*"  # files of TensorBoard
 # Folders and files that training writes. Files of checkpoints/ get new names, and W&B makes links
 # in wandb/: they are not listed.
 FOLDERS = ("checkpoints", "logs", "plots", "profile", "wandb")
@@ -165,7 +165,7 @@ def replace_file(path: Path, data: bytes, *, sync: bool = False, part: str = "")
     """
     unfinished = path.with_name(part or f"{path.name}.tmp")
     try:
-        unfinished.unlink(missing_ok=True)  # whatever it is
+        unfinished.unlink(missing_ok=True)  # a leftover of any kind
         with unfinished.open("xb") as file:
             file.write(data)
             file.flush()

@@ -39,7 +39,7 @@ from rl_dist.files import (
 
 STATE_FILE = "state.json"
 CHECKPOINT_DIR = "checkpoints"
-PATIENCE_S = 25.0  # ranks of a killed launcher may still save (world.ORPHAN_GRACE_S)
+PATIENCE_S = 25.0  # after the kill of a launcher its ranks still save (world.ORPHAN_GRACE_S)
 # Entries of config.json that are not flags, or that another run of the same job may not share.
 RECORDED = {"data_digest", "callback", "threads", "chosen_strategy", "chosen_on", "on_event"}
 LONGEST_ERROR = 2000  # characters
@@ -55,19 +55,19 @@ Phase = Literal[PHASES]  # type: ignore[valid-type]
 
 
 class RankEntry(BaseModel):
-    """One rank."""
+    """A rank and its process."""
 
     rank: Count
     pid: Count
     host: Text
     device: Text
-    memory_peak_gib: Real | None = None  # tensors on a GPU, else the whole process
+    memory_peak_gib: Real | None = None  # GPU memory of tensors, else RAM of the process
 
 
 class SavedCheckpoint(BaseModel):
     """The last checkpoint of a run."""
 
-    path: Text  # within the run directory
+    path: Text  # relative to the run directory
     iteration: Count
 
 
@@ -84,7 +84,7 @@ class JobState(BaseModel):
 
     version: Literal[1] = 1
     launcher_pid: Count = 0
-    host: Text = ""  # the launcher's
+    host: Text = ""  # machine of the launcher
     started: Real = 0.0  # seconds since 1970
     updated: Real = 0.0  # seconds since 1970
     restarts: Count = 0  # restarts of all ranks since the launcher started
@@ -97,9 +97,9 @@ class JobState(BaseModel):
     global_step: Count = 0
     episodes: Count = 0
     target: Count
-    unit: Text  # episodes or steps
+    unit: Text  # "episodes" or "steps"
     checkpoint: SavedCheckpoint | None = None
-    gradient_bytes: Count = 0  # reduced over the ranks in every gradient step
+    gradient_bytes: Count = 0  # bytes that a gradient step reduces over the ranks
     exit: RunExit | None = None
 
 
@@ -182,7 +182,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             file = open(self.config_path, "a+b", opener=plain_file)  # noqa: SIM115
             with suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if leads_to(self.config_path, file):  # else it was removed meanwhile
+                if leads_to(self.config_path, file):  # otherwise another process removed it
                     self.lock = file
                     return True
             file.close()
@@ -193,14 +193,14 @@ class RunDir(AbstractContextManager["RunDir"]):
     def release(self) -> None:
         """Close this process's share of the lock."""
         if self.lock:
-            with suppress(OSError):  # an environment has closed the descriptor
+            with suppress(OSError):  # an environment may have closed the descriptor
                 self.lock.close()
         self.lock = None
 
     def __exit__(self, *exc_info: object) -> None:
         with suppress(OSError):
             if self.lock and self.is_in_place() and not self.config_path.stat().st_size:
-                self.config_path.unlink()  # refused before a configuration was written
+                self.config_path.unlink()  # the start failed before its configuration was written
         self.release()
 
     def is_locked(self) -> bool:
@@ -232,7 +232,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         for path in (self.config_path, self.state_path, self.metrics_path, *events, *logs):
             path.unlink(missing_ok=True)
         for folder in (self.logs, self.path):
-            with suppress(OSError):  # it still holds files
+            with suppress(OSError):  # the folder still holds files
                 folder.rmdir()
 
     # ---- config.json and summary.json

@@ -22,13 +22,18 @@ from rl_dist.files import Record
 from rl_dist.run_dir import ENDED, STATE_FILE, JobState, RunDir, runs_below
 
 RUNS = Path("runs")
-EVERY_S = 2.0  # between two looks of --follow
+EVERY_S = 2.0  # between two readings of --follow
 RECENT = 20  # iterations from which figures are taken
 LINE = ("state", "progress", "speed", "returns")  # rows that --follow shows
-CHANGING = ("state", "reason", "iteration", "checkpoint")  # it shows their changes
+CHANGING = (
+    "state",
+    "reason",
+    "iteration",
+    "checkpoint",
+)  # --follow prints a line when one of these changes
 OVER = ("finished", "stopped", "failed", "dead")
 RETURNS = ("episode/return", "valid/")
-USE = ("cpu/", "ram/", "gpu/", "time/idle_share")  # of each rank
+USE = ("cpu/", "ram/", "gpu/", "time/idle_share")  # prefixes of a rank's metrics
 EPILOG = """examples:
   python -m rl_dist.status                          the newest run below runs/
   python -m rl_dist.status runs/my_run --follow     a line per change, until it ends

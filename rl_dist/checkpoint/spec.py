@@ -95,7 +95,7 @@ def check_state(state: Any) -> None:
     for name, tensor in flatten({key: state[key] for key in state.keys() - {"environments"}}):
         if not isinstance(tensor, Tensor):
             continue
-        # an expanded tensor would take more memory to look at than it has
+        # reading an expanded tensor would take more memory than it has
         if tensor.is_sparse or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
             raise CheckpointError(f"{name!r:.80} is not a plain tensor")
         if kind == RUN and not tensor.isfinite().all():

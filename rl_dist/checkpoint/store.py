@@ -64,7 +64,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """
     try:
         with open(path, "rb", opener=plain_file) as file:
-            is_archive = file.read(4) == b"PK\x03\x04"  # a giant of another kind is not read
+            is_archive = file.read(4) == b"PK\x03\x04"  # else do not read a giant
         data = read_plain(path, None) if is_archive else b""
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from None
@@ -276,7 +276,7 @@ class Best:
     def __init__(self, names: Sequence[str], directory: Path, world: World) -> None:
         self.names = names
         self.world = world
-        self.measured: dict[str, float] = {}  # at this iteration
+        self.measured: dict[str, float] = {}  # values at this iteration, by name
         self.improved = False
         reads = names and world.is_main_process
         value = _value_of_best(names, directory / BEST_FILE) if reads else None

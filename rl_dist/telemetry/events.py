@@ -88,7 +88,7 @@ class _Messenger:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 text=True,
-                start_new_session=True,  # Ctrl-C is for the run
+                start_new_session=True,  # Ctrl-C must not end it
             )
             process.communicate(json.dumps(event, default=str) + "\n", timeout=LIMIT_S)
             problem = f"ended with code {process.returncode}" if process.returncode else ""
@@ -106,7 +106,7 @@ class _Messenger:
         if running and running.returncode is None:
             with suppress(ProcessLookupError, PermissionError):  # it has just ended
                 os.killpg(running.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # a busy machine
+            with suppress(subprocess.TimeoutExpired):  # it may take longer on a busy machine
                 running.wait(1.0)
 
 

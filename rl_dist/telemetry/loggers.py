@@ -18,7 +18,7 @@ from rl_dist.files import path_to_write, read_plain, write_whole
 logger = logging.getLogger(__name__)
 NO_SCALARS = ("iteration", "global_step", "rank", "epoch")  # positions, not measurements
 PROJECT = "clstm-ppo"  # name at Weights & Biases and MLflow, unless their variables set another
-Settings = Mapping[str, Any]  # by section.name
+Settings = Mapping[str, Any]  # values by section.name
 Write = Callable[[dict[str, float], int], object]  # gets scalars and their step
 Finish = Callable[[], object]
 

@@ -23,7 +23,7 @@ from rl_dist.telemetry.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-STATE_EVERY_S = 1.0  # in training
+STATE_EVERY_S = 1.0  # between two records that update state.json
 LOG_FORMAT = "%(asctime)s %(levelname)s rank {} %(name)s: %(message)s"
 
 
@@ -84,7 +84,7 @@ class MetricsWriter(NullWriter):
         self._loggers += [open_logger(name, run.path, config) for name in loggers]
         self._progress = Progress(total, unit, start)
         self._run = run
-        self._state_s = -math.inf  # when a record last changed state.json
+        self._state_s = -math.inf  # time when a record last changed state.json
         self._unwritten: dict[str, Any] = {}  # changes that are not in state.json yet
         self._ranks: list[RankEntry] = []
         with suppress(OSError, UserError):  # a foreign state.json stays as it is

@@ -36,7 +36,7 @@ class Monitor:
         self._sources = sources
         self._every_s = every_s
         self._samples: list[Values] = []  # since the last `take`, which replaces the list
-        self._names: Values = {}  # of all values so far
+        self._names: Values = {}  # names of all values so far
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         if sources and every_s:

@@ -81,9 +81,9 @@ class Profiler:
 
     def __init__(self, run_dir: Path, world: World) -> None:
         self._run_dir, self._world = run_dir, world
-        self._number = 0  # of the iteration, from 1
+        self._number = 0  # number of the iteration, from 1
         self._times = SectionTimes(world.device)
-        self._totals = dict.fromkeys(TOTALS, 0.0)  # seconds of TIMED
+        self._totals = dict.fromkeys(TOTALS, 0.0)  # seconds during TIMED
         on_gpu = world.device.type == "cuda"
         self._sort_by = f"self_{'device' if on_gpu else 'cpu'}_time_total"
         # otherwise the tracer reports on stderr that it starts and stops
