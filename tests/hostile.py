@@ -76,6 +76,14 @@ ODD_FILES = {
 }
 
 
+def damage(path):
+    """Change one bit of a file, and return its path."""
+    data = bytearray(path.read_bytes())
+    data[500] ^= 1
+    path.write_bytes(data)
+    return path
+
+
 def write_module(folder, canary, name="foreign_envs"):
     """Write a module that makes the file `canary` when it is imported."""
     folder.mkdir(parents=True, exist_ok=True)

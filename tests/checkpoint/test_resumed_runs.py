@@ -3,17 +3,11 @@
 import logging
 
 import pytest
+from hostile import damage
 from train_runs import RECALL, evaluate_here, only_error, records, train_here
 
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.telemetry.metrics import MetricsWriter
-
-
-def damage(run_dir, iteration):
-    path = run_dir / "checkpoints" / f"iteration_{iteration:08d}.pt"
-    data = path.read_bytes()
-    path.write_bytes(data[:500] + bytes([data[500] ^ 1]) + data[501:])
-    return path
 
 
 @pytest.mark.parametrize("auto", [False, True])
@@ -24,7 +18,7 @@ def test_resume_continues_from_the_newest_valid_one_and_names_what_it_skipped(
     monkeypatch.chdir(copy.parent)
     (copy.parent / "runs").mkdir()
     run_dir = copy.rename("runs/run") if auto else copy
-    skipped = [damage(run_dir, 3), damage(run_dir, 2)]
+    skipped = [damage(run_dir / f"checkpoints/iteration_0000000{number}.pt") for number in (3, 2)]
     assert train_here(monkeypatch, "--resume", "auto" if auto else run_dir) == 0
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if line.startswith("skipped")]
@@ -36,8 +30,8 @@ def test_resume_continues_from_the_newest_valid_one_and_names_what_it_skipped(
 
 
 def test_the_best_is_the_last_resort(copy, monkeypatch, capsys):
-    for iteration in (1, 2, 3):
-        damage(copy, iteration)
+    for path in copy.glob("checkpoints/iteration_*.pt"):
+        damage(path)
     best = copy / "checkpoints" / "best.pt"
     assert latest_checkpoint(copy) == best
     assert evaluate_here(monkeypatch, best, "--episodes", 2) == 0

@@ -11,7 +11,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from hostile import ODD_FILES
+from hostile import ODD_FILES, damage
 from train_runs import run_here
 
 from rl_dist.checkpoint.__main__ import main
@@ -260,8 +260,7 @@ def test_list_verify_and_inspect_show_every_file_and_the_newest_valid_one(is_who
     newest = copy / "checkpoints" / name_of(3)
     expected = json.loads(load_checkpoint(newest)["config"])
     if not is_whole:
-        data = newest.read_bytes()
-        newest.write_bytes(data[:500] + bytes([data[500] ^ 1]) + data[501:])
+        damage(newest)
     for place, files in (
         (copy, [name_of(3), name_of(2), name_of(1), "best.pt"]),
         (copy / "checkpoints", [name_of(3), name_of(2), name_of(1), "best.pt"]),

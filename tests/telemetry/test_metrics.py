@@ -125,8 +125,7 @@ def test_wandb_works_offline_and_continues_under_the_same_id(tmp_path, monkeypat
     for iteration in (1, 2):
         found = write(tmp_path, record(iteration, x=7.0), loggers=["wandb"], config=CONFIG)
     name = (tmp_path / "wandb_run_id").read_text()
-    folders = sorted((tmp_path / "wandb").glob(f"offline-run-*-{name}"))
-    assert folders and all(list(folder.glob(f"run-{name}.wandb")) for folder in folders)
+    assert list((tmp_path / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb"))
     assert [line["iteration"] for line in found] == [1, 2]
 
 
