@@ -11,10 +11,10 @@ from typing import Any
 
 from agents.rollout import Rollout
 from envs.vector.layout import TorchEnv
+from rl_dist.files import log_once
 from rl_dist.process_group.clock import StepClock, Stragglers
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
-from rl_dist.telemetry.metrics import warn_if_absent
 from rl_dist.telemetry.monitor import Monitor
 
 logger = logging.getLogger(__name__)
@@ -104,10 +104,11 @@ class Recorder:
         }
 
     def warn_of_absent(self, names: Mapping[str, str], metrics: Mapping[str, Any]) -> None:
-        """Warn once if a metric that a flag names has been in no record so far."""
+        """Warn once if no environment has reported an env/ metric that a flag names."""
         self.names_seen |= metrics.keys()
         for flag, name in names.items():
-            warn_if_absent(flag, name, self.names_seen)
+            if name.startswith("env/") and name not in self.names_seen:
+                log_once(f"{flag} {name}: no environment has reported it so far, check its name")
 
 
 def means_of_envs(ranks: list[dict[str, tuple[float, int]]]) -> dict[str, float]:

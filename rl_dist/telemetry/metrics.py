@@ -9,12 +9,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rl_dist.errors import UserError, did_you_mean, one_line, unwritable
+from rl_dist.errors import UserError, one_line, unwritable
 from rl_dist.files import log_once, path_to_write, plain_file
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import RankEntry, RunDir
@@ -204,14 +204,6 @@ def without_nan(value: Any) -> Any:
         return [without_nan(entry) for entry in value]
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def warn_if_absent(flag: str, name: str, seen: Set[str]) -> None:
-    """Warn once if no environment has reported the env/ metric that a flag names."""
-    if name.startswith("env/") and name not in seen:
-        known = sorted(key for key in seen if key.startswith("env/"))
-        fix = did_you_mean(name, known) or f"known are {', '.join(known) or 'none'}"
-        log_once(f"{flag} {name}: no environment has reported it so far: {fix}")
 
 
 # ---- logs
