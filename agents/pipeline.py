@@ -80,7 +80,7 @@ class StageStrategy(Strategy):
     ) -> tuple[Tensor, Tensor]:
         """Clip by the norm over both stages and step this one, on all ranks or on none."""
         for parameter in self.stages[1 - self.stage]:
-            optimizer.state.pop(parameter, None)  # a save or a resume has filled it
+            optimizer.state.pop(parameter, None)  # frees what a save or a resume has filled in
         grad_norm = self.agreed_norm(self.grad_norm)
         stepped = torch.isfinite(grad_norm)  # the same on all ranks
         if stepped:
@@ -229,6 +229,6 @@ class PipelinePPO(PPO):
 
 
 def copy_from(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy consecutive numbers into tensors."""
+    """Copy the numbers of a flat tensor into tensors, one after the other."""
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))

@@ -155,7 +155,7 @@ class Tally:
     def __init__(self, device: torch.device, bad_in_a_row: int) -> None:
         zeros = partial(torch.zeros, dtype=torch.float64, device=device)
         self.losses = zeros(len(METRICS))
-        self.epoch_kl = zeros(2)  # of this epoch: sum of approx_kl, number of steps
+        self.epoch_kl = zeros(2)  # this epoch: sum of approx_kl, number of steps
         # steps: taken, skipped, bad, bad in a row now, most bad in a row
         self.counts = zeros(5)
         self.counts[3] = bad_in_a_row
@@ -258,7 +258,7 @@ class PPO:
 
     def _schedule(self, batch: Batch) -> list[list[tuple[Tensor, list[Plan]]]]:
         """Return the minibatches of all epochs, with plans of their pieces if possible."""
-        # dp and the stages of a pipeline cut their inputs, which only tensors allow
+        # dp and the pipeline cut their inputs into parts, and a plan cannot be cut
         takes_plans = self.strategy.mode != "dp" and not self.strategy.config.pipelined
         plans_ahead = takes_plans and not self.policy.config.stateless
         return make_schedule(

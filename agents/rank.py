@@ -34,7 +34,7 @@ from rl_dist.telemetry.loggers import named_loggers
 from rl_dist.telemetry.metrics import NullWriter, open_writer, setup_logging
 from rl_dist.telemetry.monitor import Monitor, sources_of
 
-logger = logging.getLogger(__name__)  # for the log files
+logger = logging.getLogger(__name__)
 # Settings that may differ between hosts: their hardware, and the paths of their files. The content
 # of the data is compared by `data_digest`. Only rank 0 runs the command of on_event.
 HOST_SETTINGS = {"num_gpus", "device", "gpu_ids", "threads", "env_workers", "data", "on_event"}
@@ -42,10 +42,10 @@ HOST_SETTINGS |= {"chosen_on", "pretrained", "init_from"}
 
 
 def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
-    """Train and evaluate on this rank; every rank calls. Return the exit code."""
+    """Train and evaluate on this rank, and return the exit code; all ranks call."""
     world = open_watched(run)
     with ExitStack() as closing:
-        # agree with the other ranks; errors are explained by the settings that hold by then
+        # Agree with the other ranks. Faults are explained by the settings, which may change here.
         closing.enter_context(explained_faults(run.config, run.path, world))
         run = agree(run, world)
         if world.is_main_process:
@@ -114,7 +114,7 @@ def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Tr
 
 
 def open_run_writer(run: Run, training: Training) -> NullWriter:
-    """Open the writer of metrics; only that of rank 0 writes."""
+    """Open the writer of metrics, which does nothing on other ranks than 0."""
     total, unit = run.config.train.budget
     writer = open_writer(
         run.directory,

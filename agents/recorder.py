@@ -112,7 +112,7 @@ class Recorder:
 
 
 def means_of_envs(ranks: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
-    """Return the means of metrics that environments sum and count, by rank."""
+    """Return the mean of each metric from its sums and counts on all ranks."""
     totals: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     for rank in ranks:

@@ -30,7 +30,7 @@ class Carry:
     lstm_state: Tensor  # [B, S, H]
     episode_return: Tensor  # [B] float64, sum of the episode's plain rewards so far
     episode_length: Tensor  # [B] int64
-    discounted_return: Tensor  # [B] float64, discounted sum of the rewards that train
+    discounted_return: Tensor  # [B] float64, discounted sum of the rewards to learn from
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all fields by name; the first dimension of each is B."""
@@ -41,7 +41,7 @@ class Carry:
         return Carry(**{name: tensor[rows] for name, tensor in self.tensors().items()})
 
     def join(self, parts: Sequence[Carry]) -> None:
-        """Replace all fields by those of the groups of environments, in their order."""
+        """Replace all fields by the joined fields of the groups of environments."""
         for name in self.tensors():
             setattr(self, name, torch.cat([getattr(part, name) for part in parts]))
 

@@ -128,7 +128,7 @@ class Training:
             return
         rollout = self.collect(lifetime_step=0)
         # The first pass finds the mean, the second one sums around it. A single pass would lose
-        # digits if the mean is large, and other digits on another number of ranks.
+        # digits where the mean is large, and which ones would depend on the number of ranks.
         for _ in range(2):
             self.normalizers.restart()
             sums = self.normalizers.sums(rollout.raw_obs, rollout.discounted_returns)
@@ -255,7 +255,7 @@ class Training:
             self.sizes = sizes
             self.env = self.job.make_env(sizes.num_envs, sizes.env_offset)
 
-        # this rank's environments continue, or begin other episodes than the run before
+        # this rank's environments continue; without snapshots they begin new episodes
         if state["environments"] is None or not self.env.can_snapshot:
             self.carry = self._reset(resumed_at=self.iteration)
             return
@@ -329,7 +329,7 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
 
 
 def is_due(training: Training, every: int, now: bool = False) -> bool:
-    """Return True in every n-th iteration, n = `every`, and if `now`; 0: never."""
+    """Return True in every `every`-th iteration, and if `now`; `every` 0: never."""
     return every > 0 and (now or training.iteration % every == 0)
 
 

@@ -26,7 +26,7 @@ class SharedLoader:
     all ranks have the same number of batches.
 
     Raises:
-        UserError: another sampler than torch's plain ones, or a batch size that does not divide.
+        UserError: the sampler is not a plain one of torch, or a batch size does not divide.
     """
 
     def __init__(self, loader: DataLoader, world: World, *, training: bool, seed: int = 0) -> None:

@@ -16,14 +16,14 @@ class FitConfig:
     patience: int = Field(0, ge=0, le=10**6)
     """Stop after this many epochs in a row without a better validation loss; 0: never."""
     grad_accumulation: int = Field(1, ge=1, le=10**6)
-    """Batches whose gradients add up to one optimizer step: the effect of a batch_size this many
+    """Batches in one optimizer step, whose gradients add up: like a batch_size that is this many
     times larger, in less memory."""
     max_grad_norm: float = Field(1e6, ge=1e-6, le=1e30)
     """Scale the gradient of all ranks down to this norm."""
     max_bad_steps: int = Field(10, ge=0, le=10**9)
     """Skip this many steps in a row whose loss or gradient is NaN or inf, then stop."""
     seed: int = Field(1, ge=0, le=2**63 - 1)
-    """Seed of the shuffling, and of what the module draws."""
+    """Seed of the order of samples, and of random numbers in the module."""
     keep_checkpoints: int = Field(3, ge=1, le=10**6)
     """Newest checkpoints to keep."""
     progress: bool = True
@@ -35,5 +35,5 @@ class FitResult:
     """The end of a fit."""
 
     history: list[dict[str, float]]  # one record per epoch: train/loss, valid/loss, ...
-    best_epoch: int  # its weights are in the module: by validation loss, else the last
-    signum: int = 0  # the signal that ended it early
+    best_epoch: int  # the module has its weights; without validation it is the last epoch
+    signum: int = 0  # the signal that stopped the fit early; 0: none

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Mark where the largest of the outputs [N, C] is that of the target class [N].
+    """Return True where the largest output [N, C] is the one of the target class [N].
 
     accuracy(torch.tensor([[0.1, 0.9]]), torch.tensor([1])) is tensor([True]).
     """
@@ -237,12 +237,12 @@ class Fitting:
             except ValueError:
                 raise
             except Exception as error:  # torch raises many kinds for other names and shapes
-                problem = f"{newest} is of another module or optimizer: {one_line(error)}"
+                problem = f"{newest} belongs to another module or optimizer: {one_line(error)}"
                 raise UserError(problem) from error
             logger.info("continuing from %s, epoch %d", newest, self.epoch)
 
     def _load(self, state: dict[str, Any], best_file: Path) -> None:
-        """Continue from the content of a checkpoint."""
+        """Take over the state in a checkpoint, if its settings are the same."""
         for name, saved in state["extra"].items():
             if str(self.extra[name]) != str(saved):
                 now = self.extra[name]
