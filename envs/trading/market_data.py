@@ -154,10 +154,9 @@ def _read(path: Path) -> pd.DataFrame:
             f"cannot be read as CSV ({one_line(error, named=False)}): check or download it again"
         ) from None
     if not {*COLUMNS} <= {*frame.columns} or not isinstance(frame.index, pd.RangeIndex):
-        header = ",".join(map(str, frame.columns[:12]))
         raise MarketDataError(
-            f"the header {header!r} must have the columns {','.join(COLUMNS)}, and all rows must "
-            "have as many fields as the header"
+            f"the header must have the columns {','.join(COLUMNS)}, and all rows must have as many "
+            f"fields as the header, got {list(frame.columns[:12])}"
         )
     if frame.empty:
         raise MarketDataError("no rows below the header: fill the file")
