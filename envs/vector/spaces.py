@@ -1,7 +1,8 @@
-"""Spaces as a learner sees them: rows of numbers, actions in [-1, 1] or from 0.
+"""Translate between Gymnasium's spaces and the learner's numbers.
 
-`ObservationEncoder` makes rows, `ActionDecoder` makes an environment's actions, and `to_json` keeps
-the spaces in a checkpoint.
+The learner reads an observation as a row of numbers, which `ObservationEncoder` makes. Its actions
+are numbers in [-1, 1] or choices counted from 0; `ActionDecoder` turns them into actions of the
+environment. `to_json` and `from_json` keep both spaces in a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ MASK_KEY = "action_mask"
 MIN_IMAGE_SIDE = 8  # pixels; a smaller array is a vector
 MAX_CHANNELS = 64
 Space = Any  # a space of Gymnasium
-Path = tuple[Any, ...]  # keys from the top of a nested observation to one part of it
+Path = tuple[Any, ...]  # keys that lead from a nested observation to one of its parts
 
-# The kinds of spaces that a row is made of, and the arguments that make each again. The order of
-# the parts of a Dict is the order of a row.
+# Supported kinds of spaces, and the constructor arguments that JSON keeps of each.
 _ARGUMENTS: dict[type[Any], tuple[str, ...]] = {
     spaces.Dict: ("spaces",),
     spaces.Tuple: ("spaces",),
@@ -39,7 +39,10 @@ _KINDS: Any = tuple(_ARGUMENTS)
 
 
 class RowFaultError(ValueError):
-    """A problem with one row of a batch (None: with all rows), not yet located."""
+    """A problem with one row of a batch, or with all rows (None).
+
+    The caller adds the number of the environment.
+    """
 
     def __init__(self, row: int | None, problem: str) -> None:
         super().__init__(problem)
@@ -51,7 +54,7 @@ def _refusal(env_id: str, kind: str, space: Space, fix: str) -> ValueError:
 
 
 def _leaves(space: Space, path: Path = ()) -> Iterator[tuple[Path, Space]]:
-    """Yield the parts of nested Dict and Tuple spaces, in order."""
+    """Yield every part of a nested space that is no Dict or Tuple, with its path."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         inner = space.spaces
         for key, part in inner.items() if isinstance(inner, dict) else enumerate(inner):
@@ -61,12 +64,15 @@ def _leaves(space: Space, path: Path = ()) -> Iterator[tuple[Path, Space]]:
 
 
 def _named(path: Path) -> str:
-    """Return the name of a part in messages and layouts."""
+    """Return the name of a part for messages and layouts."""
     return "/".join(map(str, path)) or "observation"
 
 
 def _choices(space: Space) -> np.ndarray:
-    """Return first value and number of options of each choice, [2, D]; D is 0 without choices."""
+    """Return the first value and the number of options of each choice, [2, D].
+
+    D is 0 for a space that is no choice.
+    """
     if isinstance(space, spaces.Discrete):
         return np.array([[space.start], [space.n]], np.int64)
     if isinstance(space, spaces.MultiDiscrete):
@@ -77,16 +83,16 @@ def _choices(space: Space) -> np.ndarray:
 
 
 def _one_hot(digits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Encode digits [count, D] of `sizes` options as [count, sum of sizes] float32."""
+    """Encode digits [count, D], with `sizes` [D] options each, as [count, sum of sizes]."""
     chosen = [digits[:, [i]] == np.arange(size) for i, size in enumerate(sizes)]
     return np.concatenate(chosen, axis=1).astype(np.float32)
 
 
 def _image_axes(space: Space) -> list[int]:
-    """Return the axes of (frames,) channels, height and width; empty: no image.
+    """Return the axes of frames (if any), channels, height and width; empty: no image.
 
-    Images are uint8 [H, W], [H, W, C] or [C, H, W], or frames of the last two. Of first and last
-    axis the one holds channels without which the image is a square, or else the shorter.
+    An image is uint8 [H, W], [H, W, C] or [C, H, W], or frames [N, ...] of the last two. The first
+    or the last axis holds the channels: the one whose removal leaves a square, else the shorter.
     """
     shape = space.shape
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:
@@ -94,7 +100,8 @@ def _image_axes(space: Space) -> list[int]:
     axes = list(range(len(shape)))
     if len(shape) > 2:
         first, middle, last = shape[-3:]
-        if (first == middle, first) > (middle == last, last):  # the last axis holds channels
+        channels_last = (first == middle, first) > (middle == last, last)
+        if channels_last:
             axes.insert(-2, axes.pop())
     *channels, height, width = (shape[axis] for axis in axes)
     fits = min(height, width) >= MIN_IMAGE_SIDE and math.prod(channels) <= MAX_CHANNELS
@@ -102,14 +109,21 @@ def _image_axes(space: Space) -> list[int]:
 
 
 class Leaf:
-    """One part of an observation, and its encoding."""
+    """One part of an observation, and its encoding as numbers of a row."""
 
-    def __init__(self, path: Path, space: Space, is_mask: bool) -> None:
+    def __init__(self, path: Path, space: Space, mask_sizes: np.ndarray) -> None:
+        """Describe the part.
+
+        Args:
+            mask_sizes: number of options of each choice that the part masks; empty: no mask.
+        """
         self.path = path
         self.space = space
-        # those of a part that becomes one-hot, [2, D]
-        is_plain = is_mask or isinstance(space, spaces.MultiBinary)
-        self.choices = _choices(None if is_plain else space)
+        self.mask_sizes = mask_sizes
+        is_mask = len(mask_sizes) > 0
+        # The choices [2, D] of a part that becomes one-hot. MultiBinary is 0 and 1 already.
+        is_one_hot = not is_mask and not isinstance(space, spaces.MultiBinary)
+        self.choices = _choices(space if is_one_hot else None)
         self.axes = [] if is_mask else _image_axes(space)
         self.scale = 1  # divisor of pixels: their largest possible value
         kind: Kind = "vector" if isinstance(space, spaces.Box) else "plain"
@@ -132,7 +146,7 @@ class Leaf:
         return nested
 
     def encode(self, raw: Any, count: int) -> np.ndarray:
-        """Return a fresh array [count, n] float32 of values [count, ...]."""
+        """Encode values [count, ...] as a new array [count, n] float32."""
         values = np.asarray(raw)
         if values.shape != (count, *self.space.shape):
             problem = f"{self.part.name} has shape {values.shape[1:]}, not {self.space.shape}"
@@ -146,6 +160,8 @@ class Leaf:
         if not self.choices.size:
             with np.errstate(over="ignore"):  # infinity is refused later
                 numbers = values.astype(np.float32)
+            if len(self.mask_sizes):
+                check_masks(numbers, self.mask_sizes)
             return numbers / np.float32(self.scale) if self.axes else numbers
         start, sizes = self.choices
         digits = values.astype(np.int64) - start
@@ -157,41 +173,40 @@ class Leaf:
 
 
 class ObservationEncoder:
-    """Encode observations, nested ones too, as finite rows [B, F] float32.
+    """Encodes observations, nested ones too, as rows [B, F] of finite float32 numbers.
 
-    Categories become one-hot, and images channels first, divided by their largest value. With
-    `mask_sizes` [D], the options of each choice, a part called action_mask of a Dict is a mask.
+    Choices become one-hot. Images become channels first, divided by their largest possible value.
+    If actions are choices, with `mask_sizes` [D] options, the part called action_mask of a Dict is
+    a mask of actions.
     """
 
     def __init__(self, source: Space, env_id: str, mask_sizes: np.ndarray) -> None:
-        self._mask_sizes = mask_sizes
         self.leaves: list[Leaf] = []
         for path, space in _leaves(source):
+            fix = ""
+            sizes = mask_sizes if path == (MASK_KEY,) else mask_sizes[:0]
             if not isinstance(space, _KINDS) or 0 in space.shape:
                 names = ", ".join(kind.__name__ for kind in _KINDS)
-                fix = f"its part {_named(path)!r} must be of {names}; "
+                fix = f"its part {_named(path)!r} must be one of {names}; "
                 fix += "gymnasium.wrappers.TransformObservation can make it so"
+            elif len(sizes) and math.prod(space.shape) != sizes.sum():
+                fix = f"its {MASK_KEY} must have {sizes.sum()} numbers, one per option"
+            if fix:
                 raise _refusal(env_id, "observation", source, fix)
-            self.leaves.append(Leaf(path, space, len(mask_sizes) > 0 and path == (MASK_KEY,)))
+            self.leaves.append(Leaf(path, space, sizes))
         self.parts = tuple(leaf.part for leaf in self.leaves)
-        size = mask_sizes.sum()
-        if any(part.kind == "mask" and part.size != size for part in self.parts):
-            fix = f"its {MASK_KEY} must have {size} numbers, one per option of each choice"
-            raise _refusal(env_id, "observation", source, fix)
 
     def __call__(self, raw: Any, count: int) -> np.ndarray:
-        """Return a fresh array [count, F] of a batch, or of a list of single observations.
+        """Encode a batch, or a list of single observations, as a new array [count, F].
 
-        Raises RowFaultError: a part is unlike its space, a number is not finite, or a mask allows
-        nothing.
+        Raises RowFaultError: a part does not fit its space, a number is not finite, or a mask
+        allows nothing.
         """
+        is_list = isinstance(raw, list)
         encoded = []
         for leaf in self.leaves:
-            is_list = isinstance(raw, list)
             values = [leaf.pick(single) for single in raw] if is_list else leaf.pick(raw)
             encoded.append(leaf.encode(values, count))
-            if leaf.part.kind == "mask":
-                check_masks(encoded[-1], self._mask_sizes)
         rows = encoded[0] if len(encoded) == 1 else np.concatenate(encoded, axis=1)
         usable = np.isfinite(rows)
         if not usable.all():
@@ -201,9 +216,13 @@ class ObservationEncoder:
 
 
 def check_masks(masks: np.ndarray, sizes: np.ndarray) -> None:
-    """Refuse masks [B, n] that allow nothing, or hold other numbers than 0 and 1.
+    """Refuse masks [B, n] that forbid all options of a choice, or hold more than 0 and 1.
 
-    `sizes` [D] are the options of each choice. Raises RowFaultError.
+    Args:
+        sizes: number of options of each choice, [D].
+
+    Raises:
+        RowFaultError: names the first row whose mask is refused.
     """
     if masks.shape[1] != sizes.sum():
         problem = f"{MASK_KEY} has {masks.shape[1]} numbers, not {sizes.sum()}, one per option"
@@ -211,28 +230,28 @@ def check_masks(masks: np.ndarray, sizes: np.ndarray) -> None:
     allowed = np.add.reduceat(masks, np.cumsum(sizes) - sizes, axis=1)  # [B, D]
     usable = ((masks == 0) | (masks == 1)).all(axis=1) & (allowed > 0).all(axis=1)  # [B]
     if not usable.all():
-        problem = f"{MASK_KEY} allows no option of a choice, or holds another number than 0 and 1"
+        problem = f"{MASK_KEY} allows no option of a choice, or holds other numbers than 0 and 1"
         raise RowFaultError(int(usable.argmin()), problem)
 
 
 def flat_mask(mask: Any) -> np.ndarray:
-    """Return a mask of actions, or a tuple of masks, as one array [n] float32."""
+    """Join a mask of actions, or a tuple of one mask per choice, to an array [n] float32."""
     parts = mask if isinstance(mask, tuple | list) else [mask]
     return np.concatenate([np.asarray(part, np.float32).ravel() for part in parts])
 
 
 class ActionDecoder:
-    """Turn agents' actions into an environment's, nested ones too.
+    """Turns the learner's actions into an environment's, nested ones too.
 
-    Categories count from 0: Discrete stays Discrete; MultiDiscrete, MultiBinary (two choices each)
-    and nested ones of them are one MultiDiscrete. Boxes are one flat Box: [-1, 1] is
-    stretched over the bounds where both are finite.
+    The learner acts in `space`. Choices count from 0: a Discrete stays a Discrete; MultiDiscrete,
+    MultiBinary (two options each) and nested spaces of choices become one MultiDiscrete. Boxes
+    become one flat Box, in which [-1, 1] stands for the bounds where both are finite.
     """
 
     def __init__(self, target: Space, env_id: str) -> None:
         self.space: spaces.Discrete | spaces.MultiDiscrete | spaces.Box
         self.target = target
-        self.sizes = np.zeros(0, np.int64)  # options of each choice, [D]
+        self.sizes = np.zeros(0, np.int64)  # number of options of each choice, [D]
         parts = [space for _, space in _leaves(target)]
         self._ends = np.cumsum([math.prod(space.shape or ()) for space in parts])[:-1]
         choices = [_choices(space) for space in parts]
@@ -252,21 +271,21 @@ class ActionDecoder:
             self.offset = 0.5 * (high + low)
             self.space = spaces.Box(self.low.astype(np.float32), self.high.astype(np.float32))
         else:
-            fix = "its parts must be all categories (Discrete, MultiDiscrete, MultiBinary), or all "
+            fix = "its parts must all be choices (Discrete, MultiDiscrete, MultiBinary) or all be "
             fix += "Boxes of floats; gymnasium.wrappers.TransformAction can make it so"
             raise _refusal(env_id, "action", target, fix)
-        # numbers in a mask of actions: one per option; 0: actions have no choices
+        # A mask of actions has one number per option; 0: actions are no choices.
         self.mask_size = int(self.sizes.sum())
 
     def encode(self, actions: Tensor) -> np.ndarray:
-        """Return actions as inputs [count, n] float32: one-hot, or clipped."""
+        """Return actions as part of the next observations, [count, n]: one-hot, or clipped."""
         values = actions.detach().cpu().numpy()
         if self.mask_size:
             return _one_hot(values.reshape(len(values), -1), self.sizes)
         return np.clip(values, self.low, self.high).astype(np.float32)
 
     def flat(self, actions: Tensor) -> np.ndarray:
-        """Return actions [count, ...] in the environment's units, as rows [count, n]."""
+        """Return actions in the environment's units, flattened to rows [count, n]."""
         values = actions.detach().cpu().numpy().reshape(len(actions), -1)
         if self.mask_size:
             return values.astype(np.int64) + self.start
@@ -275,12 +294,12 @@ class ActionDecoder:
         return np.clip(values.astype(np.float64), self.low, self.high) * self.scale + self.offset
 
     def __call__(self, actions: Tensor) -> Any:
-        """Return actions [count, ...] in the environment's structure and bounds."""
+        """Return actions [count, ...] as a batch of the environment's action space."""
         return _nested(self.target, iter(np.split(self.flat(actions), self._ends, axis=1)))
 
 
 def _nested(target: Space, parts: Iterator[np.ndarray]) -> Any:
-    """Return a batch of a space, given the numbers [count, n] of each of its parts."""
+    """Build a batch of a space from the numbers [count, n] of its parts, in their order."""
     if isinstance(target, spaces.Dict):
         return {key: _nested(inner, parts) for key, inner in target.spaces.items()}
     if isinstance(target, spaces.Tuple):
@@ -292,7 +311,7 @@ def _nested(target: Space, parts: Iterator[np.ndarray]) -> Any:
     return shaped
 
 
-# ---- spaces as JSON, so that a checkpoint brings those of its task
+# ---- spaces as JSON: a checkpoint keeps those of its environment
 
 
 def to_json(observation: Space, action: Space) -> str:
@@ -301,32 +320,32 @@ def to_json(observation: Space, action: Space) -> str:
 
 
 def from_json(text: str) -> tuple[Space, Space]:
-    """Invert `to_json`. Raises ValueError: the text is something else."""
+    """Return the two spaces that `to_json` wrote; any other text is a ValueError."""
     try:
         observation, action = json.loads(text, object_hook=_space)
-    except Exception as error:  # hostile text fails in many ways
+    except Exception as error:  # damaged or hostile text can fail in many ways
         raise ValueError(f"the saved spaces cannot be read: {error}") from None
     return observation, action
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON holds of a space, or of an array, a number or a type in it."""
+    """Return the JSON form of a space, or of an array, a number or a type inside it."""
     for kind, names in _ARGUMENTS.items():
         if isinstance(value, kind):
             plain = {"kind": kind.__name__} | {name: getattr(value, name) for name in names}
             for end in {"low", "high"} & plain.keys():
                 first = plain[end].flat[0]
-                if (plain[end] == first).all():  # as in images
+                if (plain[end] == first).all():  # an image's bounds would fill the checkpoint
                     plain[end] = first
             return plain
     return str(value) if isinstance(value, np.dtype) else value.tolist()
 
 
 def _space(plain: dict[str, Any]) -> Any:
-    """Return the space that JSON holds, or the parts of a Dict as pairs, which keep their order."""
+    """Return the space of a JSON object, or the parts of a Dict as a list of pairs."""
     name = plain.get("kind")
     if not isinstance(name, str):
-        return list(plain.items())
+        return list(plain.items())  # Gymnasium would sort a dict; rows need the saved order
     kind = {kind.__name__: kind for kind in _ARGUMENTS}[name]
     arguments = {name: plain[name] for name in _ARGUMENTS[kind]}
     for end in {"low", "high"} & plain.keys():

@@ -35,7 +35,7 @@ MASKED = "several masked choices"
         ("clstm", PLACE, NAN_STATE, "holds NaN"),
         ("clstm", np.zeros((2, 4)), ONE_STATE, "state does not fit 2 observation"),
         (MASKED, {"action_mask": MASK, "place": PLACE}, {}, "allows no option"),
-        (MASKED, {"action_mask": MASK / 2, "place": PLACE}, {}, "another number"),
+        (MASKED, {"action_mask": MASK / 2, "place": PLACE}, {}, "other numbers"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(form, observation, arguments, problem, tmp_path):
