@@ -28,35 +28,36 @@ from envs.vector.tensors import TensorVectorEnv, step_result, to_tensors
 
 _LOGGER = logging.getLogger(__name__)
 _STEP_KEY = "lifetime_step"
-# number of times that an environment was made again, and the seed with which its life began
+# An environment's number of restarts, and the seed with which its life began.
 LIFE = [("restarts", "i8"), ("life_seed", "i8")]
 Arrays = tuple[np.ndarray, ...]  # obs, rewards, terminated, truncated and final_obs
 
 
 @cache
 def warn_once(message: str) -> None:
-    """Log a warning at its first call."""
+    """Log a warning, but each text only once."""
     _LOGGER.warning("%s", message)
 
 
 @dataclass(eq=False)
 class TorchVectorEnv(TensorVectorEnv):
-    """A numpy vector environment as rows and tensors, checked and watched.
+    """Makes a numpy vector environment speak torch: rows in, tensors out.
 
-    The vector environment has autoreset SAME_STEP and takes one seed for each environment.
+    It checks all that the environments return and watches how long they take. The vector
+    environment must have autoreset SAME_STEP and take one seed per environment.
     """
 
-    env: Any  # the vector environment; `OneByOne` has a list of environments
+    env: Any  # the vector environment, or the list of environments of `OneByOne`
     _: KW_ONLY
     env_id: str
-    make: Any = None  # makes an environment again, used with `env_restarts`
+    make: Any = None  # makes a new environment in place of one that failed
     env_offset: int = 0
     device: Any = "cpu"
-    kind: str = "environment"  # first word of messages about it
+    kind: str = "environment"  # first word of messages about an environment
     end: Callable[[str], None] = end_process  # ends the process if a call cannot be interrupted
-    # reports progress: at every call and, from a thread, during a call
+    # Reports progress: before every call and, from a thread, during a call.
     heartbeat: Callable[[], None] = lambda: None
-    # see `envs.task.TaskConfig`
+    # The flags below are those of `envs.task.TaskConfig`.
     env_timeout: float = 0.0
     env_restarts: int = 0
     info_mask: bool = False
@@ -78,7 +79,7 @@ class TorchVectorEnv(TensorVectorEnv):
         self.encoder = ObservationEncoder(observations, self.env_id, self.decoder.sizes)
         self.spaces_json = to_json(observations, actions)
 
-        # the learner's view
+        # the row that the learner sees
         parts = list(self.encoder.parts)
         mask_size = self.decoder.mask_size
         if self.info_mask:
@@ -88,7 +89,7 @@ class TorchVectorEnv(TensorVectorEnv):
                     f"choices, or its observations hold the {MASK_KEY}; omit it"
                 )
             parts.append(Part(MASK_KEY, "mask", (mask_size,)))
-        self.row_size = sum(part.size for part in parts)  # without the previous action and reward
+        self.row_size = sum(part.size for part in parts)  # without previous action and reward
         if self.previous_action:
             size = mask_size or math.prod(self.decoder.space.shape or ())
             parts.append(Part("previous_action", "plain", (size,)))
@@ -122,17 +123,17 @@ class TorchVectorEnv(TensorVectorEnv):
         self,
         actions: Tensor,  # [B] int64, or [B, A] float
     ) -> StepResult:
-        """Step all environments, see `TorchEnv.step`; all tensors are fresh."""
+        """Step all environments, see `TorchEnv.step`; all tensors are new."""
         numpy_actions = self.decoder(actions)
         self.lifetime_step += 1
         obs, rewards, terminated, truncated, final_obs = self._call_step(numpy_actions)
         if self.previous_action or self.previous_reward:
             columns = [self.decoder.encode(actions)] * self.previous_action
             columns += [rewards[:, None].astype(np.float32)] * self.previous_reward
-            before = np.concatenate(columns, axis=1)
-            continues = ~(terminated | truncated)[:, None]  # [B, 1]
-            obs = np.concatenate([obs, before * continues], axis=1)
-            final_obs = np.concatenate([final_obs, before], axis=1)
+            previous = np.concatenate(columns, axis=1)
+            continues = ~(terminated | truncated)[:, None]  # [B, 1]; a new episode sees zeros
+            obs = np.concatenate([obs, previous * continues], axis=1)
+            final_obs = np.concatenate([final_obs, previous], axis=1)
         return step_result([rewards, obs, final_obs, terminated, truncated], self.device)
 
     def _describe(self, row: int | None, problem: str) -> str:
@@ -142,7 +143,7 @@ class TorchVectorEnv(TensorVectorEnv):
         return f"{self.kind} {self.env_id} number {number} at its step {step}: {problem}"
 
     def get_state(self) -> dict[str, Tensor]:
-        """Return all the future depends on: CPU tensors [B, ...], float64 or int64."""
+        """Return all that the future depends on, see `TorchEnv.get_state`."""
         tensors = {_STEP_KEY: torch.full((self.num_envs,), self.lifetime_step)}
         for name, values in self.watch.call(None, self._call_get_state).items():
             stacked = np.stack(values)
@@ -152,17 +153,17 @@ class TorchVectorEnv(TensorVectorEnv):
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue exactly where `get_state` was called, on this or an equal environment."""
-        self.reset(seed=[0] * self.num_envs)  # environments build things at their first reset
+        self.reset(seed=[0] * self.num_envs)  # some environments set themselves up at a reset
         arrays = {name: tensor.numpy().copy() for name, tensor in state.items()}
         self.lifetime_step = int(arrays.pop(_STEP_KEY)[0])
         self.watch.call(None, self._call_set_state, arrays)
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close the environments; nothing depends on its success."""
+        """Close the environments; a failure is only logged."""
         self.watch.close_env(None, self.env)
         self.watch.close()
 
-    # ---- calls into the batch
+    # ---- calls into the vector environment
 
     def _call_reset(self, seeds: Any) -> np.ndarray:
         return self.watch.call(None, lambda: self._rows(self.env.reset(seed=seeds)[0]))

@@ -1,9 +1,13 @@
-"""Calls into environments: faults are named and hangs ended.
+"""Guards calls into environments: names faults and ends hangs.
 
-A thread watches the call under way. After `timeout_s` it sends a signal to the main thread, and
-the handler raises HungError inside the environment. A call that still does not return (it waits in
-C, or swallows the error) ends the process, with the Python stack in the log; faulthandler ends a
-call in C that does not even let other threads run. Until then the thread reports progress.
+A thread watches the current call and reports progress. A call that hangs is ended in three steps:
+
+1. After `timeout_s` the thread sends a signal to the main thread, where the handler raises
+   HungError inside the environment.
+2. A call that waits in C code, or swallows the error, does not return. After GRACE_S the thread
+   ends the process and writes the Python stack to the log.
+3. C code that holds the interpreter keeps the thread from running. faulthandler, which needs no
+   interpreter, then ends the process.
 """
 
 from __future__ import annotations
@@ -28,26 +32,26 @@ from rl_dist.errors import one_line
 
 _LOGGER = logging.getLogger(__name__)
 MAX_REWARD = 1e30  # larger ones count as infinite
-GRACE_S = 5.0  # from the signal to the end of the process, and from there to faulthandler's
+GRACE_S = 5.0  # between two of the steps above
 MIN_FAULTHANDLER_S = 30.0
-# nobody else uses it: environments and tests have alarms of their own
+# Environments and tests may use SIGALRM; nobody uses this one.
 _SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGALRM)
 
 
 class EnvironmentFaultError(RuntimeError):
-    """An environment, or the worker process that holds it, failed; one line names it."""
+    """An environment or its worker process failed; the message names it in one line."""
 
 
 class Interruption(BaseException):
-    """Raised by a signal handler of ours, wherever the program is at the time."""
+    """Raised by one of our signal handlers, at any place in the program."""
 
 
 class HungError(Interruption):
-    """An environment hangs; its own `except Exception` does not catch this."""
+    """An environment hangs. Its `except Exception` does not catch this."""
 
 
 def is_own_fault(error: BaseException) -> bool:
-    """Return whether an environment raised this: foreign code may raise anything."""
+    """Return whether the environment raised this, which may be any exception."""
     by_user = (
         isinstance(error, KeyboardInterrupt)
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -56,7 +60,7 @@ def is_own_fault(error: BaseException) -> bool:
 
 
 def place_of(error: BaseException) -> str:
-    """Return " (FILE:LINE)" of the innermost code outside libraries, or ""."""
+    """Return " (FILE:LINE)" of the innermost frame outside libraries, or ""."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if "/lib/python" not in frame.filename and not frame.filename.startswith("<"):
             return f" ({Path(frame.filename).name}:{frame.lineno})"
@@ -69,7 +73,7 @@ def _sentinel() -> int:
 
 
 def has_closed_descriptors() -> bool:
-    """Return whether an environment has closed descriptors of others, such as gloo's."""
+    """Return whether an environment has closed files that are not its own."""
     try:
         os.get_inheritable(_sentinel())  # takes 0.1 us
     except OSError:
@@ -78,7 +82,7 @@ def has_closed_descriptors() -> bool:
 
 
 def end_process(message: str) -> None:
-    """Print why and end this process, without teardown that could wait for the call."""
+    """Print an error and end this process without cleanup, which could hang too."""
     sys.stderr.write(f"error: {message}\n")
     sys.stderr.flush()
     logging.shutdown()
@@ -87,20 +91,20 @@ def end_process(message: str) -> None:
 
 @dataclass(eq=False)
 class HangWatch:
-    """Makes the calls into environments and watches them."""
+    """Calls into environments and watches how long each call takes."""
 
-    timeout_s: float  # longest time for a call; 0: any
-    # names the environment of a row (None: all of them) and its problem, in one line
+    timeout_s: float  # longest time for a call; 0: no limit
+    # Returns a line that names the environment of a row (None: all rows) and its problem.
     describe: Callable[[int | None, str], str]
     end: Callable[[str], None]  # ends the process; must not return
     heartbeat: Callable[[], None]  # reports progress
-    row: int | None = None  # called now, or last
+    row: int | None = None  # row of the last call
 
-    newest: ClassVar[HangWatch | None] = None  # the watch of the newest call
+    newest: ClassVar[HangWatch | None] = None  # the watch that made the last call
 
     def __post_init__(self) -> None:
-        self._started_s = 0.0  # when the call under way began; 0 between calls
-        self._interrupted_s = 0.0  # when the call began that the signal is meant for
+        self._started_s = 0.0  # start of the current call; 0 between calls
+        self._interrupted_s = 0.0  # start of the call that the last signal was sent to end
         self._closed = threading.Event()
         self._thread_id = threading.get_ident()
         self._problem = f"did not come back within {self.timeout_s:g} s (--env_timeout)"
@@ -111,9 +115,10 @@ class HangWatch:
             threading.Thread(target=self._watch, name="environment watch", daemon=True).start()
 
     def call(self, row: int | None, function: Callable[..., Any], *args: Any) -> Any:
-        """Call into the environment of a row (None: all).
+        """Call into the environment of a row, or of all rows (None).
 
-        Raises EnvironmentFaultError, which names the environment and the problem.
+        Raises:
+            EnvironmentFaultError: names the environment and its problem.
         """
         self.row = row
         self.heartbeat()
@@ -134,12 +139,12 @@ class HangWatch:
                 raise
             raise EnvironmentFaultError(self.describe(row, problem)) from error
         finally:
-            if has_closed_descriptors():  # gloo aborts the process in a few milliseconds
+            if has_closed_descriptors():  # gloo's sockets too: it will abort without a word
                 problem = "closed files and connections that are not its own: the process ends"
                 self.end(self.describe(row, problem))
 
     def close_env(self, row: int | None, env: Any) -> None:
-        """Close an environment or a batch; a failure is only logged."""
+        """Close an environment; a failure is only logged."""
         try:
             self.call(row, env.close)
         except EnvironmentFaultError as fault:
@@ -151,9 +156,9 @@ class HangWatch:
 
     def _watch(self) -> None:
         while not self._closed.wait(min(1.0, max(0.05, self.timeout_s / 20))):
-            # end the process from outside Python, should this thread not run for so long
+            # faulthandler ends the process if this thread does not get here again in time
             limit_s = max(self.timeout_s + 2 * GRACE_S, MIN_FAULTHANDLER_S)
-            with suppress(RuntimeError, ValueError):  # no thread can start, or stderr is closed
+            with suppress(RuntimeError, ValueError):  # no thread left, or stderr is closed
                 faulthandler.dump_traceback_later(
                     limit_s, exit=True, file=sys.__stderr__ or sys.stderr
                 )
@@ -176,7 +181,7 @@ class HangWatch:
 
     @staticmethod
     def _interrupt(*_: Any) -> None:
-        """Raise HungError if the signal that arrived is meant for the call under way."""
+        """Handle the signal: raise HungError if its call is still the current one."""
         watch = HangWatch.newest
         if watch and watch._started_s and watch._started_s == watch._interrupted_s:
             raise HungError(watch._problem)

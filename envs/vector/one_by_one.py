@@ -1,4 +1,4 @@
-"""Environments that step one after the other, and are made again after a fault."""
+"""Steps single environments one after the other; makes failed ones again."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class OneByOne(TorchVectorEnv):
-    """A list of Python environments as rows and tensors; each is checked and watched.
+    """Makes a list of single environments speak torch, like a vector environment.
 
-    With restarts left an environment that fails is made again: its episode is truncated, with
-    reward 0 and the last good row, and the next episode is the first one of the new environment.
+    While restarts are left, a new environment takes the place of one that fails. The interrupted
+    episode is truncated with reward 0 and the last good row; the next one is the first of the new
+    environment.
     """
 
     def __post_init__(self) -> None:
         self._set_up(len(self.env), self.env[0].observation_space, self.env[0].action_space)
         self._actions_space = batch_space(self.env[0].action_space, self.num_envs)
         self._last_rows = [np.zeros(self.row_size, np.float32)] * self.num_envs
-        # of each environment that was made again: the first row of its next episode
+        # First row of the next episode, for each environment whose restart has begun it.
         self._first_rows: dict[int, np.ndarray] = {}
         self._metrics: dict[str, tuple[float, int]] = {}
         self.can_snapshot = all(has_snapshots(self._unwrapped(env)[0]) for env in self.env)
 
     def begin_again(self, last_obs: np.ndarray) -> None:
-        """Take the place of a process that died; all next steps are truncated.
+        """Continue in place of a process that died; all next steps are truncated.
 
-        The process has left `lives` and its last observations [B, F].
+        The dead process has left `lives` and its last observations [B, F].
         """
         self._last_rows = list(last_obs[:, : self.row_size].copy())
         for row in range(self.num_envs):
@@ -53,7 +54,7 @@ class OneByOne(TorchVectorEnv):
         return metrics
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close the environments; nothing depends on its success."""
+        """Close the environments; a failure is only logged."""
         for row, env in enumerate(self.env):
             self.watch.close_env(row, env)
         self.watch.close()
@@ -68,7 +69,7 @@ class OneByOne(TorchVectorEnv):
         )
 
     def _first_row(self, row: int, seed: int | None = None) -> np.ndarray:
-        """Start an episode, unless a restart has started it, and return its first row."""
+        """Return the first row of an episode, which a restart may have begun."""
         if row not in self._first_rows:
             self._guarded(row, self._begin, seed)
         self._last_rows[row] = self._first_rows.pop(row)
@@ -84,12 +85,9 @@ class OneByOne(TorchVectorEnv):
             outcome = None
             if row not in self._first_rows:
                 outcome = self._guarded(row, self._step, action)
-            final_row, reward, terminated, truncated = outcome or (
-                self._last_rows[row],
-                0.0,
-                False,
-                True,
-            )
+            if outcome is None:  # a restart has ended the episode
+                outcome = self._last_rows[row], 0.0, False, True
+            final_row, reward, terminated, truncated = outcome
             obs = self._first_row(row) if terminated or truncated else final_row
             outcomes.append((obs, reward, terminated, truncated, final_row))
         return tuple(np.array(column) for column in zip(*outcomes, strict=True))
@@ -102,13 +100,13 @@ class OneByOne(TorchVectorEnv):
         metrics = info.get("metrics")
         for name, value in metrics.items() if isinstance(metrics, dict) else ():
             self._add_metric(name, value)
-        # no action follows the last observation of an episode, so it needs no mask
+        # No action follows the last observation of an episode, so it needs no mask.
         ended = bool(terminated or truncated)
         self._last_rows[row] = self._row_of(obs, None if ended else info)
         return self._last_rows[row], reward, bool(terminated), bool(truncated)
 
     def _row_of(self, obs: Any, info: dict[str, Any] | None) -> np.ndarray:
-        """Return the row of an observation, with the mask in `info` (None: all is allowed)."""
+        """Return an observation's row, with the mask in `info` (None: all ones)."""
         row = self.encoder([obs], 1)[0]
         if not self.info_mask:
             return row
@@ -127,12 +125,12 @@ class OneByOne(TorchVectorEnv):
             total, count = self._metrics.get(name, (0.0, 0))
             self._metrics[name] = total + number, count + 1
         else:
-            warn_once(f"info['metrics'][{name!r}] is left out when it is not one finite number")
+            warn_once(f"info['metrics'][{name!r}] is skipped where it is not one finite number")
 
     # ---- restarts
 
     def _guarded(self, row: int, call: Callable[..., Any], *args: Any) -> Any:
-        """Call into an environment; after a fault make it again, and return None."""
+        """Call into an environment; if it fails, make it again and return None."""
         attempt: Callable[[], Any] = partial(call, row, *args)
         while True:  # every attempt takes a restart
             try:
@@ -152,7 +150,7 @@ class OneByOne(TorchVectorEnv):
         self._begin_life(row)
 
     def _begin_life(self, row: int) -> None:
-        """Start the episode that follows the last restart."""
+        """Begin an episode with a seed that the restarts so far determine."""
         life = self.lives[row]
         entropy = np.random.SeedSequence([int(life["life_seed"]), int(life["restarts"])])
         self._begin(row, int(entropy.generate_state(1, np.uint64)[0]) >> 1)
@@ -160,9 +158,9 @@ class OneByOne(TorchVectorEnv):
     # ---- snapshots
 
     def _unwrapped(self, env: Any) -> tuple[Any, list[Any]]:
-        """Return the environment inside its time limits, and these.
+        """Return the environment inside Gymnasium's wrappers, and its time limits.
 
-        Other wrappers may hold a state that is lost.
+        Any other wrapper may hold a state that a snapshot would miss, so it is not removed.
         """
         limits: list[Any] = []
         while isinstance(env, TimeLimit | OrderEnforcing) and not has_snapshots(env):
@@ -182,7 +180,7 @@ class OneByOne(TorchVectorEnv):
         return columns | ({"guard/last_row": self._last_rows} if self.env_restarts else {})
 
     def _call_set_state(self, state: dict[str, np.ndarray]) -> None:
-        # entries of "guard" may be missing: a batch has none, and --env_restarts may have changed
+        # Snapshots of a vector environment, or without --env_restarts, lack some entries.
         for name, _ in LIFE:
             self.lives[name] = state.pop(f"guard/{name}", self.lives[name])
         last_rows = state.pop("guard/last_row", self._last_rows)

@@ -173,7 +173,7 @@ class Leaf:
 
 
 class ObservationEncoder:
-    """Encodes observations, nested ones too, as rows [B, F] of finite float32 numbers.
+    """Encodes observations, nested ones too, as rows [B, F] of float32.
 
     Choices become one-hot. Images become channels first, divided by their largest possible value.
     If actions are choices, with `mask_sizes` [D] options, the part called action_mask of a Dict is
@@ -197,7 +197,7 @@ class ObservationEncoder:
         self.parts = tuple(leaf.part for leaf in self.leaves)
 
     def __call__(self, raw: Any, count: int) -> np.ndarray:
-        """Encode a batch, or a list of single observations, as a new array [count, F].
+        """Encode a batch, or a list of single observations, as [count, F].
 
         Raises RowFaultError: a part does not fit its space, a number is not finite, or a mask
         allows nothing.
@@ -216,7 +216,7 @@ class ObservationEncoder:
 
 
 def check_masks(masks: np.ndarray, sizes: np.ndarray) -> None:
-    """Refuse masks [B, n] that forbid all options of a choice, or hold more than 0 and 1.
+    """Refuse masks [B, n] that forbid a whole choice or hold other numbers.
 
     Args:
         sizes: number of options of each choice, [D].
@@ -235,7 +235,7 @@ def check_masks(masks: np.ndarray, sizes: np.ndarray) -> None:
 
 
 def flat_mask(mask: Any) -> np.ndarray:
-    """Join a mask of actions, or a tuple of one mask per choice, to an array [n] float32."""
+    """Join a mask of actions, or a tuple of one mask per choice, to [n]."""
     parts = mask if isinstance(mask, tuple | list) else [mask]
     return np.concatenate([np.asarray(part, np.float32).ravel() for part in parts])
 
@@ -278,7 +278,7 @@ class ActionDecoder:
         self.mask_size = int(self.sizes.sum())
 
     def encode(self, actions: Tensor) -> np.ndarray:
-        """Return actions as part of the next observations, [count, n]: one-hot, or clipped."""
+        """Return actions as an input of the policy, [count, n]: one-hot or clipped."""
         values = actions.detach().cpu().numpy()
         if self.mask_size:
             return _one_hot(values.reshape(len(values), -1), self.sizes)
