@@ -1,13 +1,13 @@
-"""Batched numpy environments with one generator per environment, and snapshots.
+"""Vector environments in numpy with one generator per environment; snapshots.
 
-A single environment takes part in exact resume by offering
+An environment resumes exactly if it has two methods:
 
-    get_state() -> dict[str, np.ndarray | float | int | bool]  everything its future depends on
+    get_state() -> dict[str, np.ndarray | float | int | bool]  all that its future depends on
     set_state(state)                                           arrays arrive as float64 or int64
 
-with the same names and shapes at every call; a vector environment the same with leading dimension
-num_envs. docs/own_environment.md has an example. A new environment is reset once before
-`set_state`. Without these methods episodes begin again after a resume.
+Names and shapes are the same at every call. In a vector environment every entry is an array with
+leading dimension num_envs. A new environment is reset once before `set_state`. Without these
+methods new episodes begin after a resume. docs/own_environment.md has an example.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def has_snapshots(env: Any) -> bool:
 
 
 def pack_generator(generator: np.random.Generator) -> np.ndarray:
-    """Pack the state of a PCG64 generator, which Gymnasium uses, as [6] int64."""
+    """Pack the state of a PCG64 generator, Gymnasium's kind, as [6] int64."""
     state: Any = generator.bit_generator.state
     numbers = state["state"]["state"], state["state"]["inc"]  # of 128 bits
     words = [word for number in numbers for word in divmod(number, 2**64)]
@@ -39,7 +39,7 @@ def pack_generator(generator: np.random.Generator) -> np.ndarray:
 
 
 def unpack_generator(generator: np.random.Generator, packed: np.ndarray) -> None:
-    """Put a PCG64 generator into a state packed by `pack_generator`."""
+    """Set a PCG64 generator to the state that `pack_generator` returned."""
     words = packed.view(np.uint64).tolist()
     generator.bit_generator.state = {
         "bit_generator": "PCG64",
@@ -52,8 +52,8 @@ def unpack_generator(generator: np.random.Generator, packed: np.ndarray) -> None
 class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     """A SAME_STEP vector environment with one generator per environment.
 
-    A subclass gives `draw`, `begin`, `observe` and `advance`, and names in `state_names` its arrays
-    of leading dimension num_envs: they and the generators are the whole state.
+    A subclass implements `draw`, `begin`, `observe` and `advance`. Its whole state is the
+    generators and the arrays [B, ...] that `state_names` lists.
     """
 
     metadata: dict[str, Any] = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
@@ -70,19 +70,19 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         self.generators: list[np.random.Generator] = []
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
-        """Draw all the randomness of one episode, [N] float64."""
+        """Draw all random numbers of one episode, [N] float64."""
         raise NotImplementedError
 
     def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
-        """Start new episodes in these rows from their draws [len(rows), N]."""
+        """Start episodes in these rows with the numbers drawn, [len(rows), N]."""
         raise NotImplementedError
 
     def observe(self) -> np.ndarray:
-        """Return the observations as a fresh array [B, F] float32."""
+        """Return the observations as a new array [B, F] float32."""
         raise NotImplementedError
 
     def advance(self, actions: np.ndarray) -> Outcome:
-        """Move one step on; return rewards, terminated and truncated, each [B]."""
+        """Take one step; return rewards, terminated and truncated."""
         raise NotImplementedError
 
     def _begin_episodes(self, rows: np.ndarray) -> None:
@@ -103,7 +103,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     def step(
         self, actions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Step all environments; info["final_obs"] is what they observed before new ones."""
+        """Step all environments; info["final_obs"] is from before new episodes."""
         rewards, terminated, truncated = self.advance(np.asarray(actions))
         final_obs = obs = self.observe()
         ended = terminated | truncated
@@ -113,14 +113,14 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         return obs, rewards, terminated, truncated, {"final_obs": final_obs, "_final_obs": ended}
 
     def get_state(self) -> dict[str, np.ndarray]:
-        """Return copies of everything the future depends on, each [B, ...]."""
+        """Return copies of all that the future depends on, each [B, ...]."""
         state = {name: getattr(self, name).copy() for name in self.state_names}
         return state | {
             "generator": np.stack([pack_generator(generator) for generator in self.generators])
         }
 
     def set_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Continue exactly where `get_state` was called, after a first reset."""
+        """Continue exactly where `get_state` was called; needs a reset before it."""
         for name in self.state_names:
             getattr(self, name)[...] = state[name]
         for generator, packed in zip(self.generators, state["generator"], strict=True):
@@ -128,7 +128,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
 
 
 class SingleEnv(gymnasium.Env[np.ndarray, np.int64]):
-    """One environment of a batched kind: a batch of one; takes its keyword arguments."""
+    """A single environment: a batch of one, made with the same keyword arguments."""
 
     metadata: dict[str, Any] = {"render_modes": []}
 
@@ -152,7 +152,7 @@ class SingleEnv(gymnasium.Env[np.ndarray, np.int64]):
         return obs, float(rewards[0]), bool(terminated[0]), bool(truncated[0]), {}
 
     def get_state(self) -> dict[str, np.ndarray]:
-        """Return everything the future depends on."""
+        """Return all that the future depends on."""
         return {name: array[0] for name, array in self._batch.get_state().items()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""The learner's view of environments: the layout of a row, and TorchEnv.
+"""What the learner knows of environments: the layout of a row, and TorchEnv.
 
-A row [F] float32 is all that the learner sees of an observation. Its parts come one after the
-other; policies and checkpoints keep their layout, so that a policy needs no environment. Nothing
-here imports torch or Gymnasium.
+The learner sees an observation as a row [F] of float32, which consists of parts. Policies and
+checkpoints keep the layout of these parts, so a policy works without its environment. This module
+imports neither torch nor Gymnasium.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from rl_dist.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# vector: normalised by running statistics; plain: passed on as it is, such as one-hots;
-# image: [C, H, W] in [0, 1], for a convolutional encoder; mask: 1 where an action is allowed
+# vector: the policy normalises it by running statistics; plain: the policy reads it unchanged, as
+# one-hots; image: [C, H, W] in [0, 1], for a CNN; mask: 1 where an action is allowed, else 0
 Kind = Literal["vector", "plain", "image", "mask"]
-# observations, rewards, terminated, truncated and info, see `TorchEnv.step`
+# Observations, rewards, terminated, truncated and info, see `TorchEnv.step`.
 StepResult = tuple["Tensor", "Tensor", "Tensor", "Tensor", dict[str, Any]]
-MAX_NUMBERS = 10**9  # in a row
+MAX_NUMBERS = 10**9  # of a row; a damaged checkpoint may claim more
 _FIELDS = TypeAdapter(list[tuple[str, Kind, tuple[PositiveInt, ...]]])
 
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring numbers of a row."""
+    """Neighbouring numbers of a row that belong together."""
 
     name: str
     kind: Kind
@@ -41,11 +41,11 @@ class Part:
 
     @property
     def size(self) -> int:
-        """Count of its numbers."""
+        """Number of values in the part."""
         return math.prod(self.shape)
 
     def describe(self) -> str:
-        """Return kind and shape, such as vector[4]."""
+        """Return kind and shape, for example vector[4]."""
         return f"{self.kind}{list(self.shape)}"
 
 
@@ -57,12 +57,12 @@ class Layout:
 
     @staticmethod
     def vector(size: int) -> Layout:
-        """Return the layout of rows of `size` numbers that are normalised."""
+        """Return the layout of a row that is one vector of `size` numbers."""
         return Layout((Part("observation", "vector", (size,)),))
 
     @property
     def size(self) -> int:
-        """Numbers in a row."""
+        """Number of values in a row."""
         return sum(part.size for part in self.parts)
 
     def slices(self) -> Iterator[tuple[Part, slice]]:
@@ -73,7 +73,7 @@ class Layout:
             first += part.size
 
     def columns(self, kind: Kind) -> list[int]:
-        """Return the columns of all numbers of a kind."""
+        """Return the columns of all parts of a kind."""
         places = [place for part, place in self.slices() if part.kind == kind]
         return [column for place in places for column in range(place.start, place.stop)]
 
@@ -82,16 +82,16 @@ class Layout:
         return "; ".join(f"{part.name} {part.describe()}" for part in self.parts)
 
     def kinds(self) -> str:
-        """Return kinds and shapes of the parts, on which policies depend, without names."""
+        """Return kinds and shapes of the parts, which a policy depends on."""
         return " ".join(part.describe() for part in self.parts)
 
     def to_json(self) -> str:
-        """Return the layout as a checkpoint stores it."""
+        """Return the layout as JSON, for a checkpoint."""
         return json.dumps([[part.name, part.kind, part.shape] for part in self.parts])
 
     @staticmethod
     def from_json(text: str) -> Layout:
-        """Invert `to_json`; anything else is a UserError."""
+        """Return the layout that `to_json` wrote; any other text is a UserError."""
         parts: list[Part] = []
         with suppress(ValueError):
             parts = [Part(*fields) for fields in _FIELDS.validate_json(text)]
@@ -103,10 +103,10 @@ class Layout:
 
 
 class TorchEnv:
-    """A batch of environments that speaks torch, as a learner uses it.
+    """A batch of environments as the learner uses it; speaks torch.
 
-    Seeds are one per environment. Autoreset is SAME_STEP: when an episode ends, the next one
-    starts within the same step. Subclasses inherit the defaults below.
+    Every environment has its own seed. Autoreset is SAME_STEP: when an episode ends, the next one
+    starts in the same step. A subclass may keep the defaults below.
     """
 
     num_envs: int  # B
@@ -114,12 +114,12 @@ class TorchEnv:
     single_action_space: Any  # Discrete, MultiDiscrete or Box
     layout: Layout
     env_offset: int = 0  # global number of the first environment
-    can_snapshot: bool = False  # whether get_state and set_state work
-    spaces_json: str = ""  # the environment's spaces before they became rows; "": unknown
+    can_snapshot: bool = False  # True if get_state and set_state work
+    spaces_json: str = ""  # Gymnasium's spaces of an environment, see `spaces.to_json`; "": unknown
 
     @property
     def groups(self) -> Sequence[slice]:
-        """Rows that step together; `send` and `recv` count groups from 0."""
+        """Rows of each group; the environments of a group step together."""
         return [slice(0, self.num_envs)]
 
     @property
@@ -132,7 +132,7 @@ class TorchEnv:
         raise NotImplementedError
 
     def step(self, actions: Tensor) -> StepResult:
-        """Step all environments by actions [B] or [B, A].
+        """Step all environments with actions [B] or [B, A].
 
         Returns observations [B, F] float32, rewards [B] float64, terminated [B], truncated [B] and
         info: "final_obs" [B, F] holds the last observation of episodes that ended and equals the
@@ -145,11 +145,11 @@ class TorchEnv:
         self._sent = actions
 
     def recv(self, group: int = 0) -> StepResult:
-        """Return what `step` returns, of a group that got its actions by `send`."""
+        """Wait for the step of a group after `send`; return what `step` returns."""
         return self.step(self._sent)
 
     def take_metrics(self) -> dict[str, tuple[float, int]]:
-        """Return sum and count of each metric reported since the last call."""
+        """Return sum and count of every metric reported since the last call."""
         return {}
 
     def get_state(self) -> dict[str, Tensor]:
@@ -157,20 +157,20 @@ class TorchEnv:
         raise NotImplementedError
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue exactly where `get_state` was called, on this or an equal batch."""
+        """Continue exactly where `get_state` was called on an equal batch."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Release what the environments hold."""
+        """Release the resources of all environments."""
 
 
 def random_actions(env: Any, rows: Any) -> Any:
-    """Sample an allowed action for each row of [B, F]."""
+    """Draw an allowed action for each of the rows [B, F]."""
     columns = env.layout.columns("mask")
     if not columns:
         return env.action_space.sample()
     space = env.single_action_space
-    sizes = space.nvec if space.shape else [space.n]  # options of each choice
+    sizes = space.nvec if space.shape else [space.n]  # number of options of each choice
     masks = np.asarray(rows)[:, columns]
     drawn = (env.action_space.np_random.random(masks.shape) + 1.0) * masks
     digits = [part.argmax(1) for part in np.split(drawn, np.cumsum(sizes)[:-1], axis=1)]

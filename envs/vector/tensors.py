@@ -1,4 +1,4 @@
-"""Vector environments of tensors: their spaces, and numpy arrays on a device."""
+"""The base of vector environments that speak torch; numpy arrays as tensors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ STEP_FIELDS = ("rewards", "obs", "final_obs", "terminated", "truncated")
 
 
 class TensorVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):  # type: ignore[misc]
-    """A TorchEnv as Gymnasium sees it."""
+    """A TorchEnv that is also a vector environment of Gymnasium."""
 
     metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": []}
 
     def set_spaces(self, layout: Layout, action_space: gymnasium.Space[Any]) -> None:
-        """Set the layout of rows and the actions of each environment."""
+        """Set the observation and action spaces from a layout and a space."""
         self.layout = layout
         self.single_observation_space = Box(-np.inf, np.inf, (layout.size,), np.float32)
         self.single_action_space = action_space
@@ -33,9 +33,10 @@ class TensorVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):  # type: ign
 
 
 def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Return arrays on a device; a GPU gets them by one copy that nobody waits for.
+    """Return arrays as tensors on a device.
 
-    The larger their items, the earlier they come, so that each is aligned.
+    A GPU gets them in one asynchronous copy. In it each array must be aligned: pass those with
+    larger items first.
     """
     if device.type != "cuda":
         return [torch.from_numpy(array) for array in arrays]
@@ -47,6 +48,6 @@ def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tenso
 
 
 def step_result(arrays: Sequence[np.ndarray], device: torch.device) -> StepResult:
-    """Return what `TorchEnv.step` returns, made of the arrays STEP_FIELDS."""
+    """Return the result of `TorchEnv.step`, given the arrays of STEP_FIELDS."""
     rewards, obs, final_obs, terminated, truncated = to_tensors(arrays, device)
     return obs, rewards, terminated, truncated, {"final_obs": final_obs}

@@ -1,1 +1,1 @@
-"""Environments in processes: choice, host, worker, vector environment."""
+"""Environments in worker processes."""

@@ -1,4 +1,4 @@
-"""A vector environment with its environments in worker processes."""
+"""A vector environment that steps its environments in worker processes."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from envs.workers.host import WorkerProcess
 from envs.workers.worker import KEPT, STATUS, row_fields, shared_rows
 
 _LOGGER = logging.getLogger(__name__)
-CLOSE_S = 10.0  # longest time for environments to close
-TIMEOUT_MARGIN_S = GRACE_S + 1.0  # a worker that can interrupt a hanging call does it earlier
-Reply = tuple[Exception | None, Any]  # a problem, or None and a value
+CLOSE_S = 10.0  # longest time without progress while environments close
+TIMEOUT_MARGIN_S = GRACE_S + 1.0  # gives the worker time to end a hanging call by itself
+Reply = tuple[Exception | None, Any]  # a problem, or None and the answer
 
 
 @dataclass(eq=False)
 class _Worker:
-    """A process and its environments."""
+    """A worker process and the rows of its environments."""
 
     rows: slice
     process: WorkerProcess = field(init=False)
     status: Any = field(init=False)  # see `worker.STATUS`
     question: tuple[Any, ...] = ("begin",)  # the last one: a method's name and its arguments
-    beats: int = 0  # number of beats at the last look
-    since_s: float = 0.0  # time of the question or of the last new beat
-    last_words: str = ""  # reason why the process was ended
+    beats: int = 0  # number of beats seen so far
+    since_s: float = 0.0  # time of the last question or new beat
+    last_words: str = ""  # why the process was ended, in one line
 
 
 class WorkerEnv(TensorVectorEnv):
-    """Environments in processes; every group has `num_workers` of them.
+    """Steps environments in worker processes, `num_workers` for each group.
 
-    A worker does what `TorchVectorEnv` does in place, with the same numbers, seeds, guards and
-    snapshots, so the results are the same bit for bit. Arrays lie in shared memory; a step is one
-    short message to and from each worker.
+    A worker holds the environments that `make_vector_env` makes, so results equal those without
+    workers bit for bit. The rank asks each worker a question, by the name of a method, and waits
+    for the answer before the next question. Arrays lie in shared memory, so the messages of a step
+    are short.
 
-    If a worker dies, or hangs in a call that cannot be interrupted, its environments have failed.
-    The fault is named; or, with restarts left, the environments begin again in a new process, which
-    then answers the question that the old one left open.
+    A worker that dies, or hangs in a call that it cannot interrupt, is a fault of its environments.
+    While restarts are left, a new process begins again with them and answers the open question.
     """
 
     def __init__(
@@ -68,7 +68,12 @@ class WorkerEnv(TensorVectorEnv):
         kind: str = "environment",
         **options: Any,
     ) -> None:
-        """Start the workers and make the environments; options: see `make_vector_env`."""
+        """Start the workers, which make the environments.
+
+        Args:
+            num_workers: processes of each group.
+            options: arguments of `make_vector_env`.
+        """
         self.num_envs = num_envs
         self.device = torch.device(device)
         self.env_offset = env_offset
@@ -78,22 +83,23 @@ class WorkerEnv(TensorVectorEnv):
         options |= {"env_id": env_id, "env_offset": env_offset, "kind": kind}
         self._options = options | {"env_timeout": env_timeout, "env_restarts": env_restarts}
 
-        # while the environments are first made, nothing is timed or restarted
+        # Nothing is timed or restarted until all environments have been made.
         self._limit_s = math.inf
         self._max_restarts = 0
         self._rows = np.zeros(num_envs, KEPT)
 
         self._groups = _split(slice(0, num_envs), min(num_groups, num_envs))
         self._file = os.memfd_create("environments")
-        self._workers: list[_Worker] = []  # in the order of their environments
-        self._group_workers: list[list[_Worker]] = []  # those of each group
+        self._workers: list[_Worker] = []  # in the order of their rows
+        self._group_workers: list[list[_Worker]] = []  # of each group
         try:
             for group in self._groups:
                 count = min(num_workers, group.stop - group.start)
-                self._group_workers.append([_Worker(rows) for rows in _split(group, count)])
-                self._workers += self._group_workers[-1]
-            for worker in self._workers:
-                self._start(worker)
+                workers = [_Worker(rows) for rows in _split(group, count)]
+                self._group_workers.append(workers)
+                for worker in workers:
+                    self._start(worker)
+                    self._workers.append(worker)
             facts = self._answers(self._workers)
         except BaseException:
             self.close()
@@ -108,7 +114,7 @@ class WorkerEnv(TensorVectorEnv):
 
     @property
     def groups(self) -> list[slice]:
-        """Rows that step together."""
+        """Rows of each group."""
         return self._groups
 
     @property
@@ -118,7 +124,7 @@ class WorkerEnv(TensorVectorEnv):
 
     @property
     def process_ids(self) -> list[int]:
-        """Process of each worker."""
+        """Process id of each worker."""
         return [worker.process.pid for worker in self._workers]
 
     # ---- what a vector environment does
@@ -130,7 +136,7 @@ class WorkerEnv(TensorVectorEnv):
         if seed is not None:
             self._rows["life_seed"] = seed
             self._rows["lifetime_step"] = 0
-        self._ask_all("reset", lambda rows: seed and seed[rows])
+        self._ask_all("reset", lambda rows: (seed and seed[rows],))
         return to_tensors([self._rows["obs"].copy()], self.device)[0], {}
 
     def step(self, actions: Tensor) -> StepResult:
@@ -143,10 +149,10 @@ class WorkerEnv(TensorVectorEnv):
         """Give a group its actions [rows of the group, ...] without waiting for its step."""
         self._rows["actions"][self._groups[group]] = actions.detach().cpu().numpy()
         for worker in self._group_workers[group]:
-            self._ask(worker, "step")
+            self._ask(worker, ("step",))
 
     def recv(self, group: int = 0) -> StepResult:
-        """Wait for a group's step; return what `step` returns for its environments."""
+        """Wait for the step of a group; return what `step` returns."""
         return self._result(self._group_workers[group], self._groups[group])
 
     def _result(self, workers: Sequence[_Worker], rows: slice) -> StepResult:
@@ -154,7 +160,7 @@ class WorkerEnv(TensorVectorEnv):
         return step_result([self._rows[name][rows].copy() for name in STEP_FIELDS], self.device)
 
     def take_metrics(self) -> dict[str, tuple[float, int]]:
-        """Return sum and count of each metric since the last call."""
+        """Return sum and count of every metric since the last call."""
         metrics: dict[str, tuple[float, int]] = {}
         for reported in self._ask_all("take_metrics"):
             for name, (total, count) in reported.items():
@@ -163,7 +169,7 @@ class WorkerEnv(TensorVectorEnv):
         return metrics
 
     def get_state(self) -> dict[str, Tensor]:
-        """Return all the future depends on: CPU tensors [B, ...], float64 or int64."""
+        """Return all that the future depends on, see `TorchEnv.get_state`."""
         states = self._ask_all("get_state")
         return {
             name: torch.from_numpy(np.concatenate([state[name] for state in states]))
@@ -173,13 +179,13 @@ class WorkerEnv(TensorVectorEnv):
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue exactly where `get_state` was called, on any number of workers."""
         self._ask_all(
-            "set_state", lambda rows: {name: t[rows].numpy() for name, t in state.items()}
+            "set_state", lambda rows: ({name: t[rows].numpy() for name, t in state.items()},)
         )
 
     def close_extras(self, **kwargs: Any) -> None:
         """Let the workers close their environments; kill those that take too long."""
         for worker in self._workers:
-            self._ask(worker, "close")
+            self._ask(worker, ("close",))
         self._limit_s = CLOSE_S
         self._limit_text = "did not close"
         for worker in self._workers:
@@ -192,19 +198,24 @@ class WorkerEnv(TensorVectorEnv):
 
     # ---- questions and answers
 
-    def _ask_all(self, name: str, argument: Callable[[slice], Any] | None = None) -> list[Any]:
-        """Ask all workers; return their answers in the order of environments."""
+    def _ask_all(
+        self, name: str, args: Callable[[slice], tuple[Any, ...]] = lambda rows: ()
+    ) -> list[Any]:
+        """Ask all workers; return their answers in the order of their rows.
+
+        `args` returns the arguments for the worker of some rows.
+        """
         for worker in self._workers:
-            self._ask(worker, name, *([] if argument is None else [argument(worker.rows)]))
+            self._ask(worker, (name, *args(worker.rows)))
         return self._answers(self._workers)
 
-    def _ask(self, worker: _Worker, name: str, *args: Any) -> None:
-        worker.question = name, *args
+    def _ask(self, worker: _Worker, question: tuple[Any, ...]) -> None:
+        worker.question = question
         worker.since_s = time.monotonic()
-        worker.process.send(worker.question)
+        worker.process.send(question)
 
     def _answers(self, workers: Sequence[_Worker]) -> list[Any]:
-        """Return all answers; of several problems the first environment's is raised."""
+        """Wait for all answers and return them; raise the first of the problems."""
         replies = [self._reply(worker) for worker in workers]
         for problem, _ in replies:
             if problem is not None:
@@ -212,7 +223,7 @@ class WorkerEnv(TensorVectorEnv):
         return [value for _, value in replies]
 
     def _reply(self, worker: _Worker) -> Reply:
-        """Wait for a reply; a new process replies if the worker has died."""
+        """Wait for a worker's reply, or for that of the process that replaces it."""
         while (reply := self._receive(worker)) is None:
             if fault := self._replace(worker):
                 return fault, None
@@ -245,7 +256,7 @@ class WorkerEnv(TensorVectorEnv):
             worker.process.end()
 
     def _named(self, worker: _Worker, problem: str) -> str:
-        """Return a worker's problem, with its environment and step, in one line."""
+        """Return one line: the environment, its step and the problem."""
         number = int(worker.status["number"]) - 1
         which = f"one of {self._numbers(worker)}" if number < 0 else str(number)
         step = int(self._rows["lifetime_step"][worker.rows.start]) + (worker.question[0] == "step")
@@ -256,7 +267,10 @@ class WorkerEnv(TensorVectorEnv):
         return f"{self.env_offset + worker.rows.start}..{self.env_offset + worker.rows.stop - 1}"
 
     def _replace(self, worker: _Worker) -> Exception | None:
-        """Let a new process take the place of one that has ended, or return its fault."""
+        """Replace a process that has ended, or return its fault.
+
+        The new process gets the question that the old one has not answered.
+        """
         numbers = self._numbers(worker)
         restarts = self._rows["restarts"][worker.rows]
         reply = None
@@ -271,11 +285,13 @@ class WorkerEnv(TensorVectorEnv):
             restarts += 1
             self._start(worker, again=True)
             reply = self._receive(worker)
-        worker.process.send(worker.question)
-        return reply[0]
+        problem_again, _ = reply
+        if problem_again is None:
+            worker.process.send(worker.question)
+        return problem_again
 
     def _start(self, worker: _Worker, again: bool = False) -> None:
-        """Let a process make the environments of a worker, or make them again."""
+        """Start a process and ask it to make the environments, or make them again."""
         status_file = os.memfd_create("status")
         worker.process = WorkerProcess([status_file, self._file])
         worker.status = shared_rows(status_file, 1, STATUS)[0]

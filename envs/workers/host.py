@@ -1,9 +1,10 @@
-"""The host: one process per rank that worker processes are forked from.
+"""The host of a rank: the process from which its workers are forked.
 
-It has loaded all that workers need and runs nothing else, so a worker starts in hundredths of a
-second and shares that memory. multiprocessing's own methods would run the main module of training
-again in every worker, and a SIGTERM to the job would end its fork server with all workers. The host
-ignores stop signals, and it and the workers die with the rank, however that ends.
+The host has imported all that workers need and does nothing else. So a worker starts within
+hundredths of a second, and its memory is shared with the host. multiprocessing could not do that:
+it would run the main module of the training again in every worker, and a SIGTERM to the job would
+end its fork server and all workers. The host ignores stop signals. It dies with its rank, and the
+workers die with it.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from envs.vector.guards import EnvironmentFaultError
 from rl_dist.process_group.process_ends import STOP_SIGNALS, die_with_parent, how_it_ended
 
-LOOK_S = 0.2  # between two looks at a worker that the rank waits for
-_MAX_BYTES = 64  # in a message to or from the host
-_NUM_FILES = 3  # that a worker gets
+LOOK_S = 0.2  # time between two looks at a worker that the rank waits for
+_MAX_BYTES = 64  # of a message to or from the host
+_NUM_FILES = 3  # number of files that a worker gets
 
 
 class WorkerHost:
@@ -43,23 +45,24 @@ class WorkerHost:
             )
 
     def ask(self, pid: int, files: Sequence[int] = ()) -> int:
-        """Kill a worker and return its exit code, or, for pid 0, fork one.
+        """Kill a worker and return its exit code; pid 0 forks a worker instead.
 
-        The new worker gets the files; its process id is returned. The exit code of a worker that a
-        signal has ended is minus the signal's number.
+        The new worker gets the files, and its process id is returned. An exit code is negative if a
+        signal has ended the worker.
         """
-        socket.send_fds(self._socket, [b"%d" % pid], files)
-        answer = self._socket.recv(_MAX_BYTES)
-        if not answer:
-            raise ConnectionError("the host of worker processes has ended: see the lines above")
-        return int(answer)
+        try:
+            socket.send_fds(self._socket, [b"%d" % pid], files)
+            return int(self._socket.recv(_MAX_BYTES))
+        except (OSError, ValueError):
+            problem = "the host of worker processes has ended: see the lines above"
+            raise EnvironmentFaultError(problem) from None
 
 
 _host: WorkerHost | None = None
 
 
 def host() -> WorkerHost:
-    """Return this process's host, started when it is first needed."""
+    """Return the host of this process; start it if there is none."""
     global _host
     if _host is None or _host.process.poll() is not None:
         _host = WorkerHost()
@@ -67,7 +70,7 @@ def host() -> WorkerHost:
 
 
 class WorkerProcess:
-    """One worker as its rank sees it; knows nothing of environments."""
+    """A worker as its rank sees it."""
 
     def __init__(self, files: Sequence[int]) -> None:
         ours, theirs = socket.socketpair()
@@ -80,12 +83,15 @@ class WorkerProcess:
         self._poll.register(self._connection.fileno(), select.POLLIN)
 
     def send(self, message: Any) -> None:
-        """Send a message; a message to a worker that has ended is lost."""
+        """Send a message; it is lost if the worker has ended."""
         with suppress(OSError):
             self._connection.send(message)
 
     def receive(self, meanwhile: Callable[[], None]) -> Any:
-        """Return the next message, or None once the worker has ended."""
+        """Return the next message, or None if the worker has ended.
+
+        `meanwhile` is called every LOOK_S seconds.
+        """
         try:
             while not self._poll.poll(1000 * LOOK_S):
                 meanwhile()
@@ -94,12 +100,12 @@ class WorkerProcess:
             return None
 
     def end(self) -> str:
-        """End the worker and say how it ended; `receive` then returns None."""
+        """Kill the worker and return how it ended, in words."""
         if not self._end:
             self._connection.close()
             try:
                 self._end = how_it_ended(self._host.ask(self.pid))
-            except OSError:
+            except EnvironmentFaultError:
                 self._end = "ended with its host"
         return self._end
 
@@ -108,12 +114,12 @@ class WorkerProcess:
 
 
 def serve() -> None:
-    """Fork workers and end them, until the rank is gone."""
+    """Fork and kill workers as the rank asks, until the rank has ended."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     host_pid = os.getpid()
     die_with_parent(int(sys.argv[2]), signal.SIGKILL)
-    from envs.workers.worker import Worker  # after the lines above: it takes seconds
+    from envs.workers.worker import Worker  # takes seconds, so signals are ignored before
 
     channel = socket.socket(fileno=int(sys.argv[1]))
     while True:

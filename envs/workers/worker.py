@@ -1,4 +1,4 @@
-"""The worker process: it steps environments exactly as a rank does in place."""
+"""The worker process, which answers the questions of its rank."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from envs.vector.adapter import LIFE
 from envs.vector.guards import EnvironmentFaultError
 from envs.vector.layout import TorchEnv
 
-# A worker reports its progress without messages. "beats" grows while its environments make
-# progress; "number" is 1 + the global number of the environment that it calls, or 0.
+# A worker reports its progress in shared memory. "beats" grows while its environments make
+# progress; "number" is 1 + the global number of the environment that it calls, 0 if it calls none.
 STATUS = [("beats", "i8"), ("number", "i8")]
-# for a process that replaces one that died
+# what a process needs that replaces one that died
 KEPT = [*LIFE, ("lifetime_step", "i8")]
 
 
 def row_fields(env: TorchEnv) -> list[tuple[Any, ...]]:
-    """Return the fields of an environment's row in the shared memory."""
+    """Return the fields of an environment's row in shared memory."""
     actions = env.single_action_space
     return [
         ("actions", "f8" if actions.dtype.kind == "f" else "i8", actions.shape),
@@ -43,17 +43,17 @@ def row_fields(env: TorchEnv) -> list[tuple[Any, ...]]:
 
 
 def shared_rows(file: int, count: int, fields: list[tuple[Any, ...]]) -> np.ndarray:
-    """Map rows onto a file in memory, shared by all processes that map it."""
+    """Return rows in a memory file, shared by all processes that map the file."""
     kind = np.dtype(fields, align=True)
     os.ftruncate(file, count * kind.itemsize)
     return np.frombuffer(mmap.mmap(file, count * kind.itemsize), kind)
 
 
 class Worker:
-    """Answers questions, which name a method of it or of its environments."""
+    """Answers questions; each names a method of this class or of TorchVectorEnv."""
 
     def __init__(self, files: Sequence[int]) -> None:
-        """Take a connection to the rank, and the files in memory that it shares."""
+        """Take files: a connection to the rank, the worker's status, the rows of all."""
         connection, status_file, self._rows_file = files
         self._connection = Connection(connection)
         self._sending = threading.Lock()
@@ -61,7 +61,7 @@ class Worker:
         self._env: Any = None  # a TorchVectorEnv from `begin` on
 
     def run(self) -> None:
-        """Answer until the rank closes the connection or the environments."""
+        """Answer questions until one of them is "close" or the rank has ended."""
         name = ""
         while name != "close":
             try:
@@ -78,24 +78,25 @@ class Worker:
             self._send("reply", (problem, value))
 
     def _send(self, kind: str, content: Any) -> None:
-        """Send a message, from any thread; if the rank has ended, it is lost."""
+        """Send a message from any thread; it is lost if the rank has ended."""
         with self._sending, suppress(OSError):
             self._connection.send((kind, content))
 
     def begin(
         self, rows: slice, num_rows: int, options: dict[str, Any], again: bool
     ) -> tuple[Any, ...]:
-        """Make the environments of this worker; return facts that hold for all workers.
+        """Make the environments of these rows; return what the rank needs to know.
 
         Args:
-            rows: the environments, of `num_rows` in all.
-            again: in place of a process that died; the next step is then truncated.
+            num_rows: number of environments of all workers.
+            options: arguments of `make_vector_env`, for all workers.
+            again: continue in place of a process that died.
         """
         logging.getLogger().addHandler(QueueHandler(self))  # type: ignore[arg-type]
         logging.getLogger().setLevel(logging.INFO)
         logging.captureWarnings(True)
         first = options["env_offset"] + rows.start
-        # forked workers would else share the states of these generators
+        # Otherwise all forked workers would draw the same numbers.
         random.seed(first)
         np.random.seed(first % 2**32)  # noqa: NPY002  # which old environments draw from
         torch.manual_seed(first)
@@ -121,7 +122,7 @@ class Worker:
         rows["final_obs"] = info["final_obs"]
 
     def get_state(self) -> dict[str, np.ndarray]:
-        """Return the snapshot as arrays, because a connection sends tensors by files."""
+        """Return the snapshot as arrays; a connection would send tensors as files."""
         return {name: tensor.numpy() for name, tensor in self._env.get_state().items()}
 
     def set_state(self, state: dict[str, np.ndarray]) -> None:
@@ -131,7 +132,7 @@ class Worker:
     # ---- called by environments and threads
 
     def put_nowait(self, record: logging.LogRecord) -> None:
-        """Send a log record to the rank, which logs it."""
+        """Send a log record to the rank, as a QueueHandler asks."""
         self._send("log", record)
 
     def _beat(self) -> None:
@@ -140,6 +141,6 @@ class Worker:
         self._status["beats"] += 1
 
     def _end(self, message: str) -> None:
-        """End this process when a call cannot be interrupted; the rank reports why."""
+        """End this process, in which a call hangs; the rank reports the message."""
         self._send("end", message)
         os._exit(1)
