@@ -1,4 +1,4 @@
-"""Registers our environments with Gymnasium, makes batches of any of them."""
+"""Registers our environments with Gymnasium; makes batches of any environment."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from envs.vector.guards import is_own_fault, place_of
 from rl_dist.errors import did_you_mean, no_module, one_line
 
-# torch and pandas are loaded when a factory is called, not when ids are registered
+# torch and pandas are imported when an environment is made, not when ids are registered.
 if TYPE_CHECKING:
     from envs.vector.adapter import TorchVectorEnv
 
 TRADING_ID = "StockTrading-v0"
 MEMORY_IDS = ("Recall-v0", "CartPolePositions-v1", "MountainCarPositions-v0")
-# Gymnasium's own batch has one generator for all its environments
+# Gymnasium's own vector form of CartPole has one generator for all environments.
 OUR_CART_POLE = "envs.memory_tasks:CartPoleVectorEnv"
 
 _LOGGER = logging.getLogger(__name__)
-_ENTRY_POINTS = {
-    TRADING_ID: ("trading.task:StockTradingEnv", "trading.task:make_trading_vector_env"),
-}
+gymnasium.register(
+    TRADING_ID,
+    entry_point="envs.trading.task:StockTradingEnv",
+    vector_entry_point="envs.trading.task:make_trading_vector_env",
+)
 for _env_id in MEMORY_IDS:
-    _name = f"memory_tasks:{_env_id.partition('-')[0]}"
-    _ENTRY_POINTS[_env_id] = (f"{_name}Env", f"{_name}VectorEnv")
-for _env_id, (_single, _batch) in _ENTRY_POINTS.items():
-    if _env_id not in gymnasium.registry:
-        gymnasium.register(
-            _env_id, entry_point=f"envs.{_single}", vector_entry_point=f"envs.{_batch}"
-        )
+    _entry_point = f"envs.memory_tasks:{_env_id.partition('-')[0]}"
+    gymnasium.register(
+        _env_id, entry_point=f"{_entry_point}Env", vector_entry_point=f"{_entry_point}VectorEnv"
+    )
 
 
 def make_vector_env(
@@ -47,12 +46,17 @@ def make_vector_env(
     heartbeat: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> TorchVectorEnv:
-    """Make a batch of any Gymnasium id or `module:id`.
+    """Make a batch of environments from a Gymnasium id or `module:id`.
 
-    `vectorization` "auto" uses the environment's own vector form (for CartPole-v1 ours) if it takes
-    one seed per environment and autoreset SAME_STEP. With "sync", restarts or masks from info one
-    environment steps after the other. Other options are those of TorchVectorEnv. An environment
-    that cannot be made raises ValueError.
+    Args:
+        vectorization: "auto" takes the vector form of the environment (our own one for CartPole-v1)
+            if it has autoreset SAME_STEP and takes one seed per environment. Otherwise, or with
+            "sync", `env_restarts` or `info_mask`, single environments step one after the other.
+        heartbeat: called before an environment is made, and as TorchVectorEnv says.
+        options: other fields of TorchVectorEnv.
+
+    Raises:
+        ValueError: the environment is unknown or cannot be made.
     """
     from envs.vector.adapter import TorchVectorEnv
     from envs.vector.one_by_one import OneByOne
@@ -62,20 +66,21 @@ def make_vector_env(
 
     def make() -> gymnasium.Env[Any, Any]:
         heartbeat()
-        # the guard checks every step anyway
+        # OneByOne checks every step itself.
         return gymnasium.make(spec, disable_env_checker=True, **kwargs)
 
-    batched = spec
+    vector_spec = spec
     if spec.entry_point == "gymnasium.envs.classic_control.cartpole:CartPoleEnv" and not kwargs:
-        batched = replace(spec, vector_entry_point=OUR_CART_POLE)
+        vector_spec = replace(spec, vector_entry_point=OUR_CART_POLE)
 
     def make_batch(count: int) -> VectorEnv[Any, Any, Any]:
-        return gymnasium.make_vec(batched, count, vectorization_mode="vector_entry_point", **kwargs)
+        mode = "vector_entry_point"
+        return gymnasium.make_vec(vector_spec, count, vectorization_mode=mode, **kwargs)
 
     one_by_one = vectorization == "sync" or options.get("env_restarts") or options.get("info_mask")
     try:
         envs: Any
-        if batched.vector_entry_point and not one_by_one and _seeds_each(make_batch):
+        if vector_spec.vector_entry_point and not one_by_one and _seeds_each(make_batch):
             envs = make_batch(num_envs)
         else:
             envs = [make() for _ in range(num_envs)]
@@ -90,7 +95,7 @@ def make_vector_env(
 
 
 def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
-    """Find an id, importing the module of `module:id`; unknown ones raise ValueError."""
+    """Return the spec of an id or `module:id`; an unknown id is a ValueError."""
     module, _, name = env_id.rpartition(":")
     try:
         if module:
@@ -108,14 +113,14 @@ def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
 
 
 def _seeds_each(make_batch: Callable[[int], VectorEnv[Any, Any, Any]]) -> bool:
-    """Return whether batches are SAME_STEP and take one seed for each environment."""
+    """Return whether a batch is SAME_STEP and takes one seed per environment."""
     try:
         env = make_batch(2)
         first = np.array(env.reset(seed=[11, 12])[0])  # type: ignore[arg-type]
         second = np.array(env.reset(seed=[12, 11])[0])  # type: ignore[arg-type]
         same_step = env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
         env.close()
-    except Exception as error:  # environments are foreign code and refuse a list in many ways
-        _LOGGER.info("using one environment after the other: %s", one_line(error))
+    except Exception as error:  # environments refuse a list of seeds in many ways
+        _LOGGER.info("environments step one after the other: %s", one_line(error))
         return False
     return same_step and np.array_equal(first, second[::-1])

@@ -12,21 +12,22 @@ from gymnasium.envs.classic_control.continuous_mountain_car import Continuous_Mo
 
 from envs.vector.batched import BatchedEnv, Outcome, SingleEnv
 
-_START_BOUND = 0.05  # every start coordinate of CartPole is uniform in [-0.05, 0.05]
-_GRAVITY = 0.0025  # mountain car
-_COST = 0.1  # mountain car: price of a squared action
+_START_BOUND = 0.05  # CartPole starts with every coordinate uniform in [-0.05, 0.05]
+# of the mountain car
+_GRAVITY = 0.0025
+_COST = 0.1  # for a squared action
 _PRIZE = 100.0
 
 
 class RecallVectorEnv(BatchedEnv):
-    """Recall-v0: a tiny task that only memory solves.
+    """Recall-v0: a tiny task that needs memory.
 
-    The first observation shows one of `num_cues` cues. `delay` observations of noise follow. Then
-    the query flag is up, and the action taken at that moment earns 1 if it is the cue's number.
-    Without memory the best mean return is 1 / num_cues.
+    The first observation shows one of `num_cues` cues. `delay` observations of noise follow. The
+    next one raises the query flag: the action then earns 1 if it is the number of the cue. Without
+    memory the best mean return is 1 / num_cues.
 
-    Observation [num_cues + num_noise + 1]: the cue (one-hot at the first step, else zero), noise in
-    [-1, 1], the query flag. An episode lasts delay + 2 steps and then terminates.
+    Observation [num_cues + num_noise + 1]: the cue (one-hot at the first step, else zeros), noise
+    in [-1, 1], the query flag. An episode terminates after delay + 2 steps.
     """
 
     state_names = ("cue", "age", "noise")
@@ -47,13 +48,13 @@ class RecallVectorEnv(BatchedEnv):
         return generator.random(1 + self.noise[0].size)
 
     def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
-        """Start new episodes: a new cue and new noise."""
+        """Start new episodes with a new cue and new noise."""
         self.cue[rows] = (draws[:, 0] * self.num_cues).astype(np.int64)
         self.noise[rows] = 2.0 * draws[:, 1:].reshape(len(rows), *self.noise.shape[1:]) - 1.0
         self.age[rows] = 0
 
     def observe(self) -> np.ndarray:
-        """Return the observations; the one after the query is all zeros."""
+        """Return the observations; after the query they are zeros."""
         obs = np.zeros(self.observation_space.shape or (), dtype=np.float32)
         (fresh,) = np.nonzero(self.age == 0)
         obs[fresh, self.cue[fresh]] = 1.0
@@ -63,17 +64,17 @@ class RecallVectorEnv(BatchedEnv):
         return obs
 
     def advance(self, actions: np.ndarray) -> Outcome:
-        """Reward the right answer at the query, which ends the episode."""
-        asked = self.age == self.query_age
-        rewards = (asked & (actions == self.cue)).astype(np.float64)
+        """Reward the right answer to the query and end the episode there."""
+        is_query = self.age == self.query_age
+        rewards = (is_query & (actions == self.cue)).astype(np.float64)
         self.age += 1
-        return rewards, asked, np.zeros(self.num_envs, dtype=bool)
+        return rewards, is_query, np.zeros(self.num_envs, dtype=bool)
 
 
 class CartPoleVectorEnv(BatchedEnv):
-    """CartPole-v1 as a batch: every environment equals Gymnasium's to the last bit.
+    """CartPole-v1 as a batch that equals Gymnasium's environment bit for bit.
 
-    The time limit is part of the environment, so that a snapshot holds it.
+    The time limit is part of the environment, so that a snapshot includes it.
 
     Source of the dynamics: gymnasium/envs/classic_control/cartpole.py (Barto, Sutton, Anderson
     1983).
@@ -83,7 +84,7 @@ class CartPoleVectorEnv(BatchedEnv):
     observed = slice(None)  # columns of the state (x, x_dot, theta, theta_dot)
 
     def __init__(self, num_envs: int = 1, *, max_episode_steps: int = 500) -> None:
-        self._physics = CartPoleEnv()  # read for its constants only
+        self._physics = CartPoleEnv()  # only its constants are used
         space: Any = self._physics.observation_space
         seen = spaces.Box(space.low[self.observed], space.high[self.observed])
         super().__init__(num_envs, seen, spaces.Discrete(2))
@@ -105,7 +106,7 @@ class CartPoleVectorEnv(BatchedEnv):
         return self.state[:, self.observed].astype(np.float32)
 
     def advance(self, actions: np.ndarray) -> Outcome:
-        """Integrate one Euler step in CartPoleEnv.step's order: equal to the last bit."""
+        """Take one Euler step, with operations in the order of CartPoleEnv.step."""
         it = self._physics
         x, x_dot, theta, theta_dot = self.state.T
         force = np.where(actions == 1, it.force_mag, -it.force_mag)
@@ -124,7 +125,7 @@ class CartPoleVectorEnv(BatchedEnv):
 
 
 class CartPolePositionsVectorEnv(CartPoleVectorEnv):
-    """CartPolePositions-v1: CartPole-v1 without velocities; balance takes memory.
+    """CartPolePositions-v1: CartPole-v1 without velocities, which needs memory.
 
     An observation is the position of the cart (m) and the angle of the pole (rad).
     """
@@ -135,8 +136,8 @@ class CartPolePositionsVectorEnv(CartPoleVectorEnv):
 class MountainCarPositionsVectorEnv(BatchedEnv):
     """MountainCarPositions-v0: sparse reward, continuous actions, no velocities.
 
-    MountainCarContinuous-v0 shown by its position alone. Effort costs, and only the summit pays,
-    which no noise that is white in time reaches: a policy then learns to stand still.
+    MountainCarContinuous-v0, of which only the position is observed. Every action costs, and only
+    the summit pays. White noise never reaches it, so a policy learns to stand still.
 
     Source of the dynamics: gymnasium/envs/classic_control/continuous_mountain_car.py (Moore 1990).
     """
@@ -144,7 +145,7 @@ class MountainCarPositionsVectorEnv(BatchedEnv):
     state_names = ("position", "velocity", "elapsed")
 
     def __init__(self, num_envs: int = 1, *, max_episode_steps: int = 999) -> None:
-        self._physics = Continuous_MountainCarEnv()  # read for its constants only
+        self._physics = Continuous_MountainCarEnv()  # only its constants are used
         bounds = (self._physics.min_position, self._physics.max_position)
         observations = spaces.Box(*bounds, (1,), np.float32)
         super().__init__(num_envs, observations, spaces.Box(-1.0, 1.0, (1,), np.float32))
@@ -158,7 +159,7 @@ class MountainCarPositionsVectorEnv(BatchedEnv):
         return generator.uniform(-0.6, -0.4, 1)
 
     def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
-        """Start new episodes at the drawn positions, at rest."""
+        """Start new episodes at rest at the drawn positions."""
         self.position[rows] = draws[:, 0]
         self.velocity[rows] = 0.0
         self.elapsed[rows] = 0
@@ -168,7 +169,7 @@ class MountainCarPositionsVectorEnv(BatchedEnv):
         return self.position[:, None].astype(np.float32)
 
     def advance(self, actions: np.ndarray) -> Outcome:
-        """Move all cars one step on."""
+        """Move all cars by one step."""
         it = self._physics
         force = np.clip(actions[:, 0].astype(np.float64), -1.0, 1.0)
         velocity = self.velocity + force * it.power - _GRAVITY * np.cos(3.0 * self.position)

@@ -1,4 +1,4 @@
-"""One interface to what a run trains on: trading, or any Gymnasium environment."""
+"""The flags that choose a task, and the task of any Gymnasium environment."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from envs.vector.guards import end_process
 from rl_dist.errors import printable
 from rl_dist.flags import Field, Text, configuration, or_auto
 
-AUTO = -1  # env_workers: a training measures it before it begins; elsewhere 0
+AUTO = -1  # of env_workers: a training measures the best number; other commands take 0
 
 
 @configuration
 class TaskConfig:
-    """Which environment to train on."""
+    """The environment of a run, and how it is stepped."""
 
     env: Text = TRADING_ID
     """Gymnasium id, or module:id to import a module first."""
     env_kwargs: Text = ""
     """JSON object of arguments for an environment other than StockTrading-v0."""
     vectorization: Literal["auto", "sync"] = "auto"
-    """auto: the environment's own vector form if it seeds and resets each environment by itself
-    (ours for CartPole-v1), else one after the other (sync)."""
+    """auto: step the environment's own vector form (for CartPole-v1 ours) if it seeds and resets
+    each environment by itself; sync, and otherwise: step one environment after the other."""
     info_mask: bool = False
-    """info["action_mask"] of another environment says which actions are allowed. A mask in a Dict
-    observation under the key action_mask needs no flag."""
+    """Read which actions are allowed from info["action_mask"] of another environment. A mask that
+    is the part action_mask of a Dict observation needs no flag."""
     previous_action: bool = False
     """Add the previous action to the observation of another environment."""
     previous_reward: bool = False
     """Add the previous reward to the observation of another environment."""
     eval_episodes: int = Field(100, ge=1, le=10**6)
-    """Episodes that evaluate the policy of another environment."""
+    """Number of episodes that evaluate the policy of another environment."""
     env_timeout: float = Field(120.0, ge=0, le=10**6)
-    """Longest time in seconds for one step or reset of another environment; 0: any."""
+    """Longest time in seconds for one step or reset of another environment; 0: no limit."""
     env_restarts: int = Field(0, ge=0, le=10**9)
-    """Largest number of rebuilds of a Python environment that raised, hung or returned NaN."""
+    """How often each environment is made again after it raised, hung or returned NaN."""
     env_workers: Annotated[int, or_auto(AUTO)] = Field(0, ge=AUTO, le=1024)
-    """Step the environments in this many processes of each rank and group, which pays where a step
-    of all of them takes some 5 ms or more; 0: in the rank itself; auto: the fastest of 0, one per
-    core and four per core, measured before training."""
+    """Number of processes, for each rank and group, that step the environments; 0: the rank steps
+    them itself; auto: the fastest of 0, one per core and four per core, measured before training.
+    Workers pay if one step of all environments takes 5 ms or more."""
     env_groups: int = Field(1, ge=1, le=2)
-    """With workers: 2 halves of a rank's environments, so that the policy acts for one while the
-    workers step the other."""
+    """With workers: 2 lets the policy act for one half of a rank's environments while the workers
+    step the other half."""
 
     def __post_init__(self) -> None:
         self.kwargs()
@@ -57,7 +57,7 @@ class TaskConfig:
         return self.env == TRADING_ID
 
     def kwargs(self) -> dict[str, Any]:
-        """Return the arguments in `env_kwargs`."""
+        """Return `env_kwargs` as a dict."""
         arguments: Any = None
         with suppress(ValueError, RecursionError):
             arguments = json.loads(self.env_kwargs or "{}")
@@ -69,17 +69,17 @@ class TaskConfig:
         return arguments
 
 
-# passed on to the environments, in the rank or in its workers
+# flags that make_vector_env takes
 _OPTIONS = ["vectorization", "info_mask", "previous_action", "previous_reward"]
 _OPTIONS += ["env_timeout", "env_restarts"]
 
 
 @dataclass(frozen=True)
 class GymTask:
-    """Any Gymnasium id whose observations and actions are numbers."""
+    """The task of a Gymnasium environment, as TradingTask is that of trading."""
 
     config: TaskConfig
-    end: Callable[[str], None] = end_process  # ends the process when an environment hangs for good
+    end: Callable[[str], None] = end_process  # ends the process if an environment hangs for good
     heartbeat: Callable[[], None] = lambda: None  # called while environments make progress
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class GymTask:
     def training_env(
         self, num_envs: int, env_offset: int = 0, device: str = "cpu", kind: str = "environment"
     ) -> Any:
-        """Make a batch of environments env_offset, ...; `kind` names it in messages."""
+        """Make environments number `env_offset` and up; messages name them by `kind`."""
         config = self.config
         options: dict[str, Any] = {name: getattr(config, name) for name in _OPTIONS}
         options |= {"env_id": config.env, "num_envs": num_envs, "env_kwargs": config.kwargs()}
@@ -102,11 +102,11 @@ class GymTask:
         return make_vector_env(end=self.end, **options)
 
     def evaluation_env(self, num_envs: int, env_offset: int = 0, device: str = "cpu") -> Any:
-        """Make the same with another name in messages, as its numbers start at 0."""
+        """Make environments that messages do not confuse with those of training."""
         return self.training_env(num_envs, env_offset, device, "evaluation environment")
 
     def probe_env(self) -> Any:
-        """Make one environment in this process, to look at."""
+        """Make one environment in this process, to read its spaces."""
         config = replace(self.config, env_workers=0)
         return replace(self, config=config).training_env(1)
 
