@@ -155,6 +155,7 @@ def _rows(
     baseline: Prediction | None = None  # the prediction for one rank, which comes first
     slower = 1.0  # seconds at the given rate per measured second
     network = card.network if card else job.network()
+    # seconds on the card per second on one processor here
     ratio = _fp32_tflops(job.device_type) / card.fp32_tflops if card else 1.0
     for share in job.shares(scalings):
         work = share.work.scaled(1.0, share.processors * ratio) if card else share.work
@@ -166,6 +167,7 @@ def _rows(
         prediction = predict(work, share.ranks, talk_s * crowding)
         baseline = baseline or prediction
         row = {"scaling": share.scaling, "source": "estimate" if card else share.source}
+        # NaN is an unknown rate, and makes time and cost unknown
         rate = prediction.steps_per_s if sps or not card else math.nan
         times = {"steps_per_s": rate, "iteration_s": prediction.env_steps / rate}
         times["hours"] = hours = env_steps / rate / 3600

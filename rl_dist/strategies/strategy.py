@@ -146,7 +146,8 @@ class Strategy:
         Raises:
             UserError: the optimizer holds other parameters than `parameters`.
         """
-        self._check_parameters(optimizer)
+        if self.mode in ("ddp", "hybrid"):
+            self._check_parameters(optimizer)
 
         # the norm, and clipping
         if self.scaler:
