@@ -16,18 +16,16 @@ import torch
 from agents_ranks import world_of_one
 from gymnasium import spaces
 from own_cores import Decay
-from train_runs import REPO, only_error, records, run_here, start, train_here
+from train_runs import REPO, only_error, records, start, train_here
 
 import agents
 from agents import load_policy, train
 from agents.api.seeds import mean_interval
-from agents.evaluate import command as evaluate
 from agents.evaluate.episodes import PolicyController
 from agents.run.callbacks import Watch
 from agents.run.saved import load_agent
 from envs import make_vector_env
 from envs.vector.spaces import from_json, to_json
-from rl_dist import status
 from rl_dist.errors import UserError
 
 TINY = {"num_envs": 4, "num_steps": 16, "bptt_steps": 8, "batch_size": 4, "hidden_size": 8}
@@ -310,16 +308,6 @@ def test_the_interval_holds_the_mean_of_the_scores():
     mean, low, high = mean_interval(scores)
     assert low < mean < high and mean == pytest.approx(scores.mean())
     assert high - low == pytest.approx(2 * 1.96 * scores.std() / 3, rel=0.15)
-
-
-@pytest.mark.parametrize("main", [evaluate.main, status.main])
-def test_a_folder_of_several_runs_names_them(main, tmp_path, monkeypatch, capsys):
-    for seed in (1, 2):
-        (tmp_path / f"seed_{seed}").mkdir()
-        (tmp_path / f"seed_{seed}" / "state.json").touch()
-    assert run_here(main, [tmp_path], monkeypatch) == 2
-    error = only_error(capsys.readouterr().err)
-    assert f"name one: {tmp_path}/seed_1, {tmp_path}/seed_2" in error
 
 
 @pytest.mark.slow

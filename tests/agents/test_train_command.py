@@ -15,7 +15,7 @@ from gymnasium.envs.registration import EnvSpec
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from train_runs import SIZES, SMALL, only_error, output_in, records, train_here
 
-from agents.config import DEFAULTS, OWNERS, SECTIONS, RunConfig
+from agents.config import DEFAULTS, OWNERS, PRESETS, QUICK, SECTIONS, RunConfig
 from agents.run.choice import choose_run, fresh_config, parse_training
 from agents.run.metric_table import CHOICES, METRICS, MONITORED, OTHER_TASKS, TRADING
 from agents.run.sizes import shard_sizes
@@ -296,27 +296,27 @@ def test_help_shows_the_fifteen_flags_that_matter(capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "kind", "expected"),
-    [  # total_steps, num_episodes, batch_size, num_envs, num_steps, learning_rate, gae_lambda
-        ("", "trading", (0, 5000, 128, 0, 128, 1e-3, 0.5)),
-        ("--preset paper --quick", "paper", (0, 96, 64, 32, 128, 3e-4, 0.95)),
-        ("--env CartPole-v1", "small", (200_000, 5000, 8, 16, 64, 7e-4, 0.95)),
-        ("--env Pendulum-v1 --total_steps 9", "control", (9, 5000, 8, 16, 64, 7e-4, 0.95)),
-        ("--env Recall-v0 --num_episodes 9", "memory", (0, 9, 8, 32, 64, 7e-4, 0.9)),
-        ("--env Recall-v0 --preset small", "small", (200_000, 5000, 8, 16, 64, 7e-4, 0.95)),
-        ("--env Recall-v0 --quick", "memory", (0, 96, 64, 32, 64, 7e-4, 0.9)),
-        ("--env CartPole-v1 --batch_size 9", "small", (200_000, 5000, 9, 0, 64, 7e-4, 0.95)),
-        ("--env CartPole-v1 --bptt_steps 128", "small", (200_000, 5000, 8, 0, 128, 7e-4, 0.95)),
-        ("--learning_rate 3e-4 --gae_lambda 0.95", "trading", (0, 5000, 128, 0, 128, 3e-4, 0.95)),
+    ("flags", "kind", "changes"),  # changes of the preset
+    [
+        ("", "trading", {}),
+        ("--preset paper --quick", "paper", QUICK),
+        ("--env CartPole-v1", "small", {}),
+        ("--env Pendulum-v1 --total_steps 9", "control", {"total_steps": 9}),
+        ("--env Recall-v0 --num_episodes 9", "memory", {"total_steps": 0, "num_episodes": 9}),
+        ("--env Recall-v0 --preset small", "small", {}),
+        ("--env Recall-v0 --quick --policy mlp", "memory", QUICK | {"refresh_states": False}),
+        ("--env CartPole-v1 --batch_size 9", "small", {"batch_size": 9, "num_envs": 0}),
+        ("--env CartPole-v1 --bptt_steps 128", "small", {"num_steps": 128, "num_envs": 0}),
+        ("--learning_rate 3e-4", "trading", {"learning_rate": 3e-4}),
     ],
 )
-def test_a_preset_follows_from_the_task_and_flags_win(flags, kind, expected, tmp_path):
+def test_a_preset_follows_from_the_task_and_flags_win(flags, kind, changes, tmp_path):
     config = fresh_config(parse_training(flags.split()))
     values = config.values
-    columns = ("total_steps", "num_episodes", "batch_size", "num_envs", "num_steps")
-    columns += ("learning_rate", "gae_lambda")
-    assert tuple(values[name] for name in columns) == expected
-    assert (values["chosen_preset"], values["refresh_states"]) == (kind, kind == "memory")
+    expected = PRESETS[kind] | {"chosen_preset": kind} | changes
+    if "env" in flags:
+        expected.pop("num_worlds", None)  # it has no effect
+    assert {name: values[name] for name in expected} == expected
     shard_sizes(config.train, 0, 1)
     # A saved configuration and its flags mean the same configuration.
     run = RunDir(tmp_path)
