@@ -25,7 +25,7 @@ from agents.evaluate import command as evaluate
 from agents.export import command as export
 from agents.pretrain import command as pretrain
 from agents.run.choice import ALL_SECTIONS, CHANGEABLE
-from agents.run.metric_table import METRICS
+from agents.run.metric_table import METRIC_TABLE
 from agents.run.saved import load_agent
 from rl_dist import resume_check, status
 from rl_dist.checkpoint import __main__ as checkpoint
@@ -137,7 +137,7 @@ def preset_table() -> str:
 def metric_table() -> str:
     """Return the table of the keys of metrics.jsonl."""
     rows = []
-    for name, metric in METRICS.items():
+    for name, metric in METRIC_TABLE.items():
         where = {(True, True): "record, `ranks`", (True, False): "record", (False, True): "`ranks`"}
         place = where[metric.overall, metric.per_rank]
         rows.append(

@@ -112,7 +112,7 @@ def _read_rows() -> dict[str, Metric]:
     return metrics
 
 
-METRICS = _read_rows()
+METRIC_TABLE = _read_rows()
 
 
 def check_metric(flag: str, name: str, is_trading: bool, precision: str) -> None:
@@ -121,7 +121,7 @@ def check_metric(flag: str, name: str, is_trading: bool, precision: str) -> None
     Names below env/ pass: environments define them while they train.
     """
     others = {OTHER_TASKS if is_trading else TRADING, FP16} - {precision}
-    known = [key for key, row in METRICS.items() if row.overall and row.when not in others]
+    known = [key for key, row in METRIC_TABLE.items() if row.overall and row.when not in others]
     known.remove("ranks")
     if name not in known and not name.startswith("env/"):
         fix = did_you_mean(name, known) or f"name one of {', '.join(known)}"

@@ -17,7 +17,7 @@ from train_runs import SIZES, SMALL, only_error, output_in, records, train_here
 
 from agents.config import DEFAULTS, OWNERS, PRESETS, QUICK, SECTIONS, RunConfig
 from agents.run.choice import choose_run, fresh_config, parse_training
-from agents.run.metric_table import CHOICES, METRICS, MONITORED, OTHER_TASKS, TRADING
+from agents.run.metric_table import CHOICES, METRIC_TABLE, MONITORED, OTHER_TASKS, TRADING
 from agents.run.sizes import shard_sizes
 from agents.trainer import Training
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
@@ -91,7 +91,7 @@ def test_a_run_writes_exactly_the_metrics_of_the_table(finished, tmp_path, monke
     assert train_here(monkeypatch, *CARTPOLE, "--total_steps", 256, "--run_dir", run_dir) == 0
     for path, task in ((run_dir, (OTHER_TASKS, CHOICES)), (finished[1][0], (TRADING,))):
         last, kept = records(path)[-1], ("", *task, MONITORED)
-        written = {name: metric for name, metric in METRICS.items() if metric.when in kept}
+        written = {name: metric for name, metric in METRIC_TABLE.items() if metric.when in kept}
         assert set(last) == {name for name, metric in written.items() if metric.overall}
         assert set(last["ranks"][0]) == {name for name in written if written[name].per_rank}
 
