@@ -96,17 +96,18 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
     loaded = {"policy": load(paths[0])} | {path: load(path) for path in paths[1:]}
     agents = {n: PolicyController(agent.policy, agent.normalizer) for n, agent in loaded.items()}
     agent = loaded["policy"]
-    given = {
+    overrides = {
         "seed": options.seed,
         "market_seed": options.market_seed,
         "market_edge": options.market_edge,
         "eval_episodes": options.episodes or -1,
     }
-    config = agent.config.changed({name: value for name, value in given.items() if value >= 0})
+    config = agent.config.changed({name: value for name, value in overrides.items() if value >= 0})
     # no more threads than in training, as the steps are not larger
     torch.set_num_threads(min(config.launch.threads or 1, torch.get_num_threads()))
     say = print if world.is_main_process else lambda text: None
     say(f"{agent.path}, iteration {agent.iteration}")
+    # before the environment's module is imported, check that the user trusts it
     saved = {"env": config.task.env, "env_kwargs": config.task.env_kwargs}
     check_named(agent.run_dir, "task", saved, options.env)
     task = config.prepare_task(world.heartbeat)

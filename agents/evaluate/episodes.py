@@ -43,11 +43,11 @@ def _stop(signum: int, frame: Any) -> None:
 def until_stopped(evaluate: Callable[[], None], world: World, run_dir: Path | None = None) -> int:
     """Evaluate unless a stop signal comes; return the exit code.
 
-    A signal ends each of several ranks immediately, as ranks may wait for each other in code that
-    no handler of Python interrupts; then their launcher prints the message.
+    With several ranks, a signal ends each process immediately, because a rank may be waiting for
+    others in code that Python's handlers cannot interrupt. The launcher then prints the message.
 
     Args:
-        run_dir: of the training whose end this evaluation is, if any.
+        run_dir: directory of the training that this evaluation ends; None: there is none.
     """
     stop_flag.replace(_stop if world.size == 1 else signal.SIG_DFL)
     try:
@@ -93,7 +93,7 @@ class PolicyController:
 
 
 def shard(count: int, world: World) -> range:
-    """Return the indices below `count` of which this rank takes care."""
+    """Return this rank's share of the indices 0 .. count - 1."""
     return range(count * world.rank // world.size, count * (world.rank + 1) // world.size)
 
 
@@ -105,10 +105,10 @@ def evaluate_episodes(
     world: World,
     stream: int = EVALUATION_STREAM,
 ) -> np.ndarray:
-    """Run N episodes on all ranks, each in another environment.
+    """Run N whole episodes over all ranks, with one environment for each.
 
-    The seed, the stream and its number determine an episode. Validation has another stream. If an
-    environment is restarted after a fault, its episode is repeated.
+    The seed, the stream and the number of an episode determine it. Validation has another stream.
+    If an environment is restarted after a fault, its episode is repeated.
 
     Returns:
         Return, length and number of restarts of every episode, [N, 3], on every rank.

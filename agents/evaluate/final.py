@@ -50,7 +50,7 @@ def evaluate_and_finish(
 def evaluate_last_and_best(
     config: RunConfig, task: GymTask, training: Training, run_dir: Path
 ) -> tuple[dict[str, Any], str]:
-    """Evaluate the last policy and, if it is another one, that of best.pt."""
+    """Evaluate the last policy, and best.pt if it holds another one."""
     agents = {"test": PolicyController(training.policy, training.normalizers.obs)}
     best = load_best(training, run_dir)
     if best and best.iteration != training.iteration:

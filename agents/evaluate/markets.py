@@ -58,7 +58,7 @@ Record = dict[str, np.ndarray]
 
 
 def run_markets(env: Any, controller: Controller, world: World) -> Record:
-    """Trade once over all markets; a ruined portfolio keeps its last value."""
+    """Make one pass over all markets; a ruined portfolio keeps its last value."""
     obs, _ = env.reset(seed=[0] * env.num_envs)
     start = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     alive = start.clone()
@@ -84,7 +84,7 @@ def evaluate_markets(
     traders: dict[str, Controller],
     world: World,
 ) -> dict[str, Record]:
-    """Let every trader trade once over all markets, which all ranks share.
+    """Let each trader make one pass over all markets, divided among the ranks.
 
     Returns:
         The records of all M markets in order, on every rank.
@@ -279,7 +279,7 @@ def report(
         summaries[name] = summarize(records, dates)
         title = SIMULATED if simulated else SPANS[name]
         text += f"{title}\n{text_table(summaries[name], simulated)}\n\n"
-        records.pop(ZEROED, None)  # files hold no ablation
+        records.pop(ZEROED, None)  # the files hold strategies only
         if world.is_main_process:
             from agents.evaluate.pictures import plot_equity  # start-up: 0.5 s of matplotlib
 

@@ -80,7 +80,7 @@ def film(agent: PolicyController, task: GymTask, folder: Path, seed: int, world:
     kwargs = json.dumps(task.config.kwargs() | {"render_mode": "rgb_array"})
     options: dict[str, Any] = {"vectorization": "sync", "env_workers": 0, "env_restarts": 0}
     drawn_task = replace(task, config=replace(task.config, env_kwargs=kwargs, **options))
-    policy = replace(agent)  # keeps another state than the agent
+    policy = replace(agent)  # a copy with another state
     frames: list[Image.Image] = []
 
     def draw_and_act(env: Any, obs: Tensor, episode_start: Tensor) -> Tensor:
