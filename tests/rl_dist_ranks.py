@@ -145,15 +145,15 @@ def started(out_dir):
     return world
 
 
-def loop(out_dir, way="", victim=1):
-    """Iterate until all ranks agree to stop; one may fail or die in some way."""
+def loop(out_dir, way=""):
+    """Iterate until all ranks agree to stop; rank 1 may fail, die or hang."""
     assert set(STOP_SIGNALS) <= BLOCKED, "a signal could meet a rank before its handlers are set"
     world = started(out_dir)
     if way == "evaluation":  # all is saved, and nothing handles stop signals any more
         stop_flag.replace(signal.SIG_DFL)
     while True:
-        if way and world.rank == victim:
-            end_this_rank(way)
+        if world.rank == 1 or way == "fail while others hang":
+            end_this_rank(way, world.rank)
         time.sleep(0.02)
         if signum := all_reduce_max(stop_flag.signum, world):
             if world.is_main_process:
@@ -162,26 +162,21 @@ def loop(out_dir, way="", victim=1):
             return 128 + signum
 
 
-def end_this_rank(way):
-    if way in ("fail", "fail at length"):
-        raise RuntimeError("the roof is on fire" + "\0" * (10**6 if way != "fail" else 0))
+def end_this_rank(way, rank):
+    if way == "fail at length":
+        raise RuntimeError("the roof is on fire" + "\0" * 10**6)
+    if way == "hang" or (way == "fail while others hang" and rank == 0):
+        time.sleep(1000)
+    if way == "fail while others hang":
+        raise RuntimeError("the roof is on fire")
     if way == "mistake":
         raise UserError("num_envs must be at least 1, got 0")
     if way == "fail slowly":  # the other rank complains first, from where this one closes
-        try:
-            end_this_rank("fail")
-        finally:
-            dist.destroy_process_group()
-            time.sleep(1.0)
+        dist.destroy_process_group()
+        time.sleep(1.0)
+        raise RuntimeError("the roof is on fire")
     if way == "exit":
         os._exit(0)
-
-
-def hang(out_dir, failing=-1):
-    """Never reach the end of an iteration, while one rank may fail."""
-    if started(out_dir).rank == failing:
-        end_this_rank("fail")
-    time.sleep(1000)
 
 
 def halt(out_dir):

@@ -167,8 +167,7 @@ def launch_distributed_training(
     """
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rl_dist_result_") as folder:
-        words = [script, *flags, *as_flags(named)]
-        child = Child(words, Path(folder), echo=echo)
+        child = Child([script, *flags, *as_flags(named)], Path(folder), echo=echo)
         try:
             child.job.wait()
         except KeyboardInterrupt:
@@ -196,13 +195,13 @@ def launch_distributed_training(
 
 def as_flags(named: Mapping[str, Any]) -> list[str]:
     """Return the command-line flags of keyword arguments."""
-    words = []
+    flags = []
     for name, value in named.items():
         if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
+            flags.append(f"--{name}" if value else f"--no-{name}")
         elif value is not None:
-            words.append(f"--{name}={json.dumps(value) if isinstance(value, Mapping) else value}")
-    return words
+            flags.append(f"--{name}={json.dumps(value) if isinstance(value, Mapping) else value}")
+    return flags
 
 
 # ---- short runs
@@ -250,7 +249,7 @@ def measure_short_runs(
         UserError: the script refuses the flags.
         ChildError: a copy failed in another way, or did not end in time (ChildTimeoutError).
     """
-    words = _short_run_flags(flags, threads, num_gpus, device_type)
+    training_flags = _short_run_flags(flags, threads, num_gpus, device_type)
     started_s = time.monotonic()
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="short_run_")))
@@ -260,26 +259,26 @@ def measure_short_runs(
         gpus = visible.split(",") if visible else list(map(str, range(copies)))
         for number, run in enumerate(runs):
             # with equal seeds, the episodes of all copies would end together
-            arguments = [SCRIPT, *words, f"--seed={number + 1}", "--run_dir", run.path]
+            arguments = [SCRIPT, *training_flags, f"--seed={number + 1}", "--run_dir", run.path]
             on_gpu = device_type == "cuda" and num_gpus is not None
             variables = {"CUDA_VISIBLE_DEVICES": gpus[number]} if on_gpu else {}
             run.path.parent.mkdir()
             children.append(Child(arguments, run.path.parent, variables=variables))
             held.callback(children[-1].kill)
-        skipped: list[int] = []  # number of iterations of each copy that do not count
-        end_s = math.inf  # earliest end of the measurement
+
+        began_s = math.inf  # when all copies were warm
+        warm_up: list[int] = []  # iterations of each copy until then
         while True:
             time.sleep(POLL_S)
             now_s = time.monotonic()
             records = [run.records() for run in runs]
-            counts = [len(copy_records) for copy_records in records]
-            if now_s - started_s > enough_s and min(counts) >= 2:
-                skipped = [0] * copies
+            if now_s - started_s > enough_s and min(map(len, records)) >= 2:
                 break
-            if not skipped and min(counts) >= WARM_UP:
-                skipped, end_s = counts, now_s + ROUNDS_S * steady
-            measured = [n - skip for n, skip in zip(counts, skipped or counts, strict=True)]
-            if now_s >= end_s and min(measured) >= iterations:
+            if not warm_up and min(map(len, records)) >= WARM_UP:
+                began_s, warm_up = now_s, [*map(len, records)]
+            measured = [r[skip:] for r, skip in zip(records, warm_up, strict=False)]
+            if now_s >= began_s + ROUNDS_S * steady and min(map(len, measured)) >= iterations:
+                records = measured
                 break
             for child in children:
                 if child.job.poll() is not None:
@@ -287,11 +286,8 @@ def measure_short_runs(
             if now_s - started_s > timeout_s:
                 raise ChildTimeoutError("a short run took too long: try smaller sizes")
         state = runs[0].state()
-        return ShortRuns(
-            records=[r[skip:] for r, skip in zip(records, skipped, strict=True)],
-            config=runs[0].config(),
-            gradient_bytes=state.gradient_bytes if state else 0,
-        )
+        gradient_bytes = state.gradient_bytes if state else 0
+        return ShortRuns(records, runs[0].config(), gradient_bytes)
 
 
 def _short_run_flags(

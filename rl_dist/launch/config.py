@@ -173,12 +173,12 @@ def _adopted_ranks(config: LaunchConfig, gpu_ids: tuple[int, ...]) -> int:
 
 def parse_gpu_ids(text: str, num_visible: int) -> tuple[int, ...]:
     """Return the ids in a text such as 0,2,3; each must be one of the visible GPUs."""
-    words = text.replace(" ", "").split(",") if text else []
-    are_visible = all(word.isdecimal() and int(word) < num_visible for word in words)
-    if not are_visible or len(set(words)) < len(words):
+    ids = text.replace(" ", "").split(",") if text else []
+    are_visible = all(gpu_id.isdecimal() and int(gpu_id) < num_visible for gpu_id in ids)
+    if not are_visible or len(set(ids)) < len(ids):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise UserError(
             f"gpu_ids {text!r} must be different numbers with commas between, such as 0,2,3, below "
             f"{num_visible}, the number of GPUs that can be used (CUDA_VISIBLE_DEVICES: {visible})"
         )
-    return tuple(map(int, words))
+    return tuple(map(int, ids))

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 PLACE_BYTES = 256  # of the text that names a collective to other ranks
 VANISHED_STORE_TIMEOUT = timedelta(seconds=5)  # torch's wait for a store file that was deleted
-GROUP_TIMEOUT = timedelta(days=1)  # never reached: the watchdog ends a rank that waits in vain
+GROUP_TIMEOUT = timedelta(days=1)  # never reached, because the watchdog ends a rank long before
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 stop_flag = StopFlag()  # signal handlers belong to the whole process, and so does their flag
