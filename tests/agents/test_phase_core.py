@@ -1,10 +1,8 @@
 """examples/phase_core.py: the recurrence that it states, a memory that can be read, and learns."""
 
 import numpy as np
-import pytest
 import torch
 
-from agents import train
 from agents.network.own_core import try_core
 from examples.phase_core import CHANNELS, PhaseCore
 
@@ -26,19 +24,3 @@ def test_every_input_of_the_window_can_be_read_from_the_state():
     answers = inputs[:, :, 0].T.numpy()  # [400, steps]
     read = np.linalg.lstsq(state[:300], answers[:300], rcond=None)[0]
     np.testing.assert_allclose(state[300:] @ read, answers[300:], atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_policy_with_it_learns_what_must_be_remembered(tmp_path):
-    run = train(
-        "benchmarks.memory_table:MemoryLength-v0",
-        run_dir=tmp_path / "run",
-        env_kwargs={"length": 12},
-        policy="own",
-        core=NAME,
-        hidden_size=32,
-        threads=1,
-        total_steps=20_480,
-        validate_every=0,
-    )
-    assert run.test["return"] > 0.9  # a guess: 0

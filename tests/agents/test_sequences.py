@@ -1,7 +1,5 @@
 """run_sequence cuts, pads, groups and packs; run_stepwise is the plain truth it must equal."""
 
-from itertools import combinations, pairwise
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +8,7 @@ from torch import nn
 
 from agents.network.cores import LSTMCore
 from agents.network.minibatches import to_sequences
-from agents.network.pieces import cheapest_splits, plan_pieces
+from agents.network.pieces import plan_pieces
 from agents.network.sequences import run_sequence, state_after
 
 FEATURES, HIDDEN = 3, 5
@@ -109,21 +107,6 @@ def test_pieces_are_packed_where_that_takes_fewer_steps(density, packed):
     if packed:
         grouped, whole = (sum(100 + steps * rows for steps, rows in plan.calls) for plan in plans)
         assert whole < grouped and whole - 100 < 1.15 * starts.size
-
-
-@pytest.mark.parametrize("call_steps", [0.0, 3.0, 40.0, 1000.0])
-def test_no_other_grouping_of_the_levels_takes_less_time(call_steps):
-    rng = np.random.default_rng(0)
-    for number in range(1, 7):
-        counts = rng.integers(1, 40, number).tolist()
-        longest = sorted(rng.integers(1, 33, number).tolist(), reverse=True)
-
-        def time(splits, counts=counts, longest=longest):
-            groups = pairwise([*splits, len(counts)])
-            return sum(call_steps + longest[a] * sum(counts[a:b]) for a, b in groups)
-
-        ways = [(0, *rest) for r in range(number) for rest in combinations(range(1, number), r)]
-        assert time(cheapest_splits(counts, longest, call_steps)) == min(map(time, ways))
 
 
 def test_sequences_are_steps_of_one_environment_in_order():
