@@ -165,13 +165,15 @@ class TorchEnv:
 
 
 def random_actions(env: Any, rows: Any) -> Any:
-    """Draw an allowed action for each of the rows [B, F]."""
+    """Return an allowed action for each of the rows [B, F].
+
+    Without masks it is random, with masks the first one.
+    """
     columns = env.layout.columns("mask")
     if not columns:
         return env.action_space.sample()
     space = env.single_action_space
     sizes = space.nvec if space.shape else [space.n]  # number of options of each choice
-    masks = np.asarray(rows)[:, columns]
-    drawn = (env.action_space.np_random.random(masks.shape) + 1.0) * masks
-    digits = [part.argmax(1) for part in np.split(drawn, np.cumsum(sizes)[:-1], axis=1)]
+    masks = np.split(np.asarray(rows)[:, columns], np.cumsum(sizes)[:-1], axis=1)
+    digits = [mask.argmax(axis=1) for mask in masks]
     return np.stack(digits, axis=1).reshape(-1, *space.shape)

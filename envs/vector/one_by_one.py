@@ -101,20 +101,18 @@ class OneByOne(TorchVectorEnv):
         for name, value in metrics.items() if isinstance(metrics, dict) else ():
             self._add_metric(name, value)
         # No action follows the last observation of an episode, so it needs no mask.
-        ended = bool(terminated or truncated)
-        self._last_rows[row] = self._row_of(obs, None if ended else info)
+        self._last_rows[row] = self._row_of(obs, None if terminated or truncated else info)
         return self._last_rows[row], reward, bool(terminated), bool(truncated)
 
     def _row_of(self, obs: Any, info: dict[str, Any] | None) -> np.ndarray:
         """Return an observation's row, with the mask in `info` (None: all ones)."""
-        row = self.encoder([obs], 1)[0]
-        if not self.info_mask:
-            return row
-        mask = np.ones(self.decoder.mask_size, np.float32)
-        if info is not None:
-            mask = flat_mask(info[MASK_KEY])
-            check_masks(mask[None], self.decoder.sizes)
-        return np.concatenate([row, mask])
+        rows = self.encoder([obs], 1)
+        if self.info_mask:
+            all_ones = np.ones(self.decoder.mask_size)
+            masks = flat_mask(all_ones if info is None else info[MASK_KEY])[None]
+            check_masks(masks, self.decoder.sizes)
+            rows = np.concatenate([rows, masks], axis=1)
+        return rows[0]
 
     def _add_metric(self, name: str, value: Any) -> None:
         """Add one of the numbers in info["metrics"]."""

@@ -73,13 +73,12 @@ def _choices(space: Space) -> np.ndarray:
 
     D is 0 for a space that is no choice.
     """
-    if isinstance(space, spaces.Discrete):
-        return np.array([[space.start], [space.n]], np.int64)
-    if isinstance(space, spaces.MultiDiscrete):
-        return np.array([space.start.ravel(), space.nvec.ravel()], np.int64)
     if isinstance(space, spaces.MultiBinary):
-        return np.array([[0], [2]]).repeat(math.prod(space.shape), axis=1)
-    return np.zeros((2, 0), np.int64)
+        space = spaces.MultiDiscrete(np.full(space.shape, 2))
+    if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        return np.zeros((2, 0), np.int64)
+    sizes = space.n if isinstance(space, spaces.Discrete) else space.nvec
+    return np.array([np.ravel(space.start), np.ravel(sizes)], np.int64)
 
 
 def _one_hot(digits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
