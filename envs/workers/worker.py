@@ -24,7 +24,7 @@ from envs.vector.layout import TorchEnv
 # A worker reports its progress in shared memory. "beats" grows while its environments make
 # progress; "number" is 1 + the global number of the environment that it calls, 0 if it calls none.
 STATUS = [("beats", "i8"), ("number", "i8")]
-# what a process needs that replaces one that died
+# Fields with which a new process continues where one has died.
 KEPT = [*LIFE, ("lifetime_step", "i8")]
 
 
@@ -98,7 +98,7 @@ class Worker:
         first = options["env_offset"] + rows.start
         # Otherwise all forked workers would draw the same numbers.
         random.seed(first)
-        np.random.seed(first % 2**32)  # noqa: NPY002  # which old environments draw from
+        np.random.seed(first % 2**32)  # noqa: NPY002  # old environments draw from it
         torch.manual_seed(first)
         options |= {"num_envs": rows.stop - rows.start, "env_offset": first}
         env: Any = make_vector_env(**options, end=self._end, heartbeat=self._beat)
@@ -115,7 +115,7 @@ class Worker:
         self._rows["obs"] = self._env.reset(seed=seeds)[0]
 
     def step(self) -> None:
-        """Step by the actions in the shared rows."""
+        """Step all environments with the actions in the shared rows."""
         rows = self._rows
         result = self._env.step(torch.from_numpy(rows["actions"]))
         rows["obs"], rows["rewards"], rows["terminated"], rows["truncated"], info = result

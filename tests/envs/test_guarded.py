@@ -1,4 +1,4 @@
-"""Environments that fail: named, made again, and waited for only as long as they may take."""
+"""Single environments: their steps, and faults that are named, ended or made again."""
 
 import os
 import pickle
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from envs import make_vector_env
-from envs.vector import guards
+from envs.vector import adapter, guards
 from envs.vector.guards import EnvironmentFaultError
 from envs.vector.one_by_one import OneByOne
 
@@ -75,6 +75,29 @@ def raises(error):
 
 def returns(place, value):
     return lambda step: (*step[:place], value, *step[place + 1 :])
+
+
+@pytest.mark.parametrize("place", [2, 3])
+def test_final_obs_is_the_last_observation_of_an_episode(place):
+    env, _ = failing("one by one", returns(place, True))
+    obs, rewards, *ends, final_obs = play(env, 3)
+    assert final_obs[2, :, 0].tolist() == [3.0, 3.0] and obs[2, :, 0].tolist() == [3.0, 0.0]
+    assert rewards[2].tolist() == [1.0, 1.0]
+    assert [end[2].tolist() for end in ends] == [[False, place == 2], [False, place == 3]]
+    assert not ends[0][:2].any() and not ends[1][:2].any()
+
+
+def test_metrics_that_are_not_finite_numbers_are_skipped_and_reported_once(caplog):
+    adapter.warn_once.cache_clear()
+    odd = {"name": "left", "three": np.zeros(3), "none": None, "ratio": np.inf}
+    env, _ = failing("one by one", returns(4, {"metrics": odd | {"won": True, "level": 0.5}}))
+    for _ in range(2):
+        play(env, 3)
+        env.reset()
+    assert env.take_metrics() == {"won": (2.0, 2), "level": (1.0, 2)}
+    assert env.take_metrics() == {}
+    for name in odd:
+        assert sum(f"['{name}']" in line for line in caplog.messages) == 1
 
 
 @pytest.mark.parametrize(

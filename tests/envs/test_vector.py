@@ -11,36 +11,9 @@ from misbehaving_envs import Saved
 from agents.network.seeds import ENVIRONMENT_STREAM, stream_seeds
 from envs import make_vector_env
 from envs.memory_tasks import CartPoleVectorEnv
-from envs.vector import adapter
 from envs.vector.one_by_one import OneByOne
 
 SEEDS = stream_seeds(1, ENVIRONMENT_STREAM, 0, 8)
-
-
-class Counting(gymnasium.Env):
-    """Observes and rewards its age, reports metrics, and ends after `length` steps."""
-
-    observation_space = spaces.Box(-np.inf, np.inf, (1,))
-    action_space = spaces.Discrete(3)
-
-    def __init__(self, length=5, terminates=False):
-        self.length, self.terminates = length, terminates
-
-    def reset(self, *, seed=None, options=None):
-        self.age = 0
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action):
-        self.age += 1
-        over = self.age >= self.length
-        odd = {"name": "left", "three": np.zeros(3), "none": None}
-        metrics = odd | {"ratio": 0.5 if self.age > 1 else np.inf, "won": True}
-        obs = np.full(1, self.age, np.float32)
-        return obs, float(self.age), self.terminates and over, over, {"metrics": metrics}
-
-
-def around(*envs, **options):
-    return OneByOne(list(envs), env_id="Counting-v0", **options)
 
 
 def play(env, num_steps, action_seed=0, rows=slice(None), num_envs=None):
@@ -117,25 +90,13 @@ def test_every_environment_keeps_the_contract(
     env.close()
 
 
-@pytest.mark.parametrize("terminates", [False, True])
-def test_final_obs_is_the_last_observation_of_an_episode(terminates):
-    env = around(Counting(), Counting(length=3, terminates=terminates))
-    env.reset(seed=[70, 80])
-    obs, rewards, terminated, truncated, final_obs = play(env, 3)
-    assert final_obs[2, :, 0].tolist() == [3.0, 3.0] and obs[2, :, 0].tolist() == [3.0, 0.0]
-    assert rewards[2].tolist() == [3.0, 3.0]
-    assert terminated[2].tolist() == [False, terminates]
-    assert truncated.tolist() == [[False, False], [False, False], [False, True]]
-
-
 def test_a_snapshot_keeps_what_a_restart_depends_on():
     class Failing(Saved):
         def step(self, action):
             return super().step(action if self.life != 8 else "none")
 
-    env, continued, again = (
-        around(Saved(), Failing(), make=Saved, env_restarts=1) for _ in range(3)
-    )
+    options = {"make": Saved, "env_id": "Saved-v0", "env_restarts": 1}
+    env, continued, again = (OneByOne([Saved(), Failing()], **options) for _ in range(3))
     env.reset(seed=SEEDS[:2])
     play(env, 8)
     continued.set_state(env.get_state())
@@ -213,14 +174,3 @@ def test_an_environment_that_cannot_be_made_is_one_line(
     with pytest.raises(ValueError, match=message) as error:
         make_vector_env(env_id, 2, env_kwargs=kwargs)
     assert "\n" not in str(error.value)
-
-
-def test_metrics_that_are_not_finite_numbers_are_left_out_and_reported_once(caplog):
-    adapter.warn_once.cache_clear()
-    env = around(Counting(), Counting())
-    env.reset(seed=[70, 80])
-    play(env, 7)
-    assert env.take_metrics() == {"ratio": (5.0, 10), "won": (14.0, 14)}
-    assert env.take_metrics() == {}
-    for name in ("name", "three", "none", "ratio"):
-        assert sum(f"['{name}']" in line for line in caplog.messages) == 1
