@@ -196,5 +196,5 @@ def fastest_batch_size(
     candidates = (Candidate(str(size), partial(steps, size), size) for size in doublings(sizes))
     best, results = fastest(candidates, world, growing=True)
     if best is None:
-        raise UserError(f"no batch size works: {results[0]}", exit_code=1)
+        raise UserError(f"not even the smallest batch size works: {results[0]}", exit_code=1)
     return int(best.name)
