@@ -93,8 +93,9 @@ def changed(sections: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
 
 
 def allowed(field: FieldInfo) -> str:
-    """Return the values that a field may have as text."""
-    limits = [getattr(m, side) for m in field.metadata for side in ("ge", "le") if hasattr(m, side)]
+    """Describe the values that a field may have."""
+    sides = "ge", "le"
+    limits = [getattr(m, side) for m in field.metadata for side in sides if hasattr(m, side)]
     kinds: dict[Any, str] = {bool: "on or off", int: "whole number", float: "number"}
     choices = typing.get_args(field.annotation)
     return ", ".join(choices) or "..".join(map(str, limits)) or kinds.get(field.annotation, "text")
@@ -227,9 +228,11 @@ def read_sections(defaults: Mapping[str, Any], saved: Any) -> dict[str, Any]:
     """
     sections = {}
     try:
-        for heading, values in saved.items() if isinstance(saved, dict) else [("", None)]:
+        if not isinstance(saved, dict):
+            raise ValueError("it has no section")
+        for heading, values in saved.items():
             if not isinstance(values, dict) or heading not in defaults:
-                raise ValueError(f"{heading!r:.80} is no section of it")
+                raise ValueError(f"it has no section {heading!r:.80}")
             cls = type(defaults[heading])
             excluded = {name for name, field in cls.__pydantic_fields__.items() if field.exclude}
             sections[heading] = cls(**{n: v for n, v in values.items() if n not in excluded})

@@ -65,7 +65,7 @@ NAMED_MODULES = {"task": ("env", "env_kwargs"), "policy": ("core",), "train": ("
 
 @configuration
 class RunFlags:
-    """Flags about the directory, the preset and the start of a run."""
+    """Directory, preset and start of a run."""
 
     run_dir: Text = ""
     """Directory to write to; none: runs/DATE_TIME."""
@@ -161,14 +161,15 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
 
 def fresh_config(parsed: ParsedFlags) -> RunConfig:
     """Return the configuration of a new run: defaults, preset, --quick, flags."""
-    given, config = parsed.given, RunConfig().changed(parsed.given)
+    given = parsed.given
     flags: RunFlags = parsed.configs["run"]
+    config = RunConfig().changed(given)
     import_from_here(config.task.env, config.policy.core, config.train.callback)
     kind = kind_of_task(config.task) if flags.preset == "auto" else flags.preset
     if (kind in ("trading", "paper")) != config.task.is_trading:
         raise UserError(f"preset {kind} does not fit env {config.task.env}: omit --preset")
     preset = PRESETS[kind] | {"chosen_preset": kind}
-    # Given sizes replace those of the preset that would not go with them.
+    # Sizes of the preset that would not fit the given ones are dropped.
     if "bptt_steps" in given:
         preset.pop("num_steps", None)
     if given.keys() & {"batch_size", "num_steps", "bptt_steps", "grad_accumulation"}:
@@ -239,7 +240,7 @@ def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
         for name in new.keys() & given.keys()
         if new[name] != old[name] and (name, given[name]) not in KEPT_CHOICES
     }
-    # Some values hold for the old ranks or the old strategy only.
+    # Values that hold for the old ranks or the old strategy only are reset.
     reset: dict[str, Any] = {}
     if changes.keys() & {"num_gpus", "device", "gpu_ids"}:
         reset = {"gpu_ids": "", "threads": 0}

@@ -94,7 +94,7 @@ def share_checkpoint(directory: RunDir, offers: list[str], world: World) -> str:
     def newness(rank: int) -> int:
         path = Path(offers[rank])
         counts = path.parent == directory.checkpoints and (rank == 0 or not path.exists())
-        return iteration_in_name(path) if counts else -2
+        return iteration_in_name(path) if counts else -2  # best.pt has -1
 
     owner = all_gather_json(max(range(world.size), key=newness), world)[0]
     path = Path(offers[owner])
@@ -146,12 +146,12 @@ def load_agent(
     which: Which = "last",
     core: str | None = None,
 ) -> LoadedAgent:
-    """Load a policy from a checkpoint or run directory, wherever it was trained.
+    """Load a trained policy from a checkpoint or run directory.
 
     Args:
-        which: checkpoint of a run directory, last or best; "": the best if it exists. Runs on real
-            prices are too noisy in validation to choose by: "" means their last.
-        core: the run's own module:Class, repeated if its config.json is not the user's own.
+        which: checkpoint of a run directory, last or best; "": the best if it exists. On real
+            prices, whose validation is too noisy to choose by, "" means the last.
+        core: module:Class of the run's core; needed if another user owns its config.json.
     """
     file, state = load_saved(path, which)
     config = RunConfig.from_dict(json.loads(state["config"]))
@@ -186,9 +186,8 @@ class InitialWeights(NamedTuple):
 
     weights: dict[str, Tensor]  # keys are names of the policy's state_dict
     moments: dict[str, Tensor]  # keys are names of the state_dict of `Normalizers`
-    parts: tuple[str, ...] = (
-        "",
-    )  # prefixes of these weights' names; all other weights stay random
+    # prefixes of these weights' names; all other weights stay random
+    parts: tuple[str, ...] = ("",)
 
 
 def initial_weights(config: TrainConfig) -> InitialWeights | None:
@@ -199,8 +198,9 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
     """
     if config.init_from:
         _, state = load_saved(config.init_from, "")
-        parts = {"obs": state["obs_normalizer"], "rewards": state["reward_normalizer"]}
-        moments = {f"{part}.{name}": parts[part][name] for part in parts for name in parts[part]}
+        moments = {f"obs.{name}": value for name, value in state["obs_normalizer"].items()}
+        rewards = state["reward_normalizer"].items()
+        moments |= {f"rewards.{name}": value for name, value in rewards}
         return InitialWeights(state["policy"], moments)
     if not config.pretrained:
         return None
@@ -270,7 +270,8 @@ def check_shapes(state: dict[str, Any], config: RunConfig) -> None:
     check_weights(policy.state_dict(), state["policy"])
     carry = state["carry"]
     for name, like in fresh_carry(policy, carry["obs"].to("meta")).tensors().items():
-        if name not in carry or (carry[name].shape, carry[name].dtype) != (like.shape, like.dtype):
+        value = carry.get(name)
+        if value is None or value.shape != like.shape or value.dtype != like.dtype:
             raise UserError(
                 f"the checkpoint is damaged: carry {name!r} is not {list(like.shape)} of "
                 f"{like.dtype}"

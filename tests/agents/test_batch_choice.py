@@ -26,7 +26,7 @@ TINY = shlex.split(
     "--env Recall-v0 --num_steps 16 --bptt_steps 8 --hidden_size 8 --device cpu --eval_episodes 2 "
     "--validate_every 0 --update_epochs 1 --checkpoint_every 1"
 )
-SIZES = ["--num_envs", "16", "--total_steps", "768"]  # 32 slots; 3 iterations
+SIZES = ["--num_envs", "16", "--total_steps", "768"]  # 32 sequences in a rollout; 3 iterations
 SLOW = "--env benchmarks.slow_env:Waiting-v0"
 
 

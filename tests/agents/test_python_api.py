@@ -39,7 +39,7 @@ def stop_on_rank_1(moment):
 
 
 def raise_value_error(moment):
-    """Raise ValueError, as a mistake in a callback may do."""
+    """Raise a ValueError."""
     return int("seven")
 
 
@@ -161,7 +161,7 @@ def test_masks_last_actions_and_rewards_reach_a_loaded_policy(env_id, tmp_path):
     settings = CASES[env_id]
     run = train(env_id, total_steps=64, run_dir=tmp_path / "run", **settings, **TINY)
     policy, agent = load_policy(run.run_dir, "last"), load_agent(run.run_dir, which="last")
-    with torch.no_grad():  # decided enough that every input counts
+    with torch.no_grad():  # larger weights: actions depend on every input
         for parameter in agent.policy.parameters():
             parameter.mul_(3.0)
         policy.agent.policy.load_state_dict(agent.policy.state_dict())
@@ -289,7 +289,7 @@ def test_an_update_without_a_gradient_step_has_no_losses_to_watch():
 def test_a_metric_that_no_environment_gives_is_a_warning_and_one_that_it_gives_stops(
     tmp_path, monkeypatch, capsys
 ):
-    """With `--keep_best env/...`, too, which an environment may give for the first time later."""
+    """A name below env/ is unknown at the start, because an environment may add it later."""
     monkeypatch.syspath_prepend(REPO / "examples")
     cue = TINY | {"env": "own_environment:Cue-v0", "total_steps": 256}
     both = {"stop_at": "env/right_answer 2", "keep_best": "env/right"}
@@ -313,7 +313,7 @@ def test_the_interval_holds_the_mean_of_the_scores():
 @pytest.mark.slow
 def test_several_seeds_are_trained_and_reported(tmp_path, monkeypatch, capfd):
     flags = [*FLAGS, "--env=CartPole-v1", "--total_steps=64", "--run_dir", tmp_path]
-    for _ in range(2):  # then nothing is trained again, and all is evaluated again
+    for _ in range(2):  # the second time only evaluates
         assert train_here(monkeypatch, *flags, "--seeds", 1, 2) == 0
         assert "95 % interval" in capfd.readouterr().out
         report = json.loads((tmp_path / "seeds.json").read_text())

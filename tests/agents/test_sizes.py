@@ -65,7 +65,7 @@ def test_random_sizes_work_or_every_proposal_does(num_ranks):
 
 
 def test_minibatches_of_all_ranks_together_are_those_of_one_rank():
-    """Test random sizes, as far as they are accepted."""
+    """Try random sizes and skip those that are refused."""
     rng = np.random.default_rng(5)
     strata, checked = set(), 0
     while checked < 400:
@@ -80,7 +80,7 @@ def test_minibatches_of_all_ranks_together_are_those_of_one_rank():
             epoch = int(rng.integers(3))
             whole = global_sequences(alone, key, epoch)
             shares = [global_sequences(rank, key, epoch) for rank in ranks]
-            # equally many
+            # all shares have the same size
             assert {len(share[0]) for share in shares} == {batch_size // num_ranks}
             for minibatch, parts in zip(whole, zip(*shares, strict=True), strict=True):
                 assert sorted(np.concatenate(parts)) == sorted(minibatch)
@@ -91,7 +91,7 @@ def test_minibatches_of_all_ranks_together_are_those_of_one_rank():
 
 
 def global_sequences(rank, key, epoch):
-    """Numbers in the whole run of a rank's sequences: [num_minibatches, sequences]."""
+    """Return the global numbers of a rank's sequences: [num_minibatches, sequences]."""
     share = (rank.env_offset, rank.num_envs, rank.sequences_per_env, rank.num_minibatches)
     time, env = np.divmod(sequence_orders(key, 3, *share)[epoch], rank.num_envs)
     return time * rank.global_num_envs + rank.env_offset + env

@@ -30,7 +30,7 @@ CARTPOLE = [*SIZES[2:], "--env", "CartPole-v1", "--eval_episodes", "2"]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Train the same on one rank and on two; return {ranks: (run directory, stdout, stderr)}."""
+    """Train on one rank and on two; return {ranks: (run directory, stdout, stderr)}."""
     folder = tmp_path_factory.mktemp("finished")
     flags = [*SMALL, *OFTEN, "--precision", "fp64", "--device", "cpu"]
     ended = {}
@@ -54,7 +54,7 @@ def read(run_dir, name):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_leaves_all_that_is_promised(finished, ranks):
     run_dir, out, err = finished[ranks]
-    # a busy machine makes stragglers
+    # a busy machine may have stragglers
     said = "\n".join(line for line in err.splitlines() if "straggler" not in line).lower()
     assert "error" not in said and "warning" not in said and "traceback" not in said, err
     assert out.count("data: ") == 1 and "SIMULATED" in out and str(run_dir) in out
@@ -148,7 +148,7 @@ def test_the_first_stop_signal_is_answered_before_the_iteration_ends(tmp_path, m
 def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, monkeypatch, capsys):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    # killed before its first checkpoint
+    # as after a kill before the first checkpoint
     (run_dir / "metrics.jsonl").write_text('{"iteration": 1}\n')
     flags = [*CARTPOLE, "--checkpoint_every", "1", "--run_dir", run_dir, "--resume", "auto"]
     assert train_here(monkeypatch, *flags, "--num_episodes", "2") == 0, capsys.readouterr().err
