@@ -111,13 +111,10 @@ def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not_bit_for_bit(
         assert_same_state(vars(part), vars(wanted))
 
 
-def test_a_run_of_the_same_seed_repeats_itself_and_another_seed_does_not(world, tmp_path):
-    runs = [
-        run(make_job("trading, clstm", tmp_path, iterations=2, seed=seed), world)[0].record()
-        for seed in (1, 1, 2)
-    ]
-    assert_same_state(runs[0], runs[1])
-    assert not torch.equal(runs[0]["obs"][0, 0], runs[2]["obs"][0, 0])  # another seed, other days
+def test_another_seed_begins_on_other_days(world):
+    jobs = [make_job("trading, clstm", seed=seed) for seed in (1, 2)]
+    first, other = (Training(job, world).carry.obs for job in jobs)
+    assert not torch.equal(first, other)
 
 
 def test_the_warm_up_is_not_counted_and_all_environments_reset_after_it(world, tmp_path):
@@ -160,26 +157,18 @@ def test_the_least_deviation_of_advantages_is_a_part_of_that_of_returns(scaled, 
     assert first.std(correction=0) == pytest.approx(1.0) and second.std(correction=0) < 0.1
 
 
-def test_metrics_are_of_the_plain_rewards_of_episodes_that_ended(world, tmp_path):
-    _, writer = run(scripted(make_job("trading, clstm", tmp_path, iterations=2)), world)
+def test_plain_rewards_and_episodes_are_counted_until_there_are_enough(world, tmp_path):
+    job = scripted(make_job("trading, clstm", tmp_path, total_steps=0, num_episodes=5))
+    _, writer = run(job, world)
     first, second = writer.records
     # environment 0 ends after 5, 10 and 15 steps; plain rewards are 2 * (10 * episode + age)
     returns = [2 * (5 * 10 * episode + 10) for episode in (0, 1, 2)]
     returns.append(2 * (16 * 100 + 120))  # environment 1 ends after 16 steps
-    assert first["episode/count"] == 4
-    assert first["episode/length"] == pytest.approx((3 * 5 + 16) / 4)
     assert first["episode/return"] == pytest.approx(np.mean(returns))
-    assert (first["episode/total"], second["episode/total"]) == (4, 4 + 3 + 1)
-    # counted over the rollouts' border
-    assert second["episode/length"] == pytest.approx((3 * 5 + 16) / 4)
-
-
-def test_training_by_episodes_stops_at_the_first_iteration_end_that_reaches_them(world, tmp_path):
-    # 4 per iteration
-    job = scripted(make_job("trading, clstm", tmp_path, total_steps=0, num_episodes=5))
-    training, writer = run(job, world)
-    assert training.iteration == 2 and training.episodes == 8
-    assert writer.done == [4, 8]
+    for record in (first, second):  # counted over the rollouts' border
+        assert record["episode/count"] == 4
+        assert record["episode/length"] == pytest.approx((3 * 5 + 16) / 4)
+    assert writer.done == [first["episode/total"], second["episode/total"]] == [4, 8]
 
 
 def test_environments_that_cannot_be_saved_start_other_episodes_at_every_resume(world, tmp_path):
