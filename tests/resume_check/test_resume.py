@@ -123,7 +123,7 @@ def test_output_that_nobody_reads_any_more_is_no_error(monkeypatch):
     with pytest.raises(BrokenPipeError):
         print("lost", flush=True)
     outlive_readers()
-    print("lost, too", flush=True)
+    print("lost, too" * 10_000, flush=True)  # more than a buffer holds
 
 
 # ---- a disk that is full, results that are out of date
