@@ -92,12 +92,15 @@ def one_line(error: BaseException, limit: int = 300, *, named: bool = True) -> s
 
 def explained(error: ValueError | OSError) -> tuple[str, int]:
     """Return an error's message in one line, and the exit code that it means."""
-    message, exit_code = str(error), getattr(error, "exit_code", 2)
+    message = str(error)
+    exit_code = getattr(error, "exit_code", 2)
     if isinstance(error, OSError):
         place = f"{error.filename}: " if error.filename else ""
-        message, exit_code = f"{place}{error.strerror or error}", 1
+        message = f"{place}{error.strerror or error}"
+        exit_code = 1
         if error.errno in _WRONG_PLACE:
-            message, exit_code = f"{message}; check the path, or name another one", 2
+            message += "; check the path, or name another one"
+            exit_code = 2
     return printable(" ".join(message.split())), exit_code
 
 

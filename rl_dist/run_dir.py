@@ -325,9 +325,10 @@ class RunDir(AbstractContextManager["RunDir"]):
             return None
         except ValidationError as error:
             first = error.errors()[0]
-            place, value = ".".join(map(str, first["loc"])), first["input"]
+            place = ".".join(map(str, first["loc"]))
             problem = f"{self.state_path} is torn, foreign or of a newer version"
-            raise UserError(f"{problem}: {place}: {first['msg']}, got {value!r:.60}") from None
+            got = f"got {first['input']!r:.60}"
+            raise UserError(f"{problem}: {place}: {first['msg']}, {got}") from None
 
     def begin_state(self, **values: Any) -> None:
         """Write the first state of a run; `values` are fields of `JobState`."""

@@ -31,17 +31,20 @@ exit codes: 0 done, 1 a file is damaged, 2 bad usage"""
 
 def show_list(files: Sequence[Path]) -> bool:
     """Print a line per file, newest first; return True if all are whole."""
-    all_whole, rows = True, []
+    all_whole = True
+    rows = []
     for file in reversed(files):
         stat = file.stat()
-        iteration, verdict = "?", "valid"
+        iteration = "?"
+        verdict = "valid"
         try:
             state = load_checkpoint(file)
             iteration = state.get("iteration", "?")
             for name, value in state.get(MEASURED, {}).items():
                 verdict += f", {name} {value:.6g}"
         except CheckpointError as error:
-            verdict, all_whole = f"damaged: {error}", False
+            verdict = f"damaged: {error}"
+            all_whole = False
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stat.st_mtime))
         cells = (iteration, saved, f"{stat.st_size:,}", file.name, verdict)
         rows.append(list(map(printable, cells)))

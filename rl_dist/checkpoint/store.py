@@ -190,11 +190,13 @@ def save_agreed(
     Returns:
         The checkpoint's path; and why it could not be written, or "".
     """
-    path, problem = run_dir, ""
+    path = run_dir
+    problem = ""
     if state is not None:
-        folder, state = run_dir / CHECKPOINT_DIR, state | {MEASURED: dict(measured)}
+        content = state | {MEASURED: dict(measured)}
+        folder = run_dir / CHECKPOINT_DIR
         try:
-            path = save_checkpoint(folder, state, iteration=iteration, keep=keep, best=best)
+            path = save_checkpoint(folder, content, iteration=iteration, keep=keep, best=best)
         except CheckpointError as error:
             problem = f"{error}; {last_checkpoint(run_dir)}"
     name, problem = all_gather_json([str(path), problem], world)[0]

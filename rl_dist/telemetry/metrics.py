@@ -161,7 +161,8 @@ class _LineFile:
     """Appends whole lines; lines that a full disk refuses wait in memory until there is room."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._waiting = path, b""
+        self._path = path
+        self._waiting = b""
         self._file = open(path, "ab", buffering=0, opener=plain_file)  # noqa: SIM115
 
     def write(self, line: str) -> None:

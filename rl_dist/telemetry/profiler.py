@@ -129,7 +129,8 @@ class Profiler:
         operators = self._trace.key_averages().table(
             sort_by=self._sort_by, row_limit=NUM_OPERATORS, max_name_column_width=48
         )
-        rank, first = self._world.rank, self._first
+        rank = self._world.rank
+        first = self._first
         text = (
             f"profile of rank {rank}, mean of iterations {first + 1} to {first + 2}\n"
             f"{section_table(seconds)}\n"
