@@ -42,7 +42,7 @@ from envs.vector.batched import BatchedEnv, SingleEnv
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = "--preset memory --num_gpus 1 --device cpu --threads 1 --validate_every 0"
 WINDOW = 16_384  # steps over which the return of training is averaged
-# letters by which the table names its sources
+# sources of published figures, by their letters in the table
 SOURCES = {
     "P": "Morad et al., ICLR 2023 ([arXiv 2303.01859](https://arxiv.org/abs/2303.01859)), "
     "Table 3: 15 M steps, 3 trials, RLlib's PPO; column *training*. Taken from a transcription",
@@ -170,7 +170,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The text that --rows searches."""
+        """Text in which --rows searches."""
         return f"{self.task} {self.flags}".strip()
 
     def command(self, seed: int) -> list[str]:
@@ -247,8 +247,8 @@ def train(command: list[str], run_dir: Path) -> dict[str, Any]:
     """Run a training and return its figures."""
     shutil.rmtree(run_dir, ignore_errors=True)
     began_s = time.monotonic()
-    words = [sys.executable, *command, "--run_dir", str(run_dir.absolute())]
-    done = subprocess.run(words, cwd=ROOT, stdout=subprocess.DEVNULL)
+    arguments = [sys.executable, *command, "--run_dir", str(run_dir.absolute())]
+    done = subprocess.run(arguments, cwd=ROOT, stdout=subprocess.DEVNULL)
     if done.returncode:
         raise SystemExit(f"error: the training ended with code {done.returncode}")
     minutes = (time.monotonic() - began_s) / 60
@@ -264,7 +264,7 @@ def train(command: list[str], run_dir: Path) -> dict[str, Any]:
 
 
 def spread(results: Sequence[dict[str, Any]], name: str, digits: int = 3) -> str:
-    """Return the mean of a figure with the smallest and the largest."""
+    """Return the mean of a figure, with its smallest and its largest value."""
     values = [result[name] for result in results if result[name] is not None]
     if not values:
         return "-"

@@ -68,7 +68,7 @@ class MaskedCartPole(Snapshots, CartPoleEnv):
 
 
 class MemoryTask(Snapshots, gymnasium.Env[Any, Any]):
-    """The first observation shows something, and the answer to the last one counts."""
+    """Shows something in the first observation, and scores the answer to the last one."""
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode."""

@@ -1,8 +1,8 @@
-"""Train over a Ray cluster: Ray Train places the ranks, and starts them again when one fails.
+"""Train on a Ray cluster: Ray Train places the ranks, and restarts them when one fails.
 
     python examples/ray_train.py --workers 2 --max_failures 3 --run_dir /shared/run
 
-Flags that it does not know are training flags. Every node needs this checkout at the same path, the
+All other flags are those of the training. Every node needs this checkout at the same path, the
 same Python environment with the extra `ray`, and the run directory.
 """
 
@@ -21,8 +21,8 @@ SCRIPT = Path(__file__).resolve().parents[1] / "train_distributed.py"
 def train_as_rank(config: dict[str, Any]) -> None:
     """Train as the rank that Ray's variables name, in a new process.
 
-    Ray has opened a process group in this process. It only serves to agree on a port, on which the
-    ranks open their group.
+    Ray has opened a process group in this process. Here it only shares a free port, at which the
+    ranks of the training meet.
     """
     import torch
     import torch.distributed as dist
@@ -34,7 +34,7 @@ def train_as_rank(config: dict[str, Any]) -> None:
     variables = os.environ | {"MASTER_PORT": str(port.item())}
     argv = [sys.executable, config["script"], *config["flags"]]
     code = subprocess.run(argv, env=variables).returncode
-    if code:  # Ray then ends the other ranks, and starts all of them again
+    if code:  # Ray then ends the other ranks, and restarts all of them
         raise RuntimeError(f"rank {variables['RANK']} ended with code {code}")
 
 

@@ -189,7 +189,7 @@ def main() -> int:
     parser.add_argument("--output", metavar="DIR", help=folder)
     which = "checkpoint of a run directory (default: the best one where there is one)"
     parser.add_argument("--which", choices=("best", "last"), default="", help=which)
-    core = "the run's own core; needed to import it if another user owns config.json"
+    core = "the core of --policy own; needed to import it if another user owns config.json"
     parser.add_argument("--core", metavar="MODULE:CLASS", help=core)
     args = parser.parse_args()
     agent = load_agent(args.path, which=args.which, core=args.core)

@@ -50,7 +50,7 @@ class LSTMCore(nn.LSTM, RememberingCore):
             return outputs[None], hidden + cells
         weights: list[Tensor] = [weight for layer in self.all_weights for weight in layer]
         if resets is not None:
-            # resets are one more input, whose weights shut the input, forget and output gates
+            # resets are one more input; its weights shut the input, forget and output gates
             shut = weights[0].new_full((4, self.hidden_size), SHUT)
             shut[2] = 0.0  # the candidates
             weights[0] = torch.cat([weights[0], shut.view(-1, 1)], 1)

@@ -15,7 +15,7 @@ LARGEST_TANH = 1.0 - 1e-6  # its atanh is 7.25; that of 1 is infinite
 
 
 def forbid(logits: Tensor, mask: Tensor) -> Tensor:
-    """Give choices whose mask [..., A] is 0 the probability 0 and no gradient."""
+    """Give choices of mask 0 [..., A] the probability 0 and no gradient."""
     return torch.where(mask > 0.5, logits, FORBIDDEN)
 
 

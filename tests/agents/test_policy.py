@@ -53,10 +53,10 @@ def test_a_sequence_equals_its_single_steps_and_so_do_gradients(case):
         evaluation = policy(obs, actions, state, starts, plan)
         torch.testing.assert_close(evaluation.logprobs, logprobs, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(evaluation.values, values, rtol=1e-12, atol=1e-12)
-        found = gradients(evaluation.logprobs, evaluation.values)
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+        gradient = gradients(evaluation.logprobs, evaluation.values)
+        torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-11)
     named = zip(policy.named_parameters(), expected, strict=True)
-    silent = [name for (name, _), gradient in named if not gradient.any()]
+    silent = [name for (name, _), values in named if not values.any()]
     assert silent == WITHOUT_EFFECT.get(config, [])
 
 
