@@ -29,7 +29,11 @@ OUT_OF_MEMORY = (  # parts of the text of a RuntimeError, in lower case
 # the cache in memory.stat.
 CGROUPS = {
     "": ("memory.max", "memory.current", "inactive_file"),  # version 2
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "memory": (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),  # version 1
 }
 
 # ---- GPUs
