@@ -105,7 +105,7 @@ class ResolvedLaunch:
 def resolve(config: LaunchConfig) -> ResolvedLaunch:
     """Decide the number of ranks and their device on this machine."""
     check_variables()
-    adopted = "RANK" in os.environ
+    ranks_exist = "RANK" in os.environ  # another launcher has started them
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cuda" and 0 in (gpus, config.num_gpus):
         raise ValueError(
@@ -116,8 +116,8 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     device_type = "cuda" if on_gpu else "cpu"
     gpu_ids = parse_gpu_ids(config.gpu_ids, gpus if on_gpu else 0)
     # the ranks
-    if adopted:
-        num_ranks = _adopted_ranks(config, gpu_ids)
+    if ranks_exist:
+        num_ranks = _existing_ranks(config, gpu_ids)
     elif on_gpu:
         num_ranks = len(gpu_ids) or (gpus if config.num_gpus == -1 else config.num_gpus)
         if num_ranks > gpus or config.num_gpus not in (-1, num_ranks):
@@ -129,10 +129,10 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         num_ranks = max(1, config.num_gpus)
     if config.strategy_config.mode == "dp":
         # the only rank of dp takes the GPUs of all ranks, or every GPU under torchrun
-        gpu_ids = gpu_ids or tuple(range(gpus if adopted else num_ranks))
-        num_ranks = num_ranks if adopted else 1
+        gpu_ids = gpu_ids or tuple(range(gpus if ranks_exist else num_ranks))
+        num_ranks = num_ranks if ranks_exist else 1
     check_strategy(config.strategy_config, num_ranks, device_type, len(gpu_ids))
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) if adopted else num_ranks
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) if ranks_exist else num_ranks
     threads = config.threads or threads_per_rank(local_ranks)
     if on_gpu:
         listed = f": GPU {', '.join(map(str, gpu_ids))}" if gpu_ids else ""
@@ -149,7 +149,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     )
 
 
-def _adopted_ranks(config: LaunchConfig, gpu_ids: tuple[int, ...]) -> int:
+def _existing_ranks(config: LaunchConfig, gpu_ids: tuple[int, ...]) -> int:
     """Return the number of ranks that another launcher started; refuse other flags."""
     size = int(os.environ["WORLD_SIZE"])
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))

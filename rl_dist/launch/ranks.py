@@ -179,13 +179,14 @@ class Ranks:
             time.sleep(POLL_S)
             ended = {rank for rank, p in enumerate(self.processes) if p.exitcode is not None}
             reports = self._reports()
-            self.silent += sorted(ended - reports.keys() - {*self.silent})
+            silent = ended - reports.keys()  # others report before they end
+            self.silent += sorted(silent - {*self.silent})
             if len(ended) == len(self.processes):
                 return
             if not passed_on and (signum := self._stop_signal()):
                 passed_on = True
                 self.kill(signum)
-            if deadline_s == math.inf:
+            if deadline_s == math.inf:  # no failure so far, and not all ranks have reported
                 failed = {rank for rank, report in reports.items() if report.failed}
                 if self.silent or failed & ended:
                     deadline_s = time.monotonic() + DEATH_GRACE_S
@@ -212,7 +213,8 @@ class Ranks:
             return RankReport(128 + signum, summary=stopped_in_evaluation(signum, run_dir))
         reports = sorted(self._reports().values(), key=lambda report: report.consequence)
         failed = [report for report in reports if report.failed]
-        if self.silent and not (failed and failed[0].consequence == 0):
+        reported_cause = failed and failed[0].consequence == 0
+        if self.silent and not reported_cause:
             rank = self.silent[0]
             code, pid = self.processes[rank].exitcode or 0, self.processes[rank].pid
             summary = f"rank {rank} (process {pid}) {how_it_ended(code)}"
@@ -340,7 +342,7 @@ def launch(
         finally:
             stop.uninstall()
     _print_end(report)
-    may_restart = may_start_again(report.exit_code - 128)
+    may_restart = may_start_again(report.exit_code - 128)  # by torchrun
     if run_dir is not None and os.environ.get("RANK", "0") == "0":
         pid, code = launcher_pid(), report.exit_code
         RunDir(run_dir).record_exit(pid, code, report.summary, may_restart=may_restart)

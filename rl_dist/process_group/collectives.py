@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -57,8 +58,11 @@ def all_reduce_sum(values: Mapping[str, float | Tensor], world: World) -> dict[s
     with world.waiting(f"sum of {listed}"):
         dist.all_reduce(packed)
         sums = packed[:2].tolist()
-    if sums != [checksum * world.size, checksum**2 * world.size]:  # equal only if all are
-        raise DesyncError(f"rank {world.rank} sums {listed}, another rank other names or shapes")
+    # these equal the sums only if all ranks have the same checksum
+    if sums != [checksum * world.size, checksum**2 * world.size]:
+        raise DesyncError(
+            f"rank {world.rank} sums {listed}; another rank has other names or shapes"
+        )
     parts = packed[2:].split([tensor.numel() for tensor in flat])
     return {
         name: part.reshape(tensor.shape).to(tensor.device)
@@ -84,11 +88,10 @@ def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tenso
     joined = {}
     for name in sorted(tensors):
         tensor = tensors[name]
+        gathered = _gather_bytes(_as_bytes(tensor), world)
         parts = [
-            raw.view(tensor.dtype).reshape(lengths[name], *tensor.shape[1:])
-            for raw, (_, lengths) in zip(
-                _gather_bytes(_as_bytes(tensor), world), ranks, strict=True
-            )
+            raw.view(tensor.dtype).reshape(lengths_there[name], *tensor.shape[1:])
+            for raw, (_, lengths_there) in zip(gathered, ranks, strict=True)
         ]
         joined[name] = torch.cat(parts)
     return joined if world.is_main_process else None
@@ -105,13 +108,14 @@ def _gather_bytes(raw: Tensor, world: World) -> list[Tensor]:
     if world.size == 1:
         return [raw]
     num_bytes = raw.numel()
-    words = torch.zeros(max(FIRST_WORDS, 1 - (-num_bytes // 8)), dtype=torch.int64)
+    num_words = 1 + math.ceil(num_bytes / 8)  # the first one holds the length
+    words = torch.zeros(max(FIRST_WORDS, num_words), dtype=torch.int64)
     words[0] = num_bytes
     words[1:].view(torch.uint8)[:num_bytes] = raw
     with world.waiting("gather of bytes"):
         parts = [_gather_words(words[:FIRST_WORDS], world)]
         lengths = parts[0][:, 0].tolist()
-        longest = 1 - (-max(lengths) // 8)
+        longest = 1 + math.ceil(max(lengths) / 8)
         words = nn.functional.pad(words, (0, max(0, longest - len(words))))
         parts += [
             _gather_words(words[begin : begin + GATHER_WORDS], world)

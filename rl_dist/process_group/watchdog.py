@@ -141,9 +141,10 @@ class Verdicts:
             if rank != self.rank
             and (peer.status.place, peer.status.calls) != (own.place, own.calls)
         }
+        # a rank with a status that is newer than this is slow, but makes progress
         progress_s = now_s - limit_s + 2 * self.period_s
         if waited_s < limit_s or any(peer.since_s > progress_s for peer in elsewhere.values()):
-            return ""  # it is not too long yet, or another rank is slow but makes progress
+            return ""
         missing = [
             f"rank {rank}, which made no progress {peer.status.where}"
             for rank, peer in elsewhere.items()
