@@ -156,7 +156,7 @@ class Tally:
         zeros = partial(torch.zeros, dtype=torch.float64, device=device)
         self.losses = zeros(len(METRICS))
         self.epoch_kl = zeros(2)  # this epoch: sum of approx_kl, number of steps
-        # steps: taken, skipped, bad, bad in a row now, most bad in a row
+        # numbers of steps: taken, skipped, bad, bad in a row now, most bad in a row
         self.counts = zeros(5)
         self.counts[3] = bad_in_a_row
 
@@ -315,6 +315,7 @@ class PPO:
 
     def _report(self, tally: Tally, batch: Batch) -> dict[str, float]:
         """Return the means over ranks and steps, read from the device in one transfer."""
+        # sum over ranks
         sums = {"losses": tally.losses, "steps": tally.counts[0]}
         if self.policy.discrete:
             entropy = self.policy.largest_entropy(batch.sequences.obs).mean()
@@ -326,8 +327,13 @@ class PPO:
         if self.strategy.scaler:
             one = torch.ones((), device=tally.counts.device)
             means["optim/loss_scale"] = self.strategy.scaler.scale(one)
+
+        # read everything
         numbers = torch.stack([n.double() for n in (*means.values(), *tally.counts)]).tolist()
-        taken, skipped, bad, self.bad_in_a_row, most_in_a_row = map(int, numbers[len(means) :])
+        counts = [int(number) for number in numbers[len(means) :]]
+        taken, skipped, bad, self.bad_in_a_row, most_in_a_row = counts
+
+        # report bad steps, or stop the run
         if most_in_a_row > self.config.max_bad_steps:
             raise UserError(
                 f"loss or gradient was NaN or inf in {most_in_a_row} steps in a row, more than "

@@ -237,22 +237,24 @@ class Actor:
     @section("policy")
     def _next_values(self, steps: dict[str, Tensor], truncated: np.ndarray) -> Tensor:
         """Return V of the observation after every step [T, B], zero after termination."""
-        # it is the value of the next step, unless the episode or the rollout ended
+        # V is the value of the next step, unless the episode or the rollout ended
         next_values = torch.empty_like(steps["values"])
         next_values[:-1] = steps["values"][1:]
         missing = truncated.copy()  # [T, B]
         missing[-1] = True
 
-        # the missing ones are computed in one call; the new recurrent states are discarded
-        places = [np.flatnonzero(missing), missing.nonzero()[1]]
+        # gather the inputs of the missing ones, step by step
+        places = [np.flatnonzero(missing), missing.nonzero()[1]]  # in [T * B], and in [B]
         cells, columns = to_device(places, next_values.device)
-        by_step = columns.split(missing.sum(1).tolist())
-        rows = [
-            [part.index_select(0, index) for part in successor]
-            for successor, index in zip(self.successors, by_step, strict=True)
-            if len(index)
+        columns_by_step = columns.split(missing.sum(1).tolist())
+        inputs = [
+            [tensor.index_select(0, columns) for tensor in successor]
+            for successor, columns in zip(self.successors, columns_by_step, strict=True)
+            if len(columns)
         ]
-        obs, history, state = (torch.cat(parts) for parts in zip(*rows, strict=True))
+        obs, history, state = (torch.cat(tensors) for tensors in zip(*inputs, strict=True))
+
+        # evaluate them in one call; the new recurrent states are discarded
         seen = policy_input(self.normalize, history, obs, state.dtype)
         no_start = torch.zeros(len(seen), dtype=torch.bool, device=seen.device)
         next_values.view(-1).index_copy_(0, cells, self.policy.act(seen, state, no_start)[2])
