@@ -37,12 +37,11 @@ Record = dict[str, Any]
 
 def check_layout(run_dir: Path) -> None:
     """Refuse links, pipes and the like in the places where training writes."""
-    for kind, is_right, patterns in (
-        ("folder", Path.is_dir, FOLDERS),
-        ("file", Path.is_file, FILES),
-    ):
-        for path in (path for pattern in patterns for path in run_dir.glob(pattern)):
-            if not is_right(path_to_write(run_dir, path.relative_to(run_dir))):
+    for pattern in (*FOLDERS, *FILES):
+        kind = "folder" if pattern in FOLDERS else "file"
+        for path in run_dir.glob(pattern):
+            is_folder = path_to_write(run_dir, path.relative_to(run_dir)).is_dir()
+            if is_folder != (kind == "folder"):
                 raise UserError(f"{path} must be a {kind}: move it away")
 
 

@@ -248,12 +248,13 @@ class RunDir(AbstractContextManager["RunDir"]):
             raise UserError(
                 f"{self.config_path} is not the configuration of a run: give flags instead"
             )
-        values = {name: value for section in sections for name, value in section.items()}
-        return {
-            "preset" if name == "chosen_preset" else name: "none" if value is None else str(value)
-            for name, value in values.items()
-            if name not in RECORDED
-        }
+        flags = {}
+        for section in sections:
+            for name, value in section.items():
+                if name not in RECORDED:
+                    flag = "preset" if name == "chosen_preset" else name
+                    flags[flag] = "none" if value is None else str(value)
+        return flags
 
     def write_config(self, content: Mapping[str, Any]) -> None:
         """Write config.json in place, as it is locked; a full disk leaves it as it was."""
