@@ -107,20 +107,20 @@ class CartPoleVectorEnv(BatchedEnv):
 
     def advance(self, actions: np.ndarray) -> Outcome:
         """Take one Euler step, with operations in the order of CartPoleEnv.step."""
-        it = self._physics
+        physics = self._physics
         x, x_dot, theta, theta_dot = self.state.T
-        force = np.where(actions == 1, it.force_mag, -it.force_mag)
+        force = np.where(actions == 1, physics.force_mag, -physics.force_mag)
         cos, sin = np.cos(theta), np.sin(theta)
-        temp = (force + it.polemass_length * np.square(theta_dot) * sin) / it.total_mass
-        theta_acc = (it.gravity * sin - cos * temp) / (
-            it.length * (4.0 / 3.0 - it.masspole * np.square(cos) / it.total_mass)
+        temp = (force + physics.polemass_length * np.square(theta_dot) * sin) / physics.total_mass
+        theta_acc = (physics.gravity * sin - cos * temp) / (
+            physics.length * (4.0 / 3.0 - physics.masspole * np.square(cos) / physics.total_mass)
         )
-        x_acc = temp - it.polemass_length * theta_acc * cos / it.total_mass
+        x_acc = temp - physics.polemass_length * theta_acc * cos / physics.total_mass
         rates = np.stack([x_dot, x_acc, theta_dot, theta_acc], axis=1)
-        self.state = self.state + it.tau * rates
+        self.state = self.state + physics.tau * rates
         self.elapsed += 1
-        terminated = np.abs(self.state[:, 0]) > it.x_threshold
-        terminated |= np.abs(self.state[:, 2]) > it.theta_threshold_radians
+        terminated = np.abs(self.state[:, 0]) > physics.x_threshold
+        terminated |= np.abs(self.state[:, 2]) > physics.theta_threshold_radians
         return np.ones(self.num_envs), terminated, self.elapsed >= self.max_episode_steps
 
 
@@ -170,15 +170,19 @@ class MountainCarPositionsVectorEnv(BatchedEnv):
 
     def advance(self, actions: np.ndarray) -> Outcome:
         """Move all cars by one step."""
-        it = self._physics
+        physics = self._physics
         force = np.clip(actions[:, 0].astype(np.float64), -1.0, 1.0)
-        velocity = self.velocity + force * it.power - _GRAVITY * np.cos(3.0 * self.position)
-        velocity = np.clip(velocity, -it.max_speed, it.max_speed)
-        self.position = np.clip(self.position + velocity, it.min_position, it.max_position)
-        stopped = (self.position == it.min_position) & (velocity < 0)
+        velocity = self.velocity + force * physics.power - _GRAVITY * np.cos(3.0 * self.position)
+        velocity = np.clip(velocity, -physics.max_speed, physics.max_speed)
+        self.position = np.clip(
+            self.position + velocity, physics.min_position, physics.max_position
+        )
+        stopped = (self.position == physics.min_position) & (velocity < 0)
         self.velocity = np.where(stopped, 0.0, velocity)
         self.elapsed += 1
-        terminated = (self.position >= it.goal_position) & (self.velocity >= it.goal_velocity)
+        terminated = (self.position >= physics.goal_position) & (
+            self.velocity >= physics.goal_velocity
+        )
         rewards = _PRIZE * terminated - _COST * np.square(force)
         return rewards, terminated, self.elapsed >= self.max_episode_steps
 

@@ -1,4 +1,4 @@
-"""The adapter that lets a batch of numpy environments speak torch."""
+"""The adapter from a vector environment in numpy to the learner's TorchEnv."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def warn_once(message: str) -> None:
 
 @dataclass(eq=False)
 class TorchVectorEnv(TensorVectorEnv):
-    """Makes a numpy vector environment speak torch: rows in, tensors out.
+    """Adapts a vector environment in numpy to TorchEnv.
 
     It checks all that the environments return and watches how long they take. The vector
     environment must have autoreset SAME_STEP and take one seed per environment.
@@ -166,9 +166,10 @@ class TorchVectorEnv(TensorVectorEnv):
     # ---- calls into the vector environment
 
     def _call_reset(self, seeds: Any) -> np.ndarray:
-        return self.watch.call(None, lambda: self._rows(self.env.reset(seed=seeds)[0]))
+        return self.watch.call(None, self._reset_batch, seeds)
 
-    def _rows(self, obs: Any) -> np.ndarray:
+    def _reset_batch(self, seeds: Any) -> np.ndarray:
+        obs, _ = self.env.reset(seed=seeds)
         return self.encoder(obs, self.num_envs)
 
     def _call_step(self, actions: Any) -> Arrays:
@@ -176,10 +177,10 @@ class TorchVectorEnv(TensorVectorEnv):
 
     def _step_batch(self, actions: Any) -> Arrays:
         raw_obs, raw_rewards, *flags, info = self.env.step(actions)
-        obs = self._rows(raw_obs)
+        obs = self.encoder(raw_obs, self.num_envs)
         rewards = np.array(raw_rewards, np.float64).reshape(self.num_envs)
         terminated, truncated = (np.array(flag, bool).reshape(self.num_envs) for flag in flags)
-        usable = np.abs(rewards) <= MAX_REWARD  # NaN is not
+        usable = np.abs(rewards) <= MAX_REWARD  # False for NaN, too
         if not usable.all():
             first = int(usable.argmin())
             raise RowFaultError(first, f"reward is {rewards[first]}")

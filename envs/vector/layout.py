@@ -1,4 +1,4 @@
-"""What the learner knows of environments: the layout of a row, and TorchEnv.
+"""The learner's view of environments: layouts of rows, and the base TorchEnv.
 
 The learner sees an observation as a row [F] of float32, which consists of parts. Policies and
 checkpoints keep the layout of these parts, so a policy works without its environment. This module
@@ -103,7 +103,7 @@ class Layout:
 
 
 class TorchEnv:
-    """A batch of environments as the learner uses it; speaks torch.
+    """A batch of environments as the learner uses it, with tensors in and out.
 
     Every environment has its own seed. Autoreset is SAME_STEP: when an episode ends, the next one
     starts in the same step. A subclass may keep the defaults below.
@@ -141,7 +141,7 @@ class TorchEnv:
         raise NotImplementedError
 
     def send(self, actions: Tensor, group: int = 0) -> None:
-        """Give a group its actions [rows of the group, ...] without waiting for its step."""
+        """Start the step of a group with its actions [rows of the group, ...]."""
         self._sent = actions
 
     def recv(self, group: int = 0) -> StepResult:

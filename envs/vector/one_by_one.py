@@ -22,7 +22,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class OneByOne(TorchVectorEnv):
-    """Makes a list of single environments speak torch, like a vector environment.
+    """Adapts a list of single environments to TorchEnv.
 
     While restarts are left, a new environment takes the place of one that fails. The interrupted
     episode is truncated with reward 0 and the last good row; the next one is the first of the new
@@ -95,7 +95,7 @@ class OneByOne(TorchVectorEnv):
     def _step(self, row: int, action: Any) -> tuple[np.ndarray, float, bool, bool]:
         obs, reward, terminated, truncated, info = self.env[row].step(action)
         reward = np.asarray(reward, np.float64).item()
-        if not abs(reward) <= MAX_REWARD:  # NaN is not
+        if not abs(reward) <= MAX_REWARD:  # refuses NaN, too
             raise RowFaultError(row, f"reward is {reward}")
         metrics = info.get("metrics")
         for name, value in metrics.items() if isinstance(metrics, dict) else ():
@@ -148,7 +148,7 @@ class OneByOne(TorchVectorEnv):
         self._begin_life(row)
 
     def _begin_life(self, row: int) -> None:
-        """Begin an episode with a seed that the restarts so far determine."""
+        """Begin an episode; its seed depends on the life's seed and the restarts."""
         life = self.lives[row]
         entropy = np.random.SeedSequence([int(life["life_seed"]), int(life["restarts"])])
         self._begin(row, int(entropy.generate_state(1, np.uint64)[0]) >> 1)
@@ -173,7 +173,7 @@ class OneByOne(TorchVectorEnv):
             env, limits = self._unwrapped(wrapped)
             elapsed = {f"time_limit/{i}": limit._elapsed_steps for i, limit in enumerate(limits)}
             states.append(env.get_state() | elapsed)
-        columns: dict[str, Any] = {name: [s[name] for s in states] for name in states[0]}
+        columns: dict[str, Any] = {n: [state[n] for state in states] for n in states[0]}
         columns |= {f"guard/{name}": self.lives[name] for name, _ in LIFE}
         return columns | ({"guard/last_row": self._last_rows} if self.env_restarts else {})
 
@@ -185,8 +185,10 @@ class OneByOne(TorchVectorEnv):
         self._last_rows = [np.asarray(row, np.float32) for row in last_rows]
         for row, wrapped in enumerate(self.env):
             env, limits = self._unwrapped(wrapped)
-            columns = state.items()
-            single = {n: c[row] if c.ndim > 1 else c[row].item() for n, c in columns}
+            env_state = {
+                name: column[row] if column.ndim > 1 else column[row].item()
+                for name, column in state.items()
+            }
             for i, limit in enumerate(limits):
-                limit._elapsed_steps = single.pop(f"time_limit/{i}")
-            env.set_state(single)
+                limit._elapsed_steps = env_state.pop(f"time_limit/{i}")
+            env.set_state(env_state)

@@ -1,4 +1,4 @@
-"""The base of vector environments that speak torch; numpy arrays as tensors."""
+"""Vector environments with tensors in and out: their spaces and their results."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class WorkerEnv(TensorVectorEnv):
         return self._result(self._workers, slice(0, self.num_envs))
 
     def send(self, actions: Tensor, group: int = 0) -> None:
-        """Give a group its actions [rows of the group, ...] without waiting for its step."""
+        """Start the step of a group with its actions [rows of the group, ...]."""
         self._rows["actions"][self._groups[group]] = actions.detach().cpu().numpy()
         for worker in self._group_workers[group]:
             self._ask(worker, ("step",))
