@@ -238,7 +238,8 @@ class RunConfig:
 
     def idle_flags(self) -> list[str]:
         """Return the flags that have no effect beside the others."""
-        launch, is_trading = self.launch, self.task.is_trading
+        launch = self.launch
+        is_trading = self.task.is_trading
         on_markets = is_trading and self.data.data == "simulated"
         has_shards = launch.strategy in ("hybrid", "auto") and launch.hybrid_form == "shard"
         groups = (  # whether flags have an effect, and these flags

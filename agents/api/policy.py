@@ -97,7 +97,8 @@ class LoadedPolicy:
         policy = self.agent.policy
         like = policy.critic_head.weight
         lstm_state, history = (torch.as_tensor(part).to(like) for part in state[:2])
-        obs, begins = obs.to(like.device), torch.from_numpy(start).to(like.device)
+        obs = obs.to(like.device)
+        begins = torch.from_numpy(start).to(like.device)
         history = history * ~begins[:, None, None]
         seen = policy_input(self.agent.normalizer, history, obs, like.dtype)
         push = None

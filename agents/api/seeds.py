@@ -88,7 +88,8 @@ def mean_interval(scores: np.ndarray) -> Interval:
 def train_several(parsed: ParsedFlags) -> int:
     """Train with each of --seeds; return the exit code."""
     given: dict[str, Any] = dict(parsed.given)
-    seeds, run_dir = given.pop("seeds"), given.pop("run_dir", "")
+    seeds = given.pop("seeds")
+    run_dir = given.pop("run_dir", "")
     if "RANK" in os.environ or given.keys() & {"seed", "resume"}:
         raise UserError("--seeds starts new runs: use neither --seed, --resume nor torchrun")
     if not seeds.replace(" ", "").isdecimal():

@@ -99,7 +99,9 @@ class Trials:
     """Measures values of flags by steps that a run would take."""
 
     def __init__(self, task: Any, gpu_ids: tuple[int, ...], world: World) -> None:
-        self.task, self.gpu_ids, self.world = task, gpu_ids, world
+        self.task = task
+        self.gpu_ids = gpu_ids
+        self.world = world
         self.env = probe(task)
         self.free_bytes = free_for_each_rank(world.device, world.size)
         self.held_bytes = psutil.Process().memory_info().rss
@@ -138,7 +140,9 @@ class Trials:
         The first `next` only tests memory: forward and backward of a larger minibatch, while a
         rollout would be held.
         """
-        train, world, device = config.train, self.world, self.world.device
+        train = config.train
+        world = self.world
+        device = world.device
         sizes = shard_sizes(train, world.rank, world.size)
         policy = Policy(config.policy, self.env.layout, self.env.single_action_space)
         policy.to(device, config.launch.dtype)
@@ -181,7 +185,8 @@ class Trials:
     def env_steps(self, config: RunConfig) -> Iterator[None]:
         """Yield after each random step of this rank's environments."""
         sizes = shard_sizes(config.train, self.world.rank, self.world.size)
-        task, device = replace(self.task, config=config.task), self.world.device
+        task = replace(self.task, config=config.task)
+        device = self.world.device
         env = task.training_env(sizes.num_envs, sizes.env_offset, str(device))
         try:
             env.action_space.seed(0)

@@ -66,7 +66,8 @@ class Watch:
         self, kind: str, training: Any, metrics: Mapping[str, Any], path: Path | None = None
     ) -> None:
         """Call the callback for a kind of moment; note if it asks to stop."""
-        callback, run_dir = self.callbacks.get(kind), training.job.run_dir
+        callback = self.callbacks.get(kind)
+        run_dir = training.job.run_dir
         if callback is None:
             return
         moment = Moment(

@@ -234,7 +234,8 @@ def config_to_resume(checkpoint: Found, run_dir: Path, given: Mapping[str, str])
 
 def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
     """Return a saved configuration with the given flags; refuse unchangeable ones."""
-    old, new = saved.values, RunConfig().changed(given).values
+    old = saved.values
+    new = RunConfig().changed(given).values
     changes = {
         name: new[name]
         for name in new.keys() & given.keys()

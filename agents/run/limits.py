@@ -77,7 +77,8 @@ def explained_faults(config: RunConfig, run_dir: Path, world: World) -> Iterator
 
 def _out_of_memory(error: BaseException, config: RunConfig, run_dir: Path, world: World) -> str:
     """Return one line with phase, sizes, peak, advice and the error."""
-    train, phase = config.train, world.doing.phase
+    train = config.train
+    phase = world.doing.phase
     advice = {
         EVALUATING: f"training is saved: evaluate it with python -m agents.evaluate {run_dir}",
         "update": "the same gradient steps take less memory with a smaller --batch_size and a "

@@ -205,7 +205,8 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
     if not config.pretrained:
         return None
     file, state = load_saved(config.pretrained, "", FIT)
-    module, extra = state["module"], state["extra"]
+    module = state["module"]
+    extra = state["extra"]
     shapes = {name: list(module[name].shape) for name in MOMENTS if name in module}
     if extra.get("kind") != FEATURES or shapes != dict.fromkeys(MOMENTS, [extra.get("num_obs")]):
         raise UserError(f"{file} is no feature LSTM: name a run of python -m agents.pretrain")

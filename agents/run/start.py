@@ -110,7 +110,8 @@ def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
 
 def announce(config: RunConfig, resolved: ResolvedLaunch, checkpoint: Found | None) -> None:
     """Check the run before ranks start; print its device, task and sizes."""
-    train, policy_config, num_ranks = config.train, config.policy, resolved.num_ranks
+    train = config.train
+    num_ranks = resolved.num_ranks
     for flag, name in train.named_metrics.items():
         check_metric(flag, name, config.task.is_trading, config.launch.precision)
     sizes = ""
@@ -130,9 +131,10 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, checkpoint: Found | No
         check_resumable(checkpoint.state, config, policy)
     else:
         check_initial(train, policy)
-    if core := policy_config.core:
-        width, hidden_size = policy.feature_encoder.num_outputs, policy_config.hidden_size
-        module = make_core(core, width, hidden_size, policy_config.num_layers)
+    if core := config.policy.core:
+        width = policy.feature_encoder.num_outputs
+        hidden_size = config.policy.hidden_size
+        module = make_core(core, width, hidden_size, config.policy.num_layers)
         try_core(core, module, width, hidden_size)
     print(f"{resolved.message}\n{task.describe()}")
     if train.chosen_preset and not checkpoint:
