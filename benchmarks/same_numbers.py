@@ -111,8 +111,10 @@ PATTERNS = {  # options whose names differ from the words of the command
 MACHINE = ("time/", "cpu/", "gpu/", "ram/")  # metrics that differ from run to run
 # keys of BASE that have a new name now
 RENAMED = {"guard/last_obs": "guard/last_row"}
-# the settings, which may be renamed, and a figure that only BASE has
-NOT_COMPARED = {"config", "extra", "facts", "return_with_noise"}
+# the settings, which may be renamed, and figures of a summary that BASE has in another form
+NOT_COMPARED = {
+    "config", "extra", "facts", "return_with_noise", "guessed", "most_frequent_sign",
+}  # fmt: skip
 FLAKY = """
 import gymnasium, numpy as np
 
