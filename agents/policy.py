@@ -344,9 +344,8 @@ class Policy(nn.Module):
         """
         with weights_cast_once(self.low_precision, obs.device):
             if self.config.stateless:
-                (actor, values), _ = self.network(obs, state)
-            else:
-                actor, values = run_sequence(self.network, obs, state, episode_start, plan)
+                plan = Plan([], None)  # nothing has to be cut
+            actor, values = run_sequence(self.network, obs, state, episode_start, plan)
         return self.evaluate(actor, values, actions)
 
     def evaluate(self, actor: Tensor, values: Tensor, actions: Tensor) -> Evaluation:

@@ -9,6 +9,7 @@ operations compute it on CPU and GPU, for all environments in one call. Source: 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -24,9 +25,7 @@ KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 CELLS = {"cpu": 2**15, "cuda": 2**22}
 
 
-def philox(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(counter: Sequence[Tensor], key: Sequence[int]) -> tuple[Tensor, ...]:
     """Return four random 32-bit words, as int64, for the four words of a counter."""
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     k0, k1 = key
@@ -41,10 +40,10 @@ def philox(
     return c0, c1 & MASK, c2, c3 & MASK
 
 
-def stream_key(seed: int, stream: int) -> tuple[int, int]:
-    """Return the key of a stream's numbers."""
-    low, high = np.random.SeedSequence([seed, stream]).generate_state(2, np.uint32).tolist()
-    return low, high
+def stream_key(seed: int, stream: int) -> list[int]:
+    """Return the two words of the key of a stream's numbers."""
+    words: list[int] = np.random.SeedSequence([seed, stream]).generate_state(2, np.uint32).tolist()
+    return words
 
 
 def action_noise(
@@ -121,11 +120,6 @@ def colored(white: Tensor, exponent: float) -> Tensor:
     return torch.fft.irfft(waves, num_steps, dim=0)
 
 
-def stratum_size(num_minibatches: int, sequences_per_env: int) -> int:
-    """Return the number of neighbouring environments that shuffle together."""
-    return num_minibatches // math.gcd(num_minibatches, sequences_per_env)
-
-
 def sequence_orders(
     key: tuple[int, int],  # (seed, iteration)
     num_epochs: int,
@@ -136,10 +130,11 @@ def sequence_orders(
 ) -> np.ndarray:
     """Return this rank's sequences (k * B + b), [epochs, minibatches, sequences].
 
-    Random keys sort the sequences within strata of global environments. Every stratum gives each
-    minibatch equally many, so the global minibatch does not depend on the number of ranks.
+    Random keys sort the sequences within strata of neighbouring global environments. Every stratum
+    gives each minibatch equally many, so the global minibatch does not depend on the number of
+    ranks.
     """
-    size = stratum_size(num_minibatches, sequences_per_env)
+    size = num_minibatches // math.gcd(num_minibatches, sequences_per_env)  # of a stratum
     assert num_envs % size == 0 and env_offset % size == 0
     seed, iteration = key
     epochs = torch.arange(num_epochs)[:, None, None]
