@@ -32,7 +32,7 @@ CHANGING = (
     "checkpoint",
 )  # --follow prints a line when one of these changes
 OVER = ("finished", "stopped", "failed", "dead")
-RETURNS = ("episode/return", "valid/")
+RETURNS = ("episode/return", "valid/return", "valid/sharpe")
 USE = ("cpu/", "ram/", "gpu/", "time/idle_share")  # prefixes of a rank's metrics
 EPILOG = """examples:
   python -m rl_dist.status                          the newest run below runs/
