@@ -94,11 +94,6 @@ class RankReport:
     # 0: the rank is the cause; 1: it names another rank as the cause; 2: it lost a connection
     consequence: int = 0
 
-    @property
-    def can_restart(self) -> bool:
-        """True if new ranks need not fail in the same way."""
-        return self.failed and self.exit_code != 2
-
 
 # ---- in a rank
 
@@ -335,7 +330,9 @@ def launch(
         try:
             run = partial(_run_once, fn, args, num_ranks, threads, stop, run_dir)
             report = run(restarts)
-            while report.can_restart and not stop.signum and restarts < max_restarts:
+            while restarts < max_restarts and not stop.signum:
+                if not report.failed or report.exit_code == 2:
+                    break
                 restarts += 1
                 _announce_restart(report, restarts, max_restarts, run_dir)
                 report = run(restarts)

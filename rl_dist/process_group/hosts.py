@@ -58,14 +58,14 @@ def check_settings(
 
 def software(modules: Mapping[str, Sequence[Path]]) -> dict[str, str]:
     """Return the versions of this rank's software, by name."""
-    ours = [path for name in PACKAGES for path in (CODE / name).rglob("*.py")]
-    ours += CODE.glob("train_distributed.py")
+    our_files = [path for name in PACKAGES for path in (CODE / name).rglob("*.py")]
+    our_files += CODE.glob("train_distributed.py")
     hashes = {f"module {name}, version": short_hash(files) for name, files in modules.items()}
     return hashes | {
         "Python": ".".join(map(str, sys.version_info[:2])),
         "torch": torch.__version__,
         "numpy": np.__version__,
-        "this project's code, version": short_hash(ours),
+        "this project's code, version": short_hash(our_files),
     }
 
 
