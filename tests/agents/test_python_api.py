@@ -295,9 +295,9 @@ def test_a_metric_that_no_environment_gives_is_a_warning_and_one_that_it_gives_s
     both = {"stop_at": "env/right_answer 2", "keep_best": "env/right"}
     assert len(train(**cue, **both, run_dir=tmp_path / "mistyped").metrics) == 4
     err = capsys.readouterr().err
-    assert err.count("did you mean env/right_answers?") == 2
+    assert re.findall(r"warning: (\w+) env/right", err) == ["stop_at", "keep_best"]
     reached = train(**cue, stop_at="env/right_answers 0", run_dir=tmp_path / "right")
-    assert len(reached.metrics) == 1 and "did you mean" not in capsys.readouterr().err
+    assert len(reached.metrics) == 1 and "stop_at" not in capsys.readouterr().err
 
 
 # ---- several seeds
