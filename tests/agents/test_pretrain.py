@@ -90,17 +90,23 @@ def test_windows_see_nothing_after_the_span_and_hold_whole_portfolios(observatio
     torch.testing.assert_close(cash + held.sum(-1), torch.ones(8), rtol=0, atol=1e-3)
 
 
-def test_the_test_span_is_neither_trained_nor_validated_on(monkeypatch):
-    spans = []
+def test_validation_has_the_scale_of_training_and_the_test_span_is_unused(monkeypatch):
+    calls = []
     real = pretrain.make_windows
-    monkeypatch.setattr(
-        pretrain, "make_windows", lambda m, span, **o: spans.append(span) or real(m, span, **o)
-    )
+
+    def make_and_note(markets, span, **options):
+        windows, scale = real(markets, span, **options)
+        calls.append((span, options.get("scale"), scale))
+        return windows, scale
+
+    monkeypatch.setattr(pretrain, "make_windows", make_and_note)
     config = pretrain.PretrainRunConfig(market=MARKET)
     task = config.prepare_task()
     pretrain.windows_of(config, task)
-    assert spans == [task.spans.train, task.spans.valid]
-    assert all(span.last < task.spans.test.first for span in spans)
+    (train_span, _, scale), (valid_span, given, _) = calls
+    assert (train_span, valid_span) == (task.spans.train, task.spans.valid)
+    assert train_span.last < task.spans.test.first > valid_span.last
+    assert given == scale
 
 
 def test_a_resumed_pre_training_ends_bit_for_bit_as_one_that_did_not_stop(
