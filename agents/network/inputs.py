@@ -16,7 +16,7 @@ from envs.vector.layout import Layout
 from rl_dist.errors import UserError
 
 LARGEST_MAP = 6  # pixels along each side of the last convolution's output
-CHANNELS = (16, 32, 64)  # first convolutions; later ones have the last number
+CHANNELS = (16, 32, 64)  # channels after each convolution; further ones keep the last number
 CLIP = 10.0  # normalised numbers are at most this far from 0
 
 
@@ -29,7 +29,7 @@ class RunningMoments(nn.Module):
     count: Tensor
     mean: Tensor
     variance: Tensor
-    index: Tensor  # the columns
+    index: Tensor  # columns that have statistics
 
     def __init__(self, num_features: int, columns: Sequence[int] | None = None) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class RunningMoments(nn.Module):
         self.register_buffer("variance", torch.ones(num_features, dtype=torch.float64))
 
     def sums(self, samples: Tensor) -> Tensor:
-        """Return [2F + 1] of samples [..., F]: count, sums, square sums around the mean."""
+        """Return count, sums and square sums around the mean of samples [..., F]."""
         rows = samples.flatten(0, -2).index_select(1, self.index)
         deviations = rows.double() - self.mean[self.index]
         count = deviations.new_full((1,), len(deviations))
