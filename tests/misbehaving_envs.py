@@ -5,7 +5,6 @@ import itertools
 import os
 import signal
 import sys
-import threading
 import time
 
 import gymnasium
@@ -25,10 +24,6 @@ def lock_twice(library):
 
 def interrupt():
     raise KeyboardInterrupt
-
-
-def end_a_thread():
-    threading.Thread(target=interrupt).start()
 
 
 def set_the_clock():
@@ -51,7 +46,6 @@ DEEDS = {
     "close stdout": lambda: sys.stdout.close(),
     "close descriptor 1": lambda: os.close(1),
     "close descriptors": lambda: os.closerange(3, 256),
-    "end a thread": end_a_thread,
     "set the clock": set_the_clock,
     "exit 77": lambda: os._exit(77),
     "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
@@ -115,7 +109,7 @@ class Misbehaving(gymnasium.Env):
         step = [self._obs(), 1.0, False, self.age == self.length, {}]
         place, value = RETURNS.get(misdeed, (0, step[0]))
         step[place] = value
-        return step[:4] if misdeed == "four values" else tuple(step)
+        return tuple(step)
 
 
 class Saved(Misbehaving):
