@@ -146,7 +146,7 @@ class MetricsWriter(NullWriter):
         """Finish the files and the progress; safe to call twice."""
         if self._unwritten:
             self.update_state()
-        self._progress.flush()
+        self._progress.close()
         self._lines.close()
         for metrics_logger in self._loggers:
             metrics_logger.close()

@@ -132,14 +132,20 @@ def test_wandb_works_offline_and_continues_under_the_same_id(tmp_path, monkeypat
 # ---- progress
 
 
-def test_progress_is_a_few_lines(tmp_path, capsys):
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_progress_is_a_few_lines_or_a_bar(tmp_path, capsys, monkeypatch, on_terminal):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: on_terminal, raising=False)
     writer = MetricsWriter(RunDir(tmp_path), 96, "episodes")
     for iteration in range(1, 12):
         figures = {"valid/return": 0.5} if iteration == 1 else {"time/sps": 1000.0 * iteration}
         writer.write(record(iteration, **figures), done=9 * iteration)
     writer.close()
-    first, last = capsys.readouterr().err.splitlines()
-    assert first.startswith("iteration 1 | 9/96 episodes (9%) | valid/return 0.5 | ")
     # 99 episodes have ended
-    expected = "iteration 11 | 96/96 episodes (100%) | valid/return 0.5, time/sps 11,000 | 0:00:00"
-    assert last.startswith(expected)
+    shown = capsys.readouterr().err
+    assert "time/sps 11,000" in shown and " 96/96 " in shown
+    if on_terminal:
+        assert shown.count("\r") >= 11
+    else:
+        first, last = shown.splitlines()
+        assert first.startswith("iteration 1 | 9/96 episodes (9%), valid/return 0.5 | ")
+        assert last.endswith("time/sps 11,000 | 00:00 left")
