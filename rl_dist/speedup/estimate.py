@@ -86,6 +86,10 @@ def estimate_training_speedup(
     # the job
     if min(gpus, default=0) < 1:
         raise UserError(f"--gpus must be numbers from 1, got {list(gpus)}")
+    lengths = {"num_episodes": num_episodes, "total_steps": total_steps}
+    for name, value in {**lengths, "sps": sps, "price_per_hour": price_per_hour}.items():
+        if not 0 <= value < math.inf:
+            raise UserError(f"--{name} must be a number from 0, got {value}")
     if gpu and gpu not in CARDS:
         raise UserError(f"--gpu {gpu!r} is not known; choose from {', '.join(CARDS)}")
     card = CARDS.get(gpu)

@@ -198,6 +198,7 @@ def error_of(argv, capsys):
     [
         ("--gpus 0", ["--gpus", "0"]),
         ("--gpu H1000", ["--gpu", "H1000", "A100"]),
+        ("--sps inf", ["--sps", "inf"]),
         ("nowhere", ["nowhere"]),
         ("--gpus 2 --scaling weak stray", ["stray"]),
         pytest.param(" ".join(TINY[:-1]) + " none", ["hidden_size"], marks=pytest.mark.slow),
