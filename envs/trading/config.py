@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import re
+from contextlib import suppress
+from datetime import date
 from typing import Literal
 
 from rl_dist.flags import Field, Text, configuration
@@ -41,8 +42,10 @@ class DataConfig:
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in SPAN_DATES if getattr(self, name)}
         for name, day in given.items():
-            if not re.fullmatch(r"\d{4}-\d\d-\d\d", day):
-                raise ValueError(f"{name} must be a date YYYY-MM-DD, got {day!r}")
+            with suppress(ValueError):
+                if date.fromisoformat(day).isoformat() == day:
+                    continue
+            raise ValueError(f"{name} must be a date YYYY-MM-DD, got {day!r}")
         if list(given.values()) != sorted(set(given.values())):
             dates = ", ".join(f"{name} {day}" for name, day in given.items())
             raise ValueError(f"each date must be later than the one before it, got {dates}")

@@ -168,7 +168,7 @@ def test_dates_are_kept_and_the_others_filled_so_that_spans_touch(given, expecte
         ({"valid_start": "2020-06-06", "valid_end": "2020-06-07"}, "the valid span has 0 "),
         ({"test_start": "2020-12-01"}, "the test span has 1 "),
         ({"test_start": "20160104"}, "test_start must be a date YYYY-MM-DD"),
-        ({"test_start": "soon"}, "test_start must be a date YYYY-MM-DD"),
+        ({"test_start": "2016-02-30"}, "test_start must be a date YYYY-MM-DD"),
         ({"train_end": "2016-01-04", "test_start": "2016-01-04"}, "must be later .* test_start 20"),
         ({"valid_start": "2016-01-05", "valid_end": "2016-01-04"}, "must be later .* valid_end 20"),
     ],
