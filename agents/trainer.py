@@ -26,7 +26,7 @@ from agents.run.sizes import Sizes, shard_sizes
 from envs.vector.layout import TorchEnv
 from rl_dist.checkpoint.spec import flatten
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, Best, save_agreed
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, one_line
 from rl_dist.process_group.clock import NullProfiler
 from rl_dist.process_group.collectives import (
     all_reduce_max,
@@ -262,7 +262,12 @@ class Training:
         rows = slice(sizes.env_offset, sizes.env_offset + sizes.num_envs)
         carry = {name: value[rows].to(self.world.device) for name, value in state["carry"].items()}
         self.carry = Carry(**carry)
-        self.env.set_state({name: value[rows] for name, value in state["environments"].items()})
+        try:
+            self.env.set_state({name: value[rows] for name, value in state["environments"].items()})
+        except (AttributeError, LookupError, TypeError) as error:
+            raise UserError(
+                f"the checkpoint is damaged: environments: {one_line(error)}"
+            ) from error
         self.recorder.restarts_seen = sum(self.env.restarts)
 
 

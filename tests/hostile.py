@@ -244,6 +244,19 @@ CASES = {
         lambda run: write_atomically(Path(LAST.format(run=run)), pack({"iteration": 1})),
         says="no checkpoint of train_distributed.py",
     ),
+    **{
+        f"{keys[0]} with an odd {keys[-1]}": Case(
+            RESUME, newest(*keys, change=lambda _, value=value: value), code, says, starts=True
+        )
+        for keys, value, code, says in (
+            (("optimizer", "state", 0, "exp_avg"), torch.zeros(1), 2, "damaged.*exp_avg"),
+            (("optimizer", "state", 0), "x", 2, "damaged.*optimizer/state/0"),
+            (("obs_normalizer", "moments.mean"), torch.zeros(99), 2, "damaged.*moments.mean"),
+            (("policy", "actor_head.bias"), "x", 0, "iteration_00000002.pt"),
+            (("carry", "obs"), 5, 0, "iteration_00000002.pt"),
+            (("environments",), {}, 2, "damaged.*environments"),
+        )
+    },
     "wider than its weights": Case(
         RESUME,
         newest("config", change=lambda text: re.sub('"hidden_size": 8', r"\g<0>192", text)),

@@ -19,7 +19,7 @@ from agents.policy import Policy
 from agents.rollout import fresh_carry
 from envs.vector.layout import Layout
 from envs.vector.spaces import ActionDecoder, ObservationEncoder, from_json
-from rl_dist.checkpoint.spec import FIT, RUN, kind_of
+from rl_dist.checkpoint.spec import FIT, RUN, flatten, kind_of
 from rl_dist.checkpoint.store import (
     BEST_FILE,
     CHECKPOINT_DIR,
@@ -32,7 +32,7 @@ from rl_dist.checkpoint.store import (
     write_atomically,
 )
 from rl_dist.checkpoint.trust import check_named
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, one_line
 from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import RunDir, runs_below
@@ -267,13 +267,26 @@ def check_readable(policy: Policy, now: Layout) -> None:
 
 def check_shapes(state: dict[str, Any], config: RunConfig) -> None:
     """Refuse a checkpoint with tensors that do not fit its configuration."""
-    policy = empty_policy(config, *spaces_of(state))
-    check_weights(policy.state_dict(), state["policy"])
-    carry = state["carry"]
-    for name, like in fresh_carry(policy, carry["obs"].to("meta")).tensors().items():
-        value = carry.get(name)
-        if value is None or value.shape != like.shape or value.dtype != like.dtype:
-            raise UserError(
-                f"the checkpoint is damaged: carry {name!r} is not {list(like.shape)} of "
-                f"{like.dtype}"
-            )
+    try:
+        layout, action_space = spaces_of(state)
+        policy = empty_policy(config, layout, action_space)
+        check_weights(policy.state_dict(), state["policy"])
+        parts: dict[str, Mapping[str, Tensor]] = {
+            "carry": fresh_carry(policy, state["carry"]["obs"].to("meta")).tensors(),
+            "obs_normalizer": observation_normalizer(layout, enabled=False).state_dict(),
+            "reward_normalizer": Normalizer(1).state_dict(),
+        }
+        # The fused kernel of Adam does not compare shapes: others would corrupt memory.
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        for number in state["optimizer"]["state"]:
+            moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), trained[number])
+            parts[f"optimizer/state/{number}"] = {"step": torch.zeros(()), **moments}
+        saved = dict(flatten(state))
+        for part, likes in parts.items():
+            for name, like in likes.items():
+                value = saved[f"{part}/{name}"]
+                if value.shape != like.shape or value.dtype != like.dtype:
+                    expected = f"{list(like.shape)} of {like.dtype}"
+                    raise UserError(f"the checkpoint is damaged: {part}/{name} is not {expected}")
+    except (AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise UserError(f"the checkpoint is damaged: {one_line(error)}") from error

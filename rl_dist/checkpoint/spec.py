@@ -19,16 +19,17 @@ LARGEST_COUNT = 10**15
 _PLAIN_TYPES = (str, int, float, bool, type(None))
 # entries that show which program wrote a checkpoint
 _MARKS = {"carry": RUN, "global_step": RUN, "module": FIT, "best_epoch": FIT}
-_PARTS = ("policy", "optimizer", "carry", "obs_normalizer", "reward_normalizer")
+_TENSORS = ("policy", "carry", "obs_normalizer", "reward_normalizer")  # hold tensors only
 _COUNTS = ("iteration", "global_step", "episodes", "num_obs", "num_actions", "bad_in_a_row")
 _TYPES: dict[str, dict[str, type]] = {
     RUN: {
         **dict.fromkeys(_COUNTS, int),
-        **dict.fromkeys(_PARTS, dict),
+        **dict.fromkeys((*_TENSORS, "optimizer"), dict),
         "action_sizes": list,
         "config": str,
         "discrete": bool,
         "layout": str,
+        "spaces": str,
     },
     FIT: {
         **dict.fromkeys(("epoch", "best_epoch", "bad_in_a_row"), int),
@@ -94,9 +95,13 @@ def check_state(state: Any) -> None:
         raise CheckpointError(f"its {MEASURED} values are not numbers")
     for name, tensor in flatten({key: state[key] for key in state.keys() - {"environments"}}):
         if not isinstance(tensor, Tensor):
+            if kind == RUN and name.startswith(_TENSORS):
+                raise CheckpointError(f"{name!r:.80} is not a tensor")
             continue
         # reading an expanded tensor would take more memory than it has
         if tensor.is_sparse or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
             raise CheckpointError(f"{name!r:.80} is not a plain tensor")
         if kind == RUN and not tensor.isfinite().all():
             raise CheckpointError(f"{name!r:.80} is not finite: NaN or inf")
+    if kind == RUN and not getattr(state["carry"].get("obs"), "ndim", 0):
+        raise CheckpointError("its carry holds no observations")
