@@ -252,7 +252,7 @@ class PPO:
             # stop early, all ranks together
             if self._exceeds_target_kl(tally.epoch_kl):
                 break
-            self.clock.mark("")
+            self.clock.mark("")  # the decision to stop is not part of the next forward pass
         self.strategy.share_parameters()
         return self._report(tally, batch)
 
@@ -345,7 +345,7 @@ class PPO:
             events.notify("bad_steps", text, iteration=self.iteration, skipped=bad)
             logger.warning(text)
         report = dict(zip(means, numbers, strict=False))
-        del report["loss/total"]
+        del report["loss/total"]  # the weighted sum of the other losses
         report["optim/learning_rate"] = self.optimizer.param_groups[0]["lr"]
         return report | {"optim/steps": float(taken), "optim/skipped_steps": skipped}
 

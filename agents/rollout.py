@@ -172,7 +172,7 @@ class Actor:
                 "obs": seen,
                 "raw_obs": carry.obs,
                 "actions": actions,
-                "actor": actor,
+                "actor": actor,  # outputs of the actor; `finish` makes logprobs of them
                 "values": values,
                 "episode_start": carry.episode_start,
             }

@@ -296,7 +296,7 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         # collect a rollout and learn from it
         recorder.begin()
         training.begin_iteration()
-        with recorder.part("collect"):
+        with recorder.part("collect"):  # lifetime steps 0 .. num_steps - 1 were the warm-up's
             rollout = training.collect(lifetime_step=training.iteration * config.num_steps)
         with recorder.part("update"):
             losses = training.update(rollout)
@@ -329,7 +329,7 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
             check_in_sync(training.replicated(), world)
     if reason:
         writer.say(f"stopped at iteration {training.iteration}: {reason}")
-    stop.notice = ""
+    stop.notice = ""  # no iteration follows after which a signal would save
     return signum or all_reduce_max(stop.signum, world)  # it may have come during the last save
 
 
