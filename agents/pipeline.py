@@ -54,7 +54,7 @@ class StageStrategy(Strategy):
         self.pair = self.mesh.get_group(1)
         self.replicas = self.mesh.get_group(0)
         self.stages: tuple[list[nn.Parameter], ...] = ()  # the parameters of each
-        self.local: list[nn.Parameter] = []  # those of this rank's stage
+        self.local: list[nn.Parameter] = []  # parameters of this rank's stage
         self.grad_norm = torch.zeros(())  # over both stages
 
     def wrap(self, module: Policy) -> Policy:  # type: ignore[override]

@@ -30,7 +30,7 @@ class Recorder:
         self.names_seen: set[str] = set()  # metrics of earlier records
         self.restarts_seen = 0  # restarts of this rank's environments in earlier records
         self.started = 0.0
-        self.seconds: dict[str, float] = {}  # by part of the iteration
+        self.seconds: dict[str, float] = {}  # seconds per part of the iteration
 
     def begin(self) -> None:
         """Begin an iteration."""

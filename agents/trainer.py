@@ -236,7 +236,7 @@ class Training:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from the state in a checkpoint, saved by any number of ranks."""
-        # what all ranks share
+        # state that all ranks share
         self.iteration = state["iteration"]
         self.global_step = state["global_step"]
         self.episodes = state["episodes"]
@@ -330,7 +330,8 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
     if reason:
         writer.say(f"stopped at iteration {training.iteration}: {reason}")
     stop.notice = ""  # no iteration follows after which a signal would save
-    return signum or all_reduce_max(stop.signum, world)  # it may have come during the last save
+    # a signal may have come during the last save
+    return signum or all_reduce_max(stop.signum, world)
 
 
 def is_due(training: Training, every: int, now: bool = False) -> bool:

@@ -56,7 +56,7 @@ def compare(name: str, scaling: str, args: argparse.Namespace) -> dict[str, Any]
         measure, as_flags(job | {"scaling": scaling}), threads=threads_per_rank(1), num_gpus=ranks
     )
     num_bytes = alone(iterations=1).gradient_bytes
-    small_bytes = 64  # of a sum of metrics
+    small_bytes = 64  # size of a sum of metrics
     reduction_s = time_reductions(ranks, [num_bytes, small_bytes], DEVICE_TYPE)
     small_s = SMALL_COLLECTIVES * reduction_s[small_bytes]
     predictions, measured = [], []

@@ -15,7 +15,7 @@ from envs.vector.batched import BatchedEnv, Outcome, SingleEnv
 _START_BOUND = 0.05  # CartPole starts with every coordinate uniform in [-0.05, 0.05]
 # of the mountain car
 _GRAVITY = 0.0025
-_COST = 0.1  # for a squared action
+_COST = 0.1  # cost per squared action
 _PRIZE = 100.0
 
 

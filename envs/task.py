@@ -13,7 +13,7 @@ from envs.vector.guards import end_process
 from rl_dist.errors import printable
 from rl_dist.flags import Field, Text, configuration, or_auto
 
-AUTO = -1  # of env_workers: a training measures the best number; other commands take 0
+AUTO = -1  # env_workers: a training measures the best number; other commands use 0
 
 
 @configuration

@@ -52,7 +52,7 @@ class MaskedCartPole(Snapshots, CartPoleEnv):
     def reset(self, **options: Any) -> tuple[np.ndarray, dict[str, Any]]:
         """Begin an episode."""
         obs, _ = super().reset(**options)
-        self.pushes = np.zeros(2, np.int64)  # in a row until now, to the left or to the right
+        self.pushes = np.zeros(2, np.int64)  # consecutive pushes to the left or to the right
         return obs, self.info()
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:

@@ -13,7 +13,7 @@ from typing import Any
 # wait for each other, and beside other programs take the cores from those they wait for. With a
 # short spin they keep their speed on free cores and yield busy ones: docs/performance.md.
 SPIN_COUNT = "1000"  # some microseconds
-if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # else the user has decided
+if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # the user has not decided
     os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPIN_COUNT}
 
 _HOMES = {

@@ -52,7 +52,7 @@ class Gpu:
     memory_allocated_gib: float  # held by tensors
     memory_reserved_gib: float  # held by torch's allocator
     memory_peak_gib: float  # highest allocation so far
-    memory_free_gib: float | None  # that any process may take
+    memory_free_gib: float | None  # free memory for any process
     memory_total_gib: float | None
     temperature_c: float | None
     power_w: float | None
@@ -95,7 +95,7 @@ def read_gpu(index: int) -> Gpu:
     total = getattr(properties, "total_memory", None)
     free = None if total is None or used is None else total - used
     held = torch.cuda.memory_stats(index) if torch.cuda.is_initialized() else {}
-    if held.get("reserved_bytes.all.current"):  # else the next call would open the device
+    if held.get("reserved_bytes.all.current"):  # the device is open already
         free = torch.cuda.mem_get_info(index)[0]
     return Gpu(
         index=index,

@@ -182,7 +182,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             file = open(self.config_path, "a+b", opener=plain_file)  # noqa: SIM115
             with suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if leads_to(self.config_path, file):  # otherwise another process removed it
+                if leads_to(self.config_path, file):  # if not, another process removed it
                     self.lock = file
                     return True
             file.close()

@@ -139,7 +139,7 @@ class Facts:
     software: dict[str, str]  # versions by name
     gpu: GpuInfo
     nvidia_gpus: int  # number of GPUs that the NVIDIA driver lists, whatever torch sees
-    cores: int  # that this process may use
+    cores: int  # cores that this process may use
     load: float  # mean number of processes that wanted a core in the last minute
     memory_total_gib: float  # within the limit of a container
     shm_free_gib: float  # free space in /dev/shm

@@ -56,7 +56,7 @@ class Case(NamedTuple):
     ppo: PPOConfig = CLIPPED
     batch_size: int = 16
     iterations: int = 3
-    options: dict[str, Any] = {}  # of TrainConfig
+    options: dict[str, Any] = {}  # fields of TrainConfig
     dtype: torch.dtype = torch.float64
 
 

@@ -130,7 +130,7 @@ def put_in_place(run, name, kind):
     """Put something else in the place of a file or folder, which moves to `target`."""
     path, target = run / name, run.parent / "target"
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():  # else somebody would miss it
+    if path.exists():  # do not delete a real file
         path.rename(target)
     elif kind == "link to a folder":
         target.mkdir()
@@ -162,7 +162,7 @@ class Case:
     alter: Callable[[Path], None] = lambda run: None
     code: int = 2
     says: str = "{run}"  # a pattern in what is printed
-    starts: bool = False  # else a training that is not refused ends at its launch
+    starts: bool = False  # False: a training that is not refused ends at its launch
     patches: dict = field(default_factory=dict)  # attributes by their full name
 
 

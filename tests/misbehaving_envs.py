@@ -100,7 +100,7 @@ class Misbehaving(gymnasium.Env):
             while True:
                 time.sleep(0.01)
         if misdeed == "hang in C":
-            guards.GRACE_S = 0.5  # of this process, which it ends
+            guards.GRACE_S = 0.5  # this process is the one that is ended
             lock_twice(ctypes.CDLL(None))  # lets other threads run
         if misdeed == "hang in C, holding the interpreter":
             lock_twice(ctypes.PyDLL(None))

@@ -56,7 +56,7 @@ def check_process(world):
     """It is a process with its share of the cores that talks over loopback, and in memory."""
     assert (world.size, world.rank) == (2, int(os.environ["RANK"]))
     assert len(set(all_gather_json(os.getpid(), world))) == 2
-    assert torch.get_num_threads() == 1 == int(os.environ["OMP_NUM_THREADS"])  # as it was started
+    assert torch.get_num_threads() == 1 == int(os.environ["OMP_NUM_THREADS"])
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     # never cut short, as a file on a full disk may be
     assert os.path.realpath(f"{os.environ['RL_DIST_JOB_DIR']}/store_0").startswith("/memfd:")
@@ -105,7 +105,7 @@ def check_errors(world):
     ):
         with pytest.raises(UserError, match=says):
             call(values, world)
-    world.backend = "without announcements"  # as over NCCL
+    world.backend = "without announcements"  # behave as over NCCL
     with pytest.raises(UserError, match="other names"):
         all_reduce_sum(name, world)
     world.backend = "gloo"

@@ -47,7 +47,7 @@ class Host:
     number: int
     network: "Network"
     unshare: subprocess.Popen
-    pid: int  # of its first process, with which all others end
+    pid: int  # its first process; the others end with it
 
     def command(self, *argv, cwd=REPO):
         spaces = ["--net", "--uts", "--mount", "--pid"]

@@ -73,7 +73,7 @@ def exercise(world, _):
     """Train every case; return what this rank saw of it."""
     found = {}
     for name, options in CASES.items():
-        overflows = world.rank == 1 and "overflow" in name  # its third loss
+        overflows = world.rank == 1 and "overflow" in name  # the third loss overflows
         with (
             counted_reductions() as sent,
             changed_losses(lambda number, bad=overflows: torch.inf if bad and number == 3 else 1),

@@ -30,7 +30,7 @@ READING_PATH = (
     r"agents/(rank|trainer|recorder|rollout|advantages|ppo|policy)\.py|rl_dist/strategies/strategy\.py"
     r"|agents/network/(sequences|pieces|minibatches|cores|heads|inputs|noise)\.py"
 )
-FILES = {  # what is counted together
+FILES = {  # files that are counted together
     "tokens of source": r"(rl_dist|envs|agents|examples)/.*\.py|\w+\.py",
     "tokens of tests": r"tests/.*\.py",
     "tokens of benchmarks": r"benchmarks/.*\.py",

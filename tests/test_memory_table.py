@@ -37,7 +37,7 @@ def test_the_table_has_means_with_their_ranges_of_the_same_commands(tmp_path, ca
     row = memory_table.ROWS[0]
     scores = {1: 0.5, 2: 0.25, 3: 0.9}
     for seed, score in scores.items():
-        command = row.command(seed) + ["--gamma", "0"] * (seed == 3)  # of another row
+        command = row.command(seed) + ["--gamma", "0"] * (seed == 3)  # another command
         result = {"command": command, "without_noise": score, "training": 0.5, "minutes": 1.25}
         memory_table.result_path(tmp_path, row, seed).write_text(json.dumps(result))
     memory_table.main(["--out", str(tmp_path), "--print_only"])

@@ -25,7 +25,7 @@ from rl_dist.process_group.world import World
 
 TRADING_DAYS = 252  # per year
 MIN_ANNUAL_DAYS = 60  # figures of a shorter span are not scaled to a year
-BLOCK_DAYS = 21  # of the block bootstrap: a month, in which most of volatility's memory fades
+BLOCK_DAYS = 21  # block length of the bootstrap: a month; volatility has little memory beyond
 RESAMPLES = 2000
 LEAST_RISK = 1e-12  # lower bound of a ratio's divisor
 EQUAL_WEIGHT = "equal weight"  # bought on the first day, the baseline of all comparisons
@@ -33,7 +33,7 @@ ZEROED = "ablation: policy, state zeroed"
 AGAINST = "against_equal_weight"
 ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # figures of each day
 STOCKS = {"weights": "weight", "trades_usd": "usd"}  # figures of each stock, and their columns
-COLUMNS = (  # of the printed table; only the first five are shown for simulated markets
+COLUMNS = (  # columns of the printed table; simulated markets show the first five
     "gap_closed", "sharpe", "max_drawdown", "turnover", "exposure",
     "cumulative_return", "annual_return", "annual_volatility", "fees_usd",
 )  # fmt: skip

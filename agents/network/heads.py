@@ -11,7 +11,7 @@ from torch.distributions import Categorical, Distribution, Independent, Normal
 from torch.nn import functional
 
 FORBIDDEN = -1e9  # logit of an action that a mask forbids: its probability is exactly 0
-LARGEST_TANH = 1.0 - 1e-6  # its atanh is 7.25; that of 1 is infinite
+LARGEST_TANH = 1.0 - 1e-6  # atanh of this is 7.25, and infinite for 1
 
 
 def forbid(logits: Tensor, mask: Tensor) -> Tensor:

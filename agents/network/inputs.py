@@ -69,7 +69,7 @@ class Normalizer(nn.Module):
         self,
         num_features: int,
         *,
-        columns: Sequence[int] | None = None,  # those with statistics; None: all
+        columns: Sequence[int] | None = None,  # columns with statistics; None: all
         enabled: bool = True,
         center: bool = True,
     ) -> None:

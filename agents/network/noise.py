@@ -51,7 +51,7 @@ def action_noise(
     seed: int,
     env_offset: int,  # global index of the first environment
     num_envs: int,
-    first_step: int,  # in the lifetime of the environments
+    first_step: int,  # step in the lifetime of the environments
     num_steps: int,
     device: torch.device | str = "cpu",
     color: float = 0.0,
@@ -114,7 +114,7 @@ def colored(white: Tensor, exponent: float) -> Tensor:
     weight = torch.full_like(gain, 2.0)  # a wave stands for two terms of the full transform
     weight[0] = 1.0  # the mean stands for one
     if num_steps % 2 == 0:
-        weight[-1] = 1.0  # and so does the fastest wave
+        weight[-1] = 1.0  # the fastest wave appears once as well
     gain /= ((weight * gain.square()).sum() / num_steps).sqrt()
     waves = torch.fft.rfft(white, dim=0) * gain[:, None, None]
     return torch.fft.irfft(waves, num_steps, dim=0)
@@ -134,7 +134,7 @@ def sequence_orders(
     gives each minibatch equally many, so the global minibatch does not depend on the number of
     ranks.
     """
-    size = num_minibatches // math.gcd(num_minibatches, sequences_per_env)  # of a stratum
+    size = num_minibatches // math.gcd(num_minibatches, sequences_per_env)  # stratum size
     assert num_envs % size == 0 and env_offset % size == 0
     seed, iteration = key
     epochs = torch.arange(num_epochs)[:, None, None]

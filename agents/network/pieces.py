@@ -66,11 +66,11 @@ def plan_pieces(
     counts = counts[counts > 0]
     longest = np.maximum.reduceat(lengths, np.cumsum(counts) - counts)
     splits = cheapest_splits(counts.tolist(), longest.tolist(), call_steps)
-    num_rows = np.add.reduceat(counts, splits)  # of each block
+    num_rows = np.add.reduceat(counts, splits)  # rows of each block
     block_steps = longest[splits]
     row, begin = np.arange(len(order)), np.zeros(len(order), np.int64)
 
-    # or pack the pieces into one block, if that takes less time
+    # pack the pieces into one block if that takes less time
     packed = False
     most_cells = (block_steps @ num_rows + call_steps * (len(splits) - 1)) / PACKING
     if resets_inside and begins.size <= most_cells:
@@ -141,7 +141,7 @@ def best_fit(lengths: np.ndarray, stateful: np.ndarray) -> tuple[np.ndarray, np.
         pieces = waiting[length]
         while pieces:
             room = min((n for n, rows in rows_by_room.items() if n > length and rows), default=0)
-            if not room:  # as many new rows as these pieces fill
+            if not room:  # open the rows that these pieces fill
                 room = whole
                 new_rows = math.ceil(len(pieces) / (whole // (length + 1)))
                 rows_by_room[whole] = list(range(num_rows, num_rows + new_rows))

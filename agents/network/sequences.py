@@ -22,7 +22,7 @@ def run_sequence(
     obs: Tensor,  # [T, N, F]
     state: Tensor,  # [N, S, H] before the first step
     episode_start: Tensor,  # [T, N] bool; the observation is the first of its episode
-    plan: Plan | None = None,  # by `plan_pieces`; None: made here, which waits for a GPU
+    plan: Plan | None = None,  # from `plan_pieces`; None: plan here, which waits for a GPU
 ) -> tuple[Tensor, ...]:
     """Run a recurrent network over [T, N] steps, reset at every episode start.
 

@@ -107,7 +107,7 @@ class ChosenRun(NamedTuple):
 
     config: RunConfig
     directory: RunDir | None  # locked if it already holds a run; None: a new one below runs/
-    checkpoint: Found | None  # where the run continues; None: the run begins
+    checkpoint: Found | None  # to continue from; None: a new run
 
 
 def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:

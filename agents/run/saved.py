@@ -118,7 +118,7 @@ class LoadedAgent:
     config: RunConfig
     iteration: int
     path: Path
-    run_dir: Path  # its run directory, or the folder that the file was copied to
+    run_dir: Path  # the run directory, or the folder of a copied file
     spaces_json: str = ""  # spaces of its environment; "": unknown
 
     @property

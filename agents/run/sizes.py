@@ -118,7 +118,7 @@ def _proposals(config: TrainConfig, unit: int, num_ranks: int, num_envs: int) ->
         lambda size: batch_fits(config, num_ranks, size),
     )
     envs: list[int] = []
-    if config.batch_size * unit % num_ranks == 0:  # otherwise no number of environments fits
+    if config.batch_size * unit % num_ranks == 0:  # if not, no number of environments fits
         envs = _nearest(
             num_envs,
             num_envs + most,

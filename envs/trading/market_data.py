@@ -22,7 +22,7 @@ MAX_MISSING_CALENDAR_DAYS = 10  # the longest holidays of an exchange (Shanghai,
 MAX_DROPPED_SHARE = 0.05
 
 MIN_SPAN_DAYS = 2  # a step needs two days: it decides on one, and orders fill on the next
-SHARES = (0.60, 0.15, 0.25)  # of the days, for training, validation and test
+SHARES = (0.60, 0.15, 0.25)  # shares of the days for training, validation and test
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
     for end, start in (("train_end", "valid_start"), ("valid_end", "test_start")):
         if start in days:
             days.setdefault(end, days[start] - 1)
-    # borders without a given date, and the starts behind ends
+    # borders whose date is not given, and starts that follow an end
     train, valid, test = SHARES
     if "train_end" not in days:
         share = train / (train + valid) if "valid_end" in days else train

@@ -25,7 +25,7 @@ from envs.trading.market_data import Market
 NUM_DAYS = 2520  # ten years of business days
 FIRST_DATE = "2010-01-04"
 PURPOSES = ("train", "valid", "test")
-MAX_WORLDS = 10**8  # for each purpose
+MAX_WORLDS = 10**8  # largest number of worlds per purpose
 
 # Events and drift. These values were chosen by measurements (docs/LOG.md) and are fixed.
 GAP_DAYS = (5, 7)  # from one announcement to the next, uniformly distributed
@@ -40,8 +40,8 @@ VOLUME_ON_MOVE = 0.10  # added log volume per standard deviation of a stock's ow
 
 # Prices. Log volatility is the sum of a slow wave of the market and one of each stock.
 MARKET_DRIFT = 0.0006  # per day, which gives equal weight a Sharpe ratio of about 0.8
-ANNUAL_VOLATILITY = 0.25  # of each stock, without the planted drift
-MARKET_SHARE = 0.62  # of that variance; planted drifts lower the correlation of stocks
+ANNUAL_VOLATILITY = 0.25  # volatility of each stock without the planted drift
+MARKET_SHARE = 0.62  # market's share of that variance; planted drifts lower the correlation
 COMMON_WAVE = (0.985, 0.50)  # AR(1) coefficient and stationary sd of log volatility
 OWN_WAVE = (0.95, 0.30)  # the same for each stock
 TAIL_DEGREES = 5.0  # degrees of freedom of Student's t distribution of returns

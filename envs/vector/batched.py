@@ -33,7 +33,7 @@ def has_snapshots(env: Any) -> bool:
 def pack_generator(generator: np.random.Generator) -> np.ndarray:
     """Pack the state of a PCG64 generator, Gymnasium's kind, as [6] int64."""
     state: Any = generator.bit_generator.state
-    numbers = state["state"]["state"], state["state"]["inc"]  # of 128 bits
+    numbers = state["state"]["state"], state["state"]["inc"]  # numbers of 128 bits
     words = [word for number in numbers for word in divmod(number, 2**64)]
     return np.array([*words, state["has_uint32"], state["uinteger"]], np.uint64).view(np.int64)
 

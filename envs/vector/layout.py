@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Kind = Literal["vector", "plain", "image", "mask"]
 # Observations, rewards, terminated, truncated and info, see `TorchEnv.step`.
 StepResult = tuple["Tensor", "Tensor", "Tensor", "Tensor", dict[str, Any]]
-MAX_NUMBERS = 10**9  # of a row; a damaged checkpoint may claim more
+MAX_NUMBERS = 10**9  # largest row; a damaged checkpoint may claim more
 _FIELDS = TypeAdapter(list[tuple[str, Kind, tuple[PositiveInt, ...]]])
 
 

@@ -91,7 +91,7 @@ class WorkerEnv(TensorVectorEnv):
         self._groups = _split(slice(0, num_envs), min(num_groups, num_envs))
         self._file = os.memfd_create("environments")
         self._workers: list[_Worker] = []  # in the order of their rows
-        self._group_workers: list[list[_Worker]] = []  # of each group
+        self._group_workers: list[list[_Worker]] = []  # workers per group
         try:
             for group in self._groups:
                 count = min(num_workers, group.stop - group.start)

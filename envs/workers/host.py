@@ -24,7 +24,7 @@ from envs.vector.guards import EnvironmentFaultError
 from rl_dist.process_group.process_ends import STOP_SIGNALS, die_with_parent, how_it_ended
 
 LOOK_S = 0.2  # time between two looks at a worker that the rank waits for
-_MAX_BYTES = 64  # of a message to or from the host
+_MAX_BYTES = 64  # largest message to or from the host
 _NUM_FILES = 3  # number of files that a worker gets
 
 

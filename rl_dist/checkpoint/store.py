@@ -64,7 +64,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """
     try:
         with open(path, "rb", opener=plain_file) as file:
-            is_archive = file.read(4) == b"PK\x03\x04"  # else do not read a giant
+            is_archive = file.read(4) == b"PK\x03\x04"  # do not read a giant of another kind
         data = read_plain(path, None) if is_archive else b""
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from None
@@ -291,7 +291,7 @@ class Best:
         value = all_gather_json(metrics[name], self.world)[0] if name else None
         if not isinstance(value, int | float | None):
             raise UserError(f"keep_best {name} is not a number: name another metric")
-        # it is None if no episode has ended, for example
+        # None if no episode has ended, for example
         if value is not None and math.isfinite(value):
             self.measured = {name: float(value)}
         self.improved = bool(self.measured) and (self.value is None or value > self.value)

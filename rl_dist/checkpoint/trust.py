@@ -71,7 +71,7 @@ def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: st
             no config.json that only this user can write holds these values.
     """
     run_dir = run_dir.absolute()
-    if not _inside(__file__, run_dir):  # else the run directory contains this program
+    if not _inside(__file__, run_dir):  # the run directory does not contain this program
         sys.path[:] = [entry for entry in sys.path if not _inside(entry or ".", run_dir)]
     field, value = next(iter(saved.items()))
     module = value.rpartition(":")[0]
@@ -109,7 +109,7 @@ def _places(module: str) -> list[str]:
         except (ImportError, ValueError):
             spec = None
         if spec is None:
-            return places  # its import will name the problem
+            return places  # importing the module will name the problem
         path = list(spec.submodule_search_locations or [])
         places += [*path, *([spec.origin] if spec.has_location and spec.origin else [])]
     return places

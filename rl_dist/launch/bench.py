@@ -29,7 +29,7 @@ from rl_dist.process_group.world import World, close_world, open_world
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 
-NUM_TENSORS = 16  # in which the gradient is split, as in a network
+NUM_TENSORS = 16  # tensors that make up the gradient
 WORK_S, WARM_UP, REPEATS = 0.004, 3, 12
 RUN = """import json, sys
 from rl_dist.launch.bench import run_rank

@@ -137,8 +137,8 @@ class TrainingResult:
 
     success: bool
     exit_code: int  # a negative one is the number of the signal that ended the script
-    iterations: int  # of the whole run, including those before a resume
-    final_losses: dict[str, float]  # of the last iteration
+    iterations: int  # number in the whole run, before a resume included
+    final_losses: dict[str, float]  # losses of the last iteration
     seconds: float
     run_dir: Path | None  # absolute; None: the training did not start
     error: str  # one line, or ""
@@ -212,7 +212,7 @@ class ShortRuns:
     """Measurements of copies of a training while all of them trained."""
 
     records: list[list[Record]]  # metrics of the measured iterations, by copy
-    config: dict[str, Any]  # of the first copy, by section
+    config: dict[str, Any]  # settings of the first copy, by section
     gradient_bytes: int
 
 

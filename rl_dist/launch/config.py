@@ -65,7 +65,7 @@ class LaunchConfig:
     on stdin and variables such as RL_EVENT, RL_MESSAGE and RL_RUN_DIR. It is not stored: give it
     again with --resume."""
 
-    chosen_strategy: Literal[Mode, ""] = ""  # by auto or fallback
+    chosen_strategy: Literal[Mode, ""] = ""  # set by auto or fallback
     chosen_on: Text = ""  # the ranks and the device for which it was chosen
 
     @property
@@ -94,7 +94,7 @@ class ResolvedLaunch:
     message: str  # one line for the user, to be printed once
     # GPUs of this machine's ranks or of the only process of dp; (): rank i takes GPU i
     gpu_ids: tuple[int, ...] = ()
-    threads: int = 0  # of each rank
+    threads: int = 0  # threads per rank
 
     @property
     def place(self) -> str:

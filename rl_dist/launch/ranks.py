@@ -70,9 +70,9 @@ from rl_dist.telemetry import events
 logger = logging.getLogger(__name__)  # writes to log files only, because `launch` prints errors
 logger.addHandler(logging.NullHandler())
 
-AGENT_PATIENCE_S = 10.0  # for torchrun, which looks at its ranks every 0.1 s
+AGENT_PATIENCE_S = 10.0  # time for torchrun, which looks at its ranks every 0.1 s
 POLL_S = 0.05
-DEATH_GRACE_S = 5.0  # for the other ranks to report their failures
+DEATH_GRACE_S = 5.0  # time for other ranks to report their failures
 LONGEST_TRACEBACK, LONGEST_SUMMARY = 50_000, 5_000  # characters: a page must hold both
 RankFunction = Callable[..., int | None]
 
@@ -339,12 +339,12 @@ def launch(
         finally:
             stop.uninstall()
     _print_end(report)
-    may_restart = may_start_again(report.exit_code - 128)  # by torchrun
+    may_restart = may_start_again(report.exit_code - 128)  # torchrun may restart it
     if run_dir is not None and os.environ.get("RANK", "0") == "0":
         pid, code = launcher_pid(), report.exit_code
         RunDir(run_dir).record_exit(pid, code, report.summary, may_restart=may_restart)
         process_ends.report(exit_recorded=True)
-    if not may_restart:  # otherwise the event `restarted` may follow
+    if not may_restart:  # after a restart the event is `restarted`
         _notify_end(report, restarts)
     events.close()
     if report.failed and leave_world():

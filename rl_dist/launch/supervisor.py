@@ -34,7 +34,7 @@ from rl_dist.telemetry import events
 
 POLL_S = 0.02
 SI_KERNEL = 0x80  # linux/asm-generic/siginfo.h: not sent by a process
-LAST_WORD_S = 3.0  # for the child to end itself at a second stop signal
+LAST_WORD_S = 3.0  # time for the child to end itself after a second signal
 
 
 def supervise() -> None:

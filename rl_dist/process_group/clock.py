@@ -128,10 +128,13 @@ class Stragglers:
     All ranks count the same.
     """
 
-    KEYS = {"collect": "time/collect_s", "update": "time/update_own_s"}  # of a rank's metrics
+    KEYS = {
+        "collect": "time/collect_s",
+        "update": "time/update_own_s",
+    }  # section -> metric of a rank
 
     def __init__(self) -> None:
-        self._in_a_row: Counter[tuple[str, int]] = Counter()  # by phase and rank
+        self._in_a_row: Counter[tuple[str, int]] = Counter()  # (phase, rank) -> iterations in a row
 
     def observe(self, entries: Sequence[Mapping[str, float]]) -> list[str]:
         """Record one iteration, given the metrics of every rank.

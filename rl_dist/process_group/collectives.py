@@ -25,7 +25,7 @@ from rl_dist.process_group.world import World
 # 32,768 elements (ATen's grain size) would open a second OpenMP team in that thread for good. Then
 # libgomp no longer spins between parallel regions of the training, and iterations took twice as
 # long.
-GATHER_WORDS = 16_384  # of 8 bytes
+GATHER_WORDS = 16_384  # words of 8 bytes per gather
 FIRST_WORDS = 512  # are sent together with the length: most gathers need no second message
 
 

@@ -23,9 +23,9 @@ from typing import Any, NoReturn
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # One Ctrl-C may arrive twice: from the terminal and from a launcher that passes it on.
 SAME_KEYPRESS_S = 0.5
-EXIT_GRACE_S = 60.0  # for the teardown of a process that has reported its end
-FAILED_GRACE_S = 10.0  # for the teardown of a process that has reported its failure
-ORPHAN_GRACE_S = 20.0  # for ranks of a dead launcher to finish their iteration and save
+EXIT_GRACE_S = 60.0  # time for teardown after a reported end
+FAILED_GRACE_S = 10.0  # time for teardown after a reported failure
+ORPHAN_GRACE_S = 20.0  # time for ranks of a dead launcher to save
 PAGE_BYTES = 2**19
 SCRIPT_RAN_AGAIN = 79  # exit code of a spawned rank if the user's script calls train() again
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

@@ -37,7 +37,7 @@ STARTUP = "start-up"
 CONNECTION = "connection of the ranks"  # the place between meeting in the store and the first call
 STARTUP_TIMEOUT_S = 600.0
 PERIOD_S = 5.0  # between two statuses of a rank
-LAST_CALL_S = 20.0  # for a call of the store to end
+LAST_CALL_S = 20.0  # time for a call of the store to end
 
 
 @dataclass
@@ -65,10 +65,10 @@ def end_rank(message: str, exit_code: int = 1, *, consequence: int = 0) -> None:
     """
     rank = int(os.environ.get("RANK", 0))
     summary = f"rank {rank}: {message}"
-    # to the log file only
+    # write to the log file only
     logging.getLogger("rl_dist.launch.ranks").error("error: %s", summary)
     report(rank=rank, failed=True, consequence=consequence, summary=summary, exit_code=exit_code)
-    if JOB_DIR_VARIABLE not in os.environ:  # otherwise our launcher prints it once
+    if JOB_DIR_VARIABLE not in os.environ:  # a launcher of ours would print it once
         sys.stderr.write(f"error: {summary}\n")
     flush_and_leave(exit_code)
 

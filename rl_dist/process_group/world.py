@@ -32,7 +32,7 @@ from rl_dist.process_group.watchdog import (
 
 logger = logging.getLogger(__name__)
 
-PLACE_BYTES = 256  # of the text that names a collective to other ranks
+PLACE_BYTES = 256  # length of the text that names a collective
 VANISHED_STORE_TIMEOUT = timedelta(seconds=5)  # torch's wait for a store file that was deleted
 GROUP_TIMEOUT = timedelta(days=1)  # never reached, because the watchdog ends a rank long before
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -63,7 +63,7 @@ class World:
     backend: str  # "gloo" or "nccl"
     sync_waits: list[tuple[Mark, Mark]] = field(default_factory=list)  # in our collectives
     gradient_waits: list[tuple[Mark, Mark]] = field(default_factory=list)  # for other ranks' parts
-    doing: RankStatus = field(default_factory=RankStatus)  # what the watchdogs of all ranks read
+    doing: RankStatus = field(default_factory=RankStatus)  # read by the watchdogs of all ranks
     watchdog: Watchdog | None = None
     _gradients_ready: Mark | None = None
 
@@ -169,7 +169,7 @@ class World:
 
 
 _current: World | None = None
-_threads_before = 1  # of torch, before the world was opened
+_threads_before = 1  # torch's threads before the world was opened
 _bound: list[str] = []  # variables that `_stay_on_loopback` has set
 
 
@@ -217,7 +217,7 @@ def open_world(
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if started_elsewhere():
-        leave_with_parent(os.getppid())  # otherwise it would train on after torchrun was killed
+        leave_with_parent(os.getppid())  # do not train on after torchrun was killed
     _threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_per_rank(local_size))
     torch_device = torch.device("cpu")

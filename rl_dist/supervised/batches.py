@@ -59,7 +59,7 @@ class SharedLoader:
             self.num_batches = min(full_batches, self.num_samples // world.size)
         # sample numbers of each batch of this rank; every epoch fills the list again
         self.numbers: list[list[int]] = []
-        self.generator = torch.Generator()  # so that nothing is drawn from the global one
+        self.generator = torch.Generator()  # keeps the global generator untouched
         workers = loader.num_workers > 0
         # NCCL's threads do not survive a fork: docs.pytorch.org/docs/stable/distributed.html
         start = "forkserver" if workers and world.backend == "nccl" else None

@@ -142,7 +142,7 @@ class Fitting:
         means = Means(self.metrics)
         epoch = self.epoch + 1
         world.set_phase(f"epoch {epoch}")
-        world.forget_waits()  # else the marks of all epochs stay in memory
+        world.forget_waits()  # do not keep the marks of all epochs
         torch.manual_seed(epoch_seed(self.config.seed, epoch, world.rank))
         self.module.train()
         for number, (num_samples, inputs, targets) in enumerate(loader.batches(epoch)):

@@ -22,7 +22,7 @@ from rl_dist.process_group.process_ends import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 
-LIMIT_S = 20.0  # for one call of the command, and at the end for all calls together
+LIMIT_S = 20.0  # limit of one call, and of all calls at the end
 LONGEST_MESSAGE = 4000  # characters
 
 

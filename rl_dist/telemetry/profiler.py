@@ -86,12 +86,12 @@ class Profiler:
         self._totals = dict.fromkeys(TOTALS, 0.0)  # seconds during TIMED
         on_gpu = world.device.type == "cuda"
         self._sort_by = f"self_{'device' if on_gpu else 'cpu'}_time_total"
-        # otherwise the tracer reports on stderr that it starts and stops
+        # keep the tracer from reporting its start and stop on stderr
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._trace = profile(
             activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu],
             schedule=schedule(wait=WINDOW - 2, warmup=1, active=1, repeat=1),
-            acc_events=True,  # otherwise torch 2.11 warns of a second window
+            acc_events=True,  # without it torch 2.11 warns about a second window
         )
 
     def begin(self, iteration: int) -> None:

@@ -101,7 +101,7 @@ def test_auto_takes_only_sizes_that_fit_and_ends_where_none_does(tmp_path, monke
     assert "batch_size auto: 8 " in capsys.readouterr().out
     for reason, owner, name, value in (
         ("CUDA out of memory", PPO, "step", lambda *_: fail()),
-        ("GiB are free", auto, "free_for_each_rank", lambda *_: 50_000),  # else Linux ends it
+        ("GiB are free", auto, "free_for_each_rank", lambda *_: 50_000),
         ("no value divides", auto, "allowed_batch_sizes", lambda *_: []),
     ):
         monkeypatch.setattr(owner, name, value)

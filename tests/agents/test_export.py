@@ -117,7 +117,7 @@ def test_large_values_may_differ_by_their_rounding(form, tmp_path):
     weight = agent.policy.actor_head.weight.data  # [A, H]
     noise = 1 + 1e-6 * torch.randn_like(weight)
     torch.nn.init.normal_(weight, std=1e6)
-    weight[1::2] = (weight[:-1:2] * noise[:-1:2])[: len(weight[1::2])]  # as good as the one before
+    weight[1::2] = (weight[:-1:2] * noise[:-1:2])[: len(weight[1::2])]  # equal to the choice before
     other = ExportedStep(agent)
     other.policy.actor_head.weight.mul_(noise)
     assert 1e-8 < difference(agent, step=other) <= TOLERANCE
@@ -169,7 +169,7 @@ def test_a_run_is_exported_by_the_command(tmp_path, monkeypatch, untraced):
 
 
 def test_a_missing_runtime_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)  # as if not installed
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)  # pretend that it is not installed
     monkeypatch.setattr(command, "load_agent", lambda *_, **__: agent_of("clstm", tmp_path))
     arguments = [tmp_path, "--output", tmp_path / "out"]
     assert run_here(command.main, arguments, monkeypatch) == 2

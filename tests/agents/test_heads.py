@@ -20,7 +20,7 @@ SMALL = PolicyConfig(hidden_size=8)
 WINDOWS = PolicyConfig(hidden_size=8, feature_window=2)
 MASK = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0]
 ALL = [1.0] * 9
-COUNTS = [3, 2, 4]  # of SEVERAL
+COUNTS = [3, 2, 4]  # choices of SEVERAL
 
 
 def one_step(policy, mask, num_envs=1):

@@ -65,7 +65,7 @@ def test_noise_of_boxes_is_standard_normal_with_the_spectrum_asked_for(exponent)
     numbers = pairs.reshape(64, -1)
     assert abs(numbers.var(axis=1) - 1.0).max() < 0.12  # 4000 each: a deviation of 0.022
     assert abs(numbers.mean()) < 0.03 and abs((numbers**4).mean() - 3.0) < 0.3
-    power = (abs(np.fft.rfft(numbers, axis=0)) ** 2).mean(axis=1)[1:-1]  # of frequencies
+    power = (abs(np.fft.rfft(numbers, axis=0)) ** 2).mean(axis=1)[1:-1]  # power by frequency
     slope = np.polyfit(np.log(np.arange(1, 32)), np.log(power), 1)[0]
     assert slope == pytest.approx(-exponent, abs=0.05)
 

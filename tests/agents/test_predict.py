@@ -14,7 +14,7 @@ from rl_dist.errors import UserError
 
 IMAGE = {"camera": np.zeros((2, 13, 12, 3), np.uint8), "speed": np.zeros(4), "gear": 1}
 PLACE = np.zeros(4)
-STATE = np.zeros((1, 6, 8), np.float32)  # of the cascade, one observation
+STATE = np.zeros((1, 6, 8), np.float32)  # the cascade's state for one observation
 NAN_STATE, ONE_STATE = (
     {"state": (state, np.zeros((1, 0, 4)), np.zeros((1, 0)))} for state in (STATE * np.nan, STATE)
 )

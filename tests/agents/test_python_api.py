@@ -111,7 +111,7 @@ def test_ranks_of_a_script_that_calls_train_without_a_guard_are_one_line(tmp_pat
     err = start(script).communicate()[1]
     (line,) = re.findall("^error: .*", err, re.MULTILINE)
     assert '`if __name__ == "__main__":`' in line and not run_dir.exists()
-    assert err.count("Traceback") == 1  # that of the script's call
+    assert err.count("Traceback") == 1  # the one of the script's call
 
 
 # ---- policies

@@ -148,7 +148,7 @@ def test_the_first_stop_signal_is_answered_before_the_iteration_ends(tmp_path, m
 def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, monkeypatch, capsys):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    # as after a kill before the first checkpoint
+    # the state after a kill before the first checkpoint
     (run_dir / "metrics.jsonl").write_text('{"iteration": 1}\n')
     flags = [*CARTPOLE, "--checkpoint_every", "1", "--run_dir", run_dir, "--resume", "auto"]
     assert train_here(monkeypatch, *flags, "--num_episodes", "2") == 0, capsys.readouterr().err

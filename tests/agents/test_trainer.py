@@ -203,7 +203,13 @@ def test_validation_runs_when_asked_and_its_figures_join_the_metrics(world, tmp_
     job = make_job("recall, clstm", tmp_path, iterations=5, validate_every=2)
     _, writer = run(replace(job, validate=validate), world)
     found = {record["iteration"]: record.get("valid/sharpe") for record in writer.records}
-    assert found == {1: None, 2: 3.0 * 128, 3: None, 4: 5.0 * 128, 5: 6.0 * 128}  # and at the end
+    assert found == {
+        1: None,
+        2: 3.0 * 128,
+        3: None,
+        4: 5.0 * 128,
+        5: 6.0 * 128,
+    }  # each one that is due, and the last
 
 
 def test_a_checkpoint_of_another_shape_is_refused_in_one_line_that_names_it(world, tmp_path):
@@ -226,4 +232,4 @@ def test_learning_learns(world, tmp_path):
     job = make_job("trading, clstm", tmp_path, iterations=12, ppo=PPOConfig(learning_rate=0.01))
     _, writer = run(scripted(job, [[(8, TRUNCATED)]] * NUM_ENVS, Sign), world)
     returns = [record["episode/return"] for record in writer.records]
-    assert returns[0] < 3.0 and returns[-1] > 6.0  # of 8
+    assert returns[0] < 3.0 and returns[-1] > 6.0  # the best is 8

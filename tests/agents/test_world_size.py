@@ -104,7 +104,7 @@ def test_a_training_is_that_of_one_rank(plan, name, num_ranks, one_rank, ranks_o
     torch.testing.assert_close(actions, alone["actions"], **tolerance)
 
     assert (alone["parameters"][1:] != alone["parameters"][:-1]).any(1).all()
-    if "total_steps" not in case.options:  # else it stops by episodes
+    if "total_steps" not in case.options:  # the others stop by episodes
         assert len(alone["parameters"]) == case.iterations
     hashes = ranks[0][name]["hashes"]
     assert len(set(hashes)) == len(hashes) >= 4

@@ -149,7 +149,7 @@ def test_training_continues_on_request_and_saves_again_when_it_can(world, tmp_pa
 
     run(world, tmp_path, [1.0, 9.0, 3.0, 2.0], act=act, **BEST, **CONTINUE)
     lines = [line for line in caplog.messages if "cannot write" in line]
-    assert ["best.pt" in line for line in lines] == [True, True]  # of iterations 2 and 3
+    assert ["best.pt" in line for line in lines] == [True, True]  # iterations 2 and 3
     assert names(tmp_path) == ["best.pt", "iteration_00000001.pt", "iteration_00000004.pt"]
     assert best_of(tmp_path) == (4, 2.0)  # better ones were lost with their saves
 

@@ -128,7 +128,7 @@ def test_a_foreign_archive_is_refused_and_runs_nothing(archive, tmp_path, monkey
     with pytest.raises(CheckpointError, match=f"^.*{path}.*$"):
         load_checkpoint(path)
     assert not marker.exists() and not recwarn.list
-    if "touch" in archive:  # it does harm where it is trusted
+    if "touch" in archive:  # harmful if it is trusted
         pickle.loads(calling("posix system", f"touch {marker}"))
         assert marker.exists()
 

@@ -126,7 +126,7 @@ def test_a_bad_step_is_named_by_its_environment_or_begins_again(third, problem):
         assert truncated.tolist() == [[False, False], [False, False], [False, True]]
         assert rewards[2].tolist() == [1.0, 0.0] and not terminated.any()
         assert obs[2].tolist() == [[3.0], [0.0]] and final_obs[2].tolist() == [[3.0], [2.0]]
-        seeds.add(env.env[1].seed)  # of other episodes each time
+        seeds.add(env.env[1].seed)  # other episodes each time
         assert env.restarts == [0, restarts] and len(seeds) == 1 + restarts
         env.reset(seed=[70, 80])
     with pytest.raises(EnvironmentFaultError, match=r"\(after 2 restarts, --env_restarts"):

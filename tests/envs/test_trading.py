@@ -180,7 +180,7 @@ def test_paper_observation_of_30_stocks_has_181_numbers():
     env = make_env(2, [market], observation="paper", order_unit="shares", max_order=100)
     obs = env.step(torch.full((2, 30), 0.5))[0]
     assert obs.shape == (2, 181) and obs.dtype == torch.float32
-    cash, close, shares = obs[0, [0, 1 + 7, 1 + 30 + 7]]  # of stock 7
+    cash, close, shares = obs[0, [0, 1 + 7, 1 + 30 + 7]]  # the columns of stock 7
     assert cash == account(env)[0][0].float() and shares == 50
     assert close == np.float32(market.close[day(env)[0], 7])
 

@@ -78,7 +78,7 @@ def test_any_number_of_workers_and_groups_steps_as_one_process_does(env_id, opti
         if state:
             kept = env.get_state()
             assert kept.keys() == state.keys() and same([kept.values()], [state.values()])
-            env.set_state(state)  # of another number of workers
+            env.set_state(state)  # saved with another number of workers
         assert same(play(env, 9, first=20), later)
         before = env.process_ids
         env.close()
@@ -181,7 +181,7 @@ def test_workers_end_with_their_rank_however_that_ends():
     assert len(workers) == 2
     for pid in workers:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            os.kill(pid, signum)  # as schedulers send to all processes: only the rank decides
+            os.kill(pid, signum)  # schedulers signal all processes; only the rank decides
     assert all(map(lives, workers))
     rank.kill()
     rank.communicate()

@@ -24,7 +24,7 @@ from rl_dist.checkpoint.store import latest_checkpoint
 from rl_dist.process_group.join import free_port
 
 ITERATION = 4 * 16  # steps
-SMALL = [*RECALL[2:], "--validate_every", 0, "--eval_episodes", 4]  # of any environment
+SMALL = [*RECALL[2:], "--validate_every", 0, "--eval_episodes", 4]  # flags for any environment
 
 
 def finish(job):
@@ -145,7 +145,7 @@ def test_a_signal_during_the_evaluation_ends_the_run_and_the_users_command_hears
     job = misbehaving(run_dir, {3: "hang"}, 5, *flags, stream="evaluation", ranks=ranks)
     path = run_dir / "logs" / "rank_0.log"
     wait_until(lambda: path.exists() and "trained to iteration 1" in log(run_dir), job)
-    time.sleep(0.5)  # in the evaluation; earlier, the end is the same
+    time.sleep(0.5)  # during the evaluation; earlier moments end in the same way
     rank = psutil.Process(job.pid).children(recursive=True)[-1]
     (job if to == "launcher" else rank).send_signal(signum)
     code, _, stderr = finish(job)
@@ -170,7 +170,7 @@ ON_2 = ["--num_gpus", 2]
     [
         ("callback exit -1", [], "callback odd_code:call raised SystemExit: 0"),
         ("core exit 0", [*ON_2, "--max_restarts", 1], "rank 0 failed with SystemExit: 0"),
-        ("logger exit -1", [], ""),  # it costs its record only
+        ("logger exit -1", [], ""),  # only its record is lost
         ("callback hang -1", [], "rank 0: made no progress for 3 s in iteration callback"),
         ("logger hang -1", [], "rank 0: made no progress for 3 s in loggers"),
         ("core hang 1", ON_2, "rank 1"),

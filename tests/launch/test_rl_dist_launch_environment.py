@@ -137,7 +137,7 @@ def test_a_rank_that_meets_nobody_says_where_it_looked(environment, rank, capfd)
     says = f"rank {rank} .*MASTER_ADDR 127.0.0.1, MASTER_PORT {port} within 1 s"
     with pytest.raises(ValueError, match=says):
         open_store(rank, 2, 1.0)
-    assert capfd.readouterr().err == ""  # and torch adds no pages
+    assert capfd.readouterr().err == ""  # torch adds nothing
 
 
 def test_a_rank_that_meets_the_others_but_never_connects_is_named(environment):

@@ -71,7 +71,7 @@ def test_each_copy_has_one_of_the_visible_gpus(visible, gpus, monkeypatch):
     assert taken == (gpus or visible.split(","))
 
 
-@pytest.mark.slow  # as tests/setup_check/ does by default
+@pytest.mark.slow  # tests/setup_check/ covers it by default
 def test_every_size_is_timed_on_two_ranks():
     seconds = time_reductions(2, [4, 1024, 2**20])
     assert list(seconds) == [4, 1024, 2**20] and all(1e-6 < s < 5.0 for s in seconds.values())

@@ -48,7 +48,7 @@ def end_of(job):
         ("sys.exit(3)", 3, ""),
         ("1 / 0", 1, "ZeroDivisionError"),
         ("os.closerange(3, 256); leave(5)", 5, ""),
-        ("report(exit_code=0); os.abort()", 0, ""),  # it had reported: only its teardown failed
+        ("report(exit_code=0); os.abort()", 0, ""),  # reported before
         # the exit of its fork is not its own report
         ("if os.fork() == 0: sys.exit(0)\nos.wait(); os._exit(0)", 1, "code 0"),
         # a thread that never ends keeps nobody waiting

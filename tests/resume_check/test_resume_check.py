@@ -94,7 +94,7 @@ def test_lstm_and_mlp_resume_exactly_on_one_rank_and_several(flags, expected, tm
     try:
         out, err = job.communicate(timeout=500)
     finally:
-        job.terminate()  # it ends its runs
+        job.terminate()  # SIGTERM also ends the runs that it started
     assert job.returncode == 0 and expected in out, out + err
     assert not list(tmp_path.iterdir())
 

@@ -70,7 +70,7 @@ def test_it_is_never_written_through_what_lies_in_its_place(tmp_path, kind):
 )
 def test_the_exit_is_recorded_once(run, before, code, signum, phase, name):
     run.update_state(phase=before)
-    run.record_exit(os.getpid() + 1, 1)  # of another launcher
+    run.record_exit(os.getpid() + 1, 1)  # another launcher's exit
     run.record_exit(os.getpid(), code, "first\n\x1b[31mline", signum)
     run.record_exit(os.getpid(), 2, "second")
     state = run.state()
@@ -137,7 +137,7 @@ def test_a_whole_run_a_resumed_one_and_a_failed_start(tmp_path, monkeypatch):
     ("victim", "signum", "phase", "code"),
     [
         ("rank", signal.SIGKILL, "failed", 1),
-        ("launcher", signal.SIGKILL, "stopped", None),  # its ranks still save
+        ("launcher", signal.SIGKILL, "stopped", None),  # the ranks still save
         ("launcher", signal.SIGTERM, "stopped", 143),
     ],
 )

@@ -111,7 +111,7 @@ def test_lock_phase_and_exit_give_the_state_and_the_exit_code(
     found = read_status(run.path)
     run.release()
     assert found["state"] == state and reason in found["reason"]
-    if not locked:  # it is over: --follow has nothing to wait for
+    if not locked:  # the run is over, so --follow ends
         assert status.main([str(run.path), "--follow"]) == (state in ("failed", "dead"))
         assert f" | {state}" in capsys.readouterr().out
         run.write_summary({})
@@ -145,7 +145,7 @@ def test_whatever_is_wrecked_it_is_shown_or_refused_in_one_line(run):
             assert path == run.state_path and "\n" not in str(error)
             refused += 1
         path.write_bytes(whole[path])
-    assert 10 < refused <= 100  # of 100 wrecked states
+    assert 10 < refused <= 100  # number among 100 damaged states
 
 
 @pytest.mark.parametrize("argv", [[], ["nowhere"], ["empty"], ["file"], ["empty", "--every"]])

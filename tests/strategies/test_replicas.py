@@ -18,7 +18,7 @@ from rl_dist.strategies.replicas import DataParallel, OrderedDDP
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.slow  # its cause is tested below
+@pytest.mark.slow  # the cause is tested below
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_a_first_step_and_a_resumed_training_or_fit_are_bit_for_bit_those_of_one_that_went_on(
     num_ranks, tmp_path

@@ -79,7 +79,7 @@ def test_ranks_start_equal_skip_a_nan_together_and_refuse_what_would_part_them(r
     start = parameter_hash(make_module(seed=0))  # the weights of rank 0
     for rank in (rank["refusals"] for rank in ranks):
         assert rank["hashes"] == [start, start] and not rank["stepped"]
-        assert "early optimizer" not in rank  # it was refused
+        assert "early optimizer" not in rank  # the early optimizer was refused
         assert "rank 0 in 'gradient reduction'" in rank["other calls"]
         assert "rank 1 in 'agreement on a number'" in rank["other calls"]
 

@@ -58,7 +58,7 @@ def test_what_cannot_work_is_refused(options, hardware, field):
     [
         (CHOSEN, (), "ddp"),
         (CHOSEN, ("--strategy", "auto"), "ddp"),
-        (CHOSEN, ("--num_gpus", "1"), "auto"),  # it is measured again
+        (CHOSEN, ("--num_gpus", "1"), "auto"),  # other ranks: measured again
         (CHOSEN, ("--shard_size", "2"), "auto"),
         (CHOSEN, ("--gradient_compression", "bf16"), "auto"),
         # fallback had chosen one rank

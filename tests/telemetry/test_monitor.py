@@ -53,7 +53,7 @@ def test_a_source_that_fails_or_hangs_costs_its_figure_and_neither_training_nor_
     monitor.take()
     assert monitor.take() == {"a": None, "b": None}
     monitor.close()
-    assert threading.active_count() == before + 1  # it was not waited for
+    assert threading.active_count() == before + 1  # nothing waited for the hung thread
     released.set()
     (line,) = caplog.messages
     assert "OSError: the GPU fell off the bus" in line

@@ -34,7 +34,7 @@ def test_phases_add_up_without_waiting(monkeypatch):
         "time/optimizer_s": 1.0,
         "time/gradient_wait_s": 1.0,
         "time/reduction_s": 0.0,
-        "time/step_spread_s": pytest.approx(2**0.5),  # of two steps that took 3.5 s and 5.5 s
+        "time/step_spread_s": pytest.approx(2**0.5),  # two steps took 3.5 s and 5.5 s
     }
 
 
