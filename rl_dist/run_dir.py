@@ -39,7 +39,7 @@ from rl_dist.files import (
 
 STATE_FILE = "state.json"
 CHECKPOINT_DIR = "checkpoints"
-PATIENCE_S = 25.0  # after the kill of a launcher its ranks still save (world.ORPHAN_GRACE_S)
+PATIENCE_S = 25.0  # after the kill of a launcher its ranks still save (ORPHAN_GRACE_S)
 # Entries of config.json that are not flags, or that another run of the same job may not share.
 RECORDED = {"data_digest", "callback", "threads", "chosen_strategy", "chosen_on", "on_event"}
 LONGEST_ERROR = 2000  # characters
