@@ -27,7 +27,7 @@ TRADING_DAYS = 252  # per year
 MIN_ANNUAL_DAYS = 60  # figures of a shorter span are not scaled to a year
 BLOCK_DAYS = 21  # block length of the bootstrap: a month; volatility has little memory beyond
 RESAMPLES = 2000
-LEAST_RISK = 1e-12  # lower bound of a ratio's divisor
+NO_RISK = 1e-12  # a smaller deviation of returns is rounding noise
 EQUAL_WEIGHT = "equal weight"  # bought on the first day, the baseline of all comparisons
 ZEROED = "ablation: policy, state zeroed"
 AGAINST = "against_equal_weight"
@@ -140,10 +140,14 @@ def period_days(num_days: int) -> int:
 def sharpe_ratio(returns: np.ndarray) -> np.ndarray:
     """Return Sharpe ratios per period of daily returns along the last axis.
 
-    The risk-free rate is 0.
+    The risk-free rate is 0. Without risk, the ratio is 0.
     """
-    annual = np.sqrt(period_days(returns.shape[-1]))
-    return returns.mean(-1) * annual / np.maximum(_deviation(returns), LEAST_RISK)
+    days = period_days(returns.shape[-1])
+    return _ratio(returns.mean(-1) * np.sqrt(days), _deviation(returns))
+
+
+def _ratio(gain: np.ndarray, risk: np.ndarray) -> np.ndarray:
+    return np.where(risk >= NO_RISK, gain / np.maximum(risk, NO_RISK), 0.0)
 
 
 def _deviation(returns: np.ndarray) -> np.ndarray:
@@ -152,8 +156,9 @@ def _deviation(returns: np.ndarray) -> np.ndarray:
 
 def annual_growth(returns: np.ndarray) -> np.ndarray:
     """Return compound returns per period of daily returns along the last axis."""
+    growth = np.maximum(np.prod(1.0 + returns, axis=-1), 0.0)
     num_days = returns.shape[-1]
-    return np.prod(1.0 + returns, axis=-1) ** (period_days(num_days) / num_days) - 1.0
+    return growth ** (period_days(num_days) / num_days) - 1.0
 
 
 def daily_returns(record: Record) -> np.ndarray:
@@ -174,10 +179,10 @@ def performance(record: Record) -> dict[str, np.ndarray]:
     peaks = np.maximum.accumulate(values, axis=1)
     return {
         "cumulative_return": growth - 1.0,
-        "annual_return": growth ** (1.0 / periods) - 1.0,
+        "annual_return": np.maximum(growth, 0.0) ** (1.0 / periods) - 1.0,
         "annual_volatility": _deviation(returns) * np.sqrt(period),
         "sharpe": sharpe_ratio(returns),
-        "sortino": returns.mean(1) * period / np.maximum(downside, LEAST_RISK),
+        "sortino": _ratio(returns.mean(1) * period, downside),
         "max_drawdown": (1.0 - values / peaks).max(1),
         "turnover": record["traded_usd"].sum(1) / values.mean(1) / periods,
         "num_trades": record["num_trades"].sum(1),

@@ -191,7 +191,7 @@ def test_figures_are_those_of_a_year_or_of_a_span_below_60_days(repeats, period)
     assert {name: value.item() for name, value in performance(record).items()} == pytest.approx(
         expected
     )
-    without_risk = performance(record_of(np.zeros((1, days))))
+    without_risk = performance(record_of(np.full((1, days), 2.0**-10)))
     assert without_risk["sharpe"] == without_risk["sortino"] == 0.0
 
 
