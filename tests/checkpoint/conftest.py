@@ -1,4 +1,4 @@
-"""A small finished run, which tests copy and damage."""
+"""Fixtures: a small finished run, and a copy of it for tests to damage."""
 
 import shutil
 
@@ -8,13 +8,13 @@ from train_runs import RECALL, train_here
 
 @pytest.fixture(scope="session")
 def secret():
-    """A word in the command for events of the run."""
+    """Return a secret URL that the run's --on_event command contains."""
     return "https://hooks.example.org/T0KEN"
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, secret):
-    """A run of three iterations with validation and a checkpoint after each, evaluated."""
+    """Train and evaluate a run of 3 iterations, each with validation and checkpoint."""
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     flags = [*RECALL, "--total_steps", 192, "--validate_every", 1, "--checkpoint_every", 1]
     flags += ["--eval_episodes", 2, "--on_event", f": {secret}", "--run_dir", run_dir]
@@ -25,5 +25,5 @@ def trained(tmp_path_factory, secret):
 
 @pytest.fixture
 def copy(trained, tmp_path):
-    """The same, to be damaged."""
+    """Return a copy of the `trained` run that the test may damage."""
     return shutil.copytree(trained, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""A run directory of somebody else runs no code, and what does not fit is one line."""
+"""Foreign run directories run no code, and bad content is a one-line error."""
 
 import copy as copies
 import dataclasses
@@ -45,7 +45,10 @@ WRONG += [{"a": NESTED}, NESTED, *HUGE]
 
 @pytest.fixture
 def canary(tmp_path, monkeypatch):
-    """A file that foreign code makes: a module on the path does, and so does `touch`."""
+    """Return the path of a file that exists only if foreign code was executed.
+
+    Modules on the import path create it when they are imported; commands create it with `touch`.
+    """
     monkeypatch.syspath_prepend(tmp_path / "modules")
     write_module(tmp_path / "modules", tmp_path / "canary")
     yield tmp_path / "canary"
@@ -53,7 +56,7 @@ def canary(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-@pytest.mark.timeout(60)  # opening a pipe would take for ever
+@pytest.mark.timeout(60)  # opening a pipe would block forever
 @pytest.mark.parametrize("name", CASES)
 def test_a_hostile_run_or_command_is_one_line_or_does_no_harm(
     name, copy, canary, untraced, monkeypatch, capsys
@@ -61,14 +64,14 @@ def test_a_hostile_run_or_command_is_one_line_or_does_no_harm(
     check(CASES[name], copy, canary, monkeypatch, capsys)
 
 
-# ---- modules
+# ---- imports of user modules
 
 
 @pytest.mark.parametrize("module", ["foreign_envs", "lab.inner.foreign_envs"])
 def test_the_users_own_run_and_a_named_module_are_imported(
     module, copy, canary, tmp_path, monkeypatch
 ):
-    write_module(tmp_path / "modules" / "lab" / "inner", canary)  # folders without __init__
+    write_module(tmp_path / "modules" / "lab" / "inner", canary)  # folders have no __init__.py
     env = f"{module}:Foreign-v0"
     setting(copy, "task", "env", env)
     assert train_here(monkeypatch, "--resume", copy) == evaluate_here(monkeypatch, copy) == 0
@@ -113,7 +116,7 @@ def test_no_module_is_imported_from_the_run_directory(
     assert str(copy) not in sys.path and "" not in sys.path
 
 
-# ---- commands for events, and text for people
+# ---- event commands, and text that is printed for people
 
 
 def test_the_command_for_events_is_in_no_file_and_has_to_be_given_again(
@@ -150,7 +153,7 @@ def test_an_odd_summary_is_named_in_one_line(content, copy):
         _ = TrainedRun(run_dir=copy, exit_code=0).test
 
 
-# ---- every field of a configuration, every entry of a checkpoint
+# ---- odd values in every configuration field and every checkpoint entry
 
 FIELDS = [(name, item.name) for name, one in SECTIONS.items() for item in dataclasses.fields(one)]
 
@@ -164,7 +167,8 @@ def test_whatever_a_field_holds_the_run_continues_or_one_line_says_why_not(
     values = [*WRONG, *places, f"$(touch {canary})", FOREIGN, "foreign_envs"]
     saved = load_checkpoint(latest_checkpoint(copy))
     monkeypatch.setattr(start, "launch", lambda *_, **__: 0)
-    for value in values[FIELDS.index((section, name)) % 8 :: 8]:  # all over eight fields
+    # to save time, each field tries every eighth value; eight neighbouring fields cover them all
+    for value in values[FIELDS.index((section, name)) % 8 :: 8]:
         config = json.loads(saved["config"])
         if section in ("data", "market", "trading"):
             config["task"]["env"] = "StockTrading-v0"
@@ -183,7 +187,10 @@ ODD += [torch.tensor(math.nan)]
 
 
 def odd_states(state, path=()):
-    """States with another entry at a place, or without it, by the way to the place."""
+    """Yield copies of a state in which one entry is odd or missing.
+
+    Each item is (path of keys to the entry, changed copy).
+    """
     entries = dict(enumerate(state)) if isinstance(state, list) else state
     for key, entry in entries.items() if isinstance(entries, dict) else ():
         values = [*ODD]
@@ -253,5 +260,5 @@ def test_every_odd_entry_of_a_fit_is_one_line_or_is_taken(tmp_path):
     (run.checkpoints / "best.pt").unlink()
     for _, candidate in odd_states(load_checkpoint(path)):
         path.write_bytes(pack(candidate))
-        with suppress(ValueError):  # a command prints it in one line
+        with suppress(ValueError):  # commands print a ValueError as one line
             fitting().restore(run, resume=True)

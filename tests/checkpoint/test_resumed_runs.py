@@ -1,4 +1,4 @@
-"""Runs continue from the newest valid checkpoint, and on a full disk."""
+"""Runs resume from the newest valid checkpoint, and survive a full disk."""
 
 import logging
 
@@ -14,7 +14,7 @@ from rl_dist.telemetry.metrics import MetricsWriter
 def test_resume_continues_from_the_newest_valid_one_and_names_what_it_skipped(
     copy, auto, monkeypatch, capsys
 ):
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # warnings reach stderr
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # warnings go to stderr
     monkeypatch.chdir(copy.parent)
     (copy.parent / "runs").mkdir()
     run_dir = copy.rename("runs/run") if auto else copy
@@ -22,7 +22,7 @@ def test_resume_continues_from_the_newest_valid_one_and_names_what_it_skipped(
     assert train_here(monkeypatch, "--resume", "auto" if auto else run_dir) == 0
     out, err = capsys.readouterr()
     lines = [line for line in err.splitlines() if line.startswith("skipped")]
-    assert len(lines) == 2  # once each
+    assert len(lines) == 2  # one line for each skipped file
     assert all(str(path) in line for path, line in zip(skipped, lines, strict=True))
     assert f"{run_dir}/checkpoints/iteration_00000001.pt" in out
     assert [line["iteration"] for line in records(run_dir)] == [1, 2, 3]
@@ -60,14 +60,14 @@ def test_a_run_that_begins_in_place_of_a_deleted_one_is_not_cleared_away_as_a_fa
 
 
 def test_a_run_on_a_full_disk_continues_without_a_traceback(small_disk, monkeypatch, capsys):
-    """The whole run directory is on the full disk, not the checkpoints alone."""
+    """The full disk holds the whole run directory, not only the checkpoints."""
     run_dir = small_disk("140k") / "run"
     flags = [*RECALL, "--checkpoint_every", 1, "--eval_episodes", 2, "--total_steps", 64 * 8]
     flags += ["--validate_every", 0, "--on_save_error", "continue", "--run_dir", run_dir]
     code = train_here(monkeypatch, *flags)
     err = capsys.readouterr().err
     assert code == 1 and "Traceback" not in err and "Logging error" not in err, err
-    # iterations 3 to 7; the last save must succeed
+    # saves of iterations 3 to 8 fail; only the last failure ends the run, as no later save follows
     assert err.count("cannot write checkpoint") == 6
     assert err.splitlines()[-1].startswith("error: cannot write checkpoint "), err
     assert load_checkpoint(latest_checkpoint(run_dir))["iteration"] == 2

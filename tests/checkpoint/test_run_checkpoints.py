@@ -1,4 +1,4 @@
-"""Checkpoints of trainings: the best one, and disks that refuse them."""
+"""Checkpoints that training writes: the best one, and disks that fail."""
 
 import resource
 from dataclasses import replace
@@ -29,7 +29,10 @@ CONTINUE = EACH | {"on_save_error": "continue"}
 
 
 class Acting(NullWriter):
-    """Calls `act(iteration)` when an iteration's metrics are written, before its checkpoint."""
+    """Calls `act(iteration)` when metrics are written.
+
+    The checkpoint of that iteration is saved later.
+    """
 
     def __init__(self, act):
         self.act = act
@@ -39,7 +42,10 @@ class Acting(NullWriter):
 
 
 def run(world, run_dir, values, *, first=0, act=None, writer=None, **train_options):
-    """Train an iteration for each of `values` of valid/score; the `first` ones are saved."""
+    """Train one iteration for each valid/score in `values`.
+
+    With `first`, resume from a checkpoint that contains the first iterations.
+    """
     options = {"checkpoint_every": 1000, "validate_every": 1} | train_options
     job = make_job("recall, mlp, KL stop", run_dir, iterations=len(values), **options)
     left = iter(values[first:])
@@ -60,13 +66,13 @@ def best_of(run_dir):
     return state["iteration"], state["measured"]["valid/score"]
 
 
-# ---- the best
+# ---- the best checkpoint
 
 
 @pytest.mark.parametrize(
     ("values", "later", "best"),
     [
-        ([1.0, float("nan"), 3.0, 3.0, 2.0, 2.5], [], (3, 3.0)),  # the first of equals
+        ([1.0, float("nan"), 3.0, 3.0, 2.0, 2.5], [], (3, 3.0)),  # the earlier of equal scores wins
         ([1.0, 9.0, 2.0], [3.0], (2, 9.0)),
         ([1.0, 9.0, 2.0], [10.0], (4, 10.0)),
     ],
@@ -82,7 +88,7 @@ def test_the_best_is_kept_however_many_follow_and_through_a_resume(
 
 
 def test_a_best_of_an_iteration_that_is_repeated_stays(world, tmp_path):
-    """Killed after best.pt was written and before the checkpoint beside it was."""
+    """The run was killed after best.pt and before that iteration's checkpoint."""
     run(world, tmp_path, [1.0, 9.0], **BEST, **EACH)
     (tmp_path / "checkpoints" / "iteration_00000002.pt").unlink()
     run(world, tmp_path, [1.0, 8.0, 5.0], first=1, **BEST)
@@ -107,7 +113,7 @@ def test_no_best_is_kept_without_a_metric_or_a_value(world, tmp_path, metric, va
     assert names(tmp_path) == ["iteration_00000001.pt"]
 
 
-# ---- a run directory that is deleted or replaced
+# ---- a run directory that is moved away
 
 
 def test_training_ends_when_its_directory_is_no_longer_there(world, tmp_path):
@@ -129,7 +135,7 @@ def test_training_ends_when_its_directory_is_no_longer_there(world, tmp_path):
     assert latest_checkpoint(tmp_path / "moved").name == "iteration_00000002.pt"
 
 
-# ---- disks that refuse
+# ---- disks that reject writes
 
 
 def test_training_stops_at_a_save_that_fails_and_the_old_checkpoint_stays(world, tmp_path, limits):
@@ -149,9 +155,9 @@ def test_training_continues_on_request_and_saves_again_when_it_can(world, tmp_pa
 
     run(world, tmp_path, [1.0, 9.0, 3.0, 2.0], act=act, **BEST, **CONTINUE)
     lines = [line for line in caplog.messages if "cannot write" in line]
-    assert ["best.pt" in line for line in lines] == [True, True]  # iterations 2 and 3
+    assert ["best.pt" in line for line in lines] == [True, True]  # in iterations 2 and 3
     assert names(tmp_path) == ["best.pt", "iteration_00000001.pt", "iteration_00000004.pt"]
-    assert best_of(tmp_path) == (4, 2.0)  # better ones were lost with their saves
+    assert best_of(tmp_path) == (4, 2.0)  # saves of the better ones failed
 
 
 @pytest.mark.slow
@@ -175,14 +181,14 @@ def test_metrics_wait_in_memory_for_a_full_disk_and_nothing_is_lost(
     world, tmp_path, limits, caplog, finish
 ):
     writer = open_writer(RunDir(tmp_path), world, total=6, unit="episodes")
-    writer.flush()  # TensorBoard's thread has begun its file
+    writer.flush()  # TensorBoard's thread has created its file
 
     def write(iteration):
         writer.write({"iteration": iteration, "global_step": iteration, "x": 0.5}, done=iteration)
 
     for iteration in (1, 2, 3):
         size = (tmp_path / "metrics.jsonl").stat().st_size
-        limits(size + 20 if iteration > 1 else None)  # in the midst of a line
+        limits(size + 20 if iteration > 1 else None)  # the disk is full in mid-line
         write(iteration)
     assert [line["iteration"] for line in records(tmp_path)] == [1]
     limits(None)

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent, any changed byte is refused, and none can run code."""
+"""Checkpoints are complete or absent, detect changed bytes, and cannot run code."""
 
 import io
 import json
@@ -73,7 +73,7 @@ def script():
 
 
 def with_pickle(content):
-    """An archive with another pickle."""
+    """Return a torch archive whose pickle is replaced by `content`."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(archive_of({}))) as old, zipfile.ZipFile(buffer, "w") as new:
         for info in old.infolist():
@@ -83,13 +83,13 @@ def with_pickle(content):
 
 
 def calling(function, argument):
-    """A pickle that calls a function with one string when it is loaded; protocol 2."""
+    """Return a protocol 2 pickle that calls `function(argument)` when it is loaded."""
     text = argument.encode()
     head = b"\x80\x02c" + function.replace(" ", "\n").encode() + b"\nX"
     return head + len(text).to_bytes(4, "little") + text + b"\x85R."
 
 
-# ---- one file
+# ---- a single file
 
 
 def test_a_checkpoint_comes_back_bit_for_bit_and_plain_torch_reads_it_too(tmp_path):
@@ -100,7 +100,7 @@ def test_a_checkpoint_comes_back_bit_for_bit_and_plain_torch_reads_it_too(tmp_pa
         assert differences(loaded, state) == [] and loaded["counts"] == state["counts"]
 
 
-# foreign archives with a right checksum
+# archives that this package did not write, sealed with a correct checksum
 FOREIGN = {
     "of a tensor": lambda marker: archive_of(torch.zeros(2)),
     "with a set": lambda marker: archive_of({"env": {1, 2}}),
@@ -120,7 +120,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("archive", FOREIGN)
 def test_a_foreign_archive_is_refused_and_runs_nothing(archive, tmp_path, monkeypatch, recwarn):
-    # torch's own switch must not open the door
+    # torch's switch that turns off weights_only must have no effect
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     path, marker = tmp_path / name_of(1), tmp_path / "marker"
     path.write_bytes(seal(FOREIGN[archive](marker)))
@@ -128,7 +128,7 @@ def test_a_foreign_archive_is_refused_and_runs_nothing(archive, tmp_path, monkey
     with pytest.raises(CheckpointError, match=f"^.*{path}.*$"):
         load_checkpoint(path)
     assert not marker.exists() and not recwarn.list
-    if "touch" in archive:  # harmful if it is trusted
+    if "touch" in archive:  # the same pickle does harm in a plain load
         pickle.loads(calling("posix system", f"touch {marker}"))
         assert marker.exists()
 
@@ -139,7 +139,7 @@ def test_any_changed_or_missing_byte_is_refused_and_the_older_checkpoint_is_foun
         save_checkpoint(folder, trained_state(), iteration=number, keep=2) for number in (1, 2)
     )
     data = newest.read_bytes()
-    # a bit of bytes all over the file, and of each byte at its end
+    # flip one bit in every 50th byte of the file, and in each of its last 200 bytes
     for at in [*range(0, len(data) - 200, 50), *range(len(data) - 200, len(data))]:
         changed = bytearray(data)
         changed[at] ^= 1 << at % 8
@@ -182,7 +182,7 @@ def test_the_newest_valid_checkpoint_and_run_are_found_and_leftovers_are_removed
     paths[1].write_bytes(b"")
     assert latest_checkpoint(folder) == paths[0]
     assert all(name_of(number) in caplog.text for number in (40, 60))
-    # the resumed run has saved: what is later belongs to another past
+    # a resumed run saved iteration 30: later files belong to the abandoned history, so they go
     assert save(folder, 30, keep=1) == latest_checkpoint(folder)
     assert names(folder) == [name_of(30)]
     broken = tmp_path / "broken/checkpoints" / name_of(20)
@@ -195,14 +195,15 @@ def test_the_newest_valid_checkpoint_and_run_are_found_and_leftovers_are_removed
     assert find_latest_run(tmp_path) == tmp_path / "only_best"
 
 
-@pytest.mark.timeout(60)  # opening a pipe would take for ever
+@pytest.mark.timeout(60)  # opening a pipe would block forever
 @pytest.mark.parametrize("odd", ODD_FILES)
 @pytest.mark.parametrize("name", [name_of(0), name_of(2), name_of(9), "best.pt", "unfinished.part"])
 def test_an_odd_file_hangs_no_reader_and_no_save(tmp_path, odd, name):
     folder = tmp_path / "run" / "checkpoints"
     save(folder, 1)
     ODD_FILES[odd](folder / name)
-    is_damaged = odd == "sparse giant" and name.endswith(".pt")  # everything else is no file at all
+    # every other odd file is not a regular file, so it does not count as a checkpoint
+    is_damaged = odd == "sparse giant" and name.endswith(".pt")
     assert latest_checkpoint(folder).name == name_of(1)
     assert main(["verify", str(folder)]) == int(is_damaged) and main(["inspect", str(folder)]) == 0
     with pytest.raises(CheckpointError):
@@ -236,7 +237,7 @@ def test_a_full_and_a_read_only_disk_leave_what_is_there_and_say_why(small_disk)
     state = {"weights": torch.rand(9000)}
     path = save_checkpoint(disk, state, iteration=1, keep=1)
     full = r"best.pt \(3\d,\d+ bytes\): No space left on device$"
-    for _ in range(2):  # nothing of the first failure stands in the way of the next
+    for _ in range(2):  # the first failure leaves nothing behind
         with pytest.raises(CheckpointError, match=full):
             save_checkpoint(disk, state, iteration=2, keep=1, best=True)
         assert names(disk) == [path.name]
@@ -246,11 +247,11 @@ def test_a_full_and_a_read_only_disk_leave_what_is_there_and_say_why(small_disk)
     assert differences(load_checkpoint(path), state) == []
 
 
-# ---- the command
+# ---- the command line: list, verify, inspect
 
 
 def rows_of(text):
-    """The cells of a table, without its header."""
+    """Return the cells of a printed table, without its header."""
     rows = [line.strip("|").split("|") for line in text.splitlines()[2:]]
     return [[cell.strip() for cell in row] for row in rows]
 

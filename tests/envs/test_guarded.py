@@ -1,4 +1,4 @@
-"""Single environments: their steps, and faults that are named, ended or made again."""
+"""Environments stepped one by one: results, reported faults and restarts."""
 
 import os
 import pickle
@@ -17,7 +17,7 @@ from envs.vector.one_by_one import OneByOne
 
 
 class Ticking(gymnasium.Env):
-    """Observes its age; `third` changes what its third step returns, or does something else."""
+    """Observes its age; `third(result)` may replace its third result or misbehave."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(3)
@@ -37,14 +37,14 @@ class Ticking(gymnasium.Env):
 
 
 def ticking(make, **options):
-    """Return environments 4 and 5 of a run; `make` makes the second."""
+    """Return environments 4 and 5 of a run; `make` creates number 5."""
     env = OneByOne([Ticking(), make()], make=make, env_id="Ticking-v0", env_offset=4, **options)
     env.reset(seed=[70, 80])
     return env
 
 
 def failing(way, third, **options):
-    """Return environments whose third step fails, and the name of the one that does."""
+    """Return environments whose third step fails, and the name in the error."""
     if way == "one by one":
         return ticking(lambda: Ticking(third), **options), "5 at its step 3"
     env = make_vector_env("Recall-v0", 2, **options)
@@ -59,7 +59,10 @@ WAYS = pytest.mark.parametrize("way", ["one by one", "batch"])
 
 
 def play(env, num_steps):
-    """Return obs, rewards, terminated, truncated, final_obs of steps, each [num_steps, B, ...]."""
+    """Run steps and stack their outputs to tensors [num_steps, B, ...].
+
+    The outputs are obs, rewards, terminated, truncated and final_obs.
+    """
     actions = torch.zeros(env.num_envs, dtype=torch.int64)
     steps = [env.step(actions) for _ in range(num_steps)]
     columns = zip(*((*step[:4], step[4]["final_obs"]) for step in steps), strict=True)
@@ -126,7 +129,7 @@ def test_a_bad_step_is_named_by_its_environment_or_begins_again(third, problem):
         assert truncated.tolist() == [[False, False], [False, False], [False, True]]
         assert rewards[2].tolist() == [1.0, 0.0] and not terminated.any()
         assert obs[2].tolist() == [[3.0], [0.0]] and final_obs[2].tolist() == [[3.0], [2.0]]
-        seeds.add(env.env[1].seed)  # other episodes each time
+        seeds.add(env.env[1].seed)  # a restart draws new episodes
         assert env.restarts == [0, restarts] and len(seeds) == 1 + restarts
         env.reset(seed=[70, 80])
     with pytest.raises(EnvironmentFaultError, match=r"\(after 2 restarts, --env_restarts"):
@@ -151,7 +154,8 @@ def test_any_exception_of_an_environment_is_its_fault_but_a_users_interrupt(erro
     handlers = [lambda signum, frame: None, signal.default_int_handler]
     before = signal.getsignal(signal.SIGINT)
     try:
-        for handler in handlers:  # in training, and in other programs
+        # training installs its own handler; other programs keep the default one
+        for handler in handlers:
             signal.signal(signal.SIGINT, handler)
             env, number = failing(way, raises(error))
             is_users = isinstance(error, KeyboardInterrupt) and handler is handlers[1]
@@ -165,7 +169,7 @@ def test_any_exception_of_an_environment_is_its_fault_but_a_users_interrupt(erro
 
 @WAYS
 def test_an_environment_that_closes_the_files_of_others_ends_the_process(way):
-    def end(message):  # in the place of os._exit
+    def end(message):  # called instead of os._exit
         guards._sentinel.cache_clear()
         raise guards.Interruption(message)
 
@@ -185,7 +189,8 @@ def test_an_environment_that_does_not_close_is_named_and_waited_for_no_longer(fa
 def test_a_fault_while_an_environment_is_made_again_is_one_of_its_restarts(restarts, caplog):
     made = []
 
-    def make():  # one that raises in its third step, one that cannot be made, one that hangs
+    # the first environment raises in step 3, the second cannot be made, the third one hangs
+    def make():
         made.append(1)
         if len(made) == 2:
             raise OSError("no licence")
@@ -210,7 +215,7 @@ def test_every_call_into_an_environment_and_every_making_reports_progress():
     beats = []
     options = {"vectorization": "sync", "heartbeat": lambda: beats.append(1)}
     env = make_vector_env("Recall-v0", 3, **options)
-    assert len(beats) == 3  # made
+    assert len(beats) == 3  # one for each environment made
     env.reset(seed=[1, 2, 3])
     play(env, 2)
     assert len(beats) == 3 + 3 + 2 * 3
@@ -224,12 +229,12 @@ def test_a_hanging_call_reports_progress_until_its_time_is_over(way):
     env, number = failing(way, lambda step: time.sleep(60), **options)
     signal.raise_signal(signal.SIGALRM)
     signal.signal(signal.SIGALRM, before)
-    assert arrived == [signal.SIGALRM]  # an alarm of others reaches them
+    assert arrived == [signal.SIGALRM]  # alarms from other code reach its own handler
     started_s = time.monotonic()
     with pytest.raises(EnvironmentFaultError, match=f"{number}: did not come back within 1 s"):
         play(env, 3)
     assert len([beat for beat in beats if beat > started_s]) > 5
     count = len(beats)
     time.sleep(0.5)
-    assert len(beats) <= count + 1  # silent between calls
+    assert len(beats) <= count + 1  # no heartbeat between calls
     env.close()

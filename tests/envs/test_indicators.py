@@ -1,4 +1,4 @@
-"""Indicators: causal, and right on series with known answers."""
+"""Indicators use no future bars and give the known values of simple series."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from trading_markets import random_market, scaled
 
 from envs.trading import features
 
-INDICATORS = {  # with the day from which on they are warm
+INDICATORS = {  # name: (function, first day with a value)
     "macd": (features.macd, 25),
     "rsi": (features.rsi, 30),
     "cci": (features.cci, 29),
@@ -33,10 +33,10 @@ def test_values_are_nan_until_warm_and_never_change_with_later_bars(name):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        # an exponential mean of d days lags a straight line by (d - 1) / 2 days: 12.5 - 5.5 = 7
+        # a d-day exponential mean lags a straight line by (d - 1) / 2 days: 12.5 - 5.5 = 7
         ("macd", [7.0, -7.0]),
-        ("rsi", [100.0, 0.0]),  # on the way up, and down
-        ("adx", [100.0, 100.0]),  # a pure trend of either direction
+        ("rsi", [100.0, 0.0]),  # rising line, falling line
+        ("adx", [100.0, 100.0]),  # both are pure trends
     ],
 )
 def test_straight_lines_have_known_values(name, expected):

@@ -1,4 +1,4 @@
-"""Daily bars: what is loaded, what is refused and why, and how days are split into spans."""
+"""Daily bars: loading, reasons for refusal, and the split of days into spans."""
 
 import gzip
 from pathlib import Path
@@ -11,12 +11,15 @@ from envs.trading.config import DataConfig
 from envs.trading.market_data import MarketDataError, load_market, split_spans
 
 REAL_FILE = Path(__file__).parents[2] / "../shared/data/dow30_daily.csv.gz"
-TICKERS = ("AAA", "BBB", "NA")  # NA is a real ticker, not a blank
+TICKERS = ("AAA", "BBB", "NA")  # NA is a real ticker, not a missing value
 DAYS = pd.bdate_range("2020-01-01", periods=60)
 
 
 def good_bars(days=DAYS):
-    """Weekdays x 3 tickers, by date; ticker k closes day t at 10 * (k + 1) + t / 10."""
+    """Return bars of 3 tickers, sorted by date.
+
+    Ticker k closes day t at 10 * (k + 1) + t / 10.
+    """
     rows = []
     for t, day in enumerate(days):
         for k, ticker in enumerate(TICKERS):
@@ -34,7 +37,7 @@ def with_cell(row, column, value):
 
 
 def without(ticker, first, last, days=DAYS):
-    """Bars that a ticker (or every one) lacks from one day to another."""
+    """Return good bars, but none of `ticker` ("": of any) from `first` to `last`."""
     frame = good_bars(days)
     return frame[~(frame["tic"].str.match(ticker) & frame["date"].between(first, last))]
 
@@ -87,7 +90,7 @@ def test_a_broken_file_is_one_line(tmp_path, name):
         assert ("no such file" in message) == (bad != path)
 
 
-BBB = 6 * len(TICKERS) + 1  # the row of BBB on 2020-01-09
+BBB = 6 * len(TICKERS) + 1  # row of BBB on 2020-01-09
 YEAR = pd.bdate_range("2020-01-01", periods=250)
 REFUSED = [
     *((with_cell(BBB, "date", text), "the date") for text in ("01/02/2020", "2020-02-30", "")),
@@ -134,15 +137,17 @@ A, B, C, D = (str(DATES[day]) for day in (100, 150, 199, 220))
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, [(0, 143), (144, 179), (180, 239)]),  # 60 : 15 : 25
-        ({"test_start": B}, [(0, 119), (120, 149), (150, 239)]),  # 60 : 15 before the test
-        ({"train_end": C}, [(0, 199), (200, 214), (215, 239)]),  # 15 : 25 after training
+        ({}, [(0, 143), (144, 179), (180, 239)]),  # train 60 %, valid 15 %, test 25 %
+        # 60 : 15 of the days before the test
+        ({"test_start": B}, [(0, 119), (120, 149), (150, 239)]),
+        # 15 : 25 of the days after training
+        ({"train_end": C}, [(0, 199), (200, 214), (215, 239)]),
         (
             {"train_end": A, "valid_start": C, "test_start": D},
             [(0, 100), (199, 219), (220, 239)],
         ),
         ({"train_end": A, "test_start": str(DATES[102])}, [(0, 100), None, (102, 239)]),
-        (  # days without trading move inward
+        (  # dates without trading move to the next trading day inside the span
             {
                 "train_start": "2020-02-01",
                 "train_end": "2020-05-31",

@@ -1,4 +1,4 @@
-"""The memory tasks: their rules; Gymnasium takes them all."""
+"""The memory tasks: their rules, and Gymnasium's checks of them."""
 
 import gymnasium
 import numpy as np
@@ -33,7 +33,7 @@ def test_recall_rewards_memory_and_gives_a_quarter_to_a_constant_answer(remember
     env = RecallVectorEnv(64)
     obs, _ = env.reset(seed=1)
     total, cues = np.zeros(64), np.zeros(64, np.int64)
-    for step in range(50 * 10):  # episodes of ten steps
+    for step in range(50 * 10):  # episodes have 10 steps
         shown = obs[:, :4]
         assert (shown.any(axis=1) == (step % 10 == 0)).all()
         if remembers:
@@ -50,7 +50,8 @@ def test_it_moves_and_pays_as_gymnasiums_car_does():
     position, _ = ours.reset(seed=7)
     for _ in range(999):
         np.testing.assert_allclose(position, state[:1], atol=1e-6)
-        push = np.array([1.0 if state[1] >= 0 else -1.0], np.float32)  # always along: it arrives
+        # a push in the direction of motion always reaches the goal
+        push = np.array([1.0 if state[1] >= 0 else -1.0], np.float32)
         state, reward, *ends, _ = theirs.step(push)
         position, own_reward, *own_ends, _ = ours.step(push)
         assert own_reward == pytest.approx(reward) and own_ends == ends
@@ -63,7 +64,7 @@ def test_a_car_at_rest_is_truncated_at_the_limit_without_reward():
     env = gymnasium.make("MountainCarPositions-v0", max_episode_steps=20)
     rest, push = np.zeros(1, np.float32), np.ones(1, np.float32)
     moved = []
-    for _ in range(2):  # a push of the episode before is forgotten
+    for _ in range(2):  # a push in the previous episode has no effect after reset
         moved.append(env.reset(seed=0)[0] - env.step(rest)[0])
         env.step(push)
     assert moved[0] == moved[1]

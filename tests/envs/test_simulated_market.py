@@ -1,4 +1,4 @@
-"""The simulated market: its worlds, its planted edge, and rules that trade without learning."""
+"""The simulated market: worlds, the planted edge, and rules that do not learn."""
 
 from functools import partial
 
@@ -38,7 +38,7 @@ def reference(edge):
 
 
 def sharpe_of(config, rule, **options):
-    """Return the Sharpe ratio [6] and the weights [days, 6, n] of a rule over the test span."""
+    """Trade 6 worlds by a rule; return Sharpe ratios [6] and weights [days, 6, n]."""
     markets = simulate_markets(config, world_seeds(config, "valid", 6))
     span, trading = Span(first=1890, last=2519), TradingConfig(**options)
     env = TradingVectorEnv(6, markets=markets, span=span, config=trading, evaluation=True)
@@ -69,7 +69,7 @@ def test_no_seed_serves_two_purposes_numbers_or_market_seeds():
 
 
 def test_figures_resemble_the_dow(worlds):
-    """30 stocks, 2008-06 to 2024-03: volatility 0.28, correlation 0.47."""
+    """30 Dow stocks from 2008-06 to 2024-03: volatility 0.28, correlation 0.47."""
     log_returns = np.diff(np.log([world.close for world in worlds]), axis=1)  # [M, D-1, n]
     assert 0.24 < log_returns.std(1).mean() * np.sqrt(252) < 0.32
     correlations = [np.corrcoef(market.T)[0, 1:].mean() for market in log_returns]
@@ -78,7 +78,7 @@ def test_figures_resemble_the_dow(worlds):
 
 
 def news_of(seed, num_stocks=5):
-    """Events and moves [D, n] of a world, which no observation shows."""
+    """Return a world's hidden events and price moves, each [D, n]."""
     hidden = np.random.SeedSequence(seed).spawn(3)[2]
     return draw_news(np.random.default_rng(hidden), num_stocks)
 
@@ -88,7 +88,7 @@ def test_only_news_that_was_not_denied_moves_the_price_and_only_after_the_delay(
     for events, moves in zip(*(part.T for part in news_of(1)), strict=True):
         days = np.flatnonzero(events)
         denials = days[1:][np.diff(days) == DENIAL_DAYS]
-        news = np.setdiff1d(days, denials)[1:]  # the first event may be a denial
+        news = np.setdiff1d(days, denials)[1:]  # skip the first event: it may be a denial
         assert (events[denials] == -events[denials - DENIAL_DAYS]).all()
         gaps |= set(np.diff(news))
         denied = np.isin(news + DENIAL_DAYS, denials)

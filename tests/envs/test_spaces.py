@@ -1,4 +1,4 @@
-"""Spaces of all kinds become rows, actions of all kinds come out, and masks are checked."""
+"""Observations become rows, actions are converted back, masks are checked."""
 
 import gymnasium
 import numpy as np
@@ -24,11 +24,11 @@ CHOICES = spaces.Dict(
     grip=spaces.Tuple((spaces.MultiBinary(1), spaces.MultiDiscrete([2]))),
 )
 PLAIN = spaces.Box(-1, 1, (1,))
-ALL = [1] * 7  # a mask of CHOICES
+ALL = [1] * 7  # an action mask of CHOICES that allows everything
 
 
 class GivenEnv(gymnasium.Env):
-    """Returns the observation and info that it is given; an episode has three steps."""
+    """Returns the observation and info that the test sets; an episode has 3 steps."""
 
     def __init__(self, observation_space, action_space=CHOICES, **info):
         self.observation_space, self.action_space = observation_space, action_space
@@ -73,12 +73,13 @@ def test_a_nested_observation_becomes_one_row_of_named_parts():
 
 
 @pytest.mark.parametrize(
-    ("shape", "largest", "axes"),  # axes of frames, channels, height and width
+    # axes: the axes of frames and channels (if any), then height and width
+    ("shape", "largest", "axes"),
     [
         ((84, 84), 1, (0, 1)),
         ((4, 20, 30), 255, (0, 1, 2)),
         ((20, 30, 4), 1, (2, 0, 1)),
-        ((10, 10, 12), 255, (2, 0, 1)),  # 10 x 10 is a square
+        ((10, 10, 12), 255, (2, 0, 1)),  # the two equal axes are height and width
         ((4, 10, 12, 3), 255, (0, 3, 1, 2)),
     ],
 )
@@ -181,7 +182,7 @@ def test_an_info_without_a_fitting_mask_is_refused():
 
 
 def test_masks_and_the_last_action_and_reward_are_parts_of_the_row():
-    masks = (np.array([1, 0, 1], np.int8), np.array([1, 1]), np.array([0, 1]))  # one per choice
+    masks = (np.array([1, 0, 1], np.int8), np.array([1, 1]), np.array([0, 1]))  # one per subspace
     inner = GivenEnv(PLAIN, action_mask=masks)
     env = around(inner, info_mask=True, previous_action=True, previous_reward=True)
     assert env.layout.kinds() == "vector[1] mask[7] plain[7] vector[1]"

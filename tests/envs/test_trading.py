@@ -1,4 +1,4 @@
-"""The rules of a trading day: what is seen, ordered, filled and rewarded."""
+"""The rules of a trading day: observations, orders, fills and rewards."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ from envs.trading.market_data import Span
 
 
 def fill_one_by_one(cash, shares, orders, priority, sell_price, buy_price):
-    """Fill one portfolio: all sells, then buys from the largest priority until one fails to fit."""
+    """Fill one portfolio: all sells, then buys by priority until the cash runs out."""
     trades = [0.0] * len(shares)
     for i, order in enumerate(orders):
         if order < 0:
@@ -44,7 +44,7 @@ def fill_one_by_one(cash, shares, orders, priority, sell_price, buy_price):
 
 
 def random_case(rng, n):
-    """Return a portfolio with ties and zeros, and money for exactly some of the orders or less."""
+    """Return a portfolio with tied priorities, zeros, and cash for some orders."""
     fill = rng.choice([0.37, 1.0, 25.0, 99.99, 411.7], n) * rng.choice([1.0, 1.013], n)
     sell, buy = net_prices(to_grid(torch.from_numpy(fill)), float(rng.choice([0, 10, 123])))
     shares = torch.from_numpy(rng.integers(0, 30, n) * rng.integers(0, 2, n)).double()
@@ -69,7 +69,7 @@ def test_fills_equal_a_greedy_loop_to_the_last_bit(n):
     assert (trades.clamp_min(0) < wanted).any(dim=1).sum() > 50, "too few cases run out of cash"
 
 
-# ---- a day
+# ---- one trading day
 
 
 @pytest.mark.parametrize(("execution", "fill"), [("next_open", 110.0), ("close", 100.0)])
@@ -84,7 +84,7 @@ def test_a_trading_day_worked_out_by_hand(execution, fill):
     env = make_env(1, [market], evaluation=True, **options)
     whole_pass(env, torch.zeros(NUM_DAYS - 2 - FIRST, 1, 2))
     _, rewards, terminated, truncated, info = env.step(torch.tensor([[0.91, -1.0]]))
-    # 45.5 % of 10,000 USD at a close of 100 is an order of 45 whole shares.
+    # 45.5 % of 10,000 USD buys 45 whole shares at a close of 100 USD
     cash = 1e4 - 45 * fill * 1.01
     value = cash + 45 * 120
     expected = {
@@ -103,7 +103,7 @@ def test_a_trading_day_worked_out_by_hand(execution, fill):
 
 
 def test_bars_after_the_fill_day_do_not_change_a_step_and_tomorrow_only_fills():
-    """Next open: today's orders come from today's close, tomorrow's open only prices them."""
+    """With next_open, tomorrow's open only prices orders that today's close set."""
     market, today = random_market(), FIRST + 10
     other_open = market.open.copy()
     other_open[today + 1] *= 1.01
@@ -126,7 +126,7 @@ def test_training_rewards_differ_from_the_change_of_value_as_promised():
     close, gamma, last = random_market().close, 0.8, NUM_DAYS - 1
     changes = np.diff(close, axis=0)
     covariance = np.cov((changes / close[:-1])[FIRST:].T)
-    later = np.zeros_like(close)  # the discounted later profit of a share, from each day on
+    later = np.zeros_like(close)  # discounted future profit of one share, for each day
     for d in range(last - 1, -1, -1):
         later[d] = changes[d] + gamma * later[d + 1]
 
@@ -154,7 +154,7 @@ def test_training_rewards_differ_from_the_change_of_value_as_promised():
 
 
 def test_turbulence_sells_everything_and_buys_nothing():
-    # more returns far out of the ordinary than 1 % of all days, after the training span
+    # after the training span, more than 1 % of the days have extreme returns
     market, jumps = random_market(num_days=600), range(500, 516, 2)
     for number in jumps:
         market = scaled(market, number, 1.5 if number % 4 else 1 / 1.5)
@@ -180,7 +180,7 @@ def test_paper_observation_of_30_stocks_has_181_numbers():
     env = make_env(2, [market], observation="paper", order_unit="shares", max_order=100)
     obs = env.step(torch.full((2, 30), 0.5))[0]
     assert obs.shape == (2, 181) and obs.dtype == torch.float32
-    cash, close, shares = obs[0, [0, 1 + 7, 1 + 30 + 7]]  # the columns of stock 7
+    cash, close, shares = obs[0, [0, 1 + 7, 1 + 30 + 7]]  # columns of stock 7
     assert cash == account(env)[0][0].float() and shares == 50
     assert close == np.float32(market.close[day(env)[0], 7])
 

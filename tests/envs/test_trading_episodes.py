@@ -1,4 +1,4 @@
-"""Episodes of the trading environment: starts, ends, seeds, snapshots, Gymnasium's faces."""
+"""Trading episodes: start, end, seeds, snapshots, Gymnasium's interfaces."""
 
 import gymnasium
 import numpy as np
@@ -38,7 +38,7 @@ def test_an_ended_episode_is_followed_by_a_new_one_in_the_same_step():
         assert (account(env)[0][ended] == 1e6).all() and (env.portfolio_value[ended] == 1e6).all()
         assert torch.equal(env.row[~ended], row[~ended] + 1)
     assert num_ended >= 2 * 32
-    assert (env.row // env.num_days).unique().tolist() == [0, 1]  # the markets
+    assert (env.row // env.num_days).unique().tolist() == [0, 1]  # both markets occur
 
 
 def test_first_episodes_have_ages_and_days_by_the_seed_and_later_ones_full_length():
@@ -137,7 +137,7 @@ def test_returned_tensors_are_the_callers_and_carry_no_graph():
         result = env.step(action.clone().requires_grad_())
         assert same(result, expected)
         assert not result[0].requires_grad and not result[1].requires_grad
-        # observations may be saved for backward
+        # autograd may save observations for the backward pass
         (torch.ones(33, requires_grad=True) * result[0]).sum().backward()
         for tensor in (*result[:4], result[4]["final_obs"], env.portfolio_value, env.weights):
             tensor.zero_()
@@ -147,7 +147,7 @@ def test_returned_tensors_are_the_callers_and_carry_no_graph():
 def test_a_gpu_trades_the_same_days_and_shares_as_the_cpu():
     on_cpu = make_env(16, MARKETS)
     on_gpu = make_env(16, MARKETS, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")  # a step must not wait for the device
+    torch.cuda.set_sync_debug_mode("error")  # a step must not wait for the GPU
     try:
         for actions in random_actions(70, on_cpu):
             on_cpu.step(actions)

@@ -1,4 +1,4 @@
-"""The contract of tensor vector environments: Gymnasium's, ours and broken ones."""
+"""The contract of vector environments: Gymnasium's, our own, and ones that fail."""
 
 import gymnasium
 import numpy as np
@@ -17,12 +17,12 @@ SEEDS = stream_seeds(1, ENVIRONMENT_STREAM, 0, 8)
 
 
 def play(env, num_steps, action_seed=0, rows=slice(None), num_envs=None):
-    """Return the outcomes of steps with random actions, each [num_steps, B, ...]."""
+    """Step with random actions; return each output as a tensor [num_steps, B, ...]."""
     generator = torch.Generator().manual_seed(action_seed)
     size = (num_envs or env.num_envs, *env.single_action_space.shape)
     steps = []
     for _ in range(num_steps):
-        actions = 3 * torch.rand(size, generator=generator) - 1.5  # beyond the bounds too
+        actions = 3 * torch.rand(size, generator=generator) - 1.5  # some are out of bounds
         if isinstance(env.single_action_space, spaces.Discrete):
             actions = torch.randint(int(env.single_action_space.n), size, generator=generator)
         *columns, info = env.step(actions[rows])
@@ -34,7 +34,7 @@ def same(left, right):
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-KINDS = [  # id, way of stepping, features, whether it can be saved
+KINDS = [  # id, vectorization, number of features, whether it can be saved
     ("CartPole-v1", "auto", 4, True),
     ("CartPole-v1", "sync", 4, False),
     ("Pendulum-v1", "auto", 3, False),
@@ -68,7 +68,7 @@ def test_every_environment_keeps_the_contract(
     ended = terminated | truncated
     assert torch.equal(final_obs[~ended], obs[~ended])
 
-    # two batches of four are one batch of eight
+    # two batches of 4 give the same results as one batch of 8
     halves = []
     for rows in (slice(0, 4), slice(4, 8)):
         half = make(4, env_offset=rows.start)
@@ -76,7 +76,7 @@ def test_every_environment_keeps_the_contract(
         halves.append(play(half, 60, rows=rows, num_envs=8))
     assert same([torch.cat(pair, dim=1) for pair in zip(*halves, strict=True)], steps)
 
-    # a snapshot continues bit for bit in a new environment
+    # a new environment continues bit for bit from a snapshot
     assert env.can_snapshot is can_snapshot
     if not can_snapshot:
         return
@@ -126,7 +126,8 @@ def test_our_batch_of_cart_pole_goes_gymnasiums_way_to_the_last_bit():
     generator, limits = torch.Generator().manual_seed(0), 0
     for _ in range(520):
         actions = torch.randint(2, (6,), generator=generator)
-        actions[:2] = (obs[:2, 2] + obs[:2, 3] > 0).long()  # balances to the limit of 500 steps
+        # the first two balance until the limit of 500 steps
+        actions[:2] = (obs[:2, 2] + obs[:2, 3] > 0).long()
         *columns, info = batch.step(actions)
         *expected, expected_info = single.step(actions)
         assert same([*columns, info["final_obs"]], [*expected, expected_info["final_obs"]])
@@ -146,7 +147,7 @@ def test_environments_step_one_by_one_where_a_batch_lacks_something(options):
 
 
 class UnmadeEnv(gymnasium.Env):
-    """Raises when it is made."""
+    """Raises an error in its constructor."""
 
     def __init__(self, how):
         raise KeyError("how")

@@ -1,4 +1,4 @@
-"""Environments in worker processes: the same as in place, and named or made again when they end."""
+"""Worker processes: same results as one process; dead ones named or restarted."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ MISBEHAVING = "misbehaving_envs:MisbehavingSaved-v0"
 
 @pytest.fixture
 def make():
-    """Make environments in this many workers (0: in place); they are closed in the end."""
+    """Make environments in `workers` processes (0: in this one), closed at the end."""
     made = []
 
     def make(workers, misdeeds=None, groups=1, *, env_id=MISBEHAVING, **options):
@@ -39,7 +39,7 @@ def make():
 
 
 def play(env, num_steps, first=0):
-    """Return the columns of each step; actions depend on the step alone."""
+    """Return the outputs of each step; the actions depend only on the step number."""
     steps = []
     for t in range(first, first + num_steps):
         choice = torch.Generator().manual_seed(t)
@@ -78,7 +78,7 @@ def test_any_number_of_workers_and_groups_steps_as_one_process_does(env_id, opti
         if state:
             kept = env.get_state()
             assert kept.keys() == state.keys() and same([kept.values()], [state.values()])
-            env.set_state(state)  # saved with another number of workers
+            env.set_state(state)  # saved without workers
         assert same(play(env, 9, first=20), later)
         before = env.process_ids
         env.close()
@@ -149,7 +149,7 @@ def test_a_worker_that_dies_between_rollouts_begins_again_at_the_next_step(quest
     env = make(2, env_restarts=1)
     play(env, 1)
     kill(env, 0)
-    answer = getattr(env, question)()  # asked for after an update, or for a checkpoint
+    answer = getattr(env, question)()  # training calls it after an update or for a checkpoint
     if question == "get_state":
         assert answer["guard/restarts"].tolist() == [1] * 3 + [0] * 4
     truncated = play(env, 1, 1)[0][3]
@@ -181,7 +181,7 @@ def test_workers_end_with_their_rank_however_that_ends():
     assert len(workers) == 2
     for pid in workers:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            os.kill(pid, signum)  # schedulers signal all processes; only the rank decides
+            os.kill(pid, signum)  # schedulers signal all processes; workers ignore it
     assert all(map(lives, workers))
     rank.kill()
     rank.communicate()
