@@ -1,4 +1,4 @@
-"""The adapter from a vector environment in numpy to the learner's TorchEnv."""
+"""Adapt a numpy vector environment to the learner's TorchEnv interface."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ from envs.vector.tensors import TensorVectorEnv, step_result, to_tensors
 
 _LOGGER = logging.getLogger(__name__)
 _STEP_KEY = "lifetime_step"
-# An environment's number of restarts, and the seed with which its life began.
+# Per environment: the number of restarts, and the seed of the last seeded reset.
 LIFE = [("restarts", "i8"), ("life_seed", "i8")]
-Arrays = tuple[np.ndarray, ...]  # obs, rewards, terminated, truncated and final_obs
+Arrays = tuple[np.ndarray, ...]  # obs, rewards, terminated, truncated, final_obs
 
 
 @cache
 def warn_once(message: str) -> None:
-    """Log a warning, but each text only once."""
+    """Log a warning, but log the same text only once."""
     _LOGGER.warning("%s", message)
 
 
 @dataclass(eq=False)
 class TorchVectorEnv(TensorVectorEnv):
-    """Adapts a vector environment in numpy to TorchEnv.
+    """Adapts a numpy vector environment to the TorchEnv interface.
 
-    It checks all that the environments return and watches how long they take. The vector
-    environment must have autoreset SAME_STEP and take one seed per environment.
+    The adapter checks everything that the environments return and watches how long each call
+    takes. The vector environment must use autoreset SAME_STEP and accept one seed per environment.
     """
 
     env: Any  # the vector environment, or the list of environments of `OneByOne`
     _: KW_ONLY
     env_id: str
-    make: Any = None  # makes a new environment in place of one that failed
+    make: Any = None  # makes the replacement of a failed environment
     env_offset: int = 0
     device: Any = "cpu"
-    kind: str = "environment"  # first word of messages about an environment
+    kind: str = "environment"  # first word of every message about an environment
     end: Callable[[str], None] = end_process  # ends the process if a call cannot be interrupted
-    # Reports progress: before every call and, from a thread, during a call.
+    # Reports progress. It runs before every call and, in a watcher thread, during long calls.
     heartbeat: Callable[[], None] = lambda: None
     # The flags below are those of `envs.task.TaskConfig`.
     env_timeout: float = 0.0
@@ -79,7 +79,7 @@ class TorchVectorEnv(TensorVectorEnv):
         self.encoder = ObservationEncoder(observations, self.env_id, self.decoder.sizes)
         self.spaces_json = to_json(observations, actions)
 
-        # the row that the learner sees
+        # layout of the row that the learner sees
         parts = list(self.encoder.parts)
         mask_size = self.decoder.mask_size
         if self.info_mask:
@@ -89,7 +89,7 @@ class TorchVectorEnv(TensorVectorEnv):
                     f"choices, or its observations hold the {MASK_KEY}; omit it"
                 )
             parts.append(Part(MASK_KEY, "mask", (mask_size,)))
-        self.row_size = sum(part.size for part in parts)  # without previous action and reward
+        self.row_size = sum(part.size for part in parts)  # without the previous action and reward
         if self.previous_action:
             size = mask_size or math.prod(self.decoder.space.shape or ())
             parts.append(Part("previous_action", "plain", (size,)))
@@ -105,13 +105,13 @@ class TorchVectorEnv(TensorVectorEnv):
 
     @property
     def restarts(self) -> list[int]:
-        """Number of times that each environment was made again, [B]."""
+        """Number of restarts of each environment, [B]."""
         return self.lives["restarts"].tolist()
 
     def reset(
         self, *, seed: Any = None, options: dict[str, Any] | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Start all environments; with one seed for each they begin new lives at step 0."""
+        """Start all environments; new seeds also set their lifetime step to 0."""
         if seed is not None:
             self.lives["life_seed"] = seed
             self.lifetime_step = 0
@@ -123,7 +123,7 @@ class TorchVectorEnv(TensorVectorEnv):
         self,
         actions: Tensor,  # [B] int64, or [B, A] float
     ) -> StepResult:
-        """Step all environments, see `TorchEnv.step`; all tensors are new."""
+        """Step all environments (see `TorchEnv.step`) and return newly allocated tensors."""
         numpy_actions = self.decoder(actions)
         self.lifetime_step += 1
         obs, rewards, terminated, truncated, final_obs = self._call_step(numpy_actions)
@@ -131,7 +131,7 @@ class TorchVectorEnv(TensorVectorEnv):
             columns = [self.decoder.encode(actions)] * self.previous_action
             columns += [rewards[:, None].astype(np.float32)] * self.previous_reward
             previous = np.concatenate(columns, axis=1)
-            continues = ~(terminated | truncated)[:, None]  # [B, 1]; a new episode sees zeros
+            continues = ~(terminated | truncated)[:, None]  # [B, 1]; new episodes start with 0
             obs = np.concatenate([obs, previous * continues], axis=1)
             final_obs = np.concatenate([final_obs, previous], axis=1)
         return step_result([rewards, obs, final_obs, terminated, truncated], self.device)
@@ -143,7 +143,7 @@ class TorchVectorEnv(TensorVectorEnv):
         return f"{self.kind} {self.env_id} number {number} at its step {step}: {problem}"
 
     def get_state(self) -> dict[str, Tensor]:
-        """Return all that the future depends on, see `TorchEnv.get_state`."""
+        """Return a complete snapshot of the environments, see `TorchEnv.get_state`."""
         tensors = {_STEP_KEY: torch.full((self.num_envs,), self.lifetime_step)}
         for name, values in self.watch.call(None, self._call_get_state).items():
             stacked = np.stack(values)
@@ -152,14 +152,15 @@ class TorchVectorEnv(TensorVectorEnv):
         return tensors
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue exactly where `get_state` was called, on this or an equal environment."""
-        self.reset(seed=[0] * self.num_envs)  # some environments set themselves up at a reset
+        """Restore a snapshot from this environment or from one with the same settings."""
+        # some environments create their state at the first reset
+        self.reset(seed=[0] * self.num_envs)
         arrays = {name: tensor.numpy().copy() for name, tensor in state.items()}
         self.lifetime_step = int(arrays.pop(_STEP_KEY)[0])
         self.watch.call(None, self._call_set_state, arrays)
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close the environments; a failure is only logged."""
+        """Close the environments; log a failure instead of raising it."""
         self.watch.close_env(None, self.env)
         self.watch.close()
 
@@ -180,7 +181,7 @@ class TorchVectorEnv(TensorVectorEnv):
         obs = self.encoder(raw_obs, self.num_envs)
         rewards = np.array(raw_rewards, np.float64).reshape(self.num_envs)
         terminated, truncated = (np.array(flag, bool).reshape(self.num_envs) for flag in flags)
-        usable = np.abs(rewards) <= MAX_REWARD  # False for NaN, too
+        usable = np.abs(rewards) <= MAX_REWARD  # NaN also gives False
         if not usable.all():
             first = int(usable.argmin())
             raise RowFaultError(first, f"reward is {rewards[first]}")

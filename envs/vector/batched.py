@@ -1,13 +1,14 @@
-"""Vector environments in numpy with one generator per environment; snapshots.
+"""Numpy vector environments with snapshots and one generator per environment.
 
 An environment resumes exactly if it has two methods:
 
-    get_state() -> dict[str, np.ndarray | float | int | bool]  all that its future depends on
+    get_state() -> dict[str, np.ndarray | float | int | bool]  its complete state
     set_state(state)                                           arrays arrive as float64 or int64
 
-Names and shapes are the same at every call. In a vector environment every entry is an array with
-leading dimension num_envs. A new environment is reset once before `set_state`. Without these
-methods new episodes begin after a resume. docs/own_environment.md has an example.
+`get_state` must return the same names and shapes at every call. In a vector environment every entry
+is an array with leading dimension num_envs. A new environment is reset once before `set_state` is
+called. Without these two methods, a resumed run begins new episodes. docs/own_environment.md has an
+example.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ def has_snapshots(env: Any) -> bool:
 
 
 def pack_generator(generator: np.random.Generator) -> np.ndarray:
-    """Pack the state of a PCG64 generator, Gymnasium's kind, as [6] int64."""
+    """Pack the state of a PCG64 generator, as Gymnasium uses it, into [6] int64."""
     state: Any = generator.bit_generator.state
-    numbers = state["state"]["state"], state["state"]["inc"]  # numbers of 128 bits
+    numbers = state["state"]["state"], state["state"]["inc"]  # 128-bit integers
     words = [word for number in numbers for word in divmod(number, 2**64)]
     return np.array([*words, state["has_uint32"], state["uinteger"]], np.uint64).view(np.int64)
 
 
 def unpack_generator(generator: np.random.Generator, packed: np.ndarray) -> None:
-    """Set a PCG64 generator to the state that `pack_generator` returned."""
+    """Restore a PCG64 generator from the result of `pack_generator`."""
     words = packed.view(np.uint64).tolist()
     generator.bit_generator.state = {
         "bit_generator": "PCG64",
@@ -50,10 +51,10 @@ def unpack_generator(generator: np.random.Generator, packed: np.ndarray) -> None
 
 
 class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
-    """A SAME_STEP vector environment with one generator per environment.
+    """Base of SAME_STEP vector environments with one generator per environment.
 
-    A subclass implements `draw`, `begin`, `observe` and `advance`. Its whole state is the
-    generators and the arrays [B, ...] that `state_names` lists.
+    A subclass implements `draw`, `begin`, `observe` and `advance`. Its state
+    consists of the generators and the arrays [B, ...] named in `state_names`.
     """
 
     metadata: dict[str, Any] = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
@@ -70,11 +71,11 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         self.generators: list[np.random.Generator] = []
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
-        """Draw all random numbers of one episode, [N] float64."""
+        """Draw all random numbers that one episode needs, [N] float64."""
         raise NotImplementedError
 
     def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
-        """Start episodes in these rows with the numbers drawn, [len(rows), N]."""
+        """Start episodes in these rows, using the random numbers `draws` [len(rows), N]."""
         raise NotImplementedError
 
     def observe(self) -> np.ndarray:
@@ -91,7 +92,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     def reset(
         self, *, seed: Any = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start all environments; an integer seed s means s, s+1, ..., as in Gymnasium."""
+        """Start all environments; like in Gymnasium, an integer seed s means s, s+1, ..."""
         if isinstance(seed, int):
             seed = range(seed, seed + self.num_envs)
         if seed or not self.generators:
@@ -103,7 +104,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     def step(
         self, actions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Step all environments; info["final_obs"] is from before new episodes."""
+        """Step all environments; info["final_obs"] holds observations before autoreset."""
         rewards, terminated, truncated = self.advance(np.asarray(actions))
         final_obs = obs = self.observe()
         ended = terminated | truncated
@@ -113,14 +114,14 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         return obs, rewards, terminated, truncated, {"final_obs": final_obs, "_final_obs": ended}
 
     def get_state(self) -> dict[str, np.ndarray]:
-        """Return copies of all that the future depends on, each [B, ...]."""
+        """Return a complete snapshot as copied arrays [B, ...]."""
         state = {name: getattr(self, name).copy() for name in self.state_names}
         return state | {
             "generator": np.stack([pack_generator(generator) for generator in self.generators])
         }
 
     def set_state(self, state: Mapping[str, np.ndarray]) -> None:
-        """Continue exactly where `get_state` was called; needs a reset before it."""
+        """Restore a snapshot; the environment must have been reset once."""
         for name in self.state_names:
             getattr(self, name)[...] = state[name]
         for generator, packed in zip(self.generators, state["generator"], strict=True):
@@ -128,7 +129,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
 
 
 class SingleEnv(gymnasium.Env[np.ndarray, np.int64]):
-    """A single environment: a batch of one, made with the same keyword arguments."""
+    """A single environment that wraps a BatchedEnv with one row."""
 
     metadata: dict[str, Any] = {"render_modes": []}
 
@@ -152,9 +153,9 @@ class SingleEnv(gymnasium.Env[np.ndarray, np.int64]):
         return obs, float(rewards[0]), bool(terminated[0]), bool(truncated[0]), {}
 
     def get_state(self) -> dict[str, np.ndarray]:
-        """Return all that the future depends on."""
+        """Return a complete snapshot."""
         return {name: array[0] for name, array in self._batch.get_state().items()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `get_state` was called."""
+        """Restore a snapshot."""
         self._batch.set_state({name: np.asarray(value)[None] for name, value in state.items()})

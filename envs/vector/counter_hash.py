@@ -1,4 +1,4 @@
-"""Random numbers that are a function of a key and a counter, without state."""
+"""Stateless random numbers: each is a hash of a key and a counter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GOLDEN_STEP = 0x9E3779B97F4A7C15 - 2**64  # splitmix64's increment, as int64
 
 
 def seed_keys(seed: int | Sequence[int] | None, num_envs: int) -> Tensor:
-    """Hash the seeds given to `reset` to one int64 key per environment, [B]."""
+    """Hash the seeds of `reset` into one int64 key per environment, [B]."""
     if seed is None:
         seed = np.random.SeedSequence().generate_state(num_envs, np.uint64).tolist()
     seeds = range(seed, seed + num_envs) if isinstance(seed, int) else seed
@@ -20,7 +20,7 @@ def seed_keys(seed: int | Sequence[int] | None, num_envs: int) -> Tensor:
 
 
 def random_int63(keys: Tensor, counter: Tensor) -> Tensor:
-    """Return uniform int64 numbers >= 0, one for each pair of key and counter."""
+    """Return a uniform int64 number >= 0 for each pair of key and counter."""
     return _mix(keys + counter * GOLDEN_STEP) & (2**63 - 1)
 
 
@@ -31,6 +31,6 @@ def _mix(bits: Tensor) -> Tensor:
         (27, 0x94D049BB133111EB - 2**64),
         (31, 1),
     ):
-        # The mask makes torch's shift, which repeats the sign bit, a logical one.
+        # torch's shift repeats the sign bit; the mask turns it into a logical shift.
         bits = (bits ^ ((bits >> shift) & (2 ** (64 - shift) - 1))) * factor
     return bits

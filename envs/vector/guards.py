@@ -1,13 +1,14 @@
-"""Guards calls into environments: names faults and ends hangs.
+"""Guard calls into environments: report failures clearly and end calls that hang.
 
-A thread watches the current call and reports progress. A call that hangs is ended in three steps:
+A thread watches the current call and reports progress. A call that hangs is ended in up to three
+steps:
 
-1. After `timeout_s` the thread sends a signal to the main thread, where the handler raises
+1. After `timeout_s` the thread sends a signal to the main thread. The signal handler raises
    HungError inside the environment.
-2. A call that waits in C code, or swallows the error, does not return. After GRACE_S the thread
-   ends the process and writes the Python stack to the log.
-3. C code that holds the interpreter keeps the thread from running. faulthandler, which needs no
-   interpreter, then ends the process.
+2. If the call waits in C code, or catches the error, it still does not return. After GRACE_S more
+   seconds the thread logs the Python stack and ends the process.
+3. If C code holds the GIL, the watching thread cannot run. Then faulthandler, which does not need
+   the GIL, ends the process.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ from envs.vector.spaces import RowFaultError
 from rl_dist.errors import one_line
 
 _LOGGER = logging.getLogger(__name__)
-MAX_REWARD = 1e30  # larger ones count as infinite
-GRACE_S = 5.0  # between two of the steps above
+MAX_REWARD = 1e30  # larger rewards are refused like infinite ones
+GRACE_S = 5.0  # time between steps 1, 2 and 3 above
 MIN_FAULTHANDLER_S = 30.0
-# Environments and tests may use SIGALRM; nobody uses this one.
+# Environments and tests may use SIGALRM, so prefer a real-time signal, which is rarely used.
 _SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGALRM)
 
 
 class EnvironmentFaultError(RuntimeError):
-    """An environment or its worker process failed; the message names it in one line."""
+    """Error: an environment or its worker failed; the one-line message names it."""
 
 
 class Interruption(BaseException):
-    """Raised by one of our signal handlers, at any place in the program."""
+    """Base of exceptions that our signal handlers raise, anywhere in the program."""
 
 
 class HungError(Interruption):
-    """An environment hangs. Its `except Exception` does not catch this."""
+    """Raised inside an environment that hangs; `except Exception` does not catch it."""
 
 
 def is_own_fault(error: BaseException) -> bool:
-    """Return whether the environment raised this, which may be any exception."""
+    """Return whether an exception is the environment's fault, not the user's or ours."""
     by_user = (
         isinstance(error, KeyboardInterrupt)
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -60,7 +61,7 @@ def is_own_fault(error: BaseException) -> bool:
 
 
 def place_of(error: BaseException) -> str:
-    """Return " (FILE:LINE)" of the innermost frame outside libraries, or ""."""
+    """Return " (FILE:LINE)" for the innermost frame outside libraries, or ""."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if "/lib/python" not in frame.filename and not frame.filename.startswith("<"):
             return f" ({Path(frame.filename).name}:{frame.lineno})"
@@ -73,7 +74,7 @@ def _sentinel() -> int:
 
 
 def has_closed_descriptors() -> bool:
-    """Return whether an environment has closed files that are not its own."""
+    """Return whether an environment closed file descriptors that it does not own."""
     try:
         os.get_inheritable(_sentinel())  # takes 0.1 us
     except OSError:
@@ -82,7 +83,7 @@ def has_closed_descriptors() -> bool:
 
 
 def end_process(message: str) -> None:
-    """Print an error and end this process without cleanup, which could hang too."""
+    """Print an error and exit without cleanup, because cleanup could hang too."""
     sys.stderr.write(f"error: {message}\n")
     sys.stderr.flush()
     logging.shutdown()
@@ -91,20 +92,20 @@ def end_process(message: str) -> None:
 
 @dataclass(eq=False)
 class HangWatch:
-    """Calls into environments and watches how long each call takes."""
+    """Makes the calls into environments and limits how long each may take."""
 
-    timeout_s: float  # longest time for a call; 0: no limit
-    # Returns a line that names the environment of a row (None: all rows) and its problem.
+    timeout_s: float  # time limit of one call; 0: no limit
+    # Returns one line that names the environment in a row (None: any row) and its problem.
     describe: Callable[[int | None, str], str]
     end: Callable[[str], None]  # ends the process; must not return
     heartbeat: Callable[[], None]  # reports progress
-    row: int | None = None  # row of the last call
+    row: int | None = None  # row of the latest call; None: all rows
 
-    newest: ClassVar[HangWatch | None] = None  # the watch that made the last call
+    newest: ClassVar[HangWatch | None] = None  # the watch that made the latest call
 
     def __post_init__(self) -> None:
         self._started_s = 0.0  # start of the current call; 0 between calls
-        self._interrupted_s = 0.0  # start of the call that the last signal was sent to end
+        self._interrupted_s = 0.0  # start of the call that was last sent the signal
         self._closed = threading.Event()
         self._thread_id = threading.get_ident()
         self._problem = f"did not come back within {self.timeout_s:g} s (--env_timeout)"
@@ -115,10 +116,10 @@ class HangWatch:
             threading.Thread(target=self._watch, name="environment watch", daemon=True).start()
 
     def call(self, row: int | None, function: Callable[..., Any], *args: Any) -> Any:
-        """Call into the environment of a row, or of all rows (None).
+        """Call a function of the environment in a row, or of all rows (None).
 
         Raises:
-            EnvironmentFaultError: names the environment and its problem.
+            EnvironmentFaultError: the call failed; the message names the environment.
         """
         self.row = row
         self.heartbeat()
@@ -139,12 +140,13 @@ class HangWatch:
                 raise
             raise EnvironmentFaultError(self.describe(row, problem)) from error
         finally:
-            if has_closed_descriptors():  # gloo's sockets too: it will abort without a word
+            # gloo's sockets may be closed too, and gloo would then abort without a message.
+            if has_closed_descriptors():
                 problem = "closed files and connections that are not its own: the process ends"
                 self.end(self.describe(row, problem))
 
     def close_env(self, row: int | None, env: Any) -> None:
-        """Close an environment; a failure is only logged."""
+        """Close an environment; log a failure instead of raising it."""
         try:
             self.call(row, env.close)
         except EnvironmentFaultError as fault:
@@ -156,9 +158,9 @@ class HangWatch:
 
     def _watch(self) -> None:
         while not self._closed.wait(min(1.0, max(0.05, self.timeout_s / 20))):
-            # faulthandler ends the process if this thread does not get here again in time
+            # Restart faulthandler's timer: it ends the process unless this loop comes back in time.
             limit_s = max(self.timeout_s + 2 * GRACE_S, MIN_FAULTHANDLER_S)
-            with suppress(RuntimeError, ValueError):  # no thread left, or stderr is closed
+            with suppress(RuntimeError, ValueError):  # cannot start a thread, or stderr is closed
                 faulthandler.dump_traceback_later(
                     limit_s, exit=True, file=sys.__stderr__ or sys.stderr
                 )
@@ -181,7 +183,7 @@ class HangWatch:
 
     @staticmethod
     def _interrupt(*_: Any) -> None:
-        """Handle the signal: raise HungError if its call is still the current one."""
+        """Handle the signal: raise HungError unless the hanging call has returned."""
         watch = HangWatch.newest
         if watch and watch._started_s and watch._started_s == watch._interrupted_s:
             raise HungError(watch._problem)

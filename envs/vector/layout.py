@@ -1,8 +1,8 @@
-"""The learner's view of environments: layouts of rows, and the base TorchEnv.
+"""The learner's view of environments: the layout of observations, and TorchEnv.
 
-The learner sees an observation as a row [F] of float32, which consists of parts. Policies and
-checkpoints keep the layout of these parts, so a policy works without its environment. This module
-imports neither torch nor Gymnasium.
+The learner sees an observation as one row [F] of float32 numbers, made of named parts. Policies and
+checkpoints store the layout of these parts, so a policy can be used without its environment. This
+module imports neither torch nor Gymnasium.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from rl_dist.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# vector: the policy normalises it by running statistics; plain: the policy reads it unchanged, as
-# one-hots; image: [C, H, W] in [0, 1], for a CNN; mask: 1 where an action is allowed, else 0
+# vector: numbers that the policy normalises with running statistics
+# plain: numbers that the policy reads unchanged, such as one-hot vectors
+# image: [C, H, W] in [0, 1], for a CNN
+# mask: 1 where an action is allowed, else 0
 Kind = Literal["vector", "plain", "image", "mask"]
 # Observations, rewards, terminated, truncated and info, see `TorchEnv.step`.
 StepResult = tuple["Tensor", "Tensor", "Tensor", "Tensor", dict[str, Any]]
-MAX_NUMBERS = 10**9  # largest row; a damaged checkpoint may claim more
+MAX_NUMBERS = 10**9  # largest accepted row size; a damaged checkpoint may contain more
 _FIELDS = TypeAdapter(list[tuple[str, Kind, tuple[PositiveInt, ...]]])
 
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring numbers of a row that belong together."""
+    """A named group of adjacent numbers in a row."""
 
     name: str
     kind: Kind
@@ -45,7 +47,7 @@ class Part:
         return math.prod(self.shape)
 
     def describe(self) -> str:
-        """Return kind and shape, for example vector[4]."""
+        """Return the kind and shape as text, for example vector[4]."""
         return f"{self.kind}{list(self.shape)}"
 
 
@@ -66,23 +68,23 @@ class Layout:
         return sum(part.size for part in self.parts)
 
     def slices(self) -> Iterator[tuple[Part, slice]]:
-        """Yield each part with its place in a row."""
+        """Yield each part with its slice of the row."""
         first = 0
         for part in self.parts:
             yield part, slice(first, first + part.size)
             first += part.size
 
     def columns(self, kind: Kind) -> list[int]:
-        """Return the columns of all parts of a kind."""
+        """Return the column indices of all parts with this kind."""
         places = [place for part, place in self.slices() if part.kind == kind]
         return [column for place in places for column in range(place.start, place.stop)]
 
     def describe(self) -> str:
-        """Return names, kinds and shapes of the parts."""
+        """Return the names, kinds and shapes of all parts as text."""
         return "; ".join(f"{part.name} {part.describe()}" for part in self.parts)
 
     def kinds(self) -> str:
-        """Return kinds and shapes of the parts, which a policy depends on."""
+        """Return the kinds and shapes of all parts as text: a policy depends on these."""
         return " ".join(part.describe() for part in self.parts)
 
     def to_json(self) -> str:
@@ -91,7 +93,7 @@ class Layout:
 
     @staticmethod
     def from_json(text: str) -> Layout:
-        """Return the layout that `to_json` wrote; any other text is a UserError."""
+        """Return the layout from the JSON of `to_json`; raise UserError for other text."""
         parts: list[Part] = []
         with suppress(ValueError):
             parts = [Part(*fields) for fields in _FIELDS.validate_json(text)]
@@ -103,10 +105,10 @@ class Layout:
 
 
 class TorchEnv:
-    """A batch of environments as the learner uses it, with tensors in and out.
+    """Interface of a batch of environments that takes and returns tensors.
 
     Every environment has its own seed. Autoreset is SAME_STEP: when an episode ends, the next one
-    starts in the same step. A subclass may keep the defaults below.
+    starts in the same step. A subclass may keep the default attributes and methods.
     """
 
     num_envs: int  # B
@@ -115,16 +117,16 @@ class TorchEnv:
     layout: Layout
     env_offset: int = 0  # global number of the first environment
     can_snapshot: bool = False  # True if get_state and set_state work
-    spaces_json: str = ""  # Gymnasium's spaces of an environment, see `spaces.to_json`; "": unknown
+    spaces_json: str = ""  # Gymnasium spaces as JSON, see `spaces.to_json`; "": unknown
 
     @property
     def groups(self) -> Sequence[slice]:
-        """Rows of each group; the environments of a group step together."""
+        """Slice of rows of each group; the environments in a group step together."""
         return [slice(0, self.num_envs)]
 
     @property
     def restarts(self) -> Sequence[int]:
-        """Number of times that each environment was made again, [B]."""
+        """Number of restarts of each environment, [B]."""
         return [0] * self.num_envs
 
     def reset(self, *, seed: Sequence[int] | None = None) -> tuple[Tensor, dict[str, Any]]:
@@ -135,29 +137,30 @@ class TorchEnv:
         """Step all environments with actions [B] or [B, A].
 
         Returns observations [B, F] float32, rewards [B] float64, terminated [B], truncated [B] and
-        info: "final_obs" [B, F] holds the last observation of episodes that ended and equals the
-        observations elsewhere; "raw_rewards" [B], if present, are the rewards to report.
+        info. info["final_obs"] [B, F] holds the last observation of each episode that ended; its
+        other rows equal the observations. info["raw_rewards"] [B], if present, holds the rewards
+        to report in place of `rewards`.
         """
         raise NotImplementedError
 
     def send(self, actions: Tensor, group: int = 0) -> None:
-        """Start the step of a group with its actions [rows of the group, ...]."""
+        """Start a step of one group with its actions [rows in the group, ...]."""
         self._sent = actions
 
     def recv(self, group: int = 0) -> StepResult:
-        """Wait for the step of a group after `send`; return what `step` returns."""
+        """Wait for the step that `send` started; return the same values as `step`."""
         return self.step(self._sent)
 
     def take_metrics(self) -> dict[str, tuple[float, int]]:
-        """Return sum and count of every metric reported since the last call."""
+        """Return (sum, count) of every metric that was reported since the last call."""
         return {}
 
     def get_state(self) -> dict[str, Tensor]:
-        """Return all that the future depends on: CPU tensors [B, ...], float64 or int64."""
+        """Return a complete snapshot: CPU tensors [B, ...], float64 or int64."""
         raise NotImplementedError
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue exactly where `get_state` was called on an equal batch."""
+        """Restore a snapshot from a batch with the same size and settings."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -165,9 +168,9 @@ class TorchEnv:
 
 
 def random_actions(env: Any, rows: Any) -> Any:
-    """Return an allowed action for each of the rows [B, F].
+    """Return an allowed action for each observation in `rows` [B, F].
 
-    Without masks it is random, with masks the first one.
+    If the observations contain masks, return the first allowed action, else a random action.
     """
     columns = env.layout.columns("mask")
     if not columns:

@@ -1,4 +1,4 @@
-"""Steps single environments one after the other; makes failed ones again."""
+"""Step single environments one after the other and replace those that fail."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class OneByOne(TorchVectorEnv):
-    """Adapts a list of single environments to TorchEnv.
+    """Adapts a list of single environments to the TorchEnv interface.
 
-    While restarts are left, a new environment takes the place of one that fails. The interrupted
-    episode is truncated with reward 0 and the last good row; the next one is the first of the new
-    environment.
+    As long as restarts are left, an environment that fails is replaced by a new one. Its
+    interrupted episode is reported as truncated, with reward 0 and the last valid observation. The
+    next episode runs in the new environment.
     """
 
     def __post_init__(self) -> None:
         self._set_up(len(self.env), self.env[0].observation_space, self.env[0].action_space)
         self._actions_space = batch_space(self.env[0].action_space, self.num_envs)
         self._last_rows = [np.zeros(self.row_size, np.float32)] * self.num_envs
-        # First row of the next episode, for each environment whose restart has begun it.
+        # First observation of the next episode, by row, where a restart has already begun it.
         self._first_rows: dict[int, np.ndarray] = {}
         self._metrics: dict[str, tuple[float, int]] = {}
         self.can_snapshot = all(has_snapshots(self._unwrapped(env)[0]) for env in self.env)
 
     def begin_again(self, last_obs: np.ndarray) -> None:
-        """Continue in place of a process that died; all next steps are truncated.
+        """Continue in place of a process that died; the next step truncates all episodes.
 
-        The dead process has left `lives` and its last observations [B, F].
+        `lives` and `last_obs` [B, F] are the values that the dead process left in shared memory.
         """
         self._last_rows = list(last_obs[:, : self.row_size].copy())
         for row in range(self.num_envs):
             self._guarded(row, self._begin_life)
 
     def take_metrics(self) -> dict[str, tuple[float, int]]:
-        """Return sum and count of every metric since the last call."""
+        """Return (sum, count) of every metric that was reported since the last call."""
         metrics = self._metrics
         self._metrics = {}
         return metrics
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Close the environments; a failure is only logged."""
+        """Close the environments; log a failure instead of raising it."""
         for row, env in enumerate(self.env):
             self.watch.close_env(row, env)
         self.watch.close()
@@ -69,7 +69,7 @@ class OneByOne(TorchVectorEnv):
         )
 
     def _first_row(self, row: int, seed: int | None = None) -> np.ndarray:
-        """Return the first row of an episode, which a restart may have begun."""
+        """Begin an episode unless a restart already did; return its first observation."""
         if row not in self._first_rows:
             self._guarded(row, self._begin, seed)
         self._last_rows[row] = self._first_rows.pop(row)
@@ -85,7 +85,7 @@ class OneByOne(TorchVectorEnv):
             outcome = None
             if row not in self._first_rows:
                 outcome = self._guarded(row, self._step, action)
-            if outcome is None:  # a restart has ended the episode
+            if outcome is None:  # the environment was restarted, which ends the episode
                 outcome = self._last_rows[row], 0.0, False, True
             final_row, reward, terminated, truncated = outcome
             obs = self._first_row(row) if terminated or truncated else final_row
@@ -95,17 +95,17 @@ class OneByOne(TorchVectorEnv):
     def _step(self, row: int, action: Any) -> tuple[np.ndarray, float, bool, bool]:
         obs, reward, terminated, truncated, info = self.env[row].step(action)
         reward = np.asarray(reward, np.float64).item()
-        if not abs(reward) <= MAX_REWARD:  # refuses NaN, too
+        if not abs(reward) <= MAX_REWARD:  # also true for NaN
             raise RowFaultError(row, f"reward is {reward}")
         metrics = info.get("metrics")
         for name, value in metrics.items() if isinstance(metrics, dict) else ():
             self._add_metric(name, value)
-        # No action follows the last observation of an episode, so it needs no mask.
+        # No action follows the last observation of an episode, so its mask is not needed.
         self._last_rows[row] = self._row_of(obs, None if terminated or truncated else info)
         return self._last_rows[row], reward, bool(terminated), bool(truncated)
 
     def _row_of(self, obs: Any, info: dict[str, Any] | None) -> np.ndarray:
-        """Return an observation's row, with the mask in `info` (None: all ones)."""
+        """Encode an observation and, with `info_mask`, append info's mask (None: ones)."""
         rows = self.encoder([obs], 1)
         if self.info_mask:
             all_ones = np.ones(self.decoder.mask_size)
@@ -115,7 +115,7 @@ class OneByOne(TorchVectorEnv):
         return rows[0]
 
     def _add_metric(self, name: str, value: Any) -> None:
-        """Add one of the numbers in info["metrics"]."""
+        """Add one number from info["metrics"] to its running sum and count."""
         number = math.nan
         with suppress(TypeError, ValueError):
             number = float(value)
@@ -128,9 +128,9 @@ class OneByOne(TorchVectorEnv):
     # ---- restarts
 
     def _guarded(self, row: int, call: Callable[..., Any], *args: Any) -> Any:
-        """Call into an environment; if it fails, make it again and return None."""
+        """Call into an environment; if the call fails, replace it and return None."""
         attempt: Callable[[], Any] = partial(call, row, *args)
-        while True:  # every attempt takes a restart
+        while True:  # every failure uses up one restart
             try:
                 return self.watch.call(row, attempt)
             except EnvironmentFaultError as fault:
@@ -148,7 +148,7 @@ class OneByOne(TorchVectorEnv):
         self._begin_life(row)
 
     def _begin_life(self, row: int) -> None:
-        """Begin an episode; its seed depends on the life's seed and the restarts."""
+        """Begin an episode with a seed derived from `life_seed` and the restart count."""
         life = self.lives[row]
         entropy = np.random.SeedSequence([int(life["life_seed"]), int(life["restarts"])])
         self._begin(row, int(entropy.generate_state(1, np.uint64)[0]) >> 1)
@@ -156,9 +156,9 @@ class OneByOne(TorchVectorEnv):
     # ---- snapshots
 
     def _unwrapped(self, env: Any) -> tuple[Any, list[Any]]:
-        """Return the environment inside Gymnasium's wrappers, and its time limits.
+        """Remove TimeLimit and OrderEnforcing; return the environment and time limits.
 
-        Any other wrapper may hold a state that a snapshot would miss, so it is not removed.
+        Other wrappers are kept, because they may hold state that a snapshot would miss.
         """
         limits: list[Any] = []
         while isinstance(env, TimeLimit | OrderEnforcing) and not has_snapshots(env):
@@ -178,7 +178,7 @@ class OneByOne(TorchVectorEnv):
         return columns | ({"guard/last_row": self._last_rows} if self.env_restarts else {})
 
     def _call_set_state(self, state: dict[str, np.ndarray]) -> None:
-        # Snapshots of a vector environment, or without --env_restarts, lack some entries.
+        # Snapshots from a vector environment, or without --env_restarts, lack some entries.
         for name, _ in LIFE:
             self.lives[name] = state.pop(f"guard/{name}", self.lives[name])
         last_rows = state.pop("guard/last_row", self._last_rows)

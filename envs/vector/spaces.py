@@ -1,8 +1,8 @@
-"""Translate between Gymnasium's spaces and the learner's numbers.
+"""Convert between values of Gymnasium spaces and the learner's numbers.
 
-The learner reads an observation as a row of numbers, which `ObservationEncoder` makes. Its actions
-are numbers in [-1, 1] or choices counted from 0; `ActionDecoder` turns them into actions of the
-environment. `to_json` and `from_json` keep both spaces in a checkpoint.
+`ObservationEncoder` turns observations into rows of numbers, which the learner reads. The learner's
+actions are numbers in [-1, 1] or choices counted from 0. `ActionDecoder` turns them into actions
+for the environment. `to_json` and `from_json` store both spaces in a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MASK_KEY = "action_mask"
-MIN_IMAGE_SIDE = 8  # pixels; a smaller array is a vector
+MIN_IMAGE_SIDE = 8  # pixels; a smaller array is treated as a vector
 MAX_CHANNELS = 64
-Space = Any  # a space of Gymnasium
-Path = tuple[Any, ...]  # keys that lead from a nested observation to one of its parts
+Space = Any  # a Gymnasium space
+Path = tuple[Any, ...]  # keys that lead to one part of a nested observation
 
-# Supported kinds of spaces, and the constructor arguments that JSON keeps of each.
+# Supported space types, and the constructor arguments that `to_json` saves for each type.
 _ARGUMENTS: dict[type[Any], tuple[str, ...]] = {
     spaces.Dict: ("spaces",),
     spaces.Tuple: ("spaces",),
@@ -39,9 +39,9 @@ _KINDS: Any = tuple(_ARGUMENTS)
 
 
 class RowFaultError(ValueError):
-    """A problem with one row of a batch, or with all rows (None).
+    """Error: one row of a batch is invalid, or all rows are (row None).
 
-    The caller adds the number of the environment.
+    The caller adds the environment's number to the message.
     """
 
     def __init__(self, row: int | None, problem: str) -> None:
@@ -54,7 +54,7 @@ def _refusal(env_id: str, kind: str, space: Space, fix: str) -> ValueError:
 
 
 def _leaves(space: Space, path: Path = ()) -> Iterator[tuple[Path, Space]]:
-    """Yield every part of a nested space that is no Dict or Tuple, with its path."""
+    """Yield each leaf of a nested space (not a Dict or Tuple) with its path."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         inner = space.spaces
         for key, part in inner.items() if isinstance(inner, dict) else enumerate(inner):
@@ -64,14 +64,14 @@ def _leaves(space: Space, path: Path = ()) -> Iterator[tuple[Path, Space]]:
 
 
 def _named(path: Path) -> str:
-    """Return the name of a part for messages and layouts."""
+    """Return a part's name, as used in messages and layouts."""
     return "/".join(map(str, path)) or "observation"
 
 
 def _choices(space: Space) -> np.ndarray:
     """Return the first value and the number of options of each choice, [2, D].
 
-    D is 0 for a space that is no choice.
+    D is 0 if the space is not Discrete, MultiDiscrete or MultiBinary.
     """
     if isinstance(space, spaces.MultiBinary):
         space = spaces.MultiDiscrete(np.full(space.shape, 2))
@@ -82,16 +82,17 @@ def _choices(space: Space) -> np.ndarray:
 
 
 def _one_hot(digits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Encode digits [count, D], with `sizes` [D] options each, as [count, sum of sizes]."""
+    """One-hot encode digits [count, D] with `sizes` [D] options: [count, sum(sizes)]."""
     chosen = [digits[:, [i]] == np.arange(size) for i, size in enumerate(sizes)]
     return np.concatenate(chosen, axis=1).astype(np.float32)
 
 
 def _image_axes(space: Space) -> list[int]:
-    """Return the axes of frames (if any), channels, height and width; empty: no image.
+    """Return the axes in the order frames, channels, height, width; []: not an image.
 
-    An image is uint8 [H, W], [H, W, C] or [C, H, W], or frames [N, ...] of the last two. The first
-    or the last axis holds the channels: the one whose removal leaves a square, else the shorter.
+    An image is uint8 [H, W], [H, W, C] or [C, H, W]. Stacked frames are [N, H, W, C] or
+    [N, C, H, W]. If removing only one of the first and last axes leaves a square image, that axis
+    holds the channels; otherwise the shorter of the two does.
     """
     shape = space.shape
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:
@@ -108,23 +109,24 @@ def _image_axes(space: Space) -> list[int]:
 
 
 class Leaf:
-    """One part of an observation, and its encoding as numbers of a row."""
+    """One part of an observation, and how it is encoded as numbers of a row."""
 
     def __init__(self, path: Path, space: Space, mask_sizes: np.ndarray) -> None:
-        """Describe the part.
+        """Find out how to encode the part.
 
         Args:
-            mask_sizes: number of options of each choice that the part masks; empty: no mask.
+            mask_sizes: number of options of each choice that this part masks; empty: this part is
+                not a mask.
         """
         self.path = path
         self.space = space
         self.mask_sizes = mask_sizes
         is_mask = len(mask_sizes) > 0
-        # The choices [2, D] of a part that becomes one-hot. MultiBinary is 0 and 1 already.
+        # Choices [2, D] if the part is one-hot encoded. MultiBinary already holds 0 and 1.
         is_one_hot = not is_mask and not isinstance(space, spaces.MultiBinary)
         self.choices = _choices(space if is_one_hot else None)
         self.axes = [] if is_mask else _image_axes(space)
-        self.scale = 1  # divisor of pixels: their largest possible value
+        self.scale = 1  # pixels are divided by this: their largest possible value
         kind: Kind = "vector" if isinstance(space, spaces.Box) else "plain"
         shape: tuple[int, ...] = (math.prod(space.shape),)
         if is_mask:
@@ -145,7 +147,7 @@ class Leaf:
         return nested
 
     def encode(self, raw: Any, count: int) -> np.ndarray:
-        """Encode values [count, ...] as a new array [count, n] float32."""
+        """Encode raw values [count, ...] as a new array [count, n] float32."""
         values = np.asarray(raw)
         if values.shape != (count, *self.space.shape):
             problem = f"{self.part.name} has shape {values.shape[1:]}, not {self.space.shape}"
@@ -157,7 +159,7 @@ class Leaf:
             values = values.transpose(0, *(axis + 1 for axis in self.axes))
         values = values.reshape(count, -1)
         if not self.choices.size:
-            with np.errstate(over="ignore"):  # infinity is refused later
+            with np.errstate(over="ignore"):  # the caller refuses infinity later
                 numbers = values.astype(np.float32)
             if len(self.mask_sizes):
                 check_masks(numbers, self.mask_sizes)
@@ -172,11 +174,11 @@ class Leaf:
 
 
 class ObservationEncoder:
-    """Encodes observations, nested ones too, as rows [B, F] of float32.
+    """Encodes plain or nested observations as rows [B, F] of float32.
 
-    Choices become one-hot. Images become channels first, divided by their largest possible value.
-    If actions are choices, with `mask_sizes` [D] options, the part called action_mask of a Dict is
-    a mask of actions.
+    Choices become one-hot vectors. Images get their channels first and are divided by their largest
+    possible value. If the actions are choices with `mask_sizes` [D] options, the entry action_mask
+    of a Dict observation is the mask of allowed actions.
     """
 
     def __init__(self, source: Space, env_id: str, mask_sizes: np.ndarray) -> None:
@@ -199,7 +201,7 @@ class ObservationEncoder:
         """Encode a batch, or a list of single observations, as [count, F].
 
         Raises RowFaultError: a part does not fit its space, a number is not finite, or a mask
-        allows nothing.
+        forbids every option of a choice.
         """
         is_list = isinstance(raw, list)
         encoded = []
@@ -215,13 +217,13 @@ class ObservationEncoder:
 
 
 def check_masks(masks: np.ndarray, sizes: np.ndarray) -> None:
-    """Refuse masks [B, n] that forbid a whole choice or hold other numbers.
+    """Refuse masks [B, n] that forbid all options of a choice or are not 0 and 1.
 
     Args:
         sizes: number of options of each choice, [D].
 
     Raises:
-        RowFaultError: names the first row whose mask is refused.
+        RowFaultError: a mask is invalid; `row` is the first such row.
     """
     if masks.shape[1] != sizes.sum():
         problem = f"{MASK_KEY} has {masks.shape[1]} numbers, not {sizes.sum()}, one per option"
@@ -234,17 +236,18 @@ def check_masks(masks: np.ndarray, sizes: np.ndarray) -> None:
 
 
 def flat_mask(mask: Any) -> np.ndarray:
-    """Join a mask of actions, or a tuple of one mask per choice, to [n]."""
+    """Flatten an action mask, or a tuple with one mask per choice, to [n]."""
     parts = mask if isinstance(mask, tuple | list) else [mask]
     return np.concatenate([np.asarray(part, np.float32).ravel() for part in parts])
 
 
 class ActionDecoder:
-    """Turns the learner's actions into an environment's, nested ones too.
+    """Turns the learner's actions into actions for a plain or nested action space.
 
-    The learner acts in `space`. Choices count from 0: a Discrete stays a Discrete; MultiDiscrete,
-    MultiBinary (two options each) and nested spaces of choices become one MultiDiscrete. Boxes
-    become one flat Box, in which [-1, 1] stands for the bounds where both are finite.
+    The learner's actions lie in `space`. Its choices count from 0. A Discrete space stays Discrete;
+    MultiDiscrete, MultiBinary (2 options each) and nested spaces of choices become one
+    MultiDiscrete. Boxes become one flat Box. Where both bounds are finite, they are scaled to
+    [-1, 1].
     """
 
     def __init__(self, target: Space, env_id: str) -> None:
@@ -273,18 +276,18 @@ class ActionDecoder:
             fix = "its parts must all be choices (Discrete, MultiDiscrete, MultiBinary) or all be "
             fix += "Boxes of floats; gymnasium.wrappers.TransformAction can make it so"
             raise _refusal(env_id, "action", target, fix)
-        # A mask of actions has one number per option; 0: actions are no choices.
+        # An action mask has one number per option. The size is 0 if actions are not choices.
         self.mask_size = int(self.sizes.sum())
 
     def encode(self, actions: Tensor) -> np.ndarray:
-        """Return actions as an input of the policy, [count, n]: one-hot or clipped."""
+        """Encode actions as policy input [count, n]: one-hot choices or clipped numbers."""
         values = actions.detach().cpu().numpy()
         if self.mask_size:
             return _one_hot(values.reshape(len(values), -1), self.sizes)
         return np.clip(values, self.low, self.high).astype(np.float32)
 
     def flat(self, actions: Tensor) -> np.ndarray:
-        """Return actions in the environment's units, flattened to rows [count, n]."""
+        """Return actions in the environment's units as flat rows [count, n]."""
         values = actions.detach().cpu().numpy().reshape(len(actions), -1)
         if self.mask_size:
             return values.astype(np.int64) + self.start
@@ -293,12 +296,12 @@ class ActionDecoder:
         return np.clip(values.astype(np.float64), self.low, self.high) * self.scale + self.offset
 
     def __call__(self, actions: Tensor) -> Any:
-        """Return actions [count, ...] as a batch of the environment's action space."""
+        """Convert actions [count, ...] to a batch in the environment's action space."""
         return _nested(self.target, iter(np.split(self.flat(actions), self._ends, axis=1)))
 
 
 def _nested(target: Space, parts: Iterator[np.ndarray]) -> Any:
-    """Build a batch of a space from the numbers [count, n] of its parts, in their order."""
+    """Build a batch of a nested space; `parts` yields each leaf's numbers [count, n]."""
     if isinstance(target, spaces.Dict):
         return {key: _nested(inner, parts) for key, inner in target.spaces.items()}
     if isinstance(target, spaces.Tuple):
@@ -306,45 +309,45 @@ def _nested(target: Space, parts: Iterator[np.ndarray]) -> Any:
     numbers = next(parts)
     shaped = numbers.reshape(len(numbers), *target.shape).astype(target.dtype)
     if isinstance(target, spaces.Box):
-        shaped = np.clip(shaped, target.low, target.high)  # rounding may exceed the bounds
+        shaped = np.clip(shaped, target.low, target.high)  # rounding may have passed the bounds
     return shaped
 
 
-# ---- spaces as JSON: a checkpoint keeps those of its environment
+# ---- spaces as JSON, which checkpoints store
 
 
 def to_json(observation: Space, action: Space) -> str:
-    """Return both spaces of an environment as JSON."""
+    """Return the two spaces of an environment as JSON."""
     return json.dumps([observation, action], default=_plain)
 
 
 def from_json(text: str) -> tuple[Space, Space]:
-    """Return the two spaces that `to_json` wrote; any other text is a ValueError."""
+    """Return the two spaces from the JSON of `to_json`; raise ValueError otherwise."""
     try:
         observation, action = json.loads(text, object_hook=_space)
-    except Exception as error:  # damaged or hostile text can fail in many ways
+    except Exception as error:  # damaged or malicious text can fail in many ways
         raise ValueError(f"the saved spaces cannot be read: {error}") from None
     return observation, action
 
 
 def _plain(value: Any) -> Any:
-    """Return the JSON form of a space, or of an array, a number or a type inside it."""
+    """Return the JSON form of a space, or of an array, number or dtype in a space."""
     for kind, names in _ARGUMENTS.items():
         if isinstance(value, kind):
             plain = {"kind": kind.__name__} | {name: getattr(value, name) for name in names}
             for end in {"low", "high"} & plain.keys():
                 first = plain[end].flat[0]
-                if (plain[end] == first).all():  # an image's bounds would fill the checkpoint
+                if (plain[end] == first).all():  # store it once, as an image has many pixels
                     plain[end] = first
             return plain
     return str(value) if isinstance(value, np.dtype) else value.tolist()
 
 
 def _space(plain: dict[str, Any]) -> Any:
-    """Return the space of a JSON object, or the parts of a Dict as a list of pairs."""
+    """Turn a JSON object into a space, or into the (key, space) pairs of a Dict."""
     name = plain.get("kind")
     if not isinstance(name, str):
-        return list(plain.items())  # Gymnasium would sort a dict; rows need the saved order
+        return list(plain.items())  # no dict: Gymnasium sorts its keys, rows need this order
     kind = {kind.__name__: kind for kind in _ARGUMENTS}[name]
     arguments = {name: plain[name] for name in _ARGUMENTS[kind]}
     for end in {"low", "high"} & plain.keys():

@@ -1,4 +1,4 @@
-"""Vector environments with tensors in and out: their spaces and their results."""
+"""Base class and helpers for vector environments that take and return tensors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ STEP_FIELDS = ("rewards", "obs", "final_obs", "terminated", "truncated")
 
 
 class TensorVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):  # type: ignore[misc]
-    """A TorchEnv that is also a vector environment of Gymnasium."""
+    """A TorchEnv that is also a Gymnasium vector environment."""
 
     metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": []}
 
     def set_spaces(self, layout: Layout, action_space: gymnasium.Space[Any]) -> None:
-        """Set the observation and action spaces from a layout and a space."""
+        """Set the observation spaces from a layout, and the action spaces from a space."""
         self.layout = layout
         self.single_observation_space = Box(-np.inf, np.inf, (layout.size,), np.float32)
         self.single_action_space = action_space
@@ -33,10 +33,10 @@ class TensorVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):  # type: ign
 
 
 def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Return arrays as tensors on a device.
+    """Convert arrays to tensors on a device.
 
-    A GPU gets them in one asynchronous copy. In it each array must be aligned: pass those with
-    larger items first.
+    For a GPU, all arrays are packed into one asynchronous copy. Every array must be aligned inside
+    this copy, so pass arrays with larger item sizes first.
     """
     if device.type != "cuda":
         return [torch.from_numpy(array) for array in arrays]
@@ -48,6 +48,6 @@ def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tenso
 
 
 def step_result(arrays: Sequence[np.ndarray], device: torch.device) -> StepResult:
-    """Return the result of `TorchEnv.step`, given the arrays of STEP_FIELDS."""
+    """Convert arrays in the order of STEP_FIELDS to the result of `TorchEnv.step`."""
     rewards, obs, final_obs, terminated, truncated = to_tensors(arrays, device)
     return obs, rewards, terminated, truncated, {"final_obs": final_obs}

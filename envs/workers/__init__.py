@@ -1,1 +1,1 @@
-"""Environments in worker processes."""
+"""Run environments in worker processes."""

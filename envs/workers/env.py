@@ -1,4 +1,4 @@
-"""A vector environment that steps its environments in worker processes."""
+"""A vector environment whose environments run in worker processes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from envs.workers.host import WorkerProcess
 from envs.workers.worker import KEPT, STATUS, row_fields, shared_rows
 
 _LOGGER = logging.getLogger(__name__)
-CLOSE_S = 10.0  # longest time without progress while environments close
-TIMEOUT_MARGIN_S = GRACE_S + 1.0  # gives the worker time to end a hanging call by itself
-Reply = tuple[Exception | None, Any]  # a problem, or None and the answer
+CLOSE_S = 10.0  # longest time without progress while environments are closed
+TIMEOUT_MARGIN_S = GRACE_S + 1.0  # the worker ends a hanging call itself within this time
+Reply = tuple[Exception | None, Any]  # (problem, None) or (None, answer)
 
 
 @dataclass(eq=False)
@@ -35,22 +35,23 @@ class _Worker:
     rows: slice
     process: WorkerProcess = field(init=False)
     status: Any = field(init=False)  # see `worker.STATUS`
-    question: tuple[Any, ...] = ("begin",)  # the last one: a method's name and its arguments
-    beats: int = 0  # number of beats seen so far
-    since_s: float = 0.0  # time of the last question or new beat
+    question: tuple[Any, ...] = ("begin",)  # last question: method name and arguments
+    beats: int = 0  # last value of status["beats"] that was seen
+    since_s: float = 0.0  # time of the last question or of the last new beat
     last_words: str = ""  # why the process was ended, in one line
 
 
 class WorkerEnv(TensorVectorEnv):
-    """Steps environments in worker processes, `num_workers` for each group.
+    """Steps environments in worker processes, with `num_workers` processes per group.
 
-    A worker holds the environments that `make_vector_env` makes, so results equal those without
-    workers bit for bit. The rank asks each worker a question, by the name of a method, and waits
-    for the answer before the next question. Arrays lie in shared memory, so the messages of a step
-    are short.
+    Each worker makes its environments with `make_vector_env`, so the results are the same as
+    without workers, bit for bit. A question from the rank to a worker names a method to call. The
+    worker answers before it gets the next question. Arrays are in shared memory, so the messages of
+    a step are short.
 
-    A worker that dies, or hangs in a call that it cannot interrupt, is a fault of its environments.
-    While restarts are left, a new process begins again with them and answers the open question.
+    If a worker dies, or hangs in a call that it cannot interrupt, this counts as a failure of its
+    environments. As long as restarts are left, a new process makes these environments again and
+    answers the open question.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class WorkerEnv(TensorVectorEnv):
         kind: str = "environment",
         **options: Any,
     ) -> None:
-        """Start the workers, which make the environments.
+        """Start the workers and let them make the environments.
 
         Args:
-            num_workers: processes of each group.
-            options: arguments of `make_vector_env`.
+            num_workers: number of processes per group.
+            options: further arguments of `make_vector_env`.
         """
         self.num_envs = num_envs
         self.device = torch.device(device)
@@ -83,14 +84,14 @@ class WorkerEnv(TensorVectorEnv):
         options |= {"env_id": env_id, "env_offset": env_offset, "kind": kind}
         self._options = options | {"env_timeout": env_timeout, "env_restarts": env_restarts}
 
-        # Nothing is timed or restarted until all environments have been made.
+        # No time limits and no restarts apply until all environments have been made.
         self._limit_s = math.inf
         self._max_restarts = 0
         self._rows = np.zeros(num_envs, KEPT)
 
         self._groups = _split(slice(0, num_envs), min(num_groups, num_envs))
         self._file = os.memfd_create("environments")
-        self._workers: list[_Worker] = []  # in the order of their rows
+        self._workers: list[_Worker] = []  # ordered by their rows
         self._group_workers: list[list[_Worker]] = []  # workers per group
         try:
             for group in self._groups:
@@ -114,12 +115,12 @@ class WorkerEnv(TensorVectorEnv):
 
     @property
     def groups(self) -> list[slice]:
-        """Rows of each group."""
+        """Slice of rows of each group."""
         return self._groups
 
     @property
     def restarts(self) -> list[int]:
-        """Number of times that each environment was made again, [B]."""
+        """Number of restarts of each environment, [B]."""
         return self._rows["restarts"].tolist()
 
     @property
@@ -127,12 +128,12 @@ class WorkerEnv(TensorVectorEnv):
         """Process id of each worker."""
         return [worker.process.pid for worker in self._workers]
 
-    # ---- what a vector environment does
+    # ---- methods of a vector environment
 
     def reset(
         self, *, seed: Any = None, options: dict[str, Any] | None = None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Start all environments, as `TorchVectorEnv` does."""
+        """Start all environments, see `TorchVectorEnv.reset`."""
         if seed is not None:
             self._rows["life_seed"] = seed
             self._rows["lifetime_step"] = 0
@@ -140,19 +141,19 @@ class WorkerEnv(TensorVectorEnv):
         return to_tensors([self._rows["obs"].copy()], self.device)[0], {}
 
     def step(self, actions: Tensor) -> StepResult:
-        """Step all environments, as `TorchVectorEnv` does."""
+        """Step all environments, see `TorchVectorEnv.step`."""
         for group, rows in enumerate(self._groups):
             self.send(actions[rows], group)
         return self._result(self._workers, slice(0, self.num_envs))
 
     def send(self, actions: Tensor, group: int = 0) -> None:
-        """Start the step of a group with its actions [rows of the group, ...]."""
+        """Start a step of one group with its actions [rows in the group, ...]."""
         self._rows["actions"][self._groups[group]] = actions.detach().cpu().numpy()
         for worker in self._group_workers[group]:
             self._ask(worker, ("step",))
 
     def recv(self, group: int = 0) -> StepResult:
-        """Wait for the step of a group; return what `step` returns."""
+        """Wait for the step that `send` started; return the same values as `step`."""
         return self._result(self._group_workers[group], self._groups[group])
 
     def _result(self, workers: Sequence[_Worker], rows: slice) -> StepResult:
@@ -160,7 +161,7 @@ class WorkerEnv(TensorVectorEnv):
         return step_result([self._rows[name][rows].copy() for name in STEP_FIELDS], self.device)
 
     def take_metrics(self) -> dict[str, tuple[float, int]]:
-        """Return sum and count of every metric since the last call."""
+        """Return (sum, count) of every metric that was reported since the last call."""
         metrics: dict[str, tuple[float, int]] = {}
         for reported in self._ask_all("take_metrics"):
             for name, (total, count) in reported.items():
@@ -169,7 +170,7 @@ class WorkerEnv(TensorVectorEnv):
         return metrics
 
     def get_state(self) -> dict[str, Tensor]:
-        """Return all that the future depends on, see `TorchEnv.get_state`."""
+        """Return a complete snapshot of the environments, see `TorchEnv.get_state`."""
         states = self._ask_all("get_state")
         return {
             name: torch.from_numpy(np.concatenate([state[name] for state in states]))
@@ -177,13 +178,13 @@ class WorkerEnv(TensorVectorEnv):
         }
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue exactly where `get_state` was called, on any number of workers."""
+        """Restore a snapshot; it may come from a different number of workers."""
         self._ask_all(
             "set_state", lambda rows: ({name: t[rows].numpy() for name, t in state.items()},)
         )
 
     def close_extras(self, **kwargs: Any) -> None:
-        """Let the workers close their environments; kill those that take too long."""
+        """Let the workers close their environments; kill workers that take too long."""
         for worker in self._workers:
             self._ask(worker, ("close",))
         self._limit_s = CLOSE_S
@@ -201,9 +202,9 @@ class WorkerEnv(TensorVectorEnv):
     def _ask_all(
         self, name: str, args: Callable[[slice], tuple[Any, ...]] = lambda rows: ()
     ) -> list[Any]:
-        """Ask all workers; return their answers in the order of their rows.
+        """Ask all workers; return their answers, ordered by their rows.
 
-        `args` returns the arguments for the worker of some rows.
+        `args` receives a worker's rows and returns the arguments of its question.
         """
         for worker in self._workers:
             self._ask(worker, (name, *args(worker.rows)))
@@ -215,7 +216,7 @@ class WorkerEnv(TensorVectorEnv):
         worker.process.send(question)
 
     def _answers(self, workers: Sequence[_Worker]) -> list[Any]:
-        """Wait for all answers and return them; raise the first of the problems."""
+        """Wait for all workers; return their answers or raise the first problem."""
         replies = [self._reply(worker) for worker in workers]
         for problem, _ in replies:
             if problem is not None:
@@ -223,7 +224,7 @@ class WorkerEnv(TensorVectorEnv):
         return [value for _, value in replies]
 
     def _reply(self, worker: _Worker) -> Reply:
-        """Wait for a worker's reply, or for that of the process that replaces it."""
+        """Wait for the reply from a worker or from the process that replaces it."""
         while (reply := self._receive(worker)) is None:
             if fault := self._replace(worker):
                 return fault, None
@@ -241,10 +242,10 @@ class WorkerEnv(TensorVectorEnv):
                 worker.last_words = content
         return None
 
-    # ---- workers that end
+    # ---- workers that die or hang
 
     def _look_after(self, worker: _Worker) -> None:
-        """Report a worker's progress to the rank; kill a worker that makes none."""
+        """Report a worker's progress; kill the worker after too long without progress."""
         beats = int(worker.status["beats"])
         now_s = time.monotonic()
         if beats != worker.beats:
@@ -256,25 +257,25 @@ class WorkerEnv(TensorVectorEnv):
             worker.process.end()
 
     def _named(self, worker: _Worker, problem: str) -> str:
-        """Return one line: the environment, its step and the problem."""
+        """Return one line that names the environment, its step and the problem."""
         number = int(worker.status["number"]) - 1
         which = f"one of {self._numbers(worker)}" if number < 0 else str(number)
         step = int(self._rows["lifetime_step"][worker.rows.start]) + (worker.question[0] == "step")
         return f"{self._name} number {which} at its step {step}: {problem}"
 
     def _numbers(self, worker: _Worker) -> str:
-        """Return the global numbers of a worker's environments."""
+        """Return the range of global numbers of a worker's environments as text."""
         return f"{self.env_offset + worker.rows.start}..{self.env_offset + worker.rows.stop - 1}"
 
     def _replace(self, worker: _Worker) -> Exception | None:
-        """Replace a process that has ended, or return its fault.
+        """Replace a dead process; return the error if no restart is left.
 
-        The new process gets the question that the old one has not answered.
+        The new process is asked the question that the old process did not answer.
         """
         numbers = self._numbers(worker)
         restarts = self._rows["restarts"][worker.rows]
         reply = None
-        while reply is None:  # every attempt takes a restart
+        while reply is None:  # every attempt uses up one restart
             how = worker.process.end()
             problem = f"its worker process {worker.process.pid} (environments {numbers}) {how}"
             fault = worker.last_words or self._named(worker, problem)
@@ -291,7 +292,7 @@ class WorkerEnv(TensorVectorEnv):
         return problem_again
 
     def _start(self, worker: _Worker, again: bool = False) -> None:
-        """Start a process and ask it to make the environments, or make them again."""
+        """Start a process that makes the environments; `again`: it replaces a dead one."""
         status_file = os.memfd_create("status")
         worker.process = WorkerProcess([status_file, self._file])
         worker.status = shared_rows(status_file, 1, STATUS)[0]
@@ -302,6 +303,6 @@ class WorkerEnv(TensorVectorEnv):
 
 
 def _split(rows: slice, count: int) -> list[slice]:
-    """Split rows into contiguous slices that differ in length by one at most."""
+    """Split rows into contiguous slices whose lengths differ by at most 1."""
     edges = [rows.start + (rows.stop - rows.start) * i // count for i in range(count + 1)]
     return [slice(first, last) for first, last in pairwise(edges)]

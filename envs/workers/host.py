@@ -1,10 +1,10 @@
-"""The host of a rank: the process from which its workers are forked.
+"""The host of a rank: a process that forks the rank's workers.
 
-The host has imported all that workers need and does nothing else. So a worker starts within
-hundredths of a second, and its memory is shared with the host. multiprocessing could not do that:
-it would run the main module of the training again in every worker, and a SIGTERM to the job would
-end its fork server and all workers. The host ignores stop signals. It dies with its rank, and the
-workers die with it.
+The host imports everything that workers need and does nothing else. Therefore a worker starts in
+some hundredths of a second and shares the host's memory. The multiprocessing module is not used for
+two reasons: it would run the main module of the training again in every worker, and a SIGTERM to
+the job would end its fork server and all workers. The host ignores stop signals. When the rank
+ends, the host is killed, and then the workers are killed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from typing import Any
 from envs.vector.guards import EnvironmentFaultError
 from rl_dist.process_group.process_ends import STOP_SIGNALS, die_with_parent, how_it_ended
 
-LOOK_S = 0.2  # time between two looks at a worker that the rank waits for
-_MAX_BYTES = 64  # largest message to or from the host
-_NUM_FILES = 3  # number of files that a worker gets
+LOOK_S = 0.2  # interval of progress checks while the rank waits for a worker
+_MAX_BYTES = 64  # maximum size of a message to or from the host
+_NUM_FILES = 3  # number of file descriptors passed to a worker
 
 
 class WorkerHost:
-    """The host as its rank sees it."""
+    """The rank's handle of its host."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
         code = "from envs.workers.host import serve; serve()"
-        # -P: Python looks for modules in the current directory only if the rank does, too
+        # -P: do not import from the current directory, unless it is in the rank's sys.path
         command = [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(os.getpid())]
         with theirs:
             self.process = subprocess.Popen(
@@ -45,10 +45,10 @@ class WorkerHost:
             )
 
     def ask(self, pid: int, files: Sequence[int] = ()) -> int:
-        """Kill a worker and return its exit code; pid 0 forks a worker instead.
+        """Kill a worker and return its exit code, or fork a new worker if pid is 0.
 
-        The new worker gets the files, and its process id is returned. An exit code is negative if a
-        signal has ended the worker.
+        A new worker inherits `files`, and its process id is returned. The exit code is negative if
+        a signal ended the worker.
         """
         try:
             socket.send_fds(self._socket, [b"%d" % pid], files)
@@ -62,7 +62,7 @@ _host: WorkerHost | None = None
 
 
 def host() -> WorkerHost:
-    """Return the host of this process; start it if there is none."""
+    """Return the host of this process; start one if none is running."""
     global _host
     if _host is None or _host.process.poll() is not None:
         _host = WorkerHost()
@@ -70,7 +70,7 @@ def host() -> WorkerHost:
 
 
 class WorkerProcess:
-    """A worker as its rank sees it."""
+    """The rank's handle of a worker process."""
 
     def __init__(self, files: Sequence[int]) -> None:
         ours, theirs = socket.socketpair()
@@ -83,7 +83,7 @@ class WorkerProcess:
         self._poll.register(self._connection.fileno(), select.POLLIN)
 
     def send(self, message: Any) -> None:
-        """Send a message; it is lost if the worker has ended."""
+        """Send a message; drop it if the worker has ended."""
         with suppress(OSError):
             self._connection.send(message)
 
@@ -100,7 +100,7 @@ class WorkerProcess:
             return None
 
     def end(self) -> str:
-        """Kill the worker and return how it ended, in words."""
+        """Kill the worker and return a text that says how it ended."""
         if not self._end:
             self._connection.close()
             try:
@@ -110,16 +110,16 @@ class WorkerProcess:
         return self._end
 
 
-# ---- in the host
+# ---- code that runs in the host
 
 
 def serve() -> None:
-    """Fork and kill workers as the rank asks, until the rank has ended."""
+    """Fork and kill workers at the rank's requests, until the rank has ended."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     host_pid = os.getpid()
     die_with_parent(int(sys.argv[2]), signal.SIGKILL)
-    from envs.workers.worker import Worker  # takes seconds, so signals are ignored before
+    from envs.workers.worker import Worker  # slow, so signals are already ignored above
 
     channel = socket.socket(fileno=int(sys.argv[1]))
     while True:
@@ -135,7 +135,7 @@ def serve() -> None:
                 die_with_parent(host_pid, signal.SIGKILL)
                 channel.close()
                 Worker(files).run()
-                with suppress(Exception):  # an environment may have closed it
+                with suppress(Exception):  # an environment may have closed stdout
                     sys.stdout.flush()
                 os._exit(0)
             for file in files:

@@ -1,4 +1,4 @@
-"""The worker process, which answers the questions of its rank."""
+"""The worker process: steps environments and answers requests from its rank."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from envs.vector.guards import EnvironmentFaultError
 from envs.vector.layout import TorchEnv
 
 # A worker reports its progress in shared memory. "beats" grows while its environments make
-# progress; "number" is 1 + the global number of the environment that it calls, 0 if it calls none.
+# progress. "number" is 1 + the global number of the environment being called, or 0 during no call.
 STATUS = [("beats", "i8"), ("number", "i8")]
-# Fields with which a new process continues where one has died.
+# Fields that survive a dead worker, so that its replacement can continue from them.
 KEPT = [*LIFE, ("lifetime_step", "i8")]
 
 
 def row_fields(env: TorchEnv) -> list[tuple[Any, ...]]:
-    """Return the fields of an environment's row in shared memory."""
+    """Return the dtype fields of one environment's row in shared memory."""
     actions = env.single_action_space
     return [
         ("actions", "f8" if actions.dtype.kind == "f" else "i8", actions.shape),
@@ -43,25 +43,25 @@ def row_fields(env: TorchEnv) -> list[tuple[Any, ...]]:
 
 
 def shared_rows(file: int, count: int, fields: list[tuple[Any, ...]]) -> np.ndarray:
-    """Return rows in a memory file, shared by all processes that map the file."""
+    """Map rows of a memory file; all processes that map the file share them."""
     kind = np.dtype(fields, align=True)
     os.ftruncate(file, count * kind.itemsize)
     return np.frombuffer(mmap.mmap(file, count * kind.itemsize), kind)
 
 
 class Worker:
-    """Answers questions; each names a method of this class or of TorchVectorEnv."""
+    """Answers questions; each names a method of this class or of its TorchVectorEnv."""
 
     def __init__(self, files: Sequence[int]) -> None:
-        """Take files: a connection to the rank, the worker's status, the rows of all."""
+        """Take 3 files: the connection to the rank, the status, all workers' rows."""
         connection, status_file, self._rows_file = files
         self._connection = Connection(connection)
         self._sending = threading.Lock()
         self._status = shared_rows(status_file, 1, STATUS)
-        self._env: Any = None  # a TorchVectorEnv from `begin` on
+        self._env: Any = None  # the TorchVectorEnv that `begin` makes
 
     def run(self) -> None:
-        """Answer questions until one of them is "close" or the rank has ended."""
+        """Answer questions until the question "close" or until the rank has ended."""
         name = ""
         while name != "close":
             try:
@@ -78,27 +78,27 @@ class Worker:
             self._send("reply", (problem, value))
 
     def _send(self, kind: str, content: Any) -> None:
-        """Send a message from any thread; it is lost if the rank has ended."""
+        """Send a message from any thread; drop it if the rank has ended."""
         with self._sending, suppress(OSError):
             self._connection.send((kind, content))
 
     def begin(
         self, rows: slice, num_rows: int, options: dict[str, Any], again: bool
     ) -> tuple[Any, ...]:
-        """Make the environments of these rows; return what the rank needs to know.
+        """Make the environments of these rows; return their layout, spaces and abilities.
 
         Args:
-            num_rows: number of environments of all workers.
+            num_rows: number of environments in all workers together.
             options: arguments of `make_vector_env`, for all workers.
-            again: continue in place of a process that died.
+            again: True if this process replaces one that died.
         """
         logging.getLogger().addHandler(QueueHandler(self))  # type: ignore[arg-type]
         logging.getLogger().setLevel(logging.INFO)
         logging.captureWarnings(True)
         first = options["env_offset"] + rows.start
-        # Otherwise all forked workers would draw the same numbers.
+        # Without this, all forked workers would draw the same random numbers.
         random.seed(first)
-        np.random.seed(first % 2**32)  # noqa: NPY002  # old environments draw from it
+        np.random.seed(first % 2**32)  # noqa: NPY002  # old environments use it
         torch.manual_seed(first)
         options |= {"num_envs": rows.stop - rows.start, "env_offset": first}
         env: Any = make_vector_env(**options, end=self._end, heartbeat=self._beat)
@@ -122,17 +122,17 @@ class Worker:
         rows["final_obs"] = info["final_obs"]
 
     def get_state(self) -> dict[str, np.ndarray]:
-        """Return the snapshot as arrays; a connection would send tensors as files."""
+        """Return the snapshot as arrays; sending tensors would pass file descriptors."""
         return {name: tensor.numpy() for name, tensor in self._env.get_state().items()}
 
     def set_state(self, state: dict[str, np.ndarray]) -> None:
-        """Continue exactly where `get_state` was called."""
+        """Restore a snapshot."""
         self._env.set_state({name: torch.from_numpy(array) for name, array in state.items()})
 
     # ---- called by environments and threads
 
     def put_nowait(self, record: logging.LogRecord) -> None:
-        """Send a log record to the rank, as a QueueHandler asks."""
+        """Send a log record to the rank; QueueHandler calls this."""
         self._send("log", record)
 
     def _beat(self) -> None:
@@ -141,6 +141,6 @@ class Worker:
         self._status["beats"] += 1
 
     def _end(self, message: str) -> None:
-        """End this process, in which a call hangs; the rank reports the message."""
+        """End this process because a call hangs; the rank reports the message."""
         self._send("end", message)
         os._exit(1)
