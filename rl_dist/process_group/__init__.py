@@ -1,1 +1,1 @@
-"""The process group: ranks and their collectives, watched."""
+"""The process group: start, collective calls, clocks and a watchdog of its ranks."""

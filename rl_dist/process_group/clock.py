@@ -6,7 +6,7 @@
     @section("update")
     def update(...): ...
 
-Without a listener a section costs one or two microseconds. It never changes a result.
+Without a listener, a section costs one or two microseconds. Sections never change results.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ Listener = Callable[[str], AbstractContextManager[object]]
 _listener: Listener | None = None
 Mark = float | torch.cuda.Event
 
-# A rank is slow in a phase if its time exceeds the median of the other ranks by this factor and by
-# these seconds, in so many iterations in a row.
+# A rank is slow in a phase if its time exceeds the median of the other ranks by this factor and
+# also by this number of seconds. It is reported after IN_A_ROW slow iterations in a row.
 STRAGGLER_FACTOR = 3.0
 STRAGGLER_EXCESS_S = 0.02
 IN_A_ROW = 3
 
 
 def listen(listener: Listener | None) -> None:
-    """Let `listener` surround every section from now on; None removes it."""
+    """Enter `listener(name)` around every later section; None removes the listener."""
     global _listener
     _listener = listener
 
 
 @contextmanager
 def section(name: str) -> Iterator[None]:
-    """Name the work inside the block for the listener; also works as a decorator."""
+    """Report the block to the listener under `name`; also works as a decorator."""
     if _listener is None:
         yield
         return
@@ -47,7 +47,7 @@ def section(name: str) -> Iterator[None]:
 
 
 class NullProfiler:
-    """Replaces `rl_dist.telemetry.profiler.Profiler` and measures nothing."""
+    """Stands in for `rl_dist.telemetry.profiler.Profiler` and measures nothing."""
 
     def begin(self, *_: object) -> None:
         """Do nothing."""
@@ -56,12 +56,13 @@ class NullProfiler:
 
 
 class StepClock:
-    """Records when phases of gradient steps end; does not wait for a GPU."""
+    """Records when the phases of gradient steps end, without waiting for the GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[tuple[str, Mark]] = []
-        self._waited: list[Sequence[tuple[Mark, Mark]]] = []  # for other ranks, by step
+        # waits for other ranks: (begin, end) marks, one sequence for each step
+        self._waited: list[Sequence[tuple[Mark, Mark]]] = []
 
     def start(self) -> None:
         """Forget all marks and begin the first phase."""
@@ -69,21 +70,21 @@ class StepClock:
         self.mark("")
 
     def mark(self, phase: str) -> None:
-        """Count the time since the last mark as `phase`; "" does not count it."""
+        """Count the time since the last mark as `phase`; "" discards that time."""
         self._marks.append((phase, mark(self._device)))
 
     def waited(self, waits: Sequence[tuple[Mark, Mark]]) -> None:
-        """Record when the current step waited for gradients of other ranks."""
+        """Record the current step's waits for the gradients of other ranks."""
         self._waited.append(waits)
 
     def read(self) -> dict[str, float]:
-        """Return the seconds since `start` by phase; wait for a GPU's queue.
+        """Return the seconds of each phase since `start`; wait for the GPU if needed.
 
         Returns:
-            time/forward_s, time/backward_s and time/optimizer_s, without waiting;
-            time/gradient_wait_s: all waits; time/reduction_s: the shortest wait of a step, in which
-            this rank came last; time/step_spread_s: the standard deviation of a step's time without
-            waiting.
+            time/forward_s, time/backward_s and time/optimizer_s: seconds without the waits for
+            other ranks; time/gradient_wait_s: sum of these waits; time/reduction_s: the shortest
+            wait of any step (probably this rank came last there, so the wait is the transfer
+            alone); time/step_spread_s: standard deviation of the steps' times without waits.
         """
         totals = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         steps = [0.0]
@@ -106,7 +107,7 @@ class StepClock:
 
 
 def mark(device: torch.device) -> Mark:
-    """Return the current time on the host, or a mark in a GPU's queue."""
+    """Return the current time on the CPU, or an event recorded in the GPU's queue."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -115,7 +116,7 @@ def mark(device: torch.device) -> Mark:
 
 
 def between(begun: Mark, ended: Mark) -> float:
-    """Return the seconds from one mark to another; wait for a GPU's queue."""
+    """Return the seconds between two marks; wait until the GPU has reached both."""
     if isinstance(begun, float) and isinstance(ended, float):
         return ended - begun
     ended.synchronize()  # type: ignore[union-attr]
@@ -123,24 +124,26 @@ def between(begun: Mark, ended: Mark) -> float:
 
 
 class Stragglers:
-    """Counts the iterations in a row in which each rank was slow.
+    """Counts for how many iterations in a row each rank has been slow.
 
-    All ranks count the same.
+    Every rank gets the same counts, because all observe the same metrics.
     """
 
+    # phase -> metric with the time that a rank needed for it
     KEYS = {
         "collect": "time/collect_s",
         "update": "time/update_own_s",
-    }  # section -> metric of a rank
+    }
 
     def __init__(self) -> None:
-        self._in_a_row: Counter[tuple[str, int]] = Counter()  # (phase, rank) -> iterations in a row
+        # (phase, rank) -> number of slow iterations in a row
+        self._in_a_row: Counter[tuple[str, int]] = Counter()
 
     def observe(self, entries: Sequence[Mapping[str, float]]) -> list[str]:
         """Record one iteration, given the metrics of every rank.
 
         Returns:
-            A line for each rank that has now been slow for exactly IN_A_ROW iterations.
+            A warning for each rank that has just completed IN_A_ROW slow iterations in a row.
         """
         lines = []
         for phase, name in self.KEYS.items():

@@ -1,8 +1,9 @@
 """Exchange numbers, tensors and JSON between ranks; nothing is ever pickled.
 
-Every rank must make the same calls in the same order. All calls work with gloo and NCCL; tensors
-travel on `world.device` and return to where they were. A single rank sends nothing and waits for no
-GPU. The time of the calls counts as `world.sync_seconds`.
+Every rank must make the same calls in the same order. All calls work with gloo and NCCL: tensors
+are sent from `world.device`, and each result is moved to the device that its function documents. A
+single rank sends nothing and does not wait for the GPU. The time of the calls counts as
+`world.sync_seconds`.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from torch import Tensor, nn
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import World
 
-# Gathers travel in chunks. Gloo copies received data in a thread of its own; a copy of more than
-# 32,768 elements (ATen's grain size) would open a second OpenMP team in that thread for good. Then
-# libgomp no longer spins between parallel regions of the training, and iterations took twice as
-# long.
-GATHER_WORDS = 16_384  # words of 8 bytes per gather
-FIRST_WORDS = 512  # are sent together with the length: most gathers need no second message
+# Data is gathered in chunks. Gloo copies received data in its own thread. If a copy has more than
+# 32,768 elements (ATen's grain size), that thread opens a second OpenMP team and keeps it. libgomp
+# then no longer spins between parallel regions of the training, and iterations took twice as long.
+GATHER_WORDS = 16_384  # number of 8-byte words in each later chunk
+# Number of words in the first chunk, which starts with the length. Most data fits into it.
+FIRST_WORDS = 512
 
 
 class DesyncError(UserError):
-    """Error: ranks hold or send different values that must be equal."""
+    """Error: values that must be equal on all ranks differ."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, exit_code=1)
@@ -39,17 +40,17 @@ class DesyncError(UserError):
 def all_reduce_sum(values: Mapping[str, float | Tensor], world: World) -> dict[str, Tensor]:
     """Sum named numbers and tensors over all ranks in one float64 all-reduce.
 
-    A checksum of names and shapes is summed as well, so that ranks that disagree about them get a
-    CollectiveError or DesyncError instead of the sum of unrelated numbers.
+    A checksum of names and shapes is summed as well. If names or shapes differ between ranks, the
+    call raises a CollectiveError or DesyncError instead of adding unrelated numbers.
 
     Returns:
-        float64 tensors of the shapes and on the devices of the values.
+        float64 tensors with the shapes and devices of `values`.
     """
     tensors = {name: torch.as_tensor(values[name]).detach() for name in sorted(values)}
     if world.size == 1:
         return {name: tensor.double() for name, tensor in tensors.items()}
     layout = [(name, list(tensor.shape)) for name, tensor in tensors.items()]
-    # small enough for exact sums of its square in float64
+    # below 2**20, so that float64 sums its square without rounding
     checksum = float(zlib.crc32(json.dumps(layout).encode()) % 2**20)
     head = torch.tensor([checksum, checksum**2], dtype=torch.float64, device=world.device)
     flat = [tensor.to(world.device, torch.float64).reshape(-1) for tensor in tensors.values()]
@@ -58,7 +59,7 @@ def all_reduce_sum(values: Mapping[str, float | Tensor], world: World) -> dict[s
     with world.waiting(f"sum of {listed}"):
         dist.all_reduce(packed)
         sums = packed[:2].tolist()
-    # these equal the sums only if all ranks have the same checksum
+    # both sums match only if all ranks have the same checksum
     if sums != [checksum * world.size, checksum**2 * world.size]:
         raise DesyncError(
             f"rank {world.rank} sums {listed}; another rank has other names or shapes"
@@ -71,10 +72,10 @@ def all_reduce_sum(values: Mapping[str, float | Tensor], world: World) -> dict[s
 
 
 def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor] | None:
-    """Concatenate named tensors [B, ...] of all ranks, in rank order.
+    """Concatenate each named tensor [B, ...] over all ranks, in rank order.
 
     Returns:
-        CPU tensors [sum of all B, ...] on the main process, None elsewhere. B may differ by rank.
+        CPU tensors [sum of all B, ...] on rank 0, None on other ranks. B may differ by rank.
 
     Raises:
         DesyncError: the ranks passed different names, types or trailing shapes.
@@ -98,17 +99,17 @@ def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tenso
 
 
 def all_gather_json(obj: Any, world: World) -> list[Any]:
-    """Return the JSON-serialisable objects of all ranks, in rank order."""
+    """Return the JSON-serialisable objects that the ranks passed, in rank order."""
     raw = torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8)
     return [json.loads(bytes(text.numpy())) for text in _gather_bytes(raw, world)]
 
 
 def _gather_bytes(raw: Tensor, world: World) -> list[Tensor]:
-    """Return the bytes of all ranks, on the CPU of every rank."""
+    """Return the bytes that each rank passed, as CPU tensors in rank order."""
     if world.size == 1:
         return [raw]
     num_bytes = raw.numel()
-    num_words = 1 + math.ceil(num_bytes / 8)  # the first one holds the length
+    num_words = 1 + math.ceil(num_bytes / 8)  # the first word holds the length
     words = torch.zeros(max(FIRST_WORDS, num_words), dtype=torch.int64)
     words[0] = num_bytes
     words[1:].view(torch.uint8)[:num_bytes] = raw
@@ -126,7 +127,7 @@ def _gather_bytes(raw: Tensor, world: World) -> list[Tensor]:
 
 
 def _gather_words(words: Tensor, world: World) -> Tensor:
-    """Return the words [n] of all ranks as [W, n], on the CPU."""
+    """Return the words [n] of all W ranks as a CPU tensor [W, n]."""
     words = words.to(world.device)
     gathered = [torch.empty_like(words) for _ in range(world.size)]
     dist.all_gather(gathered, words)
@@ -134,7 +135,7 @@ def _gather_words(words: Tensor, world: World) -> Tensor:
 
 
 def broadcast_bytes(data: bytes, source: int, world: World) -> bytes:
-    """Return the bytes of rank `source` on every rank; the other ranks pass b""."""
+    """Return the data of rank `source` on every rank; other ranks pass b""."""
     if world.size == 1:
         return data
     raw = torch.zeros(all_reduce_max(len(data), world), dtype=torch.uint8)
@@ -147,16 +148,18 @@ def broadcast_bytes(data: bytes, source: int, world: World) -> bytes:
 
 
 def broadcast_from_rank0(tensor: Tensor) -> None:
-    """Overwrite a tensor with its value on the main process; all ranks must call."""
+    """Overwrite a tensor with its value on rank 0; every rank must call this."""
     local = tensor.detach()
-    dense = local.contiguous()  # NCCL would send nothing of a tensor with gaps, and gloo the gaps
+    # NCCL sends nothing of a tensor with gaps in memory, and gloo sends the gaps, too
+    dense = local.contiguous()
     dist.broadcast(dense, src=0)
-    if not torch.equal(dense, local):  # an expanded tensor cannot be written to
+    # write only if needed, because an expanded tensor is not writable
+    if not torch.equal(dense, local):
         local.copy_(dense)
 
 
 def all_reduce_max(value: int, world: World) -> int:
-    """Return the largest integer of all ranks, so that they decide together."""
+    """Return the maximum over all ranks, so that all of them take the same decision."""
     if world.size == 1:
         return value
     agreed = torch.tensor([value], dtype=torch.int64, device=world.device)
@@ -166,15 +169,16 @@ def all_reduce_max(value: int, world: World) -> int:
 
 
 def check_in_sync(tensors: Mapping[str, Tensor], world: World) -> None:
-    """Compare tensors that must be equal on all ranks, by their hashes.
+    """Check by hashes that tensors are equal on all ranks.
 
     Raises:
-        DesyncError: names the ranks that differ from most others, and their tensors.
+        DesyncError: tensors differ; the error names them and the ranks that deviate from the most
+            frequent values.
     """
     if world.size == 1:
         return
     hashes = all_gather_json({name: tensor_hash(t)[:16] for name, t in tensors.items()}, world)
-    usual = max(hashes, key=hashes.count)  # the first one if several are as frequent
+    usual = max(hashes, key=hashes.count)  # in a tie the lowest rank wins
     if hashes.count(usual) == world.size:
         return
     differences = []
@@ -195,14 +199,14 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def parameter_hash(module: nn.Module) -> str:
-    """Return the SHA-256 of all parameters of a module or of its wrapper."""
+    """Return the SHA-256 of all parameters of a module, which may be wrapped."""
     return tensor_hash(*module.parameters())
 
 
 def tensor_hash(*tensors: Tensor) -> str:
-    """Return the SHA-256 of the bytes of tensors, one after the other."""
+    """Return the SHA-256 of the concatenated bytes of tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        # a copy, because numpy would keep the storage of whole parameters, which FSDP frees
+        # Copy, because a numpy view would keep the memory of full parameters that FSDP frees.
         digest.update(_as_bytes(tensor.detach().to("cpu", copy=True)).numpy().data)
     return digest.hexdigest()

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 CODE = Path(__file__).parents[2]
 PACKAGES = ("rl_dist", "agents", "envs")
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # differs between machines, not containers
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # equal in all containers of a machine
 
 
 def check_settings(
@@ -33,13 +33,17 @@ def check_settings(
     world: World,
     modules: Mapping[str, Sequence[Path]] = MappingProxyType({}),
 ) -> None:
-    """Compare settings, software and code of all ranks, by name; all ranks call.
+    """Check that settings, software and code are equal on all ranks.
+
+    Every rank must call this.
 
     Args:
-        modules: files of the user's modules, by name.
+        settings: further values to compare, by name.
+        modules: source files of the user's modules, by module name.
 
     Raises:
-        UserError: on all ranks; names the first difference, both values, the ranks and their hosts.
+        UserError: something differs. Every rank raises it, with the first difference, both values,
+            both ranks and their hosts.
     """
     if world.size == 1:
         return
@@ -57,7 +61,7 @@ def check_settings(
 
 
 def software(modules: Mapping[str, Sequence[Path]]) -> dict[str, str]:
-    """Return the versions of this rank's software, by name."""
+    """Return the versions of Python, torch, numpy and code on this rank, by name."""
     our_files = [path for name in PACKAGES for path in (CODE / name).rglob("*.py")]
     our_files += CODE.glob("train_distributed.py")
     hashes = {f"module {name}, version": short_hash(files) for name, files in modules.items()}
@@ -70,7 +74,7 @@ def software(modules: Mapping[str, Sequence[Path]]) -> dict[str, str]:
 
 
 def short_hash(paths: Sequence[Path]) -> str:
-    """Return a short hash of files and their names."""
+    """Return a short hash of the contents and names of files."""
     digest = hashlib.sha256()
     for path in sorted(paths):
         digest.update(f"{path.name}\0".encode() + path.read_bytes())
@@ -78,7 +82,7 @@ def short_hash(paths: Sequence[Path]) -> str:
 
 
 def devices_differ(world: World) -> bool:
-    """Return True if ranks have different devices: their sums may round differently."""
+    """Return True if device models differ, so that ranks may round differently."""
     if world.device.type == "cuda":
         name = torch.cuda.get_device_name(world.device)
     else:
@@ -87,14 +91,15 @@ def devices_differ(world: World) -> bool:
 
 
 def warn_of_crowded_cores(world: World) -> None:
-    """Warn if the ranks of a machine have more threads than cores; all ranks call.
+    """Warn if the ranks of a machine together have more threads than cores.
 
-    That happens if several torchruns run on one machine, and each gives its ranks all cores.
+    That happens if several torchruns on one machine each give all cores to their ranks. Every rank
+    must call this.
     """
     if world.size == 1 or not started_elsewhere():
         return
     machine = BOOT_ID.read_text() if BOOT_ID.exists() else socket.gethostname()
-    cores = sorted(getattr(os, "sched_getaffinity", lambda pid: ())(0))  # macOS has none
+    cores = sorted(getattr(os, "sched_getaffinity", lambda pid: ())(0))  # not on macOS
     place = f"{machine} {cores}"
     ranks = all_gather_json([place, torch.get_num_threads()], world)
     threads = [count for other_place, count in ranks if other_place == place]

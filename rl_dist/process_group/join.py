@@ -1,4 +1,4 @@
-"""Read the variables that make a process a rank, and open the store of all ranks."""
+"""Read the environment variables of a rank, and open the store that ranks share."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-JOB_DIR_VARIABLE = "RL_DIST_JOB_DIR"  # private directory of a job of our launcher
+# Environment variable: the private directory of a job that our launcher started.
+JOB_DIR_VARIABLE = "RL_DIST_JOB_DIR"
 RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
 HOW_TO_START = "start with torchrun, which sets all variables, or unset RANK and give --num_gpus"
-COPIES = ("SLURM_NTASKS", "PET_NNODES", "WORLD_SIZE")  # each counts the copies of a command
+# Environment variables: the number of copies of this command that a launcher started.
+COPIES = ("SLURM_NTASKS", "PET_NNODES", "WORLD_SIZE")
 GREETING_EVERY_S = 0.05
 
 
 def check_variables() -> None:
-    """Check the variables that make this process a rank.
+    """Check the environment variables that make this process a rank.
 
     Raises:
-        ValueError: a variable is missing or wrong, or copies of this command would train alone.
+        ValueError: a variable is missing or wrong, or several copies of this command would train
+            independently because RANK is not set.
     """
     if "RANK" in os.environ:
         rank, size = _number("RANK"), _number("WORLD_SIZE", 1)
@@ -35,7 +38,7 @@ def check_variables() -> None:
                 raise ValueError(f"RANK is set, but MASTER_ADDR is not: {HOW_TO_START}")
         return
     for name in COPIES:
-        count = os.environ.get(name, "").split(":")[-1]  # torchrun allows 1:4
+        count = os.environ.get(name, "").split(":")[-1]  # torchrun accepts ranges: 1:4
         if count.isdecimal() and int(count) > 1:
             raise ValueError(
                 f"{name} is {os.environ[name]}, but RANK is not set: every copy would train alone; "
@@ -45,19 +48,19 @@ def check_variables() -> None:
 
 
 def started_elsewhere() -> bool:
-    """Return True in a rank of torchrun, srun or another launcher than ours."""
+    """Return True if torchrun, srun or another external launcher started this rank."""
     return "RANK" in os.environ and JOB_DIR_VARIABLE not in os.environ
 
 
 def elastic_count(name: str) -> int:
-    """Return the value of RESTART_COUNT or MAX_RESTARTS; 0: it is not set."""
+    """Return the number in the environment variable `name`, or 0 if it is not set."""
     return _number(name) if os.environ.get(name) else 0
 
 
 def may_start_again(signum: int) -> bool:
-    """Return True if torchrun may have sent the signal to start the ranks again.
+    """Return True if torchrun may have sent this signal to restart the ranks.
 
-    It sends SIGTERM when a host has joined or left, and also when torchrun itself is ended.
+    torchrun sends SIGTERM when a host has joined or left, but also when torchrun itself is stopped.
     """
     return signum == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
 
@@ -71,11 +74,11 @@ def _number(name: str, lowest: int = 0, highest: int = 2**31 - 1) -> int:
     )
 
 
-# ---- where ranks meet
+# ---- the store
 
 
 def free_port() -> int:
-    """Return a port of this machine on which nobody listens at the moment."""
+    """Return a TCP port of this machine that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -84,16 +87,16 @@ def free_port() -> int:
 def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
     """Open the store in which all ranks meet.
 
-    It is a file if our launcher started the ranks; otherwise rank 0 or torchrun serves it at
+    The store is a file if our launcher started the ranks. Otherwise rank 0 or torchrun serves it at
     MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        ValueError: nobody listens at the address, or some ranks did not come in time.
+        ValueError: no process listens at the address, or some ranks did not arrive in time.
     """
     if size == 1:
         return dist.HashStore()
     timeout = timedelta(seconds=timeout_s)
-    # in a private directory, so that no port is open
+    # A file in a private directory needs no open port.
     if job_dir := os.environ.get(JOB_DIR_VARIABLE):
         store: dist.Store = dist.FileStore(f"{job_dir}/store_{elastic_count(RESTART_COUNT)}", size)
         store.set_timeout(timeout)
@@ -118,7 +121,7 @@ def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
 
 
 def _wait_for_listener(host: str, port: int, deadline_s: float) -> None:
-    """Wait until somebody listens; torch would print pages of warnings meanwhile."""
+    """Wait for a listener quietly; torch would print many warnings while it waits."""
     while True:
         try:
             socket.create_connection((host, port), timeout=5.0).close()
@@ -130,12 +133,13 @@ def _wait_for_listener(host: str, port: int, deadline_s: float) -> None:
 
 
 def part_of_this_start(store: dist.Store, rank: int, size: int, deadline_s: float) -> dist.Store:
-    """Return a part of the store that only ranks of this start use.
+    """Return a part of the store that only the ranks of this start use.
 
-    torchrun's store outlives its ranks, and a restarted rank must not read what dead ones wrote. No
-    variable numbers the starts (a node that rejoins keeps its TORCHELASTIC_RESTART_COUNT), so the
-    ranks greet: rank 0 repeats to each rank what it hears from it, and a rank that hears itself
-    knows that rank 0 is alive.
+    torchrun's store outlives its ranks, and restarted ranks must not read what dead ranks wrote. No
+    environment variable numbers the starts (a node that rejoins keeps its
+    TORCHELASTIC_RESTART_COUNT). Therefore each rank writes a random greeting. Rank 0 answers each
+    rank with both greetings, rank 0's and that rank's, so a rank that reads its own greeting in the
+    answer knows that rank 0 is alive. It confirms rank 0's greeting, which then names the part.
     """
 
     def read(key: str) -> str:

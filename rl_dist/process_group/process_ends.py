@@ -1,6 +1,7 @@
-"""Handle stop signals, the death of a parent process, and last reports.
+"""Handle stop signals and the death of a parent, and report how a process ends.
 
-This module loads only the standard library: the supervisor and the hosts of environments use it.
+This module imports only the standard library, because the supervisor and the processes that host
+environments load it.
 """
 
 from __future__ import annotations
@@ -23,42 +24,45 @@ from typing import Any, NoReturn
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # One Ctrl-C may arrive twice: from the terminal and from a launcher that passes it on.
 SAME_KEYPRESS_S = 0.5
-EXIT_GRACE_S = 60.0  # time for teardown after a reported end
-FAILED_GRACE_S = 10.0  # time for teardown after a reported failure
-ORPHAN_GRACE_S = 20.0  # time for ranks of a dead launcher to save
+EXIT_GRACE_S = 60.0  # time for teardown after a process has reported its exit code
+FAILED_GRACE_S = 10.0  # time for teardown after a process has reported a failure
+ORPHAN_GRACE_S = 20.0  # time for ranks to save after their launcher has died
 PAGE_BYTES = 2**19
-SCRIPT_RAN_AGAIN = 79  # exit code of a spawned rank if the user's script calls train() again
+# Exit code of a spawned rank that imports the user's script and thereby calls train() again.
+SCRIPT_RAN_AGAIN = 79
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# Loaded here, because loading a library between fork and exec can deadlock if there are threads.
+# Load libc now: loading it between fork and exec can deadlock a process with several threads.
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
 _prctl = getattr(_libc, "prctl", None)
 
 
 class StopFlag:
-    """Remembers the stop signals that reach a process, and counts one key press once.
+    """Remembers stop signals; the signals of one key press count as one.
 
     `signum` is the first signal, or 0. A rank must not act on it alone: all ranks agree first
     (`all_reduce_max(stop_flag.signum, world)`), then they save and leave together with exit code
     128 + signum. `insists` is True after a second SIGINT or SIGTERM. SIGUSR1 and SIGHUP do not
-    count there, because schedulers send them some time before SIGTERM.
+    count for it, because schedulers send them some time before SIGTERM.
     """
 
     def __init__(self) -> None:
         self.signum = 0
         self.notice = ""  # printed when the first signal arrives
         self._second_ends = False
-        self._demands = 0  # number of SIGINT and SIGTERM
+        self._demands = 0  # number of SIGINT and SIGTERM signals
         # Time of the last *counted* signal, so that rapid key presses still add up.
         self._counted_s = -SAME_KEYPRESS_S
-        self._previous: dict[int, Any] = {}  # handlers
+        self._previous: dict[int, Any] = {}  # replaced handlers
 
     @property
     def insists(self) -> bool:
-        """True once the process must end immediately."""
+        """True after a second SIGINT or SIGTERM: the process must end immediately."""
         return self._demands > 1
 
     def install(self, *, second_ends: bool = False) -> None:
-        """Set the handlers, then unblock the stop signals; do so in a main thread only.
+        """Set the handlers, then unblock the stop signals.
+
+        Outside the main thread only the counts are reset: Python allows no handlers there.
 
         Args:
             second_ends: a second SIGINT or SIGTERM ends this process immediately.
@@ -74,18 +78,18 @@ class StopFlag:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def replace(self, handler: Any) -> None:
-        """Set another handler of all stop signals until `uninstall`."""
+        """Use another handler for all stop signals until `uninstall`."""
         for signum in self._previous:
             signal.signal(signum, handler)
 
     def uninstall(self) -> None:
-        """Restore the handlers that `install` found."""
+        """Restore the handlers that `install` replaced."""
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         self._previous.clear()
 
     def count(self, signum: int) -> None:
-        """Remember a signal, unless it belongs to the key press before."""
+        """Count a signal, unless it comes from the same key press as the last one."""
         now_s = time.monotonic()
         if now_s - self._counted_s < SAME_KEYPRESS_S:
             return
@@ -96,7 +100,7 @@ class StopFlag:
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self.notice and not self.signum:
             again = " (press again to end without saving)" if signum == signal.SIGINT else ""
-            with suppress(OSError):  # nobody reads it
+            with suppress(OSError):  # stderr has no reader
                 os.write(2, f"\n{signal.Signals(signum).name}: {self.notice}{again}\n".encode())
         self.count(signum)
         if self._second_ends and self.insists:
@@ -106,7 +110,7 @@ class StopFlag:
 
 
 def awaited_signals() -> list[signal.Signals]:
-    """Return the stop signals, without SIGHUP if nohup has this process ignore it."""
+    """Return the stop signals, except SIGHUP if it is ignored (nohup does that)."""
     return [
         signum
         for signum in STOP_SIGNALS
@@ -115,16 +119,16 @@ def awaited_signals() -> list[signal.Signals]:
 
 
 def die_with_parent(parent_pid: int, signum: int = signal.SIGTERM) -> None:
-    """Ask Linux for a signal when the parent dies, even by SIGKILL; no-op elsewhere."""
+    """Make Linux send `signum` when the parent dies; do nothing on other systems."""
     if _prctl is None:
         return
     _prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before the call above
+    if os.getppid() != parent_pid:  # the parent died before the call above
         os.kill(os.getpid(), signum)
 
 
 def leave_with_parent(parent_pid: int) -> None:
-    """Let this process get SIGTERM when its parent dies, and end it later."""
+    """Get SIGTERM when the parent dies, and exit at most ORPHAN_GRACE_S later."""
 
     def leave_when_orphaned() -> None:
         while os.getppid() == parent_pid:
@@ -139,58 +143,59 @@ def leave_with_parent(parent_pid: int) -> None:
 class ReportPage:
     """Shared memory in which a process reports to the process that watches it.
 
-    It outlives the reporting process, and needs neither open descriptors nor a disk.
+    The page outlives the reporting process. Writing works even if the disk is full or the process
+    cannot open more files.
     """
 
     def __init__(self, sent: Any = None) -> None:
-        """Create a page, or open the one that `__reduce__` sent to this process."""
+        """Create a page, or open the page that another process sent by `__reduce__`."""
         self._descriptor = sent.detach() if sent else unnamed_file()
         os.posix_fallocate(self._descriptor, 0, PAGE_BYTES)
         self._memory = mmap.mmap(self._descriptor, PAGE_BYTES)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the page for a spawned process, which inherits its descriptor."""
-        from multiprocessing.reduction import DupFd  # start-up: 10 ms
+        """Pickle the page for a spawned process, which inherits the file descriptor."""
+        from multiprocessing.reduction import DupFd  # saves 10 ms at start-up
 
         return ReportPage, (DupFd(self._descriptor),)
 
     def write(self, **facts: Any) -> None:
-        """Add facts to those on the page."""
+        """Add facts to the page."""
         data = json.dumps(self.read() | facts, ensure_ascii=False).encode(errors="replace")
         assert len(data) < PAGE_BYTES, f"a report of {len(data)} bytes"
         self._memory[:] = data.ljust(PAGE_BYTES, b"\0")
 
     def read(self) -> dict[str, Any]:
-        """Return the facts on the page; {}: there are none, or they are being written."""
+        """Return the facts on the page, or {} if it is empty or half written."""
         try:
-            # `find` is fast; a copy of the whole page would take time from the training
+            # Copy only the used part: copying the whole page would slow the training down.
             return json.loads(self._memory[: self._memory.find(b"\0")] or b"{}")
         except ValueError:
             return {}
 
 
 def unnamed_file() -> int:
-    """Open a new file that has no name and lies in memory if possible."""
+    """Open a new file without a name, in memory if possible; return its descriptor."""
     try:
         return os.memfd_create("report")
-    except (AttributeError, OSError):  # not on Linux, or in a container that forbids it
+    except (AttributeError, OSError):  # another system, or forbidden in this container
         with tempfile.TemporaryFile() as file:
             return os.dup(file.fileno())
 
 
-_page: ReportPage | None = None  # None: nobody watches this process
-_owner = 0  # process that reports; processes forked from it share the page, but do not report
+_page: ReportPage | None = None  # None: no process watches this one
+_owner = 0  # id of the process that reports; its forked children must not write to the page
 
 
 def report_to(page: ReportPage) -> None:
-    """Let `report` of this process write to a page."""
+    """Make `report` write to this page from now on."""
     global _page, _owner
     _page = page
     _owner = os.getpid()
 
 
 def report(**facts: Any) -> None:
-    """Report facts to the process that watches this one, if there is one."""
+    """Report facts to the watching process, if there is one."""
     if _page is not None and os.getpid() == _owner:
         _page.write(**facts)
 
@@ -210,7 +215,7 @@ def flush_and_leave(code: int) -> NoReturn:
 
 
 def stopped_in_evaluation(signum: int, run_dir: Path | None) -> str:
-    """Return a message that a signal ended an evaluation, with the way to repeat it."""
+    """Return the message for a signal in an evaluation, with the flag to repeat it."""
     message = f"stopped by {signal.Signals(signum).name}"
     if run_dir is None:
         return message
@@ -218,7 +223,7 @@ def stopped_in_evaluation(signum: int, run_dir: Path | None) -> str:
 
 
 def how_it_ended(code: int) -> str:
-    """Describe a death without a report; a negative code is that of a signal."""
+    """Describe an end without a report; a code of -n means killed by signal n."""
     if code == SCRIPT_RAN_AGAIN:
         return 'ran the whole script: move its train() below `if __name__ == "__main__":`'
     if code >= 0:

@@ -1,15 +1,15 @@
 """End a rank that hangs or waits for a rank that never arrives.
 
 The timeout of torch's process group cannot distinguish a slow rank from a dead one and does not say
-which rank is missing. So every rank writes its status to the store every few seconds and reads the
-statuses of the others. A rank that waits in a collective call ends if
+which rank is missing. Therefore every rank writes its status to the store every few seconds and
+reads the statuses of the others. A rank that waits in a collective call ends if
 
-- another rank has neither arrived there nor made progress for `timeout_s` (during the start:
-  `startup_timeout_s`), while a slow rank that makes progress is waited for; or
-- the store has not answered for that time.
+- another rank has neither arrived in that call nor made progress for `timeout_s` (during start-up:
+  `startup_timeout_s`); it keeps waiting for a slow rank that makes progress; or
+- the store has not answered for the same time.
 
-With `watches_work` a rank also ends if its own work, outside collective calls, makes no progress
-for that time. Time in which the process was halted, for example by Ctrl-Z, does not count then.
+With `watches_work`, a rank also ends if its own work outside collective calls makes no progress for
+the same time. Time in which that process is suspended, for example by Ctrl-Z, does not count here.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from rl_dist.process_group.process_ends import flush_and_leave, report
 logger = logging.getLogger(__name__)
 
 STARTUP = "start-up"
-CONNECTION = "connection of the ranks"  # the place between meeting in the store and the first call
+# `place` of a rank that has met the others in the store and now connects to them.
+CONNECTION = "connection of the ranks"
 STARTUP_TIMEOUT_S = 600.0
-PERIOD_S = 5.0  # between two statuses of a rank
-LAST_CALL_S = 20.0  # time for a call of the store to end
+PERIOD_S = 5.0  # longest time between two status messages of a rank
+LAST_CALL_S = 20.0  # time for a running store call to finish
 
 
 @dataclass
 class RankStatus:
-    """The state of a rank's main thread; only that thread changes it."""
+    """What a rank's main thread is doing; only that thread changes the fields."""
 
     phase: str = STARTUP
-    progress: int = 0  # grows while the work continues
-    place: str = ""  # the collective call it waits in
-    calls: int = 0  # collective calls so far
+    progress: int = 0  # a counter that grows while the rank works
+    place: str = ""  # name of the collective call that the rank is in; "": none
+    calls: int = 0  # number of collective calls so far
 
     @property
     def where(self) -> str:
-        """Description of the place, for messages."""
+        """The current collective call or phase, for messages."""
         if self.place:
             return f"in '{self.place}' (collective {self.calls}, {self.phase})"
         return f"in {self.phase}, outside any collective"
@@ -65,25 +66,27 @@ def end_rank(message: str, exit_code: int = 1, *, consequence: int = 0) -> None:
     """
     rank = int(os.environ.get("RANK", 0))
     summary = f"rank {rank}: {message}"
-    # write to the log file only
+    # this logger writes to log files only
     logging.getLogger("rl_dist.launch.ranks").error("error: %s", summary)
     report(rank=rank, failed=True, consequence=consequence, summary=summary, exit_code=exit_code)
-    if JOB_DIR_VARIABLE not in os.environ:  # a launcher of ours would print it once
+    # our launcher prints the reported error; without it, print the error here
+    if JOB_DIR_VARIABLE not in os.environ:
         sys.stderr.write(f"error: {summary}\n")
     flush_and_leave(exit_code)
 
 
 @dataclass
 class Peer:
-    """The status of another rank."""
+    """The last status of a rank, and when it was first seen."""
 
     status: RankStatus
-    since_s: float  # time when it was first seen, but not before this rank's status changed
+    # time of the first `look` with this status, after the watching rank's own status changed
+    since_s: float
 
 
 @dataclass
 class Verdicts:
-    """Decides by statuses alone, without clock or store, if this rank must end."""
+    """Decides from given statuses and times whether this rank must end."""
 
     rank: int
     size: int
@@ -91,14 +94,15 @@ class Verdicts:
     startup_timeout_s: float = STARTUP_TIMEOUT_S
     watches_work: bool = False
     _own: RankStatus | None = None
-    _since_s: float = 0.0  # time when this rank's status changed last
-    _heard_s: float = 0.0  # time when the store answered last
-    _looks: int = 0  # number of looks since then; a halted process does not look
+    _since_s: float = 0.0  # time when this rank's status last changed
+    _heard_s: float = 0.0  # time when the store last answered
+    # calls of `look` since this rank's status last changed; a suspended process makes none
+    _looks: int = 0
     _peers: dict[int, Peer] = field(default_factory=dict)
 
     @property
     def period_s(self) -> float:
-        """Seconds between two looks."""
+        """Seconds between two calls of `look`."""
         return min(PERIOD_S, self.timeout_s / 10, self.startup_timeout_s / 10)
 
     def look(self, own: RankStatus, messages: Mapping[int, bytes] | None, now_s: float) -> str:
@@ -107,7 +111,7 @@ class Verdicts:
         Args:
             own: the status of this rank.
             messages: statuses of all ranks as JSON; None: the store did not answer.
-            now_s: the current time; two looks are `period_s` apart.
+            now_s: the current time. Call this method every `period_s` seconds.
         """
         if own != self._own:
             self._own, self._since_s, self._heard_s, self._looks = own, now_s, now_s, 0
@@ -141,7 +145,7 @@ class Verdicts:
             if rank != self.rank
             and (peer.status.place, peer.status.calls) != (own.place, own.calls)
         }
-        # a rank with a status that is newer than this is slow, but makes progress
+        # If a rank's status changed after this time, the rank is slow but makes progress.
         progress_s = now_s - limit_s + 2 * self.period_s
         if waited_s < limit_s or any(peer.since_s > progress_s for peer in elsewhere.values()):
             return ""
@@ -160,20 +164,23 @@ class Verdicts:
 
 
 class Watchdog:
-    """Runs two threads of a rank: one exchanges statuses, the other may end the rank.
+    """Runs two threads in a rank: one exchanges statuses, the other may end the rank.
 
-    The first one may hang in the store if the store's machine is lost, despite all timeouts.
+    They are separate because the first can hang in a store call, despite all timeouts, if the
+    machine of the store is lost.
     """
 
     def __init__(self, doing: RankStatus, store: dist.Store, verdicts: Verdicts) -> None:
         self.doing = doing
         self._verdicts = verdicts
-        # a second connection, because the main thread may block the first one
+        # Open a second connection, because the main thread can block the first one.
         self._store = dist.PrefixStore("doing", store.clone())  # type: ignore[attr-defined]
         self._keys = [str(number) for number in range(verdicts.size)]
-        for key in self._keys:  # reading would wait for a missing key
+        # Create all keys, because reading would wait for a missing key.
+        for key in self._keys:
             self._store.compare_set(key, "", "")
-        self._messages: dict[int, bytes] | None = None  # read since the last look
+        # statuses that were read since the last `look`; None: no answer
+        self._messages: dict[int, bytes] | None = None
         self._closed = threading.Event()
         self._main_thread = threading.get_ident()
         self._exchange = threading.Thread(target=self._exchange_statuses, daemon=True)
@@ -181,16 +188,16 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """Stop; safe to call twice."""
+        """Stop both threads; safe to call twice."""
         self._closed.set()
-        self._exchange.join(
-            LAST_CALL_S
-        )  # a thread in the store would abort the process at its exit
+        # A thread inside a store call would abort the process when it exits.
+        self._exchange.join(LAST_CALL_S)
 
     def _exchange_statuses(self) -> None:
         key = self._keys[self._verdicts.rank]
         while not self._closed.wait(self._verdicts.period_s):
-            with suppress(RuntimeError, OSError):  # the store is lost; `Verdicts` will notice
+            # If the store is lost, `Verdicts` notices the missing answers.
+            with suppress(RuntimeError, OSError):
                 self._store.set(key, json.dumps(asdict(self.doing)))
                 texts = enumerate(self._store.multi_get(self._keys))
                 self._messages = {rank: text for rank, text in texts if text}

@@ -32,22 +32,22 @@ from rl_dist.process_group.watchdog import (
 
 logger = logging.getLogger(__name__)
 
-PLACE_BYTES = 256  # length of the text that names a collective
+PLACE_BYTES = 256  # length of the padded text that names a collective call
 VANISHED_STORE_TIMEOUT = timedelta(seconds=5)  # torch's wait for a store file that was deleted
-GROUP_TIMEOUT = timedelta(days=1)  # never reached, because the watchdog ends a rank long before
+GROUP_TIMEOUT = timedelta(days=1)  # never reached: the watchdog ends a rank much earlier
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
-stop_flag = StopFlag()  # signal handlers belong to the whole process, and so does their flag
+stop_flag = StopFlag()  # one for the whole process, because signal handlers are global, too
 _left_groups: deque[Any] = deque(maxlen=8)  # see `destroy_group`
 atexit.register(_left_groups.clear)
 
 
 class CollectiveError(UserError):
-    """Error: a rank has left during a collective call, or made another call."""
+    """Error: a rank left during a collective call, or made a different call."""
 
 
 def connection_broke(error: BaseException) -> bool:
-    """Return True if the error means that another rank has left."""
+    """Return True if the error shows that the connection to another rank is lost."""
     by_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
     return by_gloo or isinstance(error, CollectiveError | dist.DistError)
 
@@ -57,13 +57,15 @@ class World:
     """The open process group of all ranks, and this rank's place in it."""
 
     rank: int
-    local_rank: int  # number among the ranks of this machine
+    local_rank: int  # index among the ranks of this machine
     size: int
     device: torch.device
     backend: str  # "gloo" or "nccl"
-    sync_waits: list[tuple[Mark, Mark]] = field(default_factory=list)  # in our collectives
-    gradient_waits: list[tuple[Mark, Mark]] = field(default_factory=list)  # for other ranks' parts
-    doing: RankStatus = field(default_factory=RankStatus)  # read by the watchdogs of all ranks
+    # begin and end of each wait in a collective call
+    sync_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+    # begin and end of each wait for the gradients of other ranks
+    gradient_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+    doing: RankStatus = field(default_factory=RankStatus)  # the watchdogs of all ranks read it
     watchdog: Watchdog | None = None
     _gradients_ready: Mark | None = None
 
@@ -78,15 +80,15 @@ class World:
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        """Record progress: the other ranks wait for a rank only while it makes progress."""
+        """Record progress; without progress the other ranks stop waiting for this one."""
         self.doing.progress += 1
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
-        """Surround a collective call; its time counts as `sync_seconds`.
+        """Enclose a collective call; its time counts as `sync_seconds`.
 
         Args:
-            place: the name of the call in messages.
+            place: name of the call in messages.
         """
         begun = mark(self.device)
         try:
@@ -97,10 +99,11 @@ class World:
 
     @contextmanager
     def reduction_context(self, place: str = "") -> Iterator[None]:
-        """Surround a backward pass; waiting in it counts as `gradient_seconds`.
+        """Enclose a backward pass; the time after `gradients_ready` counts as waiting.
 
         Args:
-            place: the name in messages of a pass in which the ranks meet from its beginning.
+            place: name of the pass in messages, if the ranks exchange data from its beginning; "":
+                they do not exchange data before `gradients_ready`.
         """
         self._gradients_ready = None
         with self._in_collective(place):
@@ -109,22 +112,22 @@ class World:
             self.gradient_waits.append((self._gradients_ready, mark(self.device)))
 
     def gradients_ready(self) -> None:
-        """Record that this rank's gradients are ready, and that their reduction begins."""
+        """Record that this rank's gradients are ready and their reduction begins."""
         self._gradients_ready = mark(self.device)
         self._announce("gradient reduction")
 
     @property
     def sync_seconds(self) -> float:
-        """Seconds of waiting in our collectives; reading them waits for a GPU's queue."""
+        """Seconds spent in collective calls; reading this property waits for the GPU."""
         return sum(between(*marks) for marks in self.sync_waits)
 
     @property
     def gradient_seconds(self) -> float:
-        """Seconds of waiting for gradients of other ranks; reads as `sync_seconds`."""
+        """Seconds spent waiting for gradients of other ranks; reading waits for the GPU."""
         return sum(between(*marks) for marks in self.gradient_waits)
 
     def forget_waits(self) -> None:
-        """Restart the measurement of waiting."""
+        """Reset `sync_seconds` and `gradient_seconds` to 0."""
         self.sync_waits, self.gradient_waits = [], []
 
     @contextmanager
@@ -147,7 +150,7 @@ class World:
     def _announce(self, place: str) -> None:
         """Check that all ranks enter the same collective.
 
-        Otherwise gloo would abort a process, wait forever or mix up numbers.
+        If the calls differed, gloo would abort a process, wait forever or mix up numbers.
         """
         self.doing.place = place
         self.doing.calls += 1
@@ -169,14 +172,15 @@ class World:
 
 
 _current: World | None = None
-_threads_before = 1  # torch's threads before the world was opened
-_bound: list[str] = []  # variables that `_stay_on_loopback` has set
+_threads_before = 1  # torch's number of threads before the world was opened
+_bound: list[str] = []  # environment variables that `_stay_on_loopback` has set
 
 
 def threads_per_rank(local_ranks: int) -> int:
-    """Return the threads for each of `local_ranks` processes on this machine.
+    """Return the number of threads for each of `local_ranks` ranks on this machine.
 
-    OMP_NUM_THREADS is an upper limit, except under torchrun, which sets it to 1 unasked.
+    OMP_NUM_THREADS is an upper limit. It is ignored if another launcher started the ranks, because
+    torchrun sets it to 1 by default.
     """
     share = max(1, available_cores() // local_ranks)
     limit = os.environ.get("OMP_NUM_THREADS", "")
@@ -194,11 +198,11 @@ def open_world(
     *,
     watches_work: bool = False,
 ) -> World:
-    """Join the process group of the environment variables, or open one of size 1.
+    """Join the group that environment variables describe, or open one for 1 rank.
 
     Args:
         device: "cpu" (gloo) or "cuda" (nccl).
-        timeout_s: longest wait for a rank that makes no progress.
+        timeout_s: longest wait for another rank that makes no progress.
         gpu_ids: GPUs of this machine's ranks, in order. Without them rank i takes GPU i, or the
             only GPU that its launcher lets it see.
         threads: threads of this rank; 0: `threads_per_rank` decides.
@@ -217,7 +221,7 @@ def open_world(
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if started_elsewhere():
-        leave_with_parent(os.getppid())  # do not train on after torchrun was killed
+        leave_with_parent(os.getppid())  # stop the training if torchrun is killed
     _threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_per_rank(local_size))
     torch_device = torch.device("cpu")
@@ -231,16 +235,18 @@ def open_world(
     if size > 1 or watches_work:
         verdicts = Verdicts(rank, size, timeout_s, startup_timeout_s, watches_work=watches_work)
         world.watchdog = Watchdog(world.doing, store, verdicts)
-    # srun and mpirun do not set LOCAL_WORLD_SIZE: their ranks may be on several machines
+    # Without LOCAL_WORLD_SIZE (as under srun and mpirun), ranks may be on several machines.
     if size == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(size):
         _stay_on_loopback()
-    # the ranks have met in the store, but may not reach each other; the watchdog would end this one
+    # All ranks reached the store, but connections between them can still fail. The watchdog then
+    # ends this rank and names this place.
     world.doing.place = CONNECTION
     dist.init_process_group(
         rank=rank, world_size=size, timeout=GROUP_TIMEOUT, store=store, **options
     )
     world.doing.place = ""
-    # only NCCL may need the store again
+    # From here only NCCL may still need the store. With gloo, do not wait long for a
+    # deleted store file.
     if isinstance(store, dist.FileStore) and world.backend == "gloo":
         store.set_timeout(VANISHED_STORE_TIMEOUT)
     threads = torch.get_num_threads()
@@ -249,10 +255,10 @@ def open_world(
 
 
 def _own_gpu(local_rank: int, gpu_ids: Sequence[int]) -> torch.device:
-    """Return the GPU of one of this machine's ranks."""
+    """Return the GPU of the rank with index `local_rank` on this machine."""
     count = torch.cuda.device_count()
     gpu = gpu_ids[local_rank] if gpu_ids else local_rank
-    # SLURM's --gpus-per-task, for example, shows each rank only its own GPU
+    # The launcher shows each rank only 1 GPU, for example with SLURM's --gpus-per-task.
     if count == 1 and not gpu_ids and "CUDA_VISIBLE_DEVICES" in os.environ:
         gpu = 0
     if gpu >= count:
@@ -266,7 +272,7 @@ def _own_gpu(local_rank: int, gpu_ids: Sequence[int]) -> torch.device:
 def close_world(world: World | None = None) -> None:
     """Leave the process group; safe to call twice.
 
-    A process that did not leave it could be aborted at its exit by threads of gloo.
+    If a process exits without leaving, threads of gloo can abort it.
     """
     global _current
     world = world or _current
@@ -279,24 +285,26 @@ def close_world(world: World | None = None) -> None:
             destroy_group()
         torch.set_num_threads(_threads_before)
     _current = None
-    while _bound:  # programs that this process starts later may have to reach other machines
+    # Child processes that are started later may have to reach other machines.
+    while _bound:
         os.environ.pop(_bound.pop(), None)
 
 
 def destroy_group(group: dist.ProcessGroup | None = None) -> None:
-    """Leave a process group, by default that of all ranks, and free it later.
+    """Leave a process group, by default the global one, and free its memory later.
 
-    A thread of gloo may still have to release a Python object, which needs Python's global lock.
-    Freeing the group here would hold that lock while it waits for the thread: a deadlock.
+    A thread of gloo may still have to release a Python object, for which it needs Python's global
+    lock. Freeing the group here would hold this lock while waiting for that thread: a deadlock.
     """
     _left_groups.append(group or dist.group.WORLD)
     dist.destroy_process_group(group)
 
 
 def leave_world() -> bool:
-    """Leave the group after a failure, unless leaving could wait for other ranks.
+    """Leave the group after a failure, unless leaving could block.
 
-    Returns True if the group is still open: then this process must end by `os._exit`.
+    With several ranks, leaving could wait for the others. Then the group stays open and the result
+    is True: this process must end by `os._exit`.
     """
     if _current is not None and _current.size > 1:
         return True
@@ -305,7 +313,7 @@ def leave_world() -> bool:
 
 
 def _stay_on_loopback() -> None:
-    """Keep traffic off the network, unless the user has set the variables."""
+    """Let ranks talk over loopback only, unless the user has chosen an interface."""
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     for variable in INTERFACES if loopback else ():
         if variable not in os.environ:
