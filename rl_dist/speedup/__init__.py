@@ -1,1 +1,1 @@
-"""Predict training on more GPUs: short measured runs, a model, a report."""
+"""Predict training speed on more GPUs from short measured runs and a model."""

@@ -1,17 +1,18 @@
 """Predict the speedup of training on more GPUs.
 
-RUN_DIR gives the flags of a run; other flags are those of train_distributed.py.
+RUN_DIR is a run whose flags are used. All flags of train_distributed.py are accepted.
 
 examples:
   python -m rl_dist.speedup                             the main job, on this machine
   python -m rl_dist.speedup --gpus 1 2 4 8 --json       more ranks, as JSON
-  python -m rl_dist.speedup RUN_DIR                     the job of a run
-  python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM"   a card that is not here: speedup
+  python -m rl_dist.speedup RUN_DIR                     the job of an earlier run
+  python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM"   speedup on a card that is not here
   python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM" --sps 90000    ... and time and cost
-predicted: environment steps/s relative to one rank. The 95 % interval follows from the spread of
-the iterations; modelled figures have a standard error of at least 10 %. Time and cost need a rate,
-measured here or given by --sps. Each figure takes about 15 s. docs/planning.md explains the model.
-exit codes: 0 done, 1 a short run failed or its rate kept changing, 2 bad usage
+predicted: environment steps/s relative to one rank. The 95 % interval follows from how much the
+iteration times vary; modelled figures have a standard error of at least 10 %. Time and cost need
+steps/s, either measured here or given by --sps. Each figure takes about 15 s. docs/planning.md
+explains the model.
+exit codes: 0 done, 1 a short run failed or its rate kept changing, 2 wrong usage
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 
 
 def _parse(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return arguments of `estimate_training_speedup` by name, and training flags."""
+    """Return `estimate_training_speedup` arguments by name, and the training flags."""
     parser = CommandParser(
         prog="python -m rl_dist.speedup",
         usage="%(prog)s [RUN_DIR] [--gpus N [N ...]] [training flags]",
@@ -63,7 +64,7 @@ def _parse(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 @explains_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
+    """Run the command and return its exit code."""
     options, flags = _parse(sys.argv[1:] if argv is None else argv)
     as_json = options.pop("json")
     logging.basicConfig(level=logging.INFO, format="%(message)s")

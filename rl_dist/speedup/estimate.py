@@ -1,4 +1,4 @@
-"""Functions that estimate the speedup of training on more GPUs."""
+"""Estimate the speedup of training on more GPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rl_dist.run_dir import RunDir
 from rl_dist.speedup.measure import MeasuredJob
 from rl_dist.speedup.model import CARDS, Card, Prediction, bottleneck, predict, steps_per_episode
 
-COLUMNS = {  # each heading: name of the value in a row, and its format
+COLUMNS = {  # heading: (name of the value in a row, format)
     "ranks": ("gpus", "{}"),
     "scaling": ("scaling", "{}"),
     "theoretical": ("gpus", "{}x"),
@@ -32,7 +32,7 @@ COLUMNS = {  # each heading: name of the value in a row, and its format
     "hours": ("hours", "{:.3g}"),
     "cost": ("cost", "{:,.2f}"),
 }
-EPISODES = 5000  # default length of a training
+EPISODES = 5000  # default length of a training run
 CARD_ESTIMATE = (
     "an estimate from data sheets and the lowest list price of 2026-11 in US dollars: rollouts as "
     "measured here, the rest scaled by peak fp32 rates, 8 cards in a machine, InfiniBand NDR "
@@ -42,9 +42,9 @@ CARD_ESTIMATE = (
 
 @dataclass(frozen=True)
 class SpeedupReport:
-    """All predictions of one call as JSON values; None is an unknown value."""
+    """All predictions of one call, as JSON values; None marks an unknown value."""
 
-    title: str  # job, machine, date
+    title: str  # names the job, the machine and the date
     rows: list[dict[str, Any]]
     notes: list[str]
 
@@ -62,28 +62,28 @@ def estimate_training_speedup(
     price_per_hour: float = 0.0,
     device: str = "auto",
 ) -> SpeedupReport:
-    """Measure short runs and predict training on each number of GPUs.
+    """Measure short runs and predict the training speed on each number of GPUs.
 
         report = estimate_training_speedup(["--env", "CartPole-v1"], gpus=[1, 2])
         report.rows[-1]["speedup"]
 
     Args:
-        flags: flags of train_distributed.py; they override those of `run_dir`.
-        run_dir: directory of a run with the job to estimate.
+        flags: flags of train_distributed.py; they override the flags from `run_dir`.
+        run_dir: directory of an earlier run whose job is estimated.
         gpus: numbers of GPUs (ranks).
-        scaling: strong (the job's sizes are totals), weak (they are per rank) or both.
-        gpu: name of a card to estimate instead of this machine.
-        sps: steps/s of one rank, from a run here or on `gpu`; 0: as measured here.
-        num_episodes: length of the training; 0: that of the run, or 5000.
-        total_steps: length in environment steps instead of episodes.
-        price_per_hour: price of one GPU; 0: the lowest list price of `gpu` in US dollars.
-        device: auto, cpu or cuda.
+        scaling: strong (batch sizes etc. are totals), weak (they are per rank) or both.
+        gpu: name of a GPU model to estimate for, instead of this machine.
+        sps: steps/s of one rank, from a run here or on `gpu`; 0: measure them here.
+        num_episodes: length of the training run; 0: the length of `run_dir`, else 5000.
+        total_steps: length of the training run in environment steps, not episodes.
+        price_per_hour: price of one GPU hour; 0: the lowest list price of `gpu` in US dollars.
+        device: device of the short runs: auto, cpu or cuda.
 
     Raises:
         UserError: wrong arguments, or flags that training refuses.
         ChildError: a short run failed, or its rate kept changing.
     """
-    # the job
+    # check the arguments and measure the job
     if min(gpus, default=0) < 1:
         raise UserError(f"--gpus must be numbers from 1, got {list(gpus)}")
     lengths = {"num_episodes": num_episodes, "total_steps": total_steps}
@@ -105,7 +105,7 @@ def estimate_training_speedup(
     job = MeasuredJob(job_flags, device, gpus, rate_is_known=bool(sps))
     env_steps = total_steps or num_episodes * steps_per_episode(job.records)
 
-    # the report
+    # make the report
     scalings = ("strong", "weak") if scaling == "both" else (scaling,)
     rows = _rows(job, scalings, card, sps, env_steps, price_per_hour)
     if card:
@@ -119,7 +119,10 @@ def estimate_training_speedup(
 
 
 def _job_of(run: RunDir, flags: Sequence[str]) -> dict[str, str]:
-    """Return the flags of a run by name; refuse modules that the user did not name."""
+    """Return the flags of a saved run by name.
+
+    Raise UserError if the run names Python modules that the user did not name as well.
+    """
     saved = run.flags()
     if not {"env", "core", "num_episodes", "total_steps"} <= saved.keys():
         raise UserError(f"{run.config_path} names no env, core and length: give flags instead")
@@ -131,7 +134,7 @@ def _job_of(run: RunDir, flags: Sequence[str]) -> dict[str, str]:
 
 
 def print_training_speedup_estimates(flags: Sequence[str] = (), **options: Any) -> None:
-    """Print the table of `estimate_training_speedup`, which takes the same arguments.
+    """Print the result of `estimate_training_speedup`, with the same arguments.
 
     print_training_speedup_estimates(["--env", "CartPole-v1"], gpus=[1, 2])
     """
@@ -149,21 +152,22 @@ def _rows(
     env_steps: float,
     usd_per_hour: float,
 ) -> list[dict[str, Any]]:
-    """Return a row for each number of ranks, on this machine or on cards.
+    """Return a row for each number of ranks, on this machine or on other cards.
 
     Args:
+        card: GPU model to estimate for; None: this machine.
         sps: steps/s of one rank; 0: as measured.
-        env_steps: length of the training; NaN: unknown.
+        env_steps: length of the training run in environment steps; NaN: unknown.
     """
     rows = []
-    baseline: Prediction | None = None  # the prediction for one rank, which comes first
-    slower = 1.0  # seconds at the given rate per measured second
+    baseline: Prediction | None = None  # the first prediction, which is for one rank
+    slower = 1.0  # time per step at the rate `sps`, divided by the measured time
     network = card.network if card else job.network()
-    # seconds on the card per second on one processor here
+    # time on the card divided by the time on one CPU thread or GPU of this machine
     ratio = _fp32_tflops(job.device_type) / card.fp32_tflops if card else 1.0
     for share in job.shares(scalings):
         work = share.work.scaled(1.0, share.processors * ratio) if card else share.work
-        crowding = 1.0 if card else share.crowding  # the ranks of cards do not share cores
+        crowding = 1.0 if card else share.crowding  # ranks on other cards share no cores
         if sps and not baseline:
             slower = work.env_steps / sps / work.seconds
         work = work.scaled(crowding * slower, crowding * slower)
@@ -171,7 +175,7 @@ def _rows(
         prediction = predict(work, share.ranks, talk_s * crowding)
         baseline = baseline or prediction
         row = {"scaling": share.scaling, "source": "estimate" if card else share.source}
-        # NaN is an unknown rate, and makes time and cost unknown
+        # NaN means that the rate is unknown, which makes time and cost NaN as well
         rate = prediction.steps_per_s if sps or not card else math.nan
         times = {"steps_per_s": rate, "iteration_s": prediction.env_steps / rate}
         times["hours"] = hours = env_steps / rate / 3600
@@ -182,7 +186,7 @@ def _rows(
 
 
 def _fp32_tflops(device_type: str) -> float:
-    """Measure the fp32 rate of one CPU thread, or of the GPU."""
+    """Measure the fp32 TFLOP/s of one CPU thread, or of the GPU."""
     matrix = torch.randn(768, 768, device=device_type)
     timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=1)
     return 2 * 768**3 / timer.timeit(8).median / 1e12
@@ -205,8 +209,8 @@ def _speedup(prediction: Prediction, baseline: Prediction) -> dict[str, Any]:
 
 
 def as_text(report: SpeedupReport) -> str:
-    """Return title, table, fixes and notes; columns of unknown values are omitted."""
-    # one rank has the same job with both ways of scaling
+    """Format a report as title, table, fixes and notes; omit columns without values."""
+    # With one rank, strong and weak scaling are the same job: show it once.
     first = report.rows[0]["scaling"]
     rows = [row for row in report.rows if row["gpus"] > 1 or row["scaling"] == first]
     columns = {

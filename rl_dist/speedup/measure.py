@@ -1,8 +1,9 @@
-"""Measure what the scaling model needs, without training on several ranks.
+"""Measure the inputs of the scaling model without training on several ranks.
 
-One rank trains the whole job for some seconds. Ranks that do nothing but reduce show the cost of a
-reduction. Copies of one rank's share then train side by side without communication: they compete
-for cores and memory as ranks do. `rl_dist.speedup.model` predicts the rest.
+First, one rank trains the whole job for some seconds. Then processes that only reduce gradients
+show the cost of a reduction. Finally, independent copies of one rank's share of the job train at
+the same time: like real ranks, they compete for cores and memory. `rl_dist.speedup.model` predicts
+the rest.
 """
 
 from __future__ import annotations
@@ -29,33 +30,34 @@ from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup.model import MODEL_ERROR, Link, Network, RankCost, fit_link, rank_cost
 
 logger = logging.getLogger(__name__)
-ENOUGH_S = 12.0  # seconds on one rank after which two iterations are enough
-FIT_FACTORS = (1 / 64, 4)  # sizes relative to the gradient, to separate latency from bandwidth
+ENOUGH_S = 12.0  # after this time, two iterations of the one rank are enough
+# Time reductions of these sizes, relative to the gradient, to separate latency from bandwidth.
+FIT_FACTORS = (1 / 64, 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The work of one of several ranks that share a job."""
+    """The work of one rank when several ranks share a job."""
 
     ranks: int
-    scaling: str  # strong: the job's sizes are totals; weak: they are per rank
-    work: RankCost  # cost of a rank if there are enough cores
-    processors: int  # CPU threads of a rank, or 1 GPU
-    crowding: float  # factor by which missing cores slow the ranks down
+    scaling: str  # strong: num_envs and batch_size are totals; weak: they are per rank
+    work: RankCost  # cost of one rank if the machine has enough cores
+    processors: int  # CPU threads of a rank; 1 on a GPU
+    crowding: float  # slowdown factor if the ranks need more cores than there are
     source: str  # "measured": a copy ran for each rank; "modelled": fewer copies ran
 
 
 class MeasuredJob:
-    """A job that one rank of this machine has trained for some seconds.
+    """Measurements of a job, which one rank of this machine trains for some seconds.
 
     Args:
         flags: flags of the training script.
-        gpus: numbers of ranks to measure besides 1.
-        rate_is_known: accept a rate that keeps changing.
+        gpus: numbers of ranks to measure, in addition to 1.
+        rate_is_known: accept measured steps/s that keep changing.
 
     Raises:
-        UserError: flags that training refuses.
-        ChildError: a short run or a reduction failed, or the rate keeps changing.
+        UserError: training does not accept the flags.
+        ChildError: a short run or a reduction failed, or the steps/s keep changing.
     """
 
     def __init__(
@@ -88,13 +90,14 @@ class MeasuredJob:
         self.numbers = sorted({1, *gpus})
         most_ranks = self.numbers[-1]
         self.most_copies = min(most_ranks, self.cores if self.on_cpu else torch.cuda.device_count())
-        self.ranks_here = most_ranks if self.on_cpu else self.most_copies  # on one machine
+        # number of ranks in one machine
+        self.ranks_here = most_ranks if self.on_cpu else self.most_copies
         self.notes: list[str] = []
-        # measured costs, by the divisor of the sizes, threads and copies
+        # measured costs; the key is (divisor of the sizes, threads, copies)
         self._works = {(1, self.threads, 1): work}
 
     def network(self) -> Network:
-        """Measure reductions between ranks of this machine."""
+        """Time reductions between ranks of this machine and fit a network model."""
         if self.ranks_here == 1:
             return Network(Link(), 1)
         ranks = max(2, self.most_copies)
@@ -104,10 +107,10 @@ class MeasuredJob:
         return Network(fit_link(ranks, seconds), self.ranks_here)
 
     def shares(self, scalings: Sequence[str]) -> Iterator[Share]:
-        """Yield the work of one of N ranks, for each way of scaling and each N.
+        """Measure and yield one rank's work for each scaling and each number of ranks.
 
-        Copies of the share train side by side, at most one for each core or GPU. If the sizes of
-        the job do not divide over N ranks, a note says so.
+        Copies of the rank's share train at the same time, at most one per core or GPU. If the
+        job's sizes are not divisible by a number of ranks, skip this number and add a note.
         """
         for scaling, ranks in itertools.product(scalings, self.numbers):
             divisor = ranks if scaling == "strong" else 1

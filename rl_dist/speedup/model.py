@@ -1,12 +1,12 @@
-"""Predict the duration of an iteration on N ranks, without measuring anything.
+"""Predict the duration of an iteration on N ranks; this module measures nothing.
 
     iteration = rollouts + update + reductions of gradients + small collectives
                 + expected wait for the slowest rank
 
-Ranks meet after the rollout and in every gradient step, and wait there for the slowest one. The
-times of a rank are means, measured with the sizes, threads and neighbours that it has among N
-ranks. Their variation is assumed to be normal and independent between ranks. The time of a
-reduction follows from latency and bandwidth.
+Ranks synchronise after the rollout and in every gradient step, and wait there for the slowest rank.
+The times of a rank are means, measured with the same sizes and threads, and with the same number of
+processes on the machine, as in a run on N ranks. Their variation is assumed to be normal and
+independent between ranks. The time of a reduction follows from latency and bandwidth.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist, fmean, harmonic_mean, median, stdev
 from typing import Any
 
-MODEL_ERROR = 0.1  # assumed standard error of an iteration that was not measured, as a share
-SMALL_COLLECTIVES = 3  # sums and gathers of an iteration, besides its gradients
-# For each part of an iteration: its name as a loss of time, and the fix.
+MODEL_ERROR = 0.1  # assumed relative standard error of an iteration that was not measured
+SMALL_COLLECTIVES = 3  # collectives per iteration that do not reduce gradients
+# For each part of an iteration: its name in the column "lost most in", and how to reduce the loss.
 LOSSES = {
     "rollouts": (
         "rollouts",
@@ -31,7 +31,7 @@ LOSSES = {
     "communication": ("reducing gradients", "raise --batch_size, or use a faster link"),
     "waiting": ("waiting for the slowest", "raise --num_steps, or level out environments"),
 }
-WARM_UP, LATEST = 2, 200  # an audit omits the first iterations, and compares the latest ones
+WARM_UP, LATEST = 2, 200  # an audit omits the first 2 iterations and uses at most the last 200
 
 
 # ---- the work of one rank
@@ -39,23 +39,23 @@ WARM_UP, LATEST = 2, 200  # an audit omits the first iterations, and compares th
 
 @dataclass(frozen=True, kw_only=True)
 class RankCost:
-    """Seconds of one rank's iteration, without waiting for other ranks."""
+    """The cost of one rank's iteration, without waiting for other ranks."""
 
-    env_steps: int  # this rank's
+    env_steps: int  # environment steps of this rank
     gradient_steps: int
     collect_s: float
-    update_s: float  # everything after the rollout
+    update_s: float  # time of everything after the rollout
     collect_spread_s: float = 0.0  # standard deviation over iterations and ranks
-    update_spread_s: float = 0.0  # the same, added up over the steps in which ranks meet
-    relative_error: float = 0.0  # standard error of the seconds of an iteration, as a share
+    update_spread_s: float = 0.0  # the same for the update, summed over its gradient steps
+    relative_error: float = 0.0  # standard error of the iteration time, as a fraction of it
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of the whole iteration of a rank alone."""
+        """Return the seconds of a whole iteration without waiting for other ranks."""
         return self.collect_s + self.update_s
 
     def scaled(self, collect: float, update: float) -> RankCost:
-        """Return the cost with the times of rollout and update multiplied by factors."""
+        """Return the cost with rollout and update times multiplied by these factors."""
         return replace(
             self,
             collect_s=self.collect_s * collect,
@@ -66,12 +66,13 @@ class RankCost:
 
 
 def rank_cost(records: Sequence[Mapping[str, Any]]) -> RankCost:
-    """Return the cost of one rank: means over iterations and ranks.
+    """Return the cost of one rank as means over iterations and ranks.
 
-    The cores of a shared host alternate between two speeds, and a median would show only one.
+    Means, because the cores of a shared host alternate between two speeds, and a median would show
+    only one of them.
 
     Args:
-        records: lines of metrics.jsonl, from one or several trainings with the same sizes.
+        records: lines of metrics.jsonl from one or more training runs with the same sizes.
     """
     entries = [entry for record in records for entry in record["ranks"]]
     collect_s = [entry["time/collect_s"] for entry in entries]
@@ -86,7 +87,7 @@ def rank_cost(records: Sequence[Mapping[str, Any]]) -> RankCost:
         collect_s=fmean(collect_s),
         update_s=fmean(update_s),
         collect_spread_s=_spread(collect_s),
-        # single steps vary, or whole updates are slow or fast: the larger variation counts
+        # Either single steps vary, or whole updates do. Use the larger of the two variations.
         update_spread_s=max(steps * step_spread_s, _spread(update_s)),
         relative_error=error_s / fmean(iteration_s),
     )
@@ -97,14 +98,15 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def steps_per_iteration(records: Sequence[Mapping[str, Any]]) -> float:
-    """Return the environment steps of all ranks in an iteration."""
+    """Return the environment steps per iteration, summed over all ranks."""
     return records[0]["global_step"] / records[0]["iteration"]
 
 
 def steps_per_episode(records: Sequence[Mapping[str, Any]]) -> float:
-    """Return the environment steps per ended episode; NaN if none ended.
+    """Return the environment steps per episode that ended; NaN if none ended.
 
-    The mean length of ended episodes would be too short: the long ones have not ended yet.
+    The mean length of the episodes that ended would be too short, because long episodes are still
+    running.
     """
     episodes = sum(record["episode/count"] for record in records)
     return len(records) * steps_per_iteration(records) / episodes if episodes else math.nan
@@ -115,17 +117,17 @@ def steps_per_episode(records: Sequence[Mapping[str, Any]]) -> float:
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between ranks: seconds at the start and per hop, bytes per second."""
+    """A connection between ranks: start-up latency, latency per hop, and bandwidth."""
 
     base_s: float = 0.0
     hop_s: float = 0.0
     bytes_per_s: float = math.inf
 
     def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
-        """Return the seconds of a sum over ranks by the faster one of a ring and a tree.
+        """Return the seconds of an all-reduce with the faster algorithm, ring or tree.
 
         Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
-            MPICH" (2005); NCCL chooses likewise:
+            MPICH" (2005); NCCL chooses in the same way:
             https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc
         """
         if ranks <= 1:
@@ -137,70 +139,73 @@ class Link:
 
 
 def fit_link(ranks: int, measured_s: Mapping[int, float]) -> Link:
-    """Return the link that explains the smallest and the largest all-reduce.
+    """Fit a link to the measured times of the smallest and the largest all-reduce.
 
     Args:
-        measured_s: seconds of all-reduces, by their bytes.
+        ranks: number of ranks that took part in the measured all-reduces.
+        measured_s: seconds of an all-reduce for each number of bytes.
     """
     small, large = min(measured_s), max(measured_s)
-    # noise may make the slope or the rest negative
+    # measurement noise can make the slope or the latency negative
     byte_s = max(1e-15, (measured_s[large] - measured_s[small]) / (large - small))
-    latency_s = max(0.0, measured_s[small] - small * byte_s)  # a tree's latency, see `all_reduce_s`
+    # latency of the tree algorithm, see `all_reduce_s`
+    latency_s = max(0.0, measured_s[small] - small * byte_s)
     hop_s = latency_s / (2 * math.ceil(math.log2(ranks)))
     return Link(hop_s=hop_s, bytes_per_s=2.0 * (ranks - 1) / ranks / byte_s)
 
 
-# Latencies are NCCL's constants: 8.4 us at the start, 4.0 us per hop of NVLink, 14 us per hop of a
-# network (https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc, copied in
-# torch/_inductor/comm_analysis.py). Bandwidths are four fifths of the nominal rate per direction,
-# unless a source is named.
+# Latencies are NCCL's constants: 8.4 us at the start, 4.0 us per NVLink hop, 14 us per network hop
+# (https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc, copied in
+# torch/_inductor/comm_analysis.py). Bandwidths are 80 % of the nominal rate per direction, except
+# where a source is named.
 BASE_S, NVLINK_HOP_S = 8.4e-6, 4.0e-6
-NETWORK = Link(BASE_S, 14e-6, 0.8 * 50e9)  # InfiniBand NDR: 400 Gbit/s for each GPU
+NETWORK = Link(BASE_S, 14e-6, 0.8 * 50e9)  # InfiniBand NDR with 400 Gbit/s per GPU
 
 
 @dataclass(frozen=True)
 class Network:
     """The connections between all ranks."""
 
-    inside: Link  # between the ranks of a machine
+    inside: Link  # between ranks in the same machine
     ranks_per_machine: int = 8
-    between: Link = NETWORK  # between machines; each rank has one
+    between: Link = NETWORK  # between machines; each rank has its own link
 
     def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
-        """Return the seconds of sums within machines, then between machines."""
+        """Return the seconds of an all-reduce within machines, then between machines."""
         local_ranks = min(ranks, self.ranks_per_machine)
         machines = math.ceil(ranks / self.ranks_per_machine)
         inside_s = self.inside.all_reduce_s(num_bytes, local_ranks)
         return inside_s + self.between.all_reduce_s(num_bytes / local_ranks, machines)
 
     def iteration_s(self, gradient_steps: int, gradient_bytes: int, ranks: int) -> float:
-        """Return the seconds of all communication of an iteration, without waiting."""
+        """Return an iteration's communication time in seconds, without waiting."""
         gradients_s = gradient_steps * self.all_reduce_s(gradient_bytes, ranks)
         return gradients_s + SMALL_COLLECTIVES * self.all_reduce_s(64, ranks)
 
 
-# ---- cards that are not in this machine
+# ---- GPU models that this machine may not have
 
 
 @dataclass(frozen=True)
 class Card:
-    """One kind of GPU: data-sheet rates and a list price."""
+    """A GPU model: rates from its data sheet and a list price."""
 
-    fp32_tflops: float  # peak, without sparsity
+    fp32_tflops: float  # peak rate without sparsity
     network: Network
-    usd_per_hour: float  # the lowest price that was found
+    usd_per_hour: float  # lowest list price that we found
 
 
-# Rates with a source were checked there in November 2026; the others are from memory. Prices are
-# from the pages of providers, August to November 2026.
+# Rates with a source were checked there in November 2026; rates without a source are from memory.
+# Prices come from the web pages of cloud providers, August to November 2026.
 CARDS = {
-    # NVLink 3, 600 GB/s both ways; https://hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200
+    # NVLink 3, 600 GB/s in both directions together;
+    # https://hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200
     "A100": Card(19.5, Network(Link(BASE_S, NVLINK_HOP_S, 0.8 * 300e9)), 1.39),
     # NVLink 4, 900 GB/s; https://glennklockwood.com/garden/processors/h100
     "H100 SXM": Card(67, Network(Link(BASE_S, NVLINK_HOP_S, 0.8 * 450e9)), 2.40),
     # NVLink 5, 1800 GB/s
     "B200": Card(75, Network(Link(BASE_S, NVLINK_HOP_S, 0.8 * 900e9)), 5.00),
-    # PCIe 4 through the host, without peer access: 10 GB/s in torch/_inductor/comm_analysis.py
+    # PCIe 4 through the host without peer access: 10 GB/s, from torch/_inductor/comm_analysis.py
     # https://www.grafikkarten.com/de/news/nvidia-rtx-6000-grafikkarte-der-ada-generation
     "RTX 4090": Card(82.6, Network(Link(15e-6, 10e-6, 10e9)), 0.29),
 }
@@ -211,26 +216,26 @@ CARDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One iteration on several ranks."""
+    """The predicted times of one iteration on several ranks."""
 
     ranks: int
-    env_steps: int  # total over all ranks
-    parts_s: dict[str, float]  # seconds of each part, by the names of LOSSES
-    relative_error: float  # standard error, as a share
+    env_steps: int  # environment steps of all ranks together
+    parts_s: dict[str, float]  # seconds of each part; the keys are those of LOSSES
+    relative_error: float  # standard error of the iteration time, as a fraction of it
 
     @property
     def iteration_s(self) -> float:
-        """Return the seconds of all parts."""
+        """Return the seconds of the whole iteration."""
         return sum(self.parts_s.values())
 
     @property
     def steps_per_s(self) -> float:
-        """Return the environment steps of all ranks per second."""
+        """Return the environment steps per second of all ranks together."""
         return self.env_steps / self.iteration_s
 
 
 def predict(work: RankCost, ranks: int, communication_s: float) -> Prediction:
-    """Predict an iteration of a number of ranks that have this work each."""
+    """Predict an iteration on `ranks` ranks that each do the same work."""
     spread_s = work.collect_spread_s + work.update_spread_s
     return Prediction(
         ranks=ranks,
@@ -246,18 +251,22 @@ def predict(work: RankCost, ranks: int, communication_s: float) -> Prediction:
 
 
 def expected_maximum(count: int) -> float:
-    """Return the expected maximum of independent standard normal numbers.
+    """Return the expected maximum of `count` independent standard normal numbers.
 
-    Tukey's plotting position is within 1.4 % of the exact integral for 2 to 256 numbers.
+    This is Tukey's plotting-position formula, which is within 1.4 % of the exact integral for 2 to
+    256 numbers.
     """
     return NormalDist().inv_cdf((count - 1 / 3) / (count + 1 / 3))
 
 
 def bottleneck(baseline: Prediction, many: Prediction) -> tuple[str, str]:
-    """Return where N ranks lose most time, and the fix; "" if they lose below 10 %."""
+    """Return where several ranks lose most time, and how to reduce the loss.
+
+    Both texts are empty if the ranks lose less than 10 % to perfect scaling.
+    """
     if many.steps_per_s > 0.9 * many.ranks * baseline.steps_per_s:
         return "", ""
-    # share of the baseline's work that each rank would do with perfect scaling
+    # fraction of the work of the one-rank baseline that each rank does
     share = many.env_steps / many.ranks / baseline.env_steps
     lost_s = {name: many.parts_s[name] - baseline.parts_s[name] * share for name in LOSSES}
     worst = max(LOSSES, key=lambda name: lost_s[name])
@@ -269,12 +278,13 @@ def bottleneck(baseline: Prediction, many: Prediction) -> tuple[str, str]:
 
 
 def audit(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Compare predicted and measured steps/s; None for one rank or few iterations.
+    """Compare the run's steps/s with the model; None for one rank or few iterations.
 
-    The model predicts from figures of the run: the times of the ranks, their variation, and the
-    duration of a reduction once all ranks have arrived. The difference is the error of the model.
+    The prediction uses the run's own measurements: the times of its ranks, their variation, and the
+    duration of a reduction after all ranks have arrived. Its difference from the measured steps/s
+    is the error of the model.
     """
-    # metrics that other programs wrote may lack some figures
+    # Records that another program wrote may lack some values.
     with suppress(LookupError, TypeError, ValueError, ArithmeticError):
         ranks = len(records[-1]["ranks"])
         same = [record for record in records if len(record["ranks"]) == ranks][WARM_UP:][-LATEST:]
@@ -285,7 +295,7 @@ def audit(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 def _compare(records: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, Any]:
     work = rank_cost(records)
-    # the rank that arrives last at a reduction waits for the transfer only
+    # The last rank to arrive at a reduction waits only for the transfer, so take the minimum.
     reductions = [min(entry["time/reduction_s"] for entry in record["ranks"]) for record in records]
     gradients_s = work.gradient_steps * median(reductions)
     small_s = min(record["time/sync_s"] for record in records)
@@ -302,7 +312,7 @@ def _compare(records: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, Any]
 
 
 def describe(scaling: Mapping[str, Any]) -> str:
-    """Return an audit in one line."""
+    """Format the result of `audit` as one line."""
     return (
         "scaling: {ranks} ranks trained {measured_steps_per_s:,.0f} steps/s; from their times the "
         "model of rl_dist.speedup predicts {predicted_steps_per_s:,.0f} ({error:+.1%}); each rank "

@@ -1,1 +1,1 @@
-"""Strategies to train a module on several ranks, and its precision."""
+"""Train a module on several ranks: parallel strategies and number precisions."""

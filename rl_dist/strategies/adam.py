@@ -1,4 +1,4 @@
-"""Adam without torch.compile, and steps that a flag on the device allows."""
+"""Adam that does not load torch.compile, and steps that a GPU flag can skip."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 
 class EagerAdam(torch.optim.Adam):
-    """Adam that does not load torch.compile, which takes as long as loading torch.
+    """Adam that does not load torch.compile, to start faster.
 
-    Torch wraps these methods so that they are never compiled, and the wrappers load the compiler.
-    The numbers are the same.
+    Loading torch.compile takes as long as loading torch itself. Torch wraps the methods below to
+    exclude them from compilation, and the wrappers load the compiler. The results are the same
+    without the wrappers.
     """
 
     add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
@@ -25,10 +26,13 @@ class EagerAdam(torch.optim.Adam):
 
 
 def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Step if the flag [] is True; torch's fused optimizers read it on the GPU."""
+    """Step the optimizer if the scalar tensor `finite` is True.
+
+    Torch's fused optimizers read the flag on the GPU, so the CPU does not wait for it.
+    """
     fused: Any = optimizer
     if finite.device.type == "cuda" and getattr(fused, "_step_supports_amp_scaling", False):
-        # torch.amp.GradScaler does the same
+        # torch.amp.GradScaler passes its flag the same way
         fused.grad_scale, fused.found_inf = None, (~finite).float()
         fused.step()
         del fused.grad_scale, fused.found_inf
@@ -37,12 +41,15 @@ def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_adam(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Adam:
-    """Return an Adam that steps all parameters in one kernel."""
+    """Return an Adam optimizer that updates all parameters in one kernel."""
     return EagerAdam(parameters, lr=lr, eps=1e-5, fused=True)
 
 
 def keep_options(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved state with the options of `optimizer`, such as its `eps`."""
+    """Return the saved `state` with its options replaced by those of `optimizer`.
+
+    Options are, for example, the learning rate and `eps`.
+    """
     saved = state["param_groups"][0]
     options = optimizer.param_groups[0]
     return state | {"param_groups": [options | {"params": saved["params"]}]}

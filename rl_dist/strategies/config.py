@@ -1,4 +1,4 @@
-"""Options of a strategy, and checks that the hardware allows them."""
+"""Define the settings of a strategy, and check that the hardware supports them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Compression = Literal["none", "bf16"]
 
 @configuration
 class StrategyConfig:
-    """Settings to train one module on several ranks: StrategyConfig(mode="ddp")."""
+    """Settings for training one module on several ranks: StrategyConfig(mode="ddp")."""
 
     mode: Mode = "default"
     """none: one rank only; dp: one process, several GPUs; ddp; hybrid: see sharded.py; default:
@@ -37,17 +37,18 @@ class StrategyConfig:
 
     @property
     def pipelined(self) -> bool:
-        """Return True if ranks train in pairs, one stage each."""
+        """Return True if ranks train in pairs and each rank of a pair runs one stage."""
         return self.mode == "hybrid" and self.hybrid_form == "pipeline"
 
 
 def check_strategy(
     config: StrategyConfig, ranks: int, device_type: str = "cpu", num_devices: int = 0
 ) -> str:
-    """Return the mode for this hardware, never "default"; refuse what cannot work.
+    """Resolve mode "default"; raise UserError if the settings cannot work here.
 
     Args:
         ranks: number of ranks.
+        device_type: "cpu" or "cuda".
         num_devices: number of GPUs for mode dp.
     """
     mode = config.mode
@@ -55,7 +56,7 @@ def check_strategy(
         mode = "ddp" if ranks > 1 else "none"
     uses_ddp = mode == "ddp" or (mode == "auto" and ranks > 1)
     compression = config.gradient_compression
-    # each rule: if it is broken, the problem, the fix
+    # each rule: whether it is broken, the problem, how to fix it
     rules = (
         (mode in ("none", "dp") and ranks > 1,
          f"strategy {mode} works in one process, got {ranks} ranks", "use --strategy ddp"),
@@ -81,7 +82,10 @@ def check_strategy(
 
 
 def resolve_shard_size(shard_size: int, num_ranks: int) -> int:
-    """Return the number of ranks that share one copy; 0 means those of this machine."""
+    """Return the number of ranks that share one copy of the optimizer state.
+
+    A `shard_size` of 0 means all ranks of this machine.
+    """
     if num_ranks == 1:
         raise UserError("strategy hybrid needs several ranks, got 1: use --strategy none")
     size = shard_size or int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))

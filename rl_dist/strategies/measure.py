@@ -1,9 +1,9 @@
-"""Try some settings and choose the fastest; all ranks choose the same.
+"""Time several settings and choose the fastest; all ranks make the same choice.
 
     candidates = [Candidate("fp32", steps_in_fp32), Candidate("bf16", steps_in_bf16)]
     best, results = fastest(candidates, world)
 
-This chooses strategy, precision, batch size and the number of environment workers.
+Training uses it to choose its strategy, precision, batch size and number of environment workers.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from rl_dist.machine import clear_gpu_memory
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import CollectiveError, World
 
-STEPS = 4  # timed in each of two turns
-HEADROOM = 0.9  # share of the memory that a batch size may take
-TOLERANCE = 1.05  # a simpler setting may take this many times as long as the fastest one
-PATIENCE = 2  # number of sizes without gain after which no larger size is tried
-LONGEST_STEP_S = 10.0  # no larger size is tried once a step takes this long
+STEPS = 4  # timed steps in each of the two turns
+HEADROOM = 0.9  # fraction of the memory that a batch may use
+TOLERANCE = 1.05  # choose the first setting whose time is at most this factor times the shortest
+PATIENCE = 2  # stop after this many sizes in a row that bring no gain
+LONGEST_STEP_S = 10.0  # try no larger size once a step takes this long
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting, and steps that use it.
+    """A setting to try, and an iterator of training steps that use the setting.
 
-    The first `next` of `steps` does what this rank can do alone; it raises if the setting does not
-    work or does not fit into memory. Each later `next` takes a step together with the other ranks.
-    Closing the iterator frees its memory.
+    The first `next` runs the part of a step that this rank can do alone; it raises an error if the
+    setting does not work or does not fit into memory. Each later `next` takes a step together with
+    the other ranks. Closing the iterator frees its memory.
     """
 
     name: str
     steps: Callable[[], Iterator[None]]
-    samples: float = 1.0  # number in a step; times are compared per sample
+    samples: float = 1.0  # samples in one step; times are compared per sample
 
 
 @dataclass(frozen=True)
 class Result:
-    """The measured time or the problem of a candidate, the same on all ranks."""
+    """The measured time of a candidate, or why it failed; the same on all ranks."""
 
     name: str
-    seconds: float = math.inf  # per sample, on the slowest rank
+    seconds: float = math.inf  # time per sample on the slowest rank
     problem: str = ""
 
     def __str__(self) -> str:
@@ -64,19 +64,21 @@ def fastest(
     tolerance: float = TOLERANCE,
     growing: bool = False,
 ) -> tuple[Result | None, list[Result]]:
-    """Return the first candidate about as fast as the fastest one; all ranks call.
+    """Return the first candidate that is about as fast as the fastest one.
 
-    Each candidate has the memory to itself. Candidates that work run again in a second turn; the
-    better time counts, because other load on the machine only slows them down. Torch's random
-    numbers continue as if nothing had been tried.
+    Every rank must call this. Candidates run one after another, so each one has all memory to
+    itself. Candidates that work run again in a second turn, and the shorter time counts, because
+    other load on the machine only makes times longer. The state of torch's random generators is
+    restored afterwards.
 
     Args:
-        tolerance: a candidate may take this many times as long as the fastest one.
-        growing: candidates are ascending sizes; the first one that does not work, takes long, or
-            brings no gain ends the trials.
+        tolerance: the chosen candidate may take this many times as long as the fastest one.
+        growing: the candidates are increasing sizes; stop trying at the first size that fails or
+            takes too long, or once PATIENCE sizes in a row bring no gain.
 
     Returns:
-        The result of the chosen candidate, or None if none works on all ranks; and all results.
+        The result of the chosen candidate, or None if no candidate works on all ranks; and the
+        results of all candidates.
     """
     phase = world.doing.phase
     results: dict[Candidate, Result] = {}
@@ -97,7 +99,7 @@ def fastest(
 
 
 def _pays_to_grow(results: list[Result], samples: float) -> bool:
-    """Return True if a size above the last one may be faster per sample."""
+    """Return True if a size larger than the last one may be faster per sample."""
     last = results[-1]
     if last.problem or last.seconds * samples > LONGEST_STEP_S:
         return False
@@ -107,19 +109,20 @@ def _pays_to_grow(results: list[Result], samples: float) -> bool:
 
 
 def measure(candidate: Candidate, world: World) -> Result:
-    """Try a candidate on all ranks together, and free its memory.
+    """Time a candidate on all ranks together, then free its memory.
 
-    If a step fails on one rank while the others wait for it inside the step, they wait until the
-    watchdog ends the job.
+    If a step fails on one rank while the other ranks are waiting for that rank inside the step,
+    they wait until the watchdog ends the job.
 
     Raises:
-        CollectiveError: the ranks lost each other, and cannot agree on a result.
+        CollectiveError: the ranks lost their connection, so they cannot agree on a result.
     """
     world.set_phase(f"trial of {candidate.name}")
     steps = candidate.steps()
     seconds: list[float] = []
     problem = ""
-    for _ in range(2 + STEPS):  # the step alone, the first one together, then those that count
+    # one step of this rank alone, one untimed step with all ranks, then STEPS timed steps
+    for _ in range(2 + STEPS):
         started = time.perf_counter()
         local_problem = ""
         try:
@@ -128,7 +131,7 @@ def measure(candidate: Candidate, world: World) -> Result:
                 torch.cuda.synchronize(world.device)
         except CollectiveError:
             raise
-        # torch raises RuntimeError if memory runs out
+        # torch raises a RuntimeError when memory runs out
         except (RuntimeError, ValueError, MemoryError) as error:
             local_problem = one_line(error, named=False)
             logger.info("trial failed: %s", local_problem)
@@ -138,7 +141,7 @@ def measure(candidate: Candidate, world: World) -> Result:
         problem = next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), "")
         if problem:
             break
-    steps = iter(())  # the next candidate needs the memory of this one
+    steps = iter(())  # release the steps: the next candidate needs their memory
     clear_gpu_memory()
     if problem:
         return Result(candidate.name, problem=problem)
@@ -149,7 +152,7 @@ def measure(candidate: Candidate, world: World) -> Result:
 
 
 def doublings(sizes: Iterable[int]) -> Iterator[int]:
-    """Yield the first size, then always the next one at least twice as large."""
+    """Yield the first size, then each size at least twice the last yielded one."""
     last = 0
     for size in sizes:
         if size >= 2 * last:
@@ -160,7 +163,7 @@ def doublings(sizes: Iterable[int]) -> Iterator[int]:
 def fastest_batch_size(
     try_step: Callable[[int], object], sizes: Iterable[int], world: World | None = None
 ) -> int:
-    """Return the smallest batch size that fits in memory and is about as fast as any.
+    """Return the smallest batch size that is about as fast as the fastest one.
 
         def try_step(size):  # forward, backward, optimizer on `size` samples; no collective calls
             optimizer.zero_grad()
@@ -169,18 +172,19 @@ def fastest_batch_size(
 
         size = fastest_batch_size(try_step, range(8, 65_537, 8))
 
-    Sizes are doubled until one does not fit with a tenth of the memory to spare, or brings no gain.
-    With a `world`, all ranks call together and get the same answer; the slowest rank and the rank
-    with the least memory decide. `try_step` takes real steps, so give it a copy of the model that
-    is not wrapped for distributed training.
+    The size doubles until a batch no longer fits while a tenth of the memory stays free, or until
+    larger batches bring no gain. With a `world`, every rank must call this, and all ranks get the
+    same answer; the slowest rank and the rank with the least memory decide. `try_step` changes the
+    model, so give it a copy that is not wrapped for distributed training.
 
     Args:
-        try_step: takes a step with a number of samples; no collective calls.
-        sizes: allowed numbers of samples of one rank, ascending, such as a range.
-        world: the ranks that choose together; None: this process alone.
+        try_step: takes one training step with the given number of samples, without collective
+            calls.
+        sizes: allowed batch sizes of one rank in ascending order, such as a range.
+        world: the ranks that choose together; None: this process chooses alone.
 
     Raises:
-        UserError: not even the first size works.
+        UserError: even the first size does not work.
     """
     if world is None:
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")

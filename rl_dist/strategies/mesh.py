@@ -1,4 +1,4 @@
-"""Device meshes; their groups wait as long as the world's group does."""
+"""Create device meshes whose groups have the same timeout as the world's group."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _numbers = count()
 
 
 def make_mesh(world: World, shape: tuple[int, int]) -> DeviceMesh:
-    """Return a mesh over all ranks with a group for each axis; all ranks call.
+    """Return a mesh over all ranks with one process group for each axis.
 
-    The groups that torch makes for a mesh give up after 10 minutes over NCCL and 30 over gloo,
-    whatever `--collective_timeout` says; here only the watchdog decides. No two meshes have equal
-    names of axes: DTensor treats meshes that compare equal as one mesh, and would use the closed
-    groups of an earlier one.
+    Every rank must call this. The groups that torch creates for a mesh time out after 10 minutes
+    with NCCL and 30 minutes with gloo, regardless of `--collective_timeout`; the groups created
+    here leave the timeout to the watchdog. Each mesh gets new axis names: DTensor treats meshes
+    that compare equal as the same mesh, and would use the closed groups of an earlier mesh.
     """
     ranks = torch.arange(world.size).reshape(shape)
     groups_of_rank: list[dist.ProcessGroup] = []
-    for lines in (ranks.T, ranks):  # along the first axis, then along the second
+    for lines in (ranks.T, ranks):  # groups along the first axis, then along the second
         for members in lines.tolist():
             group = dist.new_group(members, timeout=GROUP_TIMEOUT)
             if world.rank in members:
@@ -36,7 +36,7 @@ def make_mesh(world: World, shape: tuple[int, int]) -> DeviceMesh:
 
 
 def close_mesh(mesh: DeviceMesh) -> None:
-    """Close the mesh's groups, if the world is still open; all ranks call."""
+    """Close the mesh's groups if the world is still open; every rank must call this."""
     if dist.is_initialized():
         for group in mesh.get_all_groups():
             destroy_group(group)

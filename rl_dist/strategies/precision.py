@@ -1,7 +1,8 @@
-"""Precisions: types of parameters and of matrix products, autocast, TF32.
+"""Apply a precision: dtypes of parameters and matrix products, autocast, TF32.
 
-Parameters, optimizer, losses and statistics are fp32, or fp64 in precision fp64. bf16 and fp16 use
-torch's autocast. fp16 also needs a loss scale, because gradients below 6e-8 would become zero.
+Parameters, optimizer state, losses and statistics are fp64 with precision fp64, and fp32 with all
+others. bf16 and fp16 use torch's autocast. fp16 also needs a loss scale, because gradients below
+6e-8 would become zero.
 """
 
 from __future__ import annotations
@@ -15,29 +16,29 @@ import torch
 
 from rl_dist.errors import UserError
 
-# auto: fp32, unless the training has measured and chosen bf16
+# auto: fp32, unless training timed bf16 and chose it
 Precision = Literal["auto", "fp32", "fp64", "tf32", "bf16", "fp16"]
 
 
 def parameter_dtype(precision: str) -> torch.dtype:
-    """Return the type of parameters and of all numbers outside autocast."""
+    """Return the dtype of parameters and of all numbers outside autocast."""
     return torch.float64 if precision == "fp64" else torch.float32
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
-    """Return the type of matrix products; None: that of the parameters."""
+    """Return the dtype of matrix products; None means the parameters' dtype."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
 
 def check_precision(precision: str, device_type: str) -> None:
-    """Refuse a precision that the device does not support."""
+    """Raise UserError if the device does not support the precision."""
     if precision == "tf32" and device_type == "cpu":
         raise UserError(
             "precision tf32 is a mode of NVIDIA GPUs and does nothing on a CPU: use fp32"
         )
     if precision in ("tf32", "bf16") and device_type == "cuda" and torch.version.cuda:
         major, minor = torch.cuda.get_device_capability()
-        if major < 8:  # no tensor cores for TF32 and bf16
+        if major < 8:  # has no tensor cores for TF32 and bf16
             raise UserError(
                 f"precision {precision} needs compute capability 8.0, "
                 f"{torch.cuda.get_device_name()} has {major}.{minor}: use fp16"
@@ -45,9 +46,9 @@ def check_precision(precision: str, device_type: str) -> None:
 
 
 def set_tf32(precision: str) -> None:
-    """Round the products of fp32 numbers to TF32 in precision tf32 only.
+    """Allow TF32 rounding in fp32 matrix products only with precision tf32.
 
-    By default torch lets cuDNN round, and with it LSTMs.
+    By default, torch lets cuDNN use TF32, which affects LSTMs.
     """
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
@@ -55,9 +56,9 @@ def set_tf32(precision: str) -> None:
 
 @contextmanager
 def autocast(dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
-    """Compute matrix products inside in `dtype`; None changes nothing.
+    """Compute matrix products inside the block in `dtype`; None changes nothing.
 
-    If oneDNN has no LSTM of that type for this CPU, a slow one without oneDNN runs instead.
+    If oneDNN has no LSTM for this dtype on this CPU, torch's slower LSTM without oneDNN runs.
     """
     if dtype is None:
         yield
@@ -76,19 +77,20 @@ def autocast(dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
 def weights_cast_once(
     dtype: torch.dtype | None, device: torch.device
 ) -> AbstractContextManager[object]:
-    """Let all `autocast` inside share their casts of weights, which must not change.
+    """Cast each weight only once for all `autocast` blocks inside this context.
 
-    torch keeps casts until the outermost autocast ends. The one returned here only keeps them and
-    casts nothing itself.
+    The weights must not change inside the context. Torch caches the casts until the outermost
+    autocast context ends. The context returned here is only that outermost one: it keeps the cache
+    alive and casts nothing itself.
     """
     return nullcontext() if dtype is None else torch.autocast(device.type, enabled=False)
 
 
 @lru_cache
 def _onednn_has_lstm(dtype: torch.dtype) -> bool:
-    """Return True if an LSTM of this type runs on this CPU.
+    """Return True if oneDNN's LSTM works with this dtype on this CPU.
 
-    torch calls that of oneDNN on any CPU, and it may fail.
+    Torch calls oneDNN's LSTM on every CPU, even where it raises an error.
     """
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", dtype=dtype):
         try:

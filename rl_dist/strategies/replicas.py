@@ -1,7 +1,7 @@
-"""Replicas of a module: DistributedDataParallel and DataParallel.
+"""Train replicas of a module with DistributedDataParallel or DataParallel.
 
-This module uses private parts of torch, which were checked with torch 2.11, 2.12 and 2.13.
-`tests/strategies/test_replicas.py` fails if another release has changed them.
+This file uses private functions of torch, which were checked with torch 2.11, 2.12 and 2.13.
+`tests/strategies/test_replicas.py` fails if another release changes them.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ HOOKS = {"none": allreduce_hook, "bf16": bf16_compress_hook}
 
 
 class OrderedDDP(TorchDDP):
-    """DistributedDataParallel that orders its buckets before the first step.
+    """DistributedDataParallel that orders its gradient buckets before the first step.
 
-    torch's class orders them after the first step. The place of a gradient in its bucket
-    decides in which order gloo's ring adds the ranks, so on three or more ranks a resumed run would
-    round its first step differently from a run that was not interrupted.
+    Torch's class orders the buckets after the first step. The position of a gradient in its bucket
+    determines the order in which gloo's ring adds the values of the ranks. With three or more
+    ranks, the first step of a resumed run would therefore round differently from the same step of
+    an uninterrupted run.
     """
 
-    # the method without the wrapper that loads torch.compile
+    # torch's method without its wrapper, which would load torch.compile
     _inside_ddp_forward = contextmanager(inspect.unwrap(TorchDDP._inside_ddp_forward))
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         with _compiler_settings():
             super().__init__(module, **options)
-        # torch does this once, after the first step
+        # torch makes these two calls once, after the first step
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        """Put the last parameters first: their gradients are ready first."""
+        """Return the parameters in reverse order, because the last gradients come first."""
         parameters, sparse = super()._build_params_for_reducer()
-        # with unused parameters torch keeps its first buckets, which it reverses itself
+        # With find_unused_parameters, torch keeps its first buckets and reverses them itself.
         step = 1 if self.find_unused_parameters else -1
         return parameters[::step], sparse[::step]
 
@@ -61,7 +62,7 @@ class OrderedDDP(TorchDDP):
 def _compiler_settings() -> Iterator[None]:
     """Give DDP the default settings of torch.compile without loading torch.compile.
 
-    Loading it takes as long as loading torch.
+    Loading torch.compile takes as long as loading torch itself.
     """
     if "torch._dynamo" in sys.modules:
         yield
@@ -75,21 +76,25 @@ def _compiler_settings() -> Iterator[None]:
 
 
 def with_ddp(module: nn.Module, num_bytes: int, config: StrategyConfig, world: World) -> OrderedDDP:
-    """Wrap a module; all its gradients, together `num_bytes`, travel in one bucket."""
+    """Wrap a module in DDP, and reduce all its gradients in one bucket.
+
+    Args:
+        num_bytes: total size of the gradients.
+    """
     with world.waiting("start of DistributedDataParallel"), warnings.catch_warnings():
-        # newer torch warns of this name; torch 2.11 does not have the new one
+        # Newer torch warns that this argument was renamed; torch 2.11 does not know the new name.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
         wrapped = OrderedDDP(
             module,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
-            broadcast_buffers=False,  # the owners of buffers merge them over ranks
+            broadcast_buffers=False,  # the code that owns the buffers merges them over ranks
             gradient_as_bucket_view=True,
             find_unused_parameters=config.find_unused_parameters,
             bucket_cap_mb=math.ceil(num_bytes / 2**20) + 1,
         )
     hook: Any = HOOKS[config.gradient_compression]
 
-    # no annotations: torch would compare them with its types
+    # No annotations: torch would compare them with its own types and refuse them.
     def reduce(state, bucket):  # type: ignore[no-untyped-def]
         world.gradients_ready()
         return hook(None, bucket)
@@ -99,12 +104,12 @@ def with_ddp(module: nn.Module, num_bytes: int, config: StrategyConfig, world: W
 
 
 class DataParallel(nn.DataParallel):
-    """torch.nn.DataParallel for a module that names the batch axis of each input.
+    """DataParallel for modules whose inputs have different batch axes.
 
-    Torch cuts every input along the same axis, but the inputs of a recurrent module have their
-    batch on different axes: steps are [L, N, ...], states [N, S, H]. The class constant BATCH_AXES
-    of a module holds the axes of its inputs; outputs have the first one. Forward takes tensors and
-    returns a tensor or a tuple of tensors.
+    torch.nn.DataParallel splits every input along the same axis, but the inputs of a recurrent
+    module have different batch axes: sequences are [L, N, ...], states are [N, S, H]. The module's
+    class constant BATCH_AXES holds the batch axis of each input; outputs are joined along the first
+    of these axes. `forward` takes tensors and returns a tensor or a tuple of tensors.
     """
 
     def __init__(self, module: nn.Module, device_ids: Sequence[int]) -> None:
@@ -112,7 +117,7 @@ class DataParallel(nn.DataParallel):
         super().__init__(module, list(device_ids), dim=self.axes[0] if self.axes else 0)
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        """Return the inputs of each GPU, and no keyword arguments."""
+        """Return the inputs for each GPU, with empty keyword arguments."""
         axes = self.axes or (0,) * len(inputs)
         parts = [
             scatter(tensor, device_ids, axis) for tensor, axis in zip(inputs, axes, strict=True)
@@ -120,7 +125,10 @@ class DataParallel(nn.DataParallel):
         return [*zip(*parts, strict=True)], [{}] * len(parts[0])
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
-        """Run the replicas in threads, to which torch does not pass autocast's type."""
+        """Run the replicas in threads with the autocast dtype of this thread.
+
+        Torch does not pass that dtype to the threads.
+        """
         enabled = torch.is_autocast_enabled("cuda")
         dtype = torch.get_autocast_dtype("cuda")
 

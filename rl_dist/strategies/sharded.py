@@ -1,11 +1,11 @@
 """Shard gradients and optimizer state over groups of ranks (FSDP2).
 
-FSDP gets the whole module as one unit, because a unit's collectives follow the calls of its
-forward: ranks call the parts of a policy differently often, as their episodes differ. Between steps
-every rank holds the whole parameters, so that the bare module acts, is evaluated and is hashed as
-in other modes. Gradients and optimizer state are never whole.
+FSDP runs collectives whenever the forward of one of its units is called. The whole module is one
+unit here, because ranks with different episodes call the parts of a policy different numbers of
+times. Between steps, every rank holds the whole parameters, so acting, evaluating and hashing work
+with the unwrapped module as in other modes. Gradients and optimizer state stay sharded.
 
-Source: Zhao et al., "PyTorch FSDP", https://arxiv.org/abs/2304.11277, hybrid sharding.
+Source: Zhao et al., "PyTorch FSDP", https://arxiv.org/abs/2304.11277 (hybrid sharding).
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from rl_dist.process_group.world import World
 from rl_dist.strategies.config import resolve_shard_size
 from rl_dist.strategies.mesh import make_mesh
 
-SHARD = 1  # the axis of the mesh along which parameters are cut; along axis 0 they are repeated
-# Newer torch has a new name for this function and warns of the old one.
+SHARD = 1  # the mesh axis along which parameters are split; along axis 0 they are repeated
+# Newer torch has renamed this function and warns about the old name.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# Outputs of a policy are views of its network's outputs; nothing changes them in place.
+# A policy's outputs are views of its network's outputs. No code changes them in place.
 warnings.filterwarnings(
     "ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning
 )
 
 
 class Shards:
-    """Shards the parameters of a module in place, starting from those of rank 0.
+    """Shards a module's parameters in place, starting from the values on rank 0.
 
-    Each `shard_size` neighbouring ranks form a group. Ranks with the same place in their groups
-    hold the same shards. FSDP changes the class of the module, and cannot change it back.
+    Every `shard_size` consecutive ranks form a group. Ranks with the same position in their groups
+    hold the same shards. FSDP changes the class of the module, and this cannot be undone.
     """
 
     def __init__(self, module: nn.Module, shard_size: int, world: World) -> None:
@@ -51,20 +51,21 @@ class Shards:
             self.mesh = make_mesh(world, (world.size // shard_size, shard_size))
         self.module = module
         self._unit = fully_shard(module, mesh=self.mesh, reshard_after_forward=False)
-        # gloo has no mean: FSDP then sums and divides
+        # gloo cannot reduce to a mean, so let FSDP sum and divide
         self._unit.set_force_sum_reduction_for_comms(True)
-        reducing: Any = _AnnouncedReduceScatter(world)  # the base class is private in torch
+        # Any: torch's base class of such an object is private
+        reducing: Any = _AnnouncedReduceScatter(world)
         self._unit.set_custom_reduce_scatter(reducing)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.unshard()
 
     def unshard(self) -> None:
-        """Gather the whole parameters from their shards, if they are not whole."""
+        """Gather the whole parameters from their shards, unless they are already whole."""
         with self.world.waiting("gather of parameters"):
             self._unit.unshard()
 
     def accumulate(self, last: bool) -> None:
-        """Prepare a backward pass: the last one of a step reduces all gradients so far."""
+        """Prepare a backward pass; the `last` one of a step reduces the summed gradients."""
         self._unit.set_requires_gradient_sync(last)
         self._unit.set_reshard_after_backward(last)
 
@@ -73,7 +74,7 @@ class Shards:
         return [grad.to_local() for grad in grads if isinstance(grad, DTensor)]
 
     def grad_norm(self) -> Tensor:
-        """Return the norm of the whole gradient; all ranks call."""
+        """Return the norm of the whole gradient; every rank must call this."""
         local_norm = nn.utils.get_total_norm(self._gradients())
         square = local_norm.double().square()
         with self.world.waiting("norm of the gradient"):
@@ -81,7 +82,7 @@ class Shards:
         return square.sqrt().to(local_norm.dtype)
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale a gradient with this norm down to `max_norm`."""
+        """Scale the gradient, whose norm is `norm`, down to `max_norm` if it is larger."""
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # the formula of torch's clip_grad_norm_
         for shard in self._gradients():
             shard.mul_(factor)
@@ -89,7 +90,7 @@ class Shards:
     def module_state(self) -> dict[str, Tensor]:
         """Gather the module's whole `state_dict` on the CPU of every rank."""
         with self.world.waiting("gather of weights"):
-            # `state_dict` frees the whole parameters: gather them again below
+            # `state_dict` frees the whole parameters, so they are gathered again below.
             state = _whole(self.module.state_dict())
         self.unshard()
         return state
@@ -105,7 +106,7 @@ class Shards:
         optimizer: torch.optim.Optimizer,
         optimizer_state: dict[str, Any],
     ) -> None:
-        """Load this rank's shards of whole states."""
+        """Load whole weights and a whole optimizer state; keep only this rank's shards."""
         shards = self.module.state_dict()
         shards = {name: _shard_of(weights[name], shard) for name, shard in shards.items()}
         self.module.load_state_dict(shards)
@@ -120,7 +121,11 @@ class Shards:
 
 
 class _AnnouncedReduceScatter:
-    """Reduces gradients; the time from its call on counts as waiting for other ranks."""
+    """Reduces and scatters gradients for FSDP.
+
+    When called, it tells the world that this rank's gradients are ready: from then on, time counts
+    as waiting for other ranks.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -134,14 +139,15 @@ class _AnnouncedReduceScatter:
 
 
 def _whole(state: Any) -> Any:
-    """Replace the shards of a state by whole tensors on the CPU; all ranks call."""
+    """Replace sharded tensors with whole CPU tensors; every rank must call this."""
     return tree_map_only(DTensor, lambda tensor: tensor.full_tensor().cpu(), state)
 
 
 def _shard_of(value: Any, like: Tensor) -> Any:
-    """Return this rank's shard of a tensor that every rank has whole.
+    """Return this rank's shard of a tensor, cut like the sharded tensor `like`.
 
-    A value of another shape, such as a count of steps, is the same for all shards.
+    Every rank must hold the whole tensor. A value with another shape than `like`, such as a step
+    count, is returned unchanged.
     """
     if not isinstance(like, DTensor) or getattr(value, "shape", None) != like.shape:
         return value

@@ -1,13 +1,14 @@
-"""Train a module on the ranks of a world: one interface for all modes.
+"""Train a module on all ranks of a world, with one interface for all modes.
 
     strategy = Strategy(StrategyConfig(mode="ddp"), world)
     module = strategy.wrap(module.to(world.device))
-    for part, last in parts:  # the gradients of all parts of a step add up
+    for part, last in parts:  # the gradients of a step's parts are summed
         with strategy.accumulating(last):
             strategy.backward(loss_of(module(part)))
     grad_norm, stepped = strategy.step(optimizer, max_grad_norm=0.5)
 
-The gradient is that of the mean of all ranks' losses. All ranks take a step, or none does.
+The optimizer steps along the gradient of the mean loss over all ranks. Either all ranks take a
+step or none does.
 """
 
 from __future__ import annotations
@@ -52,24 +53,25 @@ class Strategy:
             raise UserError("strategy auto must be measured first: see rl_dist.strategies.measure")
         if device_type == "cuda":
             set_tf32(config.precision)
-        # scales losses up, so that fp16 gradients do not vanish
+        # multiplies losses so that fp16 gradients do not become zero
         self.scaler = torch.amp.GradScaler(device_type) if config.precision == "fp16" else None
-        # True if the last step was skipped, perhaps only because the loss scale was too large
+        # True if the last step was skipped, possibly only because the loss scale was too large
         self.overflowed: Tensor | bool = False
-        # set by `wrap`
-        self.bare: Any = None  # the module as it was given
+        # `wrap` sets these
+        self.bare: Any = None  # the module before it is wrapped
         self.module: nn.Module | None = None  # the wrapped module
-        self.parameters: list[nn.Parameter] = []  # trained by the optimizer; shards in mode hybrid
-        self.gradient_bytes = 0  # reduced in each step
-        self.unequal_devices = False  # ranks have different kinds of GPUs or CPUs
+        # what the optimizer trains; in mode hybrid, these are this rank's shards
+        self.parameters: list[nn.Parameter] = []
+        self.gradient_bytes = 0  # size of the gradients that each step reduces
+        self.unequal_devices = False  # True if ranks have different GPU or CPU models
         self.shards: Shards | None = None
-        self.mesh: DeviceMesh | None = None  # None unless the mode is hybrid
+        self.mesh: DeviceMesh | None = None  # only in mode hybrid
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """Return the module in the wrapper of the mode; it must be on world.device.
+        """Wrap a module, which must be on world.device, for the strategy's mode.
 
-        Compute losses by the returned module. Gradients of losses that were computed by the inner
-        module are not reduced: the ranks drift apart without any error.
+        Compute losses with the returned module. If you compute them with the original module, the
+        gradients are not reduced, and the ranks drift apart without any error.
         """
         if self.config.pipelined:
             raise UserError(
@@ -85,7 +87,7 @@ class Strategy:
 
             self.module = with_ddp(module, self.gradient_bytes, self.config, self.world)
         elif self.mode == "hybrid":
-            from rl_dist.strategies.sharded import Shards  # a second to import
+            from rl_dist.strategies.sharded import Shards  # takes a second to import
 
             self.shards = Shards(module, self.config.shard_size, self.world)
             self.parameters = self.shards.parameters
@@ -94,7 +96,11 @@ class Strategy:
         return self.module
 
     def _keep(self, module: nn.Module, reduced: list[nn.Parameter]) -> None:
-        """Keep a module and its parameters with reduced gradients, before it is wrapped."""
+        """Store a module before it is wrapped.
+
+        Args:
+            reduced: its parameters whose gradients are reduced over ranks.
+        """
         self.module = self.bare = module
         self.parameters = reduced
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in reduced)
@@ -102,7 +108,10 @@ class Strategy:
 
     @contextmanager
     def accumulating(self, last: bool = True) -> Iterator[None]:
-        """Enclose forward and backward of one part of a step; the last part reduces."""
+        """Enclose the forward and backward pass of one part of a step.
+
+        The last part reduces the summed gradients over ranks.
+        """
         if self.shards:
             self.shards.accumulate(last)
         if isinstance(self.module, DistributedDataParallel) and not last:
@@ -112,14 +121,15 @@ class Strategy:
             yield
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Compute matrix products inside in the precision of the strategy."""
+        """Compute matrix products inside the block in the strategy's precision."""
         return autocast(autocast_dtype(self.config.precision), self.world.device)
 
     @contextmanager
     def backward_context(self, loss: Tensor) -> Iterator[Tensor]:
-        """Yield the loss to call `backward` of, which reduces gradients over ranks.
+        """Yield the scaled loss; call its `backward` inside the block.
 
-        A loss that is not finite makes the reduced gradient NaN, so that all ranks notice it.
+        That call reduces the gradients over ranks. A loss that is NaN or infinite makes the reduced
+        gradient NaN on all ranks, so all ranks skip the step.
         """
         factor = loss.detach() * 0.0 + 1.0  # 1, or NaN if the loss is not finite
         with section("backward"), self.world.reduction_context():
@@ -127,7 +137,7 @@ class Strategy:
             yield scaled * factor
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a loss, reduced over ranks."""
+        """Add the gradient of a loss to `grad` and reduce it over ranks."""
         with self.backward_context(loss) as scaled:
             scaled.backward()
 
@@ -135,21 +145,21 @@ class Strategy:
     def step(
         self, optimizer: torch.optim.Optimizer, max_grad_norm: float = math.inf
     ) -> tuple[Tensor, Tensor]:
-        """Clip the reduced gradient and step; skip the step if it is not finite.
+        """Clip the reduced gradient and take a step, unless the gradient is not finite.
 
-        All ranks take the step, or none does. With a fused optimizer of torch, nothing here waits
-        for a GPU.
+        Either all ranks take the step or none does. With one of torch's fused optimizers, this
+        method never waits for a GPU.
 
         Returns:
             The norm of the gradient before clipping, and True if the step was taken.
 
         Raises:
-            UserError: the optimizer holds other parameters than `parameters`.
+            UserError: the optimizer holds parameters that are not in `parameters`.
         """
         if self.mode in ("ddp", "hybrid"):
             self._check_parameters(optimizer)
 
-        # the norm, and clipping
+        # compute the norm and clip
         if self.scaler:
             self.scaler.unscale_(optimizer)
         if self.shards:
@@ -160,23 +170,23 @@ class Strategy:
             grad_norm = self.agreed_norm(get_total_norm(gradients))
             clip_grads_with_norm_(self.parameters, max_grad_norm, grad_norm)
 
-        # the step
-        stepped = torch.isfinite(grad_norm)  # equal on all ranks, because gradients are reduced
+        # take the step
+        stepped = torch.isfinite(grad_norm)  # same on all ranks: gradients are reduced
         step_if(stepped, optimizer)
         if self.shards:
             self.shards.unshard()
-        if self.scaler:  # a scale that was too large is lowered
+        if self.scaler:  # lower a loss scale that was too large
             scale = self.scaler.scale(torch.ones_like(grad_norm))
             self.overflowed = ~stepped & (scale > 1.0)
             self.scaler.update()
         return grad_norm, stepped
 
     def agreed_norm(self, norm: Tensor) -> Tensor:
-        """Return the gradient norm of rank 0 if devices differ; all ranks call.
+        """Return rank 0's gradient norm if the devices of the ranks differ, else `norm`.
 
-        Reduced gradients are equal to the bit, but different devices add their squares in
-        different orders. Without a common norm, ranks would clip by different factors and drift
-        apart.
+        Every rank must call this. Reduced gradients are bitwise equal on all ranks, but different
+        devices add the squares in different orders. Without a common norm, ranks would clip by
+        different factors and drift apart.
         """
         if self.unequal_devices:
             with self.world.waiting("norm of the gradient"):
@@ -184,7 +194,10 @@ class Strategy:
         return norm
 
     def _check_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse parameters that are not reduced, or that shards have replaced."""
+        """Raise UserError for an optimizer with wrong parameters.
+
+        Parameters are wrong if their gradients are not reduced, or if shards have replaced them.
+        """
         reduced = {id(parameter) for parameter in self.parameters}
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if id(parameter) not in reduced and (self.shards or parameter.grad is not None):
@@ -195,14 +208,20 @@ class Strategy:
                 )
 
     def share_parameters(self) -> None:
-        """Give this rank the parameters that only others train; none, unless overridden."""
+        """Receive parameters that only other ranks train.
+
+        Do nothing here, because every rank trains all parameters; a subclass may override this.
+        """
 
     def module_state(self) -> dict[str, Tensor]:
-        """Return the module's whole `state_dict`, in every mode; all ranks call."""
+        """Return the module's whole `state_dict` in any mode; every rank must call this."""
         return self.shards.module_state() if self.shards else self.bare.state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the whole `state_dict` of an optimizer of `parameters`; all ranks call."""
+        """Return the whole `state_dict` of an optimizer of `parameters`, in any mode.
+
+        Every rank must call this.
+        """
         return self.shards.optimizer_state(optimizer) if self.shards else optimizer.state_dict()
 
     def load(
@@ -211,7 +230,7 @@ class Strategy:
         optimizer: torch.optim.Optimizer,
         optimizer_state: dict[str, Any],
     ) -> None:
-        """Load whole states that any mode and any number of ranks have saved."""
+        """Load whole states, which any mode with any number of ranks may have saved."""
         if self.shards:
             self.shards.load(weights, optimizer, optimizer_state)
         else:
@@ -219,16 +238,16 @@ class Strategy:
             optimizer.load_state_dict(optimizer_state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs besides: the loss scale of fp16."""
+        """Return the strategy's own state for a checkpoint: the loss scale of fp16."""
         return {"loss_scaler": self.scaler.state_dict()} if self.scaler else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict`, which may be of another precision."""
+        """Load the result of `state_dict`, which may come from another precision."""
         if self.scaler and "loss_scaler" in state:
             self.scaler.load_state_dict(state["loss_scaler"])
 
     def close(self) -> None:
-        """Release the module and close the groups of its mesh; the world stays open."""
+        """Release the module and close its mesh's process groups; keep the world open."""
         if self.mesh is not None:
             from rl_dist.strategies.mesh import close_mesh
 
