@@ -1,1 +1,1 @@
-"""The Python interface: train, watch a training, and use what it learned."""
+"""The Python interface: train policies, watch training, and use trained policies."""

@@ -1,4 +1,4 @@
-"""Use trained policies without their environment: observations in, actions out."""
+"""Use trained policies without their environment: map observations to actions."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from agents.run.saved import LoadedAgent, Which, load_agent
 from envs.vector.spaces import MASK_KEY, ActionDecoder, check_masks, flat_mask
 from rl_dist.errors import UserError, one_line
 
-# recurrent state [B, S, H], earlier observations of the window [B, n-1, F], previous action as an
-# input [B, D], where D is 0 without --previous_action
+# The state of a policy: recurrent state [B, S, H]; earlier observations of the window [B, n-1, F];
+# previous action, encoded as an input [B, D], where D is 0 without --previous_action.
 State = tuple[np.ndarray, ...]
 
 
 class LoadedPolicy:
-    """A trained policy without state: the state goes in and comes out of `predict`.
+    """A trained policy that keeps no state: `predict` takes it and returns the next.
 
-    Observations and actions are those of the environment it was trained in; it knows their spaces.
+    Observations and actions have the form of the environment in which the policy was trained:
+    see `observation_space` and `action_space`.
     """
 
     def __init__(self, agent: LoadedAgent, seed: int = 0) -> None:
@@ -33,7 +34,8 @@ class LoadedPolicy:
         self.observation_space, self.action_space = agent.spaces
         self._decode = ActionDecoder(self.action_space, "of this policy")
         self._encode = agent.encoder()
-        # Parts of a row that the observation lacks. Markets have none: their rows are complete.
+        # Parts of a row that are not in the observation, such as the previous action. Observations
+        # of the trading environment are complete rows.
         parts = agent.policy.layout.parts
         num_observed = len(self._encode.parts) if agent.spaces_json else len(parts)
         self._extras = {part.name: part.size for part in parts[num_observed:]}
@@ -49,23 +51,23 @@ class LoadedPolicy:
         action_masks: Any = None,
         reward: np.ndarray | float = 0.0,
     ) -> tuple[Any, State]:
-        """Return the action for an observation or a batch, and the state after it.
+        """Return the action for an observation or a batch, and the next state.
 
-        The arguments are those of sb3-contrib, so that sb3's `evaluate_policy` accepts a policy.
+        The signature follows sb3-contrib, so that sb3's `evaluate_policy` accepts this object.
 
         Args:
             observation: one element of `observation_space`, or a batch of them.
             state: the state that the previous call returned; None at the start.
-            episode_start: [B] bool, True where an episode begins and the state is forgotten.
-            deterministic: True takes the most likely action, False draws one. The noise is white,
-                whatever --noise_color the training had, and differs from that of any training.
-            action_masks: for a policy trained with --info_mask: the mask in the environment's info
-                (an array, or a tuple of arrays), or a list of them for a batch. None allows all
-                actions, with a warning.
+            episode_start: [B] bool, True where an episode begins; there the state is reset.
+            deterministic: True takes the most likely action, False samples one. Samples use white
+                noise, whatever --noise_color was, and never repeat the noise of training.
+            action_masks: for a policy trained with --info_mask: the mask from the environment's
+                info (an array, or a tuple of arrays), or a list of masks for a batch. None allows
+                all actions and gives a warning.
             reward: [B] reward of the previous step, for a policy trained with --previous_reward.
 
         Raises:
-            ValueError: an argument does not fit, or holds NaN or infinity.
+            ValueError: an argument has the wrong form, or contains NaN or infinity.
         """
         rows, is_single = self._encoded(observation)  # [B, F]
         count = len(rows)
@@ -93,7 +95,7 @@ class LoadedPolicy:
     def _act(
         self, obs: Tensor, state: State, start: np.ndarray, deterministic: bool
     ) -> tuple[Any, State]:
-        """Return actions in the environment's units, and the state after them."""
+        """Return actions in the environment's units, and the next state."""
         policy = self.agent.policy
         like = policy.critic_head.weight
         lstm_state, history = (torch.as_tensor(part).to(like) for part in state[:2])
@@ -113,7 +115,10 @@ class LoadedPolicy:
         return self._decode(actions), after
 
     def _encoded(self, observation: Any) -> tuple[np.ndarray, bool]:
-        """Return an observation or a batch as rows [B, F], and whether it is no batch."""
+        """Encode an observation or a batch as rows [B, F].
+
+        The second value is True for a single observation.
+        """
         first = self._encode.leaves[0]
         space = first.space
         try:
@@ -129,7 +134,7 @@ class LoadedPolicy:
             raise UserError(f"observation does not fit {text}: {why}") from None
 
     def _fitting(self, state: State | None, count: int) -> State:
-        """Return the state, which must fit `count` environments; zeros for None."""
+        """Check that the state fits `count` observations; return zeros for None."""
         policy = self.agent.policy
         parts = policy.initial_state(count), policy.empty_history(count)
         inputs = np.zeros((count, self._extras.get("previous_action", 0)), np.float32)
@@ -168,18 +173,18 @@ def load_policy(
     Args:
         which: checkpoint of a run directory, best or last; "": see `load_agent`.
         device: device that computes the actions.
-        seed: seed of the noise of `predict` with deterministic=False.
-        core: the module:Class of the training's --core. It is needed if the run directory is not
-            your own, or the checkpoint was copied without it.
+        seed: seed of the noise that `predict` uses with deterministic=False.
+        core: module:Class, as given to --core in training. You need it if the run directory is not
+            yours, or if the checkpoint was copied without its run directory.
 
     Raises:
-        UserError: there is no such checkpoint, it is damaged, or its core must be named.
+        UserError: the checkpoint is missing or damaged, or `core` is needed.
     """
     return LoadedPolicy(load_agent(path, device, which, core), seed)
 
 
 def _first(actions: Any) -> Any:
-    """Return the only action of a batch."""
+    """Return the action in a batch of one."""
     if isinstance(actions, dict):
         return {name: _first(part) for name, part in actions.items()}
     return tuple(map(_first, actions)) if isinstance(actions, tuple) else actions[0]

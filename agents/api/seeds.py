@@ -19,17 +19,17 @@ from rl_dist.flags import ParsedFlags
 from rl_dist.run_dir import RunDir
 
 SEEDS_FILE = "seeds.json"
-RESAMPLES = 2000  # samples of the bootstrap
-Interval = tuple[float, float, float]  # a mean, and the ends of its 95 % interval
+RESAMPLES = 2000  # number of bootstrap samples
+Interval = tuple[float, float, float]  # mean, and lower and upper end of its 95 % interval
 
 
 @dataclass(frozen=True)
 class SeedsResult:
-    """The scores of several trainings that differ by their seed."""
+    """The scores of several runs that differ only in their seeds."""
 
-    run_dir: Path  # seed_N below it is the run with seed N
-    metric: str  # name of the scores
-    scores: dict[int, float]  # results of the last evaluation, by seed
+    run_dir: Path  # its folder seed_N holds the run with seed N
+    metric: str  # name of the score
+    scores: dict[int, float]  # result of the final evaluation, by seed
     interval: Interval
 
     def __str__(self) -> str:
@@ -40,20 +40,20 @@ class SeedsResult:
 
 
 def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any) -> SeedsResult:
-    """Train once with each seed, one after the other, and report all of them.
+    """Train once with each seed, one after the other, and report all scores.
 
         >>> from agents import train_seeds
         >>> print(train_seeds([1, 2, 3], env="CartPole-v1", total_steps=20_000))
 
-    Runs that `run_dir` already holds continue, and finished ones are evaluated again. Settings
-    that differ from theirs are refused.
+    Runs that already exist in `run_dir` are resumed; finished runs are only evaluated again. Their
+    settings must not change, except those that a resumed run may change.
 
     Args:
-        run_dir: directory of all runs; "": a new one below runs/.
+        run_dir: directory that holds all these runs; "": a new one below runs/.
         settings: flags by name, see `agents.train`.
 
     Raises:
-        UserError: a training failed or was stopped; finished ones are kept.
+        UserError: a run failed or was stopped; finished runs are kept.
     """
     if len(set(seeds)) < len(seeds) or len(seeds) < 2:
         raise UserError(f"seeds must be two or more different numbers, got {list(seeds)}")
@@ -75,7 +75,7 @@ def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any)
 
 
 def mean_interval(scores: np.ndarray) -> Interval:
-    """Return the mean of the scores of several runs [R], and its bootstrap interval.
+    """Return the mean score of several runs [R], with its bootstrap interval.
 
     Source: Agarwal et al., "Deep reinforcement learning at the edge of the statistical precipice",
     NeurIPS 2021, https://arxiv.org/abs/2108.13264.
@@ -86,7 +86,7 @@ def mean_interval(scores: np.ndarray) -> Interval:
 
 
 def train_several(parsed: ParsedFlags) -> int:
-    """Train with each of --seeds; return the exit code."""
+    """Train once with each seed of --seeds; return the exit code."""
     given: dict[str, Any] = dict(parsed.given)
     seeds = given.pop("seeds")
     run_dir = given.pop("run_dir", "")
@@ -99,7 +99,7 @@ def train_several(parsed: ParsedFlags) -> int:
 
 
 def score_of(summary: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the name and the value of a finished run's score."""
+    """Return the name and the value of the score in a finished run's summary."""
     span = next(name for name in ("test", "valid", "train") if name in summary)
     if "policies" in summary[span]:
         sharpe = summary[span]["policies"]["policy"]["sharpe"]

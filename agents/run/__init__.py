@@ -1,1 +1,1 @@
-"""A run: its configuration, its directory and its resume."""
+"""Choose, check, start and resume training runs."""

@@ -1,4 +1,4 @@
-"""Measure, before training, the values of flags that are auto."""
+"""Measure the best values for flags that are set to auto, before training begins."""
 
 from __future__ import annotations
 
@@ -31,16 +31,18 @@ from rl_dist.strategies.measure import HEADROOM, Candidate, doublings, fastest
 from rl_dist.strategies.precision import autocast_dtype
 from rl_dist.strategies.strategy import Strategy
 
-SMALLEST, LARGEST = 8, 2**19  # range of batch_size auto, in sequences of a rank
-WORTH = 1.1  # speedup for which a value is taken that costs more memory, rounding or cores
+# range of values that batch_size auto tries, in sequences per rank
+SMALLEST, LARGEST = 8, 2**19
+# Minimum speedup before auto takes a value that costs more memory, precision or cores.
+WORTH = 1.1
 CHOSEN = ("batch_size", "precision", "chosen_strategy", "chosen_on", "env_workers")
 
 
 def choose(run: Run, world: World) -> Run:
-    """Return the run with a measured value for every auto; all ranks call.
+    """Replace every auto of a run by a measured value. Every rank must call this.
 
-    The values are written to config.json before training begins. Ranks that start again read them
-    there.
+    The values are written to config.json before training begins. After a restart, the ranks read
+    them from that file and do not measure again.
     """
     config = run.config
     is_auto = (
@@ -80,7 +82,7 @@ def choose(run: Run, world: World) -> Run:
 
 
 def allowed_batch_sizes(train: TrainConfig, num_ranks: int) -> Iterator[int]:
-    """Yield values of batch_size that divide over the ranks, ascending."""
+    """Yield, in ascending order, each batch_size that divides evenly over the ranks."""
     ranks = num_ranks if train.scaling == "strong" else 1
     sequences_per_env = train.num_steps // train.bptt_steps
     most = train.num_envs * sequences_per_env // train.grad_accumulation or LARGEST * ranks
@@ -89,14 +91,14 @@ def allowed_batch_sizes(train: TrainConfig, num_ranks: int) -> Iterator[int]:
 
 
 def strategy_modes(num_ranks: int, num_devices: int) -> tuple[str, ...]:
-    """Return the strategies that auto chooses from, the simplest first."""
+    """Return the strategies that `--strategy auto` tries, simplest first."""
     if num_ranks > 1:
         return "ddp", "hybrid"
     return ("none", "dp") if num_devices > 1 else ("none",)
 
 
 class Trials:
-    """Measures values of flags by steps that a run would take."""
+    """Finds the fastest value of a flag by timing steps as in the real run."""
 
     def __init__(self, task: Any, gpu_ids: tuple[int, ...], world: World) -> None:
         self.task = task
@@ -105,7 +107,7 @@ class Trials:
         self.env = probe(task)
         self.free_bytes = free_for_each_rank(world.device, world.size)
         self.held_bytes = psutil.Process().memory_info().rss
-        self.bytes_per_sequence = 0.0  # memory of forward and backward in the last trial
+        self.bytes_per_sequence = 0.0  # forward and backward memory in the last trial
 
     def best(
         self,
@@ -114,7 +116,7 @@ class Trials:
         values: Iterable[Any],
         steps: Callable[[RunConfig], Iterator[None]],
     ) -> RunConfig:
-        """Return the configuration with the fastest value of a flag; print all times."""
+        """Set a flag to its fastest value; print the times of all values."""
         growing = flag == "batch_size"
         candidates = (
             Candidate(
@@ -135,10 +137,13 @@ class Trials:
         return config.changed({flag: best.name})
 
     def steps(self, config: RunConfig, together: bool = False) -> Iterator[None]:
-        """Yield after each gradient step of this rank, alone or with other ranks.
+        """Take gradient steps on random data and yield after each one.
 
-        The first `next` only tests memory: forward and backward of a larger minibatch, while a
-        rollout would be held.
+        The first `next` only tests memory: it runs forward and backward on a minibatch that is
+        larger than the real one, with memory allocated for a rollout.
+
+        Args:
+            together: reduce gradients over all ranks; False: this rank takes its steps alone.
         """
         train = config.train
         world = self.world
@@ -148,15 +153,15 @@ class Trials:
         policy.to(device, config.launch.dtype)
         policy.low_precision = autocast_dtype(config.launch.precision)
 
-        # test the memory
+        # Test the memory.
         sequences = math.ceil(sizes.batch_size / HEADROOM)
         rollout = rollout_bytes(config, sizes.num_envs, policy)
         needed = rollout + self.bytes_per_sequence * sequences
         if device.type == "cpu" and needed > HEADROOM * self.free_bytes:
-            raise MemoryError(  # Linux would end the process
+            raise MemoryError(  # without this, Linux would kill the process
                 f"{needed / GIB:.2g} GiB are needed, {self.free_bytes / GIB:.2g} GiB are free"
             )
-        _held = torch.empty(rollout, dtype=torch.uint8, device=device)  # stands for the rollout
+        _held = torch.empty(rollout, dtype=torch.uint8, device=device)  # takes the rollout's place
         minibatch = dummy_minibatch(policy, train.bptt_steps, sequences)
         for part in minibatch.into_microbatches(sizes.num_microbatches):
             seen = policy(part.obs, part.actions, part.lstm_state, part.episode_start)
@@ -166,7 +171,7 @@ class Trials:
         self.bytes_per_sequence = max(0, grown) / sequences
         yield
 
-        # steps of the real size
+        # Take steps with a minibatch of the real size.
         strategy_config = StrategyConfig(mode="none", precision=config.launch.precision)
         if together:
             strategy_config = replace(config.launch.strategy_config, device_ids=self.gpu_ids)
@@ -183,7 +188,7 @@ class Trials:
             strategy.close()
 
     def env_steps(self, config: RunConfig) -> Iterator[None]:
-        """Yield after each random step of this rank's environments."""
+        """Step this rank's environments with random actions; yield after each step."""
         sizes = shard_sizes(config.train, self.world.rank, self.world.size)
         task = replace(self.task, config=config.task)
         device = self.world.device
@@ -201,7 +206,10 @@ class Trials:
 
 
 def dummy_minibatch(policy: Policy, length: int, sequences: int) -> Minibatch:
-    """Return a minibatch of a policy's shapes, with about one episode per sequence."""
+    """Return a minibatch with random contents and the shapes that the policy expects.
+
+    On average, one episode begins per sequence.
+    """
     width = policy.num_obs * max(policy.config.feature_window, 1)
     obs = policy.critic_head.weight.new_ones(length, sequences, width)
     start = torch.rand(length, sequences, device=obs.device) < 1.0 / length

@@ -1,4 +1,4 @@
-"""Call the user's callbacks, and stop a training early."""
+"""Call the user's callbacks; stop training early if they or --stop_at ask for it."""
 
 from __future__ import annotations
 
@@ -19,39 +19,43 @@ from rl_dist.telemetry.metrics import without_nan
 if TYPE_CHECKING:
     from agents.policy import Policy
 
-Callback = Callable[["Moment"], Any]  # returns False to stop the training
-Callbacks = Mapping[str, Callback | None]  # the callback for each kind of moment
+Callback = Callable[["Moment"], Any]  # returns False to stop training
+Callbacks = Mapping[str, Callback | None]  # keys are the values of `Moment.kind`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """The argument of a callback; every rank calls it with the same metrics."""
+    """The argument of a callback. All ranks call the callback with equal metrics."""
 
     kind: str  # iteration, evaluation or checkpoint
-    metrics: Mapping[str, Any]  # the record of this iteration, as in metrics.jsonl
+    metrics: Mapping[str, Any]  # this iteration's record, as in metrics.jsonl
     run_dir: Path
-    checkpoint: Path | None  # the saved file; None for other kinds
-    policy: Policy  # the copy of this rank; all are equal
+    checkpoint: Path | None  # the saved file if kind is checkpoint, else None
+    policy: Policy  # this rank's copy; its weights are equal on all ranks
     rank: int
 
     @property
     def is_main_process(self) -> bool:
-        """Return whether this is the rank that writes."""
+        """True on rank 0, the only rank that should write files or print."""
         return self.rank == 0
 
 
 @dataclass
 class Watch:
-    """Calls the callbacks of this rank; all ranks agree whether to stop."""
+    """Calls the callbacks on this rank; makes all ranks stop at the same iteration."""
 
     callbacks: Callbacks
     world: World
-    stop: tuple[str, float] = ("", 0.0)  # a metric and the value that ends the run
+    stop: tuple[str, float] = ("", 0.0)  # metric, and the value at which the run stops
     wants_end: bool = field(default=False, init=False)
 
     def __call__(self, training: Any, metrics: Mapping[str, Any]) -> str:
-        """Return the reason to stop after an iteration, the same on all ranks, or ""."""
-        metrics = without_nan(metrics)  # None for losses without a step, like null in metrics.jsonl
+        """Call the callbacks after an iteration; return the reason to stop, or "".
+
+        Every rank must call this, and all ranks get the same reason.
+        """
+        # A loss is NaN if no gradient step was taken; it becomes None, as in metrics.jsonl.
+        metrics = without_nan(metrics)
         self.call("iteration", training, metrics)
         if any(name.startswith("valid/") for name in metrics):
             self.call("evaluation", training, metrics)
@@ -65,7 +69,7 @@ class Watch:
     def call(
         self, kind: str, training: Any, metrics: Mapping[str, Any], path: Path | None = None
     ) -> None:
-        """Call the callback for a kind of moment; note if it asks to stop."""
+        """Call the callback for this kind of moment; record whether it asks to stop."""
         callback = self.callbacks.get(kind)
         run_dir = training.job.run_dir
         if callback is None:
@@ -82,7 +86,8 @@ class Watch:
         try:
             answer = callback(moment)
         except FOREIGN_ERRORS as error:
-            # after a broken connection the end of another rank is the error to report
+            # A broken connection is not the callback's fault: another rank has ended, and that
+            # rank reports the cause.
             if isinstance(error, UserError) or connection_broke(error):
                 raise
             name = getattr(callback, "__qualname__", type(callback).__qualname__)
@@ -96,7 +101,7 @@ class Watch:
 
 
 def make_watch(config: TrainConfig, callbacks: Callbacks, world: World) -> Watch | None:
-    """Return the watch for --stop_at and callbacks; None if there are none."""
+    """Return the watch for --stop_at and callbacks; None if neither is used."""
     if config.callback:
         function = import_own("callback", config.callback)
         callbacks = dict.fromkeys(("iteration", "evaluation", "checkpoint"), function)

@@ -1,4 +1,4 @@
-"""Choose the run that a command line means: a new one, or one to continue."""
+"""Choose the run to start from the command line: a new run, or one to resume."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ EPILOG = """examples:
 exit codes: 0 done, 1 failed, 2 bad usage, stopped after saving: 130 (INT),
 143 (TERM), 138 (USR1), 129 (HUP)"""
 
-# Flags that may differ in a resumed run: how long and where it runs, what it keeps and reports.
+# Flags that may change when a run is resumed: length, hardware, files to keep, and reporting.
 CHANGEABLE = {
     "num_episodes", "total_steps",
     "num_gpus", "gpu_ids", "device", "threads", "strategy", "hybrid_form", "shard_size",
@@ -57,15 +57,15 @@ CHANGEABLE = {
     "stop_at", "callback",
     "on_event", "sync_check_every", "monitor_every", "profile",
 }  # fmt: skip
-# In a resumed run, auto stands for the value that was measured when the run began.
+# In a resumed run, these flags keep the value that was measured when the run began.
 KEPT_CHOICES = (("batch_size", "auto"), ("precision", "auto"))
-# By section: the field that names a module to import, then the fields that this module receives.
+# For each section: the field that names a module to import, and the fields passed to that module.
 NAMED_MODULES = {"task": ("env", "env_kwargs"), "policy": ("core",), "train": ("callback",)}
 
 
 @configuration
 class RunFlags:
-    """Directory, preset and start of a run."""
+    """Run directory, preset, and how to start the run."""
 
     run_dir: Text = ""
     """Directory to write to; none: runs/DATE_TIME."""
@@ -98,7 +98,7 @@ def parse_training(argv: Sequence[str] | None = None) -> ParsedFlags:
 
 
 def is_first() -> bool:
-    """Return whether this process writes and prints; under torchrun only rank 0 does."""
+    """Return True if this process writes and prints: under torchrun, only rank 0."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -106,15 +106,15 @@ class ChosenRun(NamedTuple):
     """The result of `choose_run`."""
 
     config: RunConfig
-    directory: RunDir | None  # locked if it already holds a run; None: a new one below runs/
-    checkpoint: Found | None  # to continue from; None: a new run
+    directory: RunDir | None  # locked if it already holds a run; None: create one in runs/
+    checkpoint: Found | None  # checkpoint to resume from; None: a new run
 
 
 def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
     """Find the directory, the checkpoint and the configuration of the run to start.
 
-    The directory of an old run is locked before its checkpoint is chosen, so that no other training
-    can save one in between. `held` releases the lock.
+    A directory that already holds a run is locked before its checkpoint is chosen, so that no other
+    process can save a newer checkpoint in between. Closing `held` releases the lock.
     """
     flags: RunFlags = parsed.configs["run"]
     resume = flags.resume
@@ -156,11 +156,14 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
     return ChosenRun(config, directory, checkpoint)
 
 
-# ---- a new run
+# ---- new runs
 
 
 def fresh_config(parsed: ParsedFlags) -> RunConfig:
-    """Return the configuration of a new run: defaults, preset, --quick, flags."""
+    """Return the configuration of a new run.
+
+    Later sources override earlier ones: defaults, preset, --quick, flags on the command line.
+    """
     given = parsed.given
     flags: RunFlags = parsed.configs["run"]
     config = RunConfig().changed(given)
@@ -169,7 +172,7 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
     if (kind in ("trading", "paper")) != config.task.is_trading:
         raise UserError(f"preset {kind} does not fit env {config.task.env}: omit --preset")
     preset = PRESETS[kind] | {"chosen_preset": kind}
-    # Sizes of the preset that would not fit the given ones are dropped.
+    # Drop sizes of the preset that may conflict with the given flags.
     if "bptt_steps" in given:
         preset.pop("num_steps", None)
     if given.keys() & {"batch_size", "num_steps", "bptt_steps", "grad_accumulation"}:
@@ -187,7 +190,7 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
 def _refuse_batch_of_steps(train: TrainConfig) -> None:
     """Refuse a batch_size that probably counts steps instead of sequences.
 
-    With it, one iteration would be longer than the whole run.
+    Such a batch would make one iteration longer than the whole run.
     """
     batch, bptt, total = train.batch_size, train.bptt_steps, train.total_steps
     if batch == AUTO or train.num_envs or not total or batch % bptt:
@@ -202,7 +205,7 @@ def _refuse_batch_of_steps(train: TrainConfig) -> None:
 
 
 def kind_of_task(task: TaskConfig) -> str:
-    """Return the name of the preset for a task."""
+    """Return the name of the preset that suits a task."""
     if task.is_trading:
         return "trading"
     if task.env in MEMORY_IDS:
@@ -211,11 +214,11 @@ def kind_of_task(task: TaskConfig) -> str:
     return "control" if isinstance(action_space, spaces.Box) else "small"
 
 
-# ---- a run that continues
+# ---- resumed runs
 
 
 def config_to_resume(checkpoint: Found, run_dir: Path, given: Mapping[str, str]) -> RunConfig:
-    """Return the configuration in a checkpoint, changed by the flags that were given."""
+    """Return the configuration saved in a checkpoint, with the given flags applied."""
     config = resumed_config(RunConfig.from_dict(json.loads(checkpoint.state["config"])), given)
     data = config.data
     if data.data_digest and data_digest(data) != data.data_digest:
@@ -223,8 +226,8 @@ def config_to_resume(checkpoint: Found, run_dir: Path, given: Mapping[str, str])
             f"--data {data.data} has changed since this run began: bring the file back, or begin a "
             f"run with --init_from {run_dir}"
         )
-    # The user's modules may lie in the current directory. The run directory may come from somebody
-    # else, and must not choose what is imported.
+    # The user's modules may be in the current directory. The run directory may come from another
+    # user, so its config.json alone must not decide which modules are imported.
     values = config.values
     import_from_here(config.task.env, config.policy.core, config.train.callback)
     for section, names in NAMED_MODULES.items():
@@ -233,7 +236,7 @@ def config_to_resume(checkpoint: Found, run_dir: Path, given: Mapping[str, str])
 
 
 def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
-    """Return a saved configuration with the given flags; refuse unchangeable ones."""
+    """Apply flags to a saved configuration; refuse those that must not change."""
     old = saved.values
     new = RunConfig().changed(given).values
     changes = {
@@ -241,7 +244,7 @@ def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
         for name in new.keys() & given.keys()
         if new[name] != old[name] and (name, given[name]) not in KEPT_CHOICES
     }
-    # Values that hold for the old ranks or the old strategy only are reset.
+    # Reset values that were valid only for the old ranks or the old strategy.
     reset: dict[str, Any] = {}
     if changes.keys() & {"num_gpus", "device", "gpu_ids"}:
         reset = {"gpu_ids": "", "threads": 0}
@@ -261,7 +264,7 @@ def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
 
 
 def check_resumable(state: dict[str, Any], config: RunConfig, policy: Policy) -> None:
-    """Refuse a checkpoint that does not fit the environment as it is now."""
+    """Refuse a checkpoint that does not fit the environment's current spaces."""
     check_shapes(state, config)
     names = ("num_obs", "num_actions", "discrete", "action_sizes")
     now, before = ({name: side[name] for name in names} for side in (policy.shapes(), state))

@@ -1,7 +1,7 @@
-"""Ask for the main flags in the terminal; show the command that does not ask.
+"""Ask for the main flags in the terminal; print the equivalent command line.
 
-Every answer becomes one more word of the command line, which is parsed again with the same checks
-and messages. Nothing is written.
+Each answer is appended to the command line as a flag. The command line is then parsed again, so
+answers get the same checks and error messages as flags. No files are written.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ QUESTIONS = [
 
 
 def ask_user(parsed: ParsedFlags, words: list[str]) -> ParsedFlags:
-    """Return the flags with the user's answers.
+    """Ask the questions; return the flags with the user's answers.
 
     Args:
-        words: the command line of `parsed`.
+        words: the command line that gave `parsed`.
 
     Raises:
         SystemExit: the user cancels or does not want to start.
@@ -58,7 +58,7 @@ def ask_user(parsed: ParsedFlags, words: list[str]) -> ParsedFlags:
 
 
 def _ask(flag: str, words: list[str]) -> list[str]:
-    """Ask for a flag until the answer is valid; return the words with the answer."""
+    """Ask for a flag until the answer is valid; return `words` and this flag."""
     config = fresh_config(parse_training(words))
     if flag in config.idle_flags():
         return words
@@ -69,7 +69,7 @@ def _ask(flag: str, words: list[str]) -> list[str]:
         answered = [*words, f"--{flag}={reply}"]
         try:
             fresh_config(parse_training(answered))
-        except SystemExit:  # the parser has printed the reason
+        except SystemExit:  # the parser has already printed the error
             continue
         except ValueError as error:
             print(f"  {' '.join(str(error).split())}")

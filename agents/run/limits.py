@@ -1,4 +1,4 @@
-"""Check the memory of rollouts, and explain faults of a run in one line."""
+"""Check that rollouts fit into memory; explain failures of a run in one line."""
 
 from __future__ import annotations
 
@@ -19,31 +19,37 @@ from rl_dist.machine import free_memory_bytes, is_out_of_memory, peak_memory_byt
 from rl_dist.process_group.world import World
 
 GIB = 2**30
-EVALUATING = "final evaluation"  # the phase after training
+EVALUATING = "final evaluation"  # name of the phase after training
 
 
 def free_for_each_rank(device: torch.device, num_ranks: int) -> int:
-    """Return the free memory of a rank in bytes; CPU ranks share that of the host."""
+    """Return the free memory per rank in bytes; CPU ranks share the host's memory."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) if device.type == "cpu" else 1
     return free_memory_bytes(device, local_ranks)
 
 
 def rollout_bytes(config: RunConfig, num_envs: int, policy: Policy | None = None) -> int:
-    """Return a lower bound of the memory for a rank's rollout.
+    """Return a lower bound for the memory of a rank's rollout, in bytes.
 
-    With the policy it is close. Without it, an observation or action counts as one number.
+    The bound is tight if `policy` is given. If not, the sizes of observations and actions are
+    unknown, and each counts as one number.
     """
-    # numbers of a step: observation twice, action, log-probability, two values, recurrent state
+    # numbers stored per step: observation twice, action, log-probability, two values, recurrent
+    # state
     numbers = 6 + config.policy.hidden_size * (not config.policy.stateless)
     if policy:
         seen = policy.num_obs * (1 + max(config.policy.feature_window, 1))
         numbers = seen + policy.num_actions + 3 + policy.initial_state(1).numel()
-    others = 27  # bytes of a step: reward, return and length of the episode, three flags
+    # other bytes stored per step: reward, return and length of the episode, three flags
+    others = 27
     return num_envs * config.train.num_steps * (config.launch.dtype.itemsize * numbers + others)
 
 
 def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> None:
-    """Refuse rollouts that cannot fit into memory, before environments are made."""
+    """Refuse rollouts that cannot fit into memory.
+
+    Call this before creating environments.
+    """
     free = free_for_each_rank(device, num_ranks)
     needed = rollout_bytes(config, shard_sizes(config.train, 0, num_ranks).num_envs)
     if needed > free:
@@ -55,15 +61,15 @@ def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> N
 
 @contextmanager
 def explained_faults(config: RunConfig, run_dir: Path, world: World) -> Iterator[None]:
-    """Turn faults of environments, memory and disk into a UserError of one line.
+    """Turn environment, memory and disk failures into a UserError with one line.
 
-    Nothing is imported here, because an import may fail when memory has run out.
+    This function imports nothing, because an import can fail when memory has run out.
     """
     try:
         yield
     except EnvironmentFaultError as fault:
         where = ""
-        if fault.__cause__:  # it was raised in this process
+        if fault.__cause__:  # the fault was raised in this process
             where = f"; traceback in {run_dir / 'logs' / f'rank_{world.rank}.log'}"
         raise UserError(f"rank {world.rank}: {fault}{where}", exit_code=1) from fault
     except (RuntimeError, MemoryError, OSError) as error:
@@ -76,7 +82,7 @@ def explained_faults(config: RunConfig, run_dir: Path, world: World) -> Iterator
 
 
 def _out_of_memory(error: BaseException, config: RunConfig, run_dir: Path, world: World) -> str:
-    """Return one line with phase, sizes, peak, advice and the error."""
+    """Return one line with the phase, the sizes, peak memory, advice and the error."""
     train = config.train
     phase = world.doing.phase
     advice = {

@@ -1,6 +1,7 @@
 """List the metrics of a training run.
 
-The reference page of the docs is made from this table. A test compares it with real runs.
+The reference page of the documentation is generated from this table. A test compares the table
+with the metrics of real runs.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ class Metric:
 
     meaning: str
     unit: str = ""
-    when: str = ""  # kind of run that writes it; "": every run
-    per_rank: bool = False  # each entry of `ranks` holds the value of its rank
-    overall: bool = True  # the record itself holds one value of all ranks
+    when: str = ""  # kind of run that writes this metric; "": every run
+    per_rank: bool = False  # each entry of `ranks` holds its rank's value
+    overall: bool = True  # the record itself holds one value for all ranks
 
 
 TRADING = "StockTrading-v0"
@@ -28,8 +29,8 @@ FP16 = "fp16"
 CHOICES = "actions that are choices"
 MONITORED = "--monitor_every"
 GPU = "GPU"
-# Rows by the kind of run that writes them: mark, key, [unit], meaning. Mark "*": each entry of
-# `ranks` has the metric as well; "-": only these entries have it.
+# Keys: the kind of run that writes the rows. Each row: mark, key, [unit], meaning. Mark "*": the
+# record and each entry of `ranks` hold the metric; "-": only the entries of `ranks` hold it.
 ROWS = {
     "": """
  iteration number of this iteration, from 1: one rollout and one update
@@ -116,9 +117,9 @@ METRIC_TABLE = _read_rows()
 
 
 def check_metric(flag: str, name: str, is_trading: bool, precision: str) -> None:
-    """Refuse a metric that no record of a run will hold.
+    """Refuse a metric that this run will not record.
 
-    Names below env/ pass: environments define them while they train.
+    Names that start with env/ are accepted: environments define these metrics during training.
     """
     others = {OTHER_TASKS if is_trading else TRADING, FP16} - {precision}
     known = [key for key, row in METRIC_TABLE.items() if row.overall and row.when not in others]

@@ -1,4 +1,4 @@
-"""Load checkpoints: trained policies, initial weights and runs to resume."""
+"""Load checkpoints as trained policies, as initial weights, or to resume a run."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ from rl_dist.process_group.world import World
 from rl_dist.run_dir import RunDir, runs_below
 from rl_dist.strategies.precision import autocast_dtype
 
-FEATURES = "feature LSTM"  # mark of a checkpoint that agents.pretrain wrote
+FEATURES = "feature LSTM"  # marks checkpoints written by agents.pretrain
 FEATURE_PARTS = ("feature_core.", "feature_mlp.")
 MOMENTS = ("normalizer.moments.mean", "normalizer.moments.variance")
-Which = Literal["last", "best", ""]  # a checkpoint of a run; "": see `load_saved`
+Which = Literal["last", "best", ""]  # checkpoint of a run; "": see `load_saved`
 
 
 # ---- files
 
 
 def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> Found:
-    """Load a checkpoint from its file or a run directory; refuse other paths.
+    """Load a checkpoint, given its file or a run directory; refuse other paths.
 
     Args:
-        which: checkpoint of a directory: last is the newest valid checkpoint, and "" is the best
-            if it exists, else the last.
-        kind: program that must have written it.
+        which: which checkpoint of a run directory to load: best is best.pt, last is the newest
+            valid checkpoint, and "" is the best one if it exists, else the last one.
+        kind: program that must have written the checkpoint.
     """
     path = Path(path)
     best = checkpoint_folder(path) / BEST_FILE
@@ -73,28 +73,28 @@ def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> Foun
 def load_newest(run_dir: Path) -> Found | None:
     """Load the newest valid checkpoint of a run; None if it has no checkpoints.
 
-    Checkpoints that are all damaged are refused: a fresh start would overwrite them.
+    If all checkpoints are damaged, this raises a UserError: a fresh start would overwrite them.
     """
     return load_saved(run_dir) if checkpoint_files(run_dir) else None
 
 
 def share_checkpoint(directory: RunDir, offers: list[str], world: World) -> str:
-    """Agree on the newest of the ranks' checkpoints; hosts that lack it get a copy.
+    """Choose the newest checkpoint of all ranks; copy it to hosts that lack it.
 
-    The offer of another rank counts only if rank 0 has no such file: a file that rank 0 has and
-    does not offer is damaged.
+    Every rank must call this. Checkpoints offered by ranks other than 0 count only if rank 0 has
+    no file of that name: if rank 0 has the file but does not offer it, its copy is damaged.
 
     Args:
-        offers: the path that each rank would load; "": none.
+        offers: for each rank, the path of the checkpoint that it would load; "": none.
 
     Returns:
-        The path; "": no rank offers one.
+        The path of the chosen checkpoint; "": no rank offers one.
     """
 
     def newness(rank: int) -> int:
         path = Path(offers[rank])
         counts = path.parent == directory.checkpoints and (rank == 0 or not path.exists())
-        return iteration_in_name(path) if counts else -2  # best.pt has -1
+        return iteration_in_name(path) if counts else -2  # best.pt counts as -1
 
     owner = all_gather_json(max(range(world.size), key=newness), world)[0]
     path = Path(offers[owner])
@@ -111,7 +111,7 @@ def share_checkpoint(directory: RunDir, offers: list[str], world: World) -> str:
 
 @dataclass(frozen=True)
 class LoadedAgent:
-    """A trained policy with its normaliser, ready to act."""
+    """A trained policy with the normaliser of its observations."""
 
     policy: Policy
     normalizer: Normalizer
@@ -119,18 +119,21 @@ class LoadedAgent:
     iteration: int
     path: Path
     run_dir: Path  # the run directory, or the folder of a copied file
-    spaces_json: str = ""  # spaces of its environment; "": unknown
+    spaces_json: str = ""  # the environment's spaces; "": unknown
 
     @property
     def spaces(self) -> tuple[spaces.Space, spaces.Space]:
-        """Return the spaces of its environment; markets have those of the learner's rows."""
+        """Return the observation and action space of the environment.
+
+        For the trading environment, these are the spaces of the rows that the policy sees.
+        """
         if self.spaces_json:
             return from_json(self.spaces_json)
         high = np.full(self.policy.num_obs, np.inf, np.float32)
         return spaces.Box(-high, high), spaces_of(self.policy.shapes())[1]
 
     def encoder(self) -> ObservationEncoder:
-        """Return the encoder of observations; refuse other rows than in training."""
+        """Return the observation encoder; refuse one whose rows differ from training."""
         observation, action = self.spaces
         sizes = ActionDecoder(action, "of this policy").sizes
         encoder = ObservationEncoder(observation, "of this policy", sizes)
@@ -149,8 +152,8 @@ def load_agent(
     """Load a trained policy from a checkpoint or run directory.
 
     Args:
-        which: checkpoint of a run directory, last or best; "": the best if it exists. On real
-            prices, whose validation is too noisy to choose by, "" means the last.
+        which: checkpoint of a run directory, last or best; "": the best if it exists. For runs on
+            real prices "" means the last, as validation there is too noisy to choose by.
         core: module:Class of the run's core; needed if another user owns its config.json.
     """
     file, state = load_saved(path, which)
@@ -182,19 +185,19 @@ def load_agent(
 
 
 class InitialWeights(NamedTuple):
-    """Weights and statistics that a new run begins with."""
+    """Weights and normaliser statistics with which a new run starts."""
 
     weights: dict[str, Tensor]  # keys are names of the policy's state_dict
     moments: dict[str, Tensor]  # keys are names of the state_dict of `Normalizers`
-    # prefixes of these weights' names; all other weights stay random
+    # prefixes of the names in `weights`; weights with other names keep their random values
     parts: tuple[str, ...] = ("",)
 
 
 def initial_weights(config: TrainConfig) -> InitialWeights | None:
-    """Read the weights of --init_from or --pretrained; None without both.
+    """Read the weights of --init_from or --pretrained; None if neither is given.
 
-    A directory means its best checkpoint. Statistics of a pre-training get the number of samples
-    that the warm-up has counted.
+    For a run directory, its best checkpoint is read. A pre-trained LSTM brings a mean and a
+    variance but no sample count; the count of the run's own warm-up is kept.
     """
     if config.init_from:
         _, state = load_saved(config.init_from, "")
@@ -218,7 +221,7 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
 
 
 def check_initial(config: TrainConfig, policy: Policy) -> None:
-    """Refuse --init_from or --pretrained that does not fit the run's policy."""
+    """Refuse --init_from or --pretrained weights that do not fit the run's policy."""
     if initial := initial_weights(config):
         weights = policy.state_dict()
         expected = {name: weights[name] for name in weights if name.startswith(initial.parts)}
@@ -229,14 +232,14 @@ def check_initial(config: TrainConfig, policy: Policy) -> None:
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Return a clause for each value that differs, sorted by name."""
+    """Describe each value that differs in a short phrase; sort them by name."""
     names = sorted(now.keys() | before.keys())
     pairs = {name: (now.get(name, "absent"), before.get(name, "absent")) for name in names}
     return [f"{name} {new} (it has {old})" for name, (new, old) in pairs.items() if new != old]
 
 
 def spaces_of(state: Mapping[str, Any]) -> tuple[Layout, spaces.Space]:
-    """Return the layout of observations and the space of actions of a checkpoint."""
+    """Return the observation layout and the action space stored in a checkpoint."""
     layout = Layout.from_json(state["layout"])
     number = state["num_actions"]
     if sizes := state["action_sizes"]:
@@ -245,7 +248,7 @@ def spaces_of(state: Mapping[str, Any]) -> tuple[Layout, spaces.Space]:
 
 
 def check_weights(expected: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Refuse weights of other names or shapes; name the first difference."""
+    """Refuse weights with unexpected names or shapes; report the first difference."""
     here = {name: tuple(value.shape) for name, value in expected.items()}
     there = {name: tuple(value.shape) for name, value in saved.items()}
     if listed := differences(here, there):
@@ -256,7 +259,7 @@ def check_weights(expected: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -
 
 
 def check_readable(policy: Policy, now: Layout) -> None:
-    """Refuse observations that have other parts than in training."""
+    """Refuse observations whose parts differ from those in training."""
     trained = policy.layout.kinds()
     if now.kinds() != trained:
         raise UserError(
@@ -266,7 +269,7 @@ def check_readable(policy: Policy, now: Layout) -> None:
 
 
 def check_shapes(state: dict[str, Any], config: RunConfig) -> None:
-    """Refuse a checkpoint with tensors that do not fit its configuration."""
+    """Refuse a checkpoint whose tensors do not fit its own configuration."""
     try:
         layout, action_space = spaces_of(state)
         policy = empty_policy(config, layout, action_space)
@@ -276,7 +279,7 @@ def check_shapes(state: dict[str, Any], config: RunConfig) -> None:
             "obs_normalizer": observation_normalizer(layout, enabled=False).state_dict(),
             "reward_normalizer": Normalizer(1).state_dict(),
         }
-        # The fused kernel of Adam does not compare shapes: others would corrupt memory.
+        # Adam's fused kernel does not check shapes: tensors of a wrong shape would corrupt memory.
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         for number in state["optimizer"]["state"]:
             moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), trained[number])

@@ -1,4 +1,4 @@
-"""Share out the sizes of a training over ranks; propose sizes that divide."""
+"""Divide environments and batches over the ranks; propose sizes that fit."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from rl_dist.errors import UserError
 
 @dataclass(frozen=True)
 class Sizes:
-    """One rank's share of the work; names with `global_` count all ranks together."""
+    """One rank's share of the work; `global_...` fields are totals over all ranks."""
 
     num_envs: int
     env_offset: int  # global index of this rank's first environment
-    batch_size: int  # sequences of this rank in each gradient step
-    sequences_per_env: int  # sequences in a rollout of one environment
+    batch_size: int  # sequences per gradient step on this rank
+    sequences_per_env: int  # sequences per rollout of one environment
     num_minibatches: int  # per epoch, the same on every rank
     global_num_envs: int
     global_batch_size: int
-    learning_rate_factor: float = 1.0  # depends on lr_scaling
-    num_microbatches: int = 1  # parts of a minibatch that run one after the other
+    learning_rate_factor: float = 1.0  # set by --lr_scaling
+    num_microbatches: int = 1  # parts of a minibatch, processed one after the other
 
 
 def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: int = 0) -> Sizes:
-    """Return this rank's share of environments and batch; errors name near sizes.
+    """Return this rank's share of the environments and the batch.
+
+    If the sizes do not divide over the ranks, the error proposes the nearest sizes that do.
 
     Args:
-        saved_num_envs: environments of all ranks in the run to resume; 0: the run begins. With weak
-            scaling this shows how many ranks the run began with; it keeps their total sizes.
+        saved_num_envs: total number of environments in the run to resume; 0: a new run. With weak
+            scaling, it shows how many ranks the run began with, so that totals stay the same.
     """
     if config.batch_size == AUTO:
         raise UserError("batch_size auto is measured when a training starts: name a number here")
     sequences_per_env = config.num_steps // config.bptt_steps
     num_envs = config.num_envs or _default_num_envs(config, config.batch_size)
-    # Strong scaling: the flags hold totals. Weak scaling: they hold the sizes of one rank, and the
-    # totals follow from the number of ranks when the run began.
+    # With strong scaling, the flags are totals. With weak scaling, they are sizes per rank: the
+    # totals are these sizes times the number of ranks when the run began.
     unit = 1 if config.scaling == "strong" else saved_num_envs // num_envs or num_ranks
     global_num_envs = num_envs * unit
     global_batch_size = config.sequences_per_step * unit
@@ -74,16 +76,16 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
 
 
 def batch_fits(config: TrainConfig, num_ranks: int, batch_size: int) -> bool:
-    """Return True if this value of batch_size divides over the ranks of a new run."""
+    """Return True if this batch_size divides evenly over the ranks of a new run."""
     unit = 1 if config.scaling == "strong" else num_ranks
     num_envs = config.num_envs or _default_num_envs(config, batch_size)
     return _fits(config, unit, num_ranks, num_envs, batch_size)
 
 
 def _fits(config: TrainConfig, unit: int, num_ranks: int, num_envs: int, batch_size: int) -> bool:
-    """Return True if every rank gets its share of environments and of each minibatch.
+    """Return True if environments and minibatches divide evenly over the ranks.
 
-    The strata of `agents.network.noise` then divide as well: with batch_size = num_ranks * b, K
+    Then the strata of `agents.network.noise` also divide evenly: with batch_size = num_ranks * b, K
     sequences per environment, M minibatches and g = gcd(M, K), K / g divides b. So the M * b / K
     environments of a rank are a multiple of the stratum M / g.
     """
@@ -93,16 +95,20 @@ def _fits(config: TrainConfig, unit: int, num_ranks: int, num_envs: int, batch_s
 
 
 def learning_rate_factor(growth: float, rule: str) -> float:
-    """Return the factor of the learning rate for a batch `growth` times larger.
+    """Return the learning rate factor for a batch that is `growth` times larger.
 
-    Source: linear (SGD): Goyal et al., https://arxiv.org/abs/1706.02677; square root (Adam):
-    Malladi et al., https://arxiv.org/abs/2205.10287. Both hold while gradients are noisy.
+    Sources: linear (SGD): Goyal et al., https://arxiv.org/abs/1706.02677; square root (Adam):
+    Malladi et al., https://arxiv.org/abs/2205.10287. Both rules hold while gradient
+    noise dominates.
     """
     return {"none": 1.0, "sqrt": math.sqrt(growth), "linear": float(growth)}[rule]
 
 
 def _default_num_envs(config: TrainConfig, batch_size: int) -> int:
-    """Return the smallest number of environments for two whole minibatches per epoch."""
+    """Return the fewest environments that fill at least two minibatches per epoch.
+
+    The sequences must divide into whole minibatches.
+    """
     sequences_per_env = config.num_steps // config.bptt_steps
     sequences = batch_size * config.grad_accumulation
     least = math.ceil(2 * sequences / sequences_per_env)
@@ -110,7 +116,7 @@ def _default_num_envs(config: TrainConfig, batch_size: int) -> int:
 
 
 def _proposals(config: TrainConfig, unit: int, num_ranks: int, num_envs: int) -> list[str]:
-    """Return flags with the nearest sizes that fit; each is a fix by itself."""
+    """Return flags with the nearest sizes that fit; any one of them is enough."""
     most = config.sequences_per_step * num_ranks * config.num_steps // config.bptt_steps
     sizes = _nearest(
         config.batch_size,
@@ -118,7 +124,7 @@ def _proposals(config: TrainConfig, unit: int, num_ranks: int, num_envs: int) ->
         lambda size: batch_fits(config, num_ranks, size),
     )
     envs: list[int] = []
-    if config.batch_size * unit % num_ranks == 0:  # if not, no number of environments fits
+    if config.batch_size * unit % num_ranks == 0:  # otherwise no number of environments fits
         envs = _nearest(
             num_envs,
             num_envs + most,
@@ -128,6 +134,6 @@ def _proposals(config: TrainConfig, unit: int, num_ranks: int, num_envs: int) ->
 
 
 def _nearest(number: int, most: int, fits: Callable[[int], bool]) -> list[int]:
-    """Return the nearest smaller and the nearest larger number that fit."""
+    """Return the nearest smaller and the nearest larger number that fit, if any."""
     sides = range(number - 1, 0, -1), range(number + 1, most + 1)
     return [near for side in sides for near in itertools.islice(filter(fits, side), 1)]

@@ -1,4 +1,4 @@
-"""Start a run: choose and check it, print its sizes, and launch its ranks."""
+"""Start a run: choose it, check it, print its sizes, and launch its ranks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from rl_dist.telemetry.metrics import close_logging
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that is ready to start; every rank gets it."""
+    """A run that is ready to start. It is sent to every rank."""
 
-    directory: RunDir  # this process, or the launcher, holds the lock
+    directory: RunDir  # locked by this process or the launcher
     config: RunConfig
     resolved: ResolvedLaunch
-    resume_from: str  # path of a checkpoint; "": the run begins
+    resume_from: str  # path of a checkpoint; "": a new run
 
     @property
     def path(self) -> Path:
@@ -43,9 +43,9 @@ class Run:
 
 
 def start(parsed: ParsedFlags, run_rank: Callable[..., int], *arguments: Any) -> int:
-    """Start the run that the flags mean; return its exit code.
+    """Start the run that the flags describe; return its exit code.
 
-    A new run that fails before its first iteration ends is removed.
+    The directory of a new run that fails during its first iteration is removed.
 
     Args:
         run_rank: called as `run_rank(run, *arguments)` on every rank.
@@ -55,7 +55,7 @@ def start(parsed: ParsedFlags, run_rank: Callable[..., int], *arguments: Any) ->
             run = prepare(parsed, held)
         except (ValueError, OSError) as error:
             message, code = explained(error)
-            if code != 2:  # the user sees a mistake in the flags without an event
+            if code != 2:  # wrong flags (code 2) need no event: the user sees the error
                 events.notify("failed", message, exit_code=code)
                 events.close()
             raise
@@ -77,9 +77,9 @@ def start(parsed: ParsedFlags, run_rank: Callable[..., int], *arguments: Any) ->
 
 
 def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
-    """Choose the run that the flags mean, check it, and write its configuration.
+    """Choose the run that the flags describe, check it, and write its configuration.
 
-    `held` releases the lock on the run.
+    Closing `held` releases the lock on the run directory.
     """
     config, directory, checkpoint = choose_run(parsed, held)
     chosen_launch, resolved, note = resolve_launch(with_threads(config).launch)
@@ -97,7 +97,8 @@ def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
         _record(directory, config, resolved, checkpoint)
         if parsed.configs["run"].quick and not checkpoint:
             print("--quick shows the whole path; it is too short to learn anything", flush=True)
-    directory = directory or RunDir(RUNS)  # other ranks of torchrun get the real one in `agree`
+    # Under torchrun, other ranks receive the real directory later, in `agents.rank.agree`.
+    directory = directory or RunDir(RUNS)
     report(run_dir=str(directory.path), on_event=config.launch.on_event)
     report_to_caller(run_dir=str(directory.path))
     return Run(
@@ -109,7 +110,7 @@ def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
 
 
 def announce(config: RunConfig, resolved: ResolvedLaunch, checkpoint: Found | None) -> None:
-    """Check the run before ranks start; print its device, task and sizes."""
+    """Check the run before its ranks start; print its device, task and sizes."""
     train = config.train
     num_ranks = resolved.num_ranks
     for flag, name in train.named_metrics.items():
@@ -153,7 +154,8 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, checkpoint: Found | No
 def _notify_restart(directory: RunDir, checkpoint: Found | None, restarts: int) -> None:
     """Send an event if torchrun has restarted the ranks.
 
-    It also restarts them when a host comes or leaves. Our own launcher sends the event itself.
+    Torchrun restarts ranks after a failure, and when a host joins or leaves. Without torchrun, our
+    own launcher sends this event.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -167,7 +169,7 @@ def _notify_restart(directory: RunDir, checkpoint: Found | None, restarts: int) 
 def _record(
     directory: RunDir, config: RunConfig, resolved: ResolvedLaunch, checkpoint: Found | None
 ) -> None:
-    """Write configuration and state; remove metrics later than the checkpoint."""
+    """Write configuration and state; remove metrics newer than the checkpoint."""
     directory.write_config(config.to_dict())
     counters = {"iteration": 0, "global_step": 0, "episodes": 0}
     saved: SavedCheckpoint | None = None
