@@ -1,4 +1,4 @@
-"""Small training jobs, and what ranks of the agents tests run; processes import it."""
+"""Small training jobs and functions for ranks of tests/agents; ranks import it."""
 
 import functools
 import json
@@ -34,8 +34,9 @@ NUM_STEPS = 16
 ITERATIONS = 6
 STEPS_PER_ITERATION = NUM_ENVS * NUM_STEPS
 NUM_DAYS = 120
-WITH_FILES = "trading, clstm"  # the job that two ranks train with a real writer
-# The gradient is always clipped: clipping it before its reduction would show.
+WITH_FILES = "trading, clstm"  # the job for which two ranks write real metrics files
+# The norm limit is so small that every gradient is clipped: a strategy that clips before it reduces
+# gradients over ranks gives other parameters.
 CLIPPED = PPOConfig(max_grad_norm=0.05, ent_coef=0.01, update_epochs=2, learning_rate=3e-3)
 STOPPING = PPOConfig(update_epochs=4, learning_rate=1e-2, target_kl=2e-3, clip_vloss=True)
 CLSTM = PolicyConfig(hidden_size=8)
@@ -49,7 +50,7 @@ REFRESHED = replace(CLIPPED, refresh_states=True)
 
 
 class Case(NamedTuple):
-    """Training that is repeated on different numbers of ranks."""
+    """Settings of a training run that tests repeat on different numbers of ranks."""
 
     task: str
     policy: PolicyConfig
@@ -105,7 +106,7 @@ SLOW_JOBS = {
         "brief", CLSTM, batch_size=4, options={"num_steps": 1, "bptt_steps": 1}
     ),
 }
-TWELVE = {  # environments, which powers of two do not divide
+TWELVE = {  # 12 environments also divide over 3 ranks
     "twelve, cartpole, strata of 4": Case(
         "cartpole", CLSTM, batch_size=9, options={"num_envs": 12, "num_steps": 12}
     ),
@@ -125,7 +126,7 @@ CASES = JOBS | MORE_JOBS | SLOW_JOBS | TWELVE | {"weak": WEAK}
 
 @functools.cache
 def tiny_markets():
-    """Two simulated markets of few days, and the span on which they can be traded."""
+    """Return two simulated markets of 120 days, and the span of their tradable days."""
     config = SimulatedMarketConfig(num_stocks=2)
     markets = []
     series_names = ("dates", "open", "high", "low", "close", "volume")
@@ -136,7 +137,7 @@ def tiny_markets():
 
 
 class Saved(gymnasium.Env):
-    """Saves some of its attributes, and its generator."""
+    """Environment that saves and restores the attributes in `kept` and its generator."""
 
     def get_state(self):
         kept = {name: getattr(self, name) for name in self.kept}
@@ -148,9 +149,10 @@ class Saved(gymnasium.Env):
 
 
 class Brief(Saved):
-    """Episodes of 1 step in some environments, of up to 9 in others; Box actions move what is seen.
+    """Environment with short episodes; actions shift two observed features.
 
-    The last feature varies by a millionth of its size, as a date or a price may.
+    The seed sets the longest episode to 1, 2 or 9 steps. The last feature varies by a millionth of
+    its value, as a date or a price may.
     """
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (4,), np.float32)
@@ -177,7 +179,10 @@ class Brief(Saved):
 
 
 class Levers(Saved):
-    """Three levers, each to be set as it was shown; a mask in info holds one where it is."""
+    """Environment with three levers: each earns 1 in the position shown by its sign.
+
+    An action mask in info forbids one position of one lever.
+    """
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float32)
     action_space = gymnasium.spaces.MultiBinary(3)
@@ -215,7 +220,10 @@ ENV_IDS = {
 
 
 def make_env(task, num_envs, env_offset):
-    """Trading with episodes of 7 days, Recall of 5 steps (no multiples of a sequence of 4), ..."""
+    """Make the environments of a task.
+
+    Episodes have 7 days in trading and 5 steps in Recall: no multiples of the 4-step sequences.
+    """
     if task == "trading":
         markets, span = tiny_markets()
         config = TradingConfig(episode_days=7)
@@ -231,12 +239,15 @@ def make_env(task, num_envs, env_offset):
 
 @functools.cache
 def scratch():
-    """A directory for what nobody reads, removed when this process ends."""
+    """Return a directory for unused output; it is removed when this process ends."""
     return tempfile.TemporaryDirectory(prefix="ranks_")
 
 
 def make_job(name, run_dir="", *, dtype=None, iterations=0, ppo=None, **train_options):
-    """A job of CASES; mostly 8 environments, rollouts of 16 steps, 32 sequences of 4."""
+    """Return the job of a case.
+
+    Default sizes: 8 environments, rollouts of 16 steps, 32 sequences of 4 steps.
+    """
     case = CASES[name]
     sizes = {
         "num_envs": NUM_ENVS,
@@ -245,7 +256,7 @@ def make_job(name, run_dir="", *, dtype=None, iterations=0, ppo=None, **train_op
         "batch_size": case.batch_size,
     }
     options = sizes | case.options | train_options
-    # trained by two ranks
+    # num_envs counts the environments of each rank under weak scaling, which two ranks train
     num_envs = options["num_envs"] * (2 if options.get("scaling") == "weak" else 1)
     steps = (iterations or case.iterations) * num_envs * options["num_steps"]
     options = {"total_steps": steps, "checkpoint_every": 1000} | options
@@ -261,7 +272,7 @@ def make_job(name, run_dir="", *, dtype=None, iterations=0, ppo=None, **train_op
 
 @contextmanager
 def world_of_one():
-    """A process group of size 1 in this process, on one thread."""
+    """Open a process group of size 1 in this process, with one torch thread."""
     world = open_world("cpu")
     torch.set_num_threads(1)
     try:
@@ -271,7 +282,7 @@ def world_of_one():
 
 
 class Recording(Training):
-    """A training that remembers what it did."""
+    """Training that keeps its rollouts, parameters, losses and parameter hashes."""
 
     def __init__(self, job, world):
         super().__init__(job, world)
@@ -295,9 +306,9 @@ class Recording(Training):
         return losses
 
     def record(self):
-        """Return what the tests compare.
+        """Return the data, parameters, losses and statistics that the tests compare.
 
-        The first rollout is the one that fills the normalisers.
+        The first rollout is the warm-up, which only fills the normalisers.
         """
         return {
             # [iterations + 1, T, B, F]
@@ -315,7 +326,7 @@ class Recording(Training):
 
 
 def record_of(name, world, run_dir=None, **options):
-    """Train a job and return what it did; with `run_dir`, it writes its metrics there."""
+    """Train a job and return its record; with `run_dir`, write metrics files there."""
     job = make_job(name, run_dir or "", **options)
     writer = NullWriter()
     if run_dir:
@@ -327,11 +338,11 @@ def record_of(name, world, run_dir=None, **options):
 
 
 def train_all(out_dir, names_by_size):
-    """Train the named cases on as many ranks as each of the sizes says, the largest first.
+    """Train the cases in `names_by_size` on each number of ranks, the largest first.
 
-    A process costs more than its training here, so the same processes form the smaller worlds, too:
-    the launcher's variables are set again, the generation because it names the file where ranks
-    meet. SIZE_rank_N.pt shows the tests what every rank did.
+    Starting a process takes longer than training here, so the same processes also form the smaller
+    worlds: the launcher's variables are set again. A new restart count gives each world a new
+    rendezvous file. Rank N of SIZE ranks saves its records in SIZE_rank_N.pt.
     """
     for generation, (size, names) in enumerate(names_by_size.items()):
         if int(os.environ["RANK"]) >= size:
@@ -346,7 +357,7 @@ def train_all(out_dir, names_by_size):
 
 
 def train_in_world(out_dir, names):
-    """Train the named cases in the world that the environment describes."""
+    """Train the named cases in the world that the environment variables describe."""
     world = open_world("cpu", timeout_s=60)
     records = {}
     for name in names:
@@ -358,12 +369,12 @@ def train_in_world(out_dir, names):
 
 
 def parameters_of(training):
-    """All parameters of a training, one vector."""
+    """Return all policy parameters of a training run as one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in training.policy.parameters()])
 
 
 def count_small_collectives(out_dir):
-    """Write down how many collectives the third iteration calls, and its gradient steps."""
+    """Save the numbers of collective calls and gradient steps of one iteration."""
     job = make_job("recall, clstm", out_dir, iterations=3, dtype=torch.float32)
     quiet = {"sync_check_every": 0, "checkpoint_every": 100, "keep_best": "off"}
     job = replace(job, train=replace(job.train, **quiet))

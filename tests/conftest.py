@@ -8,19 +8,19 @@ import signal
 import subprocess
 import sys
 
-# numpy reads this variable on import. On a busy machine a second thread makes it ten times slower.
+# numpy reads this variable on import. On a busy machine a second thread slows numpy 10 times.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
 from filelock import FileLock
 
-# The tests' tensors are tiny: a second thread only adds waiting. Trainings that tests start inherit
-# the variable.
+# The tests' tensors are tiny: a second thread only adds waiting. Training processes in tests also
+# inherit OMP_NUM_THREADS.
 torch.set_num_threads(1)
-# Processes reuse each other's compiled modules, which saves 0.2 s of each.
+# Let processes share compiled modules (.pyc files), which saves each process 0.2 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# A shell starts background jobs with SIGINT ignored, and the tests' trainings would inherit that.
+# A shell starts background jobs with SIGINT ignored. Training in tests must not inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -34,7 +34,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items):
-    """Put long files first; give tests more time that wait for the launch of two ranks."""
+    """Run long files first, and extend the timeout of tests that launch two ranks."""
     order = {f"test_{name}": number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(LONGEST)))
     for item in items:
@@ -43,13 +43,13 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Freeze the objects of all modules, so that garbage collection visits only those of a test."""
+    """Freeze all objects of imported modules, so that garbage collection skips them."""
     gc.collect()
     gc.freeze()
 
 
 def on_two_ranks(folder, names):
-    """Launch the exercises of test files."""
+    """Run the exercises of the named test files on two ranks; return the exit code."""
     from two_ranks import exercise_in_turn
 
     from rl_dist.launch.ranks import launch
@@ -63,14 +63,14 @@ def on_two_ranks(folder, names):
 
 @pytest.fixture(scope="session")
 def all_of_two_ranks(request, tmp_path_factory):
-    """Run the exercises of all tested files on two ranks, in one launch."""
+    """Run the exercises of all collected test files on two ranks, in one launch."""
     from two_ranks import EXERCISES
 
     asking = {
         item.path.stem for item in request.session.items if "ranks_folder" in item.fixturenames
     }
     shared = tmp_path_factory.getbasetemp()
-    # a process of pytest-xdist has a folder inside the shared one
+    # under pytest-xdist each process has its own folder inside the shared folder
     if hasattr(request.config, "workerinput"):
         shared = shared.parent
     folder = shared / "two_ranks"
@@ -82,24 +82,25 @@ def all_of_two_ranks(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks_folder(all_of_two_ranks, request, tmp_path_factory):
-    """The folder with the results of two ranks for this file."""
+    """Return the folder where two ranks have saved their results for this file."""
     name = request.path.stem
     if len(list((all_of_two_ranks / name).glob("done_*"))) == 2:
         return all_of_two_ranks / name
-    alone = tmp_path_factory.mktemp("alone")  # an exercise has failed, perhaps another file's
+    # The exercise of this file or of an earlier one failed: run this file's exercise alone.
+    alone = tmp_path_factory.mktemp("alone")
     assert on_two_ranks(alone, [name]) == 0
     return alone / name
 
 
 @pytest.fixture(scope="module")
 def ranks(ranks_folder):
-    """What two ranks have saved for this file."""
+    """Return the results of rank 0 and rank 1 for this file."""
     return [torch.load(ranks_folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
 @pytest.fixture(scope="module")
 def world():
-    """A process group of size 1 in this process."""
+    """Open a process group of size 1 in this process."""
     from agents_ranks import world_of_one
 
     with world_of_one() as opened:
@@ -108,7 +109,7 @@ def world():
 
 @pytest.fixture
 def untraced(monkeypatch):
-    """Write a placeholder instead of an exported model: tracing takes seconds."""
+    """Make export write a placeholder file, because tracing a model takes seconds."""
     from agents.export import command
 
     monkeypatch.setattr(
@@ -120,14 +121,17 @@ def untraced(monkeypatch):
 
 @pytest.fixture
 def limits():
-    """Limits the size of files that this process may write (None: no limit), without root."""
+    """Return a function that limits the size of written files; None: no limit.
+
+    It imitates a full disk without root rights.
+    """
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 
     def limit(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard if num_bytes is None else num_bytes, hard))
         faulthandler.cancel_dump_traceback_later()
         if num_bytes is not None:
-            # pytest-timeout cannot write its report then, and would not end the test
+            # Under the limit pytest-timeout cannot write its report and would not end the test.
             faulthandler.dump_traceback_later(100, exit=True, file=sys.__stderr__)
 
     yield limit
@@ -136,7 +140,7 @@ def limits():
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Mounts a file system of a size such as 64k."""
+    """Return a function that mounts a file system of a given size, such as 64k."""
     folder = tmp_path / "disk"
 
     def mount(size):

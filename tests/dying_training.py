@@ -1,11 +1,12 @@
-"""train_distributed.py with one rank that ends at a chosen instant of its first start.
+"""train_distributed.py in which one rank ends at a chosen point.
 
-Spawned ranks import this script again, so that they, too, get the changes below. The variable DIE
-names the place, the rank, the iteration and the way; with DIE_FOLDER the rank first writes the file
-`here` there and waits for the file `go`.
+This happens only in the first start; restarted ranks train normally. The changes below also apply
+to spawned ranks, because they import this script again. The variable DIE holds the place, the rank,
+the iteration, and how the rank ends. If DIE_FOLDER is set, the rank first creates the file `here`
+in that folder and waits for the file `go`.
 """
 
-if __name__ == "__main__":  # before torch is imported
+if __name__ == "__main__":  # the supervisor must start before torch is imported
     from rl_dist.launch.supervisor import supervise
 
     supervise()
@@ -41,16 +42,16 @@ def die(*_):
 
 
 def dying(where):
-    """A method of Training in whose middle the rank ends."""
+    """Return a replacement for a method of Training that ends the rank half-way."""
 
     def method(training, *args, **kwargs):
         now = f"{where} {training.world.rank} {training.iteration} {WAY}"
         if now == os.environ["DIE"] and restart_count() == 0:
             if where == "rollout":
                 training.env.step = die
-            elif where == "update":  # after the gradients were reduced
+            elif where == "update":  # after gradients were reduced over the ranks
                 training.ppo.strategy.step = die
-            elif training.world.is_main_process:  # before the written file is renamed
+            elif training.world.is_main_process:  # file written but not yet renamed
                 os.fsync = die
             else:  # before the ranks gather their state
                 die()

@@ -1,4 +1,4 @@
-"""Pretended GPUs of torch, for machines without any."""
+"""Fake torch GPUs, for tests on machines without a GPU."""
 
 from types import SimpleNamespace
 
@@ -12,9 +12,10 @@ HELD = {  # memory statistics of torch's allocator
 
 
 def pretend_gpus(monkeypatch, count=2, **answers):
-    """Let functions of torch.cuda return these answers, or raise those that are errors.
+    """Replace functions of torch.cuda by fakes that return fixed values.
 
-    A list has one answer for each GPU.
+    `answers` maps function names to return values. A list holds one value for each GPU. An
+    exception is raised instead of returned.
     """
     answers = {
         "utilization": 50,

@@ -1,4 +1,4 @@
-"""The ranks of the fault tests."""
+"""Functions that the ranks of the fault tests run."""
 
 import time
 from contextlib import ExitStack
@@ -26,7 +26,7 @@ JOB = "recall, clstm"  # 8 environments, rollouts of 16 steps, 2 epochs of 2 min
 
 
 class Keeping(NullWriter):
-    """Keeps the records."""
+    """Writer that keeps metric records in memory."""
 
     def __init__(self):
         self.records = []
@@ -36,7 +36,7 @@ class Keeping(NullWriter):
 
 
 def run(job, world, loss=ppo_loss, **hooks):
-    """Train, with other functions than Training's; the training, its records and its error."""
+    """Train with replaced methods and loss; return the Training, records and error."""
     training, writer, error = type("Odd", (Recording,), hooks)(job, world), Keeping(), ""
     with mock.patch.object(agents.ppo, "ppo_loss", loss):
         try:
@@ -51,7 +51,7 @@ def log_of(folder, rank):
 
 
 def restarts(world, folder):
-    """Five environments misbehave in their step 20, the fourth of iteration 2, and begin again."""
+    """Let 5 environments fail in step 20, step 4 of iteration 2; they are restarted."""
 
     def make_env(num_envs, env_offset):
         return make_vector_env(
@@ -65,7 +65,7 @@ def restarts(world, folder):
 
     job = replace(make_job(JOB, folder, iterations=3), make_env=make_env)
     training, records, _ = run(job, world)
-    rollout = training.rollouts[2]  # the first only fills the normalisers
+    rollout = training.rollouts[2]  # iteration 2; rollout 0 is the warm-up
     return training.record() | {
         "truncated": rollout.truncated,
         "plain rewards": rollout.rewards,
@@ -74,7 +74,7 @@ def restarts(world, folder):
 
 
 def bad_steps(world, folder, bad_from=6, bad_to=7, **options):
-    """The loss of rank 1 is NaN from one gradient step to another."""
+    """Train with a NaN loss on rank 1 from gradient step `bad_from` to `bad_to` - 1."""
     calls = []
 
     def loss(*args):
@@ -87,7 +87,7 @@ def bad_steps(world, folder, bad_from=6, bad_to=7, **options):
 
 
 def one_bad_step(world, folder):
-    """All ranks skip it: the second of four steps of iteration 2."""
+    """Check that all ranks skip a bad gradient step: step 2 of 4 in iteration 2."""
     training, records, error = bad_steps(world, folder, iterations=3)
     assert error == "" and [record["optim/skipped_steps"] for record in records] == [0, 1, 0]
     assert all(torch.tensor(record["loss/policy"]).isfinite() for record in records)
@@ -97,7 +97,11 @@ def one_bad_step(world, folder):
 
 
 def many_bad_steps(world, folder):
-    """They end the run with the checkpoint of the last good iteration: all from the seventh on."""
+    """Check that 3 bad steps in a row end the run.
+
+    All gradient steps from the seventh on are bad. The newest checkpoint is that of iteration 2,
+    the last iteration before the limit was reached.
+    """
     ppo = PPOConfig(update_epochs=2, max_bad_steps=3)
     options = {"iterations": 5, "checkpoint_every": 1, "ppo": ppo}
     training, records, error = bad_steps(world, folder, 7, 1000, **options)
@@ -109,7 +113,7 @@ def many_bad_steps(world, folder):
 
 
 def drift(world, folder, changed, iteration, names, **options):
-    """Something changes on rank 1, by a hair, in iteration 1; the next check finds it by name."""
+    """Change a tensor by 1e-12 on rank 1 in iteration 1; the next check must name it."""
 
     def update(training, rollout):
         losses = Recording.update(training, rollout)
@@ -127,7 +131,7 @@ def drift(world, folder, changed, iteration, names, **options):
 
 
 def slow(world, folder, phase, victim):
-    """A rank takes 10 s longer to collect, or for its part of a gradient step, by its clock."""
+    """Add 10 s to one rank's clock per phase; it must be logged as a straggler."""
     ahead_s = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead_s[0])
 
@@ -149,7 +153,7 @@ def slow(world, folder, phase, victim):
 
 
 def other_call(world, folder, place, before):
-    """Rank 1 makes one more collective call: before an update, or within one."""
+    """Let rank 1 make an extra collective call, before an update or in a step."""
     calls = []
 
     def update(training, rollout):
@@ -166,7 +170,7 @@ def other_call(world, folder, place, before):
     error = run(make_job(JOB, folder, iterations=5), world, loss, update=update)[2]
     assert f"rank 0 in '{place}" in error, error
     assert "rank 1 in 'agreement on a number' (collective " in error, error
-    world.doing.calls = 0  # the ranks continue together
+    world.doing.calls = 0  # equal counts again, for the next scenario
 
 
 WEIGHT = "policy/critic_head.weight"
@@ -201,7 +205,7 @@ SCENARIOS = {
 
 
 def survived(out_dir):
-    """All faults after which this process continues, one after the other."""
+    """Run, one after the other, all fault scenarios that the processes survive."""
     world = open_world("cpu", timeout_s=60)
     for name, scenario in SCENARIOS.items():
         folder = Path(out_dir, name)
@@ -209,6 +213,6 @@ def survived(out_dir):
         if result := scenario(world, folder):
             torch.save(result, Path(out_dir, f"rank_{world.rank}.pt"))
     close_logging()
-    all_reduce_max(0, world)  # no rank leaves before the others have read its message
+    all_reduce_max(0, world)  # no rank exits before the others read its message
     close_world(world)
     return 0

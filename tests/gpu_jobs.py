@@ -1,6 +1,6 @@
-"""Small trainings on a device for the tests of GPUs; ranks import this file.
+"""Small training jobs on a device, for the GPU tests; ranks import this file.
 
-As a script it runs a function on two GPUs: gpu_jobs.py FUNCTION.
+Run as a script, it runs one of its functions on two GPUs: gpu_jobs.py FUNCTION.
 """
 
 import functools
@@ -31,7 +31,7 @@ ITERATIONS = 3
 
 @contextmanager
 def world_on(device):
-    """Open a world of one rank."""
+    """Open a world of one rank on a device, with one torch thread."""
     world = open_world(device)
     torch.set_num_threads(1)
     try:
@@ -41,7 +41,7 @@ def world_on(device):
 
 
 def make_env_on(device, task, num_envs, env_offset=0):
-    """Return the trading environment on the device, or another one on the CPU."""
+    """Return the trading environment on the device, or another task's on the CPU."""
     if task == "trading":
         markets, span = tiny_markets()
         config = TradingConfig(episode_days=7)
@@ -65,7 +65,7 @@ def job_on(device, name=TRADING, run_dir="", *, strategy=None, **options):
 
 
 def trained(world, resume_from="", kind=Training, **options):
-    """Train to the end on a world's device; return the training."""
+    """Train to the end on the device of the world; return the Training object."""
     training = kind(job_on(str(world.device), **options), world)
     if resume_from:
         training.restore(load_checkpoint(resume_from))
@@ -82,7 +82,7 @@ def largest_difference(first, second):
 
 
 def train_rank(out_dir, strategy):
-    """Train on this rank's GPU and save parameters and their hash in rank_N.pt."""
+    """Train on the GPU of this rank; save parameters and their hash in rank_N.pt."""
     world = open_world(DEVICE, timeout_s=120)
     torch.set_num_threads(1)
     sizes = {"iterations": ITERATIONS, "run_dir": Path(out_dir, "run")}
@@ -95,7 +95,7 @@ def train_rank(out_dir, strategy):
 
 
 def fail():
-    """Fail on rank 1 while rank 0 waits for it."""
+    """Raise an error on rank 1 while rank 0 waits for it in a collective call."""
     world = open_world(DEVICE, timeout_s=60)
     all_reduce_max(0, world)
     if world.rank == 1:
@@ -104,7 +104,7 @@ def fail():
 
 
 def hang():
-    """Keep rank 1 away from a collective."""
+    """Let rank 1 sleep while rank 0 waits for it in a collective call."""
     world = open_world(DEVICE, timeout_s=6)
     world.set_phase("update")
     all_reduce_max(0, world)

@@ -1,7 +1,8 @@
-"""Hostile, damaged and odd run directories, as a table: files, a command, what it must say.
+"""Table of hostile, damaged and odd run directories and the expected messages.
 
-A case alters a copy of a small finished run and runs one command in this process. Whatever the
-case: no traceback, at most one line of error, no foreign code, no process that stays.
+A case changes a copy of a small finished run and runs one command in this process. In every case
+the command prints no traceback and at most one error line, runs no foreign code, and leaves no
+process behind.
 """
 
 import functools
@@ -43,7 +44,7 @@ PROGRAMS = {
 TINY = " ".join(map(str, [*RECALL, "--eval_episodes 2 --total_steps 128"]))
 
 
-# ---- what may lie in the place of a file
+# ---- odd things at the path of a file
 
 
 def sparse(path):
@@ -77,7 +78,7 @@ ODD_FILES = {
 
 
 def damage(path):
-    """Change one bit of a file, and return its path."""
+    """Flip one bit of a file and return its path."""
     data = bytearray(path.read_bytes())
     data[500] ^= 1
     path.write_bytes(data)
@@ -85,7 +86,7 @@ def damage(path):
 
 
 def write_module(folder, canary, name="foreign_envs"):
-    """Write a module that makes the file `canary` when it is imported."""
+    """Write a module that creates the file `canary` when it is imported."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.py").write_text(
         f"open({str(canary)!r}, 'w').close()\nimport gymnasium\n"
@@ -93,11 +94,11 @@ def write_module(folder, canary, name="foreign_envs"):
     )
 
 
-# ---- what is done to a run
+# ---- changes to a run directory
 
 
 def setting(run, section, name, value, *, config=True):
-    """Set a field in all checkpoints, and in config.json."""
+    """Set a configuration field in all checkpoints and, if `config`, in config.json."""
 
     def altered(text):
         sections = json.loads(text)
@@ -113,7 +114,7 @@ def setting(run, section, name, value, *, config=True):
 
 
 def newest(*keys, change):
-    """Change an entry of the newest state; there is no best.pt."""
+    """Return a function that removes best.pt and changes the newest checkpoint."""
 
     def alter(run):
         (run / "checkpoints" / "best.pt").unlink()
@@ -127,7 +128,7 @@ def newest(*keys, change):
 
 
 def put_in_place(run, name, kind):
-    """Put something else in the place of a file or folder, which moves to `target`."""
+    """Replace a file or folder by another kind; the original moves to `target`."""
     path, target = run / name, run.parent / "target"
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():  # do not delete a real file
@@ -161,9 +162,9 @@ class Case:
     command: str  # {run}: the run directory
     alter: Callable[[Path], None] = lambda run: None
     code: int = 2
-    says: str = "{run}"  # a pattern in what is printed
-    starts: bool = False  # False: a training that is not refused ends at its launch
-    patches: dict = field(default_factory=dict)  # attributes by their full name
+    says: str = "{run}"  # regular expression that the output must contain
+    starts: bool = False  # False: the launch of ranks is replaced by a function that does nothing
+    patches: dict = field(default_factory=dict)  # new values by full attribute name
 
 
 RESUME, EVALUATE, EXPORT = "train --resume {run}", "evaluate {run}", "export {run}"
@@ -185,7 +186,7 @@ WITH_NAMES += ["status", "checkpoint verify", "speedup"]
 LAST = "{run}/checkpoints/iteration_00000003.pt"
 
 CASES = {
-    # code of others
+    # foreign code: modules, callbacks, cores and commands that a run directory names
     **{
         f"module, {why}: {command}": Case(
             command,
@@ -223,7 +224,7 @@ CASES = {
         )
         for command in (RESUME, EVALUATE)
     },
-    # contents of checkpoints
+    # damaged or unexpected contents of checkpoints
     **{
         f"NaN in {keys[0]}: {command}": Case(
             command, newest(*keys, change=lambda old: old * torch.nan), code, says, starts=True
@@ -270,7 +271,7 @@ CASES = {
         newest("carry", "lstm_state", change=lambda state: state[:, :, :-1].clone()),
         says="lstm_state",
     ),
-    # files
+    # odd files and folders in the run directory
     **{
         f"{name} is a {kind}": Case(
             EXPORT if name.startswith("export") else RESUME,
@@ -280,7 +281,7 @@ CASES = {
         for name, kind in PLACES
     },
     "lines of metrics.jsonl that hold no numbers": Case(RESUME, remove_numbers, 0, "", starts=True),
-    # flags and variables
+    # bad values of flags
     **{
         f"no module: {env}": Case(f"train {TINY} --env {env} --run_dir new", says="env")
         for env in (".x:Id", ":Id", "a..b:Id", "os$:Id")
@@ -298,7 +299,7 @@ def everything_in(path):
 
 
 def check(case, run, canary, monkeypatch, capsys):
-    """Run a case on a copy of a run, in a folder where only this run is."""
+    """Run a case on `run`, the only run in its folder, and check the result."""
     case.alter(run)
     target = run.parent / "target"
     kept = everything_in(target)

@@ -1,6 +1,6 @@
-"""Search for the largest batch under a real limit of this process's address space.
+"""Search for the largest batch while this process's address space is limited.
 
-The limit is counted from what the process takes once everything is imported.
+The limit is set relative to the size of the process after all imports.
 """
 
 import itertools
@@ -21,7 +21,7 @@ def limit_memory(more_mib):
 
 
 def search():
-    """Print the free bytes and the largest batch of an LSTM that fits; it must run."""
+    """Print the free bytes and the largest LSTM batch that fits; check that it runs."""
     torch.set_num_threads(1)
     model = nn.LSTM(64, 256)
 
@@ -31,15 +31,16 @@ def search():
 
     step(1)
     limit_memory(128)
-    # the limit is of this process
+    # the limit applies to this process alone: it is not divided between the sharers
     print(free_memory_bytes(torch.device("cpu"), sharers=2), end=" ")
-    measure.HEADROOM = 0.7  # allocator and oneDNN keep some for themselves
-    clock = itertools.count()  # every step takes as long: the largest batch is the fastest
+    measure.HEADROOM = 0.7  # allocator and oneDNN also need memory
+    clock = itertools.count()  # every step seems to take 1 s, so the largest batch is the fastest
     measure.time = SimpleNamespace(perf_counter=lambda: next(clock))
     largest = measure.fastest_batch_size(step, range(8, 100_000, 8))
     step(largest)
     try:
-        step(4 * largest)  # sizes are doubled, with memory to spare
+        # The search doubles sizes and keeps a reserve, so only 4 times the size surely fails.
+        step(4 * largest)
     except RuntimeError as error:
         print(type(error).__name__, end=" ")
     step(largest)

@@ -1,6 +1,6 @@
-"""Target of a process that gets a lock; light, because the process imports it."""
+"""Target of a process that receives a lock; few imports, for a quick start."""
 
 
 def keep(lock, done):
-    """Hold a lock until it is done."""
+    """Keep the lock until the event `done` is set."""
     done.wait()

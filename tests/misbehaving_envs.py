@@ -1,4 +1,4 @@
-"""A random walk that may misbehave, `misbehaving_envs:Misbehaving-v0`, and forms of it."""
+"""Random-walk environments that fail on purpose, such as Misbehaving-v0."""
 
 import ctypes
 import itertools
@@ -16,7 +16,7 @@ from envs.vector.batched import pack_generator, unpack_generator
 
 
 def lock_twice(library):
-    """Waits for ever, whatever signal comes."""
+    """Deadlock in C: wait forever, even if a signal arrives."""
     mutex = ctypes.create_string_buffer(64)
     library.pthread_mutex_lock(mutex)
     library.pthread_mutex_lock(mutex)
@@ -27,19 +27,19 @@ def interrupt():
 
 
 def set_the_clock():
-    """Let it jump years, forward and back, from now on."""
+    """Make time.time() jump forward and back by years and hours from now on."""
     real = time.time
     jumps = itertools.cycle((0.0, 3e8, -3e8, 7200.0, -7200.0))
     time.time = lambda: real() + next(jumps)
 
 
 def speak():
-    """Print in Python and beside it."""
+    """Print through Python and directly to file descriptor 1."""
     print("hello from an environment")
     os.write(1, b"and from its library\n")
 
 
-# misdeeds of a step, by name
+# actions of a misbehaving step, by name
 DEEDS = {
     "speak": speak,
     "interrupt": interrupt,
@@ -50,7 +50,7 @@ DEEDS = {
     "exit 77": lambda: os._exit(77),
     "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
 }
-# wrong observations and rewards
+# wrong results of a step: index in the step tuple, and value
 RETURNS = {
     "nan": (0, np.full(2, np.nan, np.float32)),
     "shape": (0, np.zeros(3, np.float32)),
@@ -59,11 +59,12 @@ RETURNS = {
 
 
 class Misbehaving(gymnasium.Env):
-    """Observes (random walk, age), rewards 1, and misbehaves at step `at` of its life.
+    """Random walk that misbehaves at step `at` of its life, counted over episodes.
 
-    With seed 1 it does what `misdeeds` says of its global number. One made again has another seed,
-    and behaves. With the stream "evaluation" it is those of evaluation that misbehave. `always` is
-    a misdeed with any seed.
+    The observation is (random walk, age in the episode), the reward 1. In a run with seed 1,
+    `misdeeds` maps the global number of an environment to its misdeed. A restarted environment has
+    another seed and behaves well. With stream="evaluation", the environments of validation and
+    evaluation misbehave instead of those of training. `always` is a misdeed for every other seed.
     """
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -100,8 +101,8 @@ class Misbehaving(gymnasium.Env):
             while True:
                 time.sleep(0.01)
         if misdeed == "hang in C":
-            guards.GRACE_S = 0.5  # this process is the one that is ended
-            lock_twice(ctypes.CDLL(None))  # lets other threads run
+            guards.GRACE_S = 0.5  # this process, a worker, will be ended
+            lock_twice(ctypes.CDLL(None))  # CDLL releases the GIL, so other threads run
         if misdeed == "hang in C, holding the interpreter":
             lock_twice(ctypes.PyDLL(None))
         if misdeed in DEEDS:
@@ -113,7 +114,7 @@ class Misbehaving(gymnasium.Env):
 
 
 class Saved(Misbehaving):
-    """The same with the protocol of envs/vector/batched.py; it behaves once it was saved."""
+    """Misbehaving with get_state and set_state; it behaves well after a restore."""
 
     def get_state(self):
         own = {"life": self.life, "age": self.age, "walk": self.walk}

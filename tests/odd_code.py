@@ -1,10 +1,10 @@
-"""train_distributed.py with a callback, core or logger that leaves or hangs in training.
+"""train_distributed.py with a callback, core or logger that exits or hangs.
 
-The variable ODD says which one, how, and on which rank: "callback exit 1"; -1 is every rank. Ranks
-import this script again, and so know its logger.
+The variable ODD holds the part, what it does, and the rank, such as "callback exit 1"; rank -1
+means every rank. Ranks import this script again and so also get the changed logger.
 """
 
-if __name__ == "__main__":  # before torch is imported
+if __name__ == "__main__":  # the supervisor must start before torch is imported
     from rl_dist.launch.supervisor import supervise
 
     supervise()
@@ -37,7 +37,7 @@ def call(moment):
 
 class Core(Decay):
     def forward(self, inputs, state):
-        if torch.is_grad_enabled():  # in gradient steps, not when it is tried
+        if torch.is_grad_enabled():  # only in gradient steps, not in the check before
             act("core")
         return super().forward(inputs, state)
 

@@ -1,4 +1,4 @@
-"""A decorator for functions that ranks run for the tests."""
+"""Decorator for test functions that run on every rank."""
 
 import functools
 from pathlib import Path
@@ -9,7 +9,7 @@ from rl_dist.process_group.world import close_world, open_world
 
 
 def saves_results(function):
-    """Give a function the world of this rank, and save its results in rank_N.pt."""
+    """Call the function with an open world and save its result in rank_N.pt."""
 
     @functools.wraps(function)
     def run(out_dir, *args):

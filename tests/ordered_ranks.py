@@ -1,4 +1,7 @@
-"""Several ranks show that a first step is like every other; spawned processes import this."""
+"""Check on several ranks that the first gradient step equals all later ones.
+
+Spawned processes import this file.
+"""
 
 from dataclasses import replace
 
@@ -27,7 +30,7 @@ TRAININGS = {
 
 
 def first_steps(world, dtype, parts, **options):
-    """Gradients of three equal steps of a fresh strategy, [3, numbers of this rank]."""
+    """Return this rank's gradients of three equal steps of a new strategy, [3, N]."""
     torch.manual_seed(0)
     layers = [nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 7)]
     generator = torch.Generator().manual_seed(world.rank)
@@ -49,7 +52,7 @@ def first_steps(world, dtype, parts, **options):
 
 @saves_results
 def exercise(world, out):
-    """Reduce, train and fit."""
+    """Record single gradients, training runs and supervised fits, each also repeated."""
     forms = {"": (torch.float32, 1), ", fp64 in parts": (torch.float64, 2)}
     results = {
         f"{name}{form}": first_steps(world, *how, **options)

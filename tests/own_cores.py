@@ -1,11 +1,11 @@
-"""Cores as users write them: one keeps the contract, the others break it."""
+"""User-defined cores: Decay keeps the contract of a core, the others break it."""
 
 import torch
 from torch import nn
 
 
 class Decay(nn.Module):
-    """A leaky sum of a layer's outputs."""
+    """Keep a leaky sum of the outputs of a linear layer."""
 
     num_states = 1
 
@@ -22,7 +22,7 @@ class Decay(nn.Module):
 
 
 class Hoarder(Decay):
-    """Keeps its state inside the module."""
+    """Keep a state inside the module."""
 
     kept = 0.0
 
@@ -33,14 +33,14 @@ class Hoarder(Decay):
 
 
 class Prophet(Decay):
-    """Sees the whole sequence at every step."""
+    """Use the whole sequence, also later steps, in every step."""
 
     def forward(self, inputs, state):
         return super().forward(inputs + inputs.mean(0), state)
 
 
 class Forgetful(Decay):
-    """Returns only a part of its state."""
+    """Return half of the state that the outputs were computed from."""
 
     def forward(self, inputs, state):
         outputs, after = super().forward(inputs, state)
@@ -48,14 +48,14 @@ class Forgetful(Decay):
 
 
 class Herd(Decay):
-    """Mixes the sequences of a batch."""
+    """Mix the sequences of a batch."""
 
     def forward(self, inputs, state):
         return super().forward(inputs - inputs.mean(1, keepdim=True), state)
 
 
 class Thin(Decay):
-    """Returns fewer numbers than hidden_size."""
+    """Return fewer outputs than hidden_size."""
 
     def forward(self, inputs, state):
         outputs, state = super().forward(inputs, state)
@@ -63,14 +63,14 @@ class Thin(Decay):
 
 
 class Broken(Decay):
-    """Raises an error."""
+    """Raise an error in the forward pass."""
 
     def forward(self, inputs, state):
         raise KeyError("no such shape")
 
 
 class Stateless(nn.Linear):
-    """Does not declare num_states."""
+    """Core that does not declare num_states."""
 
     def __init__(self, num_inputs, hidden_size, num_layers):
         super().__init__(num_inputs, hidden_size)

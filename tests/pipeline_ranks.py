@@ -1,4 +1,4 @@
-"""What the ranks of the pipeline tests do; processes import it."""
+"""Functions that ranks run for the pipeline tests; spawned processes import them."""
 
 import itertools
 from dataclasses import replace
@@ -37,7 +37,7 @@ def training_of(label, form, world, run_dir):
 
 
 def trained(training):
-    """Train to the end; return what became of it."""
+    """Train to the end; return the parameters, losses and parameter hash."""
     train(training, NullWriter(), StopFlag())
     return {
         "parameters": parameters_of(training),
@@ -47,7 +47,7 @@ def trained(training):
 
 
 def resumed(before, after, world, out_dir):
-    """Train the second iteration of a curve from the checkpoint of the first one."""
+    """Resume from the first iteration of form `before`; train the second as `after`."""
     training = training_of(BRIEFLY[0], after, world, out_dir / f"{before}, then {after}")
     saved = out_dir / f"{BRIEFLY[0]}, {before}" / "checkpoints" / "iteration_00000001.pt"
     training.restore(load_checkpoint(saved))
@@ -55,7 +55,7 @@ def resumed(before, after, world, out_dir):
 
 
 def poisoned(world, run_dir):
-    """Train while the loss of rank 0 is inf in the first step; return the timeouts, too."""
+    """Train with an infinite loss in rank 0's first step; also return group timeouts."""
     training = training_of(BRIEFLY[0], "pipeline", world, run_dir)
     step, calls = training.ppo.step, itertools.count()
 
@@ -72,7 +72,10 @@ def poisoned(world, run_dir):
 
 
 def exercise(out_dir, labels):
-    """Train the curves of these labels, resume and poison; write all to SIZE_rank_N.pt."""
+    """Train the labelled curves in both forms; save the results in SIZE_rank_N.pt.
+
+    With the first label, also resume in other forms and train with an infinite loss.
+    """
     world = open_world("cpu", timeout_s=60)
     out_dir = Path(out_dir)
     results = {

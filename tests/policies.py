@@ -1,4 +1,4 @@
-"""Policies of all forms, and inputs for them."""
+"""Policies of all kinds, and random inputs for them."""
 
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,7 @@ FORMS = {
 NUM_OBS = 4
 CAMERA, MASK = Part("camera", "image", (2, 9, 8)), Part("action_mask", "mask", (9,))
 NESTED = Layout((CAMERA, Part("keys", "plain", (3,)), MASK, Part("pose", "vector", (2,))))
-ROWS = {  # form: configuration, actions, and what a row holds
+ROWS = {  # name: configuration, action space, and layout of an observation row
     "nested rows, masks": (small(), SEVERAL, NESTED),
     "windows of nested rows, masks": (small(feature_window=2), spaces.Discrete(9), NESTED),
     "images, two mingrus": (small(policy="mingru", num_layers=2), BOX, Layout((CAMERA,))),
@@ -44,12 +44,12 @@ ROWS = {  # form: configuration, actions, and what a row holds
 def make_policy(config, space=BOX, layout=NUM_OBS, seed=0):
     torch.manual_seed(seed)
     policy = Policy(config, layout, space).double()
-    torch.nn.init.normal_(policy.actor_head.weight, std=1.0)  # actions that differ visibly
+    torch.nn.init.normal_(policy.actor_head.weight, std=1.0)  # so that actions clearly differ
     return policy
 
 
 def make_inputs(policy, num_steps=11, num_envs=5, seed=3):
-    """Observations, states, episode starts and noise of some environments."""
+    """Return random observations, states, episode starts and noise."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -59,21 +59,21 @@ def make_inputs(policy, num_steps=11, num_envs=5, seed=3):
     if columns := policy.mask_columns:
         obs[..., columns] = (obs[..., columns] > 0).double()
         first = np.cumsum([0, *policy.action_sizes[:-1]])
-        obs[..., np.array(columns)[first]] = 1.0  # something is allowed of every choice
+        obs[..., np.array(columns)[first]] = 1.0  # allow at least one action of every choice
     starts = torch.rand(num_steps, num_envs, generator=generator) < 0.25
     state = normal(*policy.initial_state(num_envs).shape)
     return obs.flatten(2), state, starts, normal(num_steps, num_envs, policy.num_actions)
 
 
 def act(policy, obs, state, starts, noise=None):
-    """Take one step of all environments; return actions, logprobs, values and state."""
+    """Take one step in all environments; return actions, logprobs, values and state."""
     push = None if noise is None else policy.pushes(noise)
     actions, actor, values, state = policy.act(obs, state, starts, push)
     return actions, policy.logprobs(actor, actions), values, state
 
 
 def act_stepwise(policy, obs, state, starts, noise):
-    """Take all steps; return actions, logprobs and values [T, N, ...], and the state."""
+    """Act step by step; return actions, logprobs, values [T, N, ...] and last state."""
     steps = []
     for given in zip(obs, starts, noise, strict=True):
         *step, state = act(policy, given[0], state, *given[1:])
@@ -82,7 +82,7 @@ def act_stepwise(policy, obs, state, starts, noise):
 
 
 def run_stepwise(network, obs, state, episode_start):
-    """Run single steps, as reference for `run_sequence`; mask state at starts."""
+    """Run single steps as reference for `run_sequence`; clear the state at starts."""
     steps = []
     for step_obs, starts in zip(obs, episode_start, strict=True):
         outputs, state = network(step_obs[None], state * ~starts[:, None, None])
@@ -96,7 +96,7 @@ def planned(starts, call_steps, resets_inside=False):
 
 
 def plans_of(policy, starts):
-    """None, and pieces in the rows of one call where a policy can reset its state inside."""
+    """Return [None], and also a packed plan if the policy can reset inside a call."""
     if not policy.resets_inside or policy.config.stateless:
         return [None]
     plan = planned(starts, 1e9, True)

@@ -1,6 +1,6 @@
-"""The ranks of the rl_dist tests; spawned processes must be able to import it.
+"""Functions that ranks run for the rl_dist tests; spawned processes import them.
 
-As a script it is a job with two ranks: rl_dist_ranks.py MODE OUT_DIR.
+Run as a script, it launches one function on two ranks: rl_dist_ranks.py MODE OUT_DIR.
 """
 
 import os
@@ -32,7 +32,7 @@ from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry.metrics import setup_logging
 
-# while this is imported, before it is known what the rank will do
+# Signals that are blocked during the import, before the rank has signal handlers.
 BLOCKED = signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
@@ -42,7 +42,7 @@ def make_module(seed):
 
 
 def exercise(out_dir):
-    """Assert on both ranks what they must find."""
+    """Run all checks on both ranks."""
     world = open_world("cpu", timeout_s=30)
     check_process(world)
     check_collectives(world)
@@ -53,12 +53,12 @@ def exercise(out_dir):
 
 
 def check_process(world):
-    """It is a process with its share of the cores that talks over loopback, and in memory."""
+    """Check process ids, threads, the loopback interface and the store in memory."""
     assert (world.size, world.rank) == (2, int(os.environ["RANK"]))
     assert len(set(all_gather_json(os.getpid(), world))) == 2
     assert torch.get_num_threads() == 1 == int(os.environ["OMP_NUM_THREADS"])
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    # never cut short, as a file on a full disk may be
+    # The store lives in memory, because a file on a full disk may be truncated.
     assert os.path.realpath(f"{os.environ['RL_DIST_JOB_DIR']}/store_0").startswith("/memfd:")
 
 
@@ -90,7 +90,7 @@ def check_collectives(world):
 
 
 def check_errors(world):
-    """Ranks that differ all get an error that names the difference."""
+    """Check that all ranks get an error that names the difference between them."""
     rank = world.rank
     name, shape = {f"name {rank}": 1.0}, {"x": torch.zeros(1 + 999 * rank)}
     module = dict(make_module(seed=rank).named_parameters())
@@ -105,16 +105,16 @@ def check_errors(world):
     ):
         with pytest.raises(UserError, match=says):
             call(values, world)
-    world.backend = "without announcements"  # behave as over NCCL
+    world.backend = "without announcements"  # NCCL does not announce calls either
     with pytest.raises(UserError, match="other names"):
         all_reduce_sum(name, world)
     world.backend = "gloo"
 
 
 def check_threads(world):
-    """Gathering much opens no second OpenMP team, which would slow every parallel region down."""
+    """Check that large gathers start no second OpenMP team, which slows all kernels."""
     torch.set_num_threads(2)
-    torch.ones(10**6).exp_().sum()  # the pool has started
+    torch.ones(10**6).exp_().sum()  # start the thread pool
     before = psutil.Process().num_threads()
     lengths = [3 * 16_384 + more for more in (5, 6)]
     gathered = gather_dicts({"x": torch.arange(lengths[world.rank])}, world)
@@ -122,7 +122,7 @@ def check_threads(world):
     assert world.rank == 1 or torch.equal(gathered["x"], joined)
     assert all_gather_json(list(range(100_000 + world.rank)), world)[1] == list(range(100_001))
     counts = []
-    for _ in range(10):  # a thread that only comes and goes does not count
+    for _ in range(10):  # the minimum of the counts ignores short-lived threads
         counts.append(psutil.Process().num_threads())
         time.sleep(0.05)
     assert min(counts) <= before
@@ -130,7 +130,7 @@ def check_threads(world):
 
 
 def check_wrapping(world):
-    """It gives every rank the parameters of rank 0."""
+    """Check that `wrap` gives every rank the parameters of rank 0."""
     module = make_module(seed=world.rank)
     Strategy(StrategyConfig(), world).wrap(module)
     check_in_sync(dict(module.named_parameters()), world)
@@ -138,7 +138,7 @@ def check_wrapping(world):
 
 
 def started(out_dir):
-    """Open the world of a job, and write this rank's process number to a file for the test."""
+    """Open the world and write the process id of this rank to a file for the test."""
     world = open_world("cpu", timeout_s=30)
     setup_logging(out_dir, world.rank)
     Path(out_dir, f"pid_{world.rank}").write_text(str(os.getpid()))
@@ -146,10 +146,10 @@ def started(out_dir):
 
 
 def loop(out_dir, way=""):
-    """Iterate until all ranks agree to stop; rank 1 may fail, die or hang."""
+    """Loop until all ranks agree to stop; `way` may let rank 1 fail, exit or hang."""
     assert set(STOP_SIGNALS) <= BLOCKED, "a signal could meet a rank before its handlers are set"
     world = started(out_dir)
-    if way == "evaluation":  # all is saved, and nothing handles stop signals any more
+    if way == "evaluation":  # the run is saved; stop signals act by default
         stop_flag.replace(signal.SIG_DFL)
     while True:
         if world.rank == 1 or way == "fail while others hang":
@@ -171,7 +171,7 @@ def end_this_rank(way, rank):
         raise RuntimeError("the roof is on fire")
     if way == "mistake":
         raise UserError("num_envs must be at least 1, got 0")
-    if way == "fail slowly":  # the other rank complains first, from where this one closes
+    if way == "fail slowly":  # the other rank reports first, because its connection is closed
         dist.destroy_process_group()
         time.sleep(1.0)
         raise RuntimeError("the roof is on fire")
@@ -180,7 +180,7 @@ def end_this_rank(way, rank):
 
 
 def halt(out_dir):
-    """Rank 2 is halted; rank 1 gives it up first, and rank 0 then loses its connection."""
+    """Halt rank 2; rank 1 times out first, then rank 0 loses its connection to it."""
     world = open_world("cpu", timeout_s=4 if os.environ["RANK"] == "1" else 15)
     setup_logging(out_dir, world.rank)
     world.set_phase("work")
@@ -191,7 +191,7 @@ def halt(out_dir):
 
 
 def end_slowly(out_dir):
-    """Rank 0 reports that it ends itself, and is kept from it; rank 1 ends meanwhile."""
+    """Let rank 0 hang after it reports its own end, while rank 1 exits."""
     if os.environ["RANK"] == "1":
         time.sleep(1.0)
         return
@@ -200,7 +200,7 @@ def end_slowly(out_dir):
 
 
 def refuse(out_dir):
-    """Refuse something on both ranks."""
+    """Raise a UserError with exit code 1 on both ranks."""
     started(out_dir)
     raise UserError("this cannot be", exit_code=1)
 

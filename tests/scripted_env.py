@@ -1,4 +1,4 @@
-"""A tensor vector environment that follows a script: a test knows every number in advance."""
+"""Vector environment that follows a script: tests know every number in advance."""
 
 import numpy as np
 import torch
@@ -13,11 +13,12 @@ BOTH = (True, True)
 
 
 class ScriptedEnv(VectorEnv, TorchEnv):
-    """Environment b plays the episodes of script b, (length, how it ends), over and over.
+    """Environment that repeats scripted episodes.
 
-    Observation: (number of the environment, number of its episode, age, 1). The reward of a step is
-    100 * environment + 10 * episode + age before it; the plain reward is twice that. `received`
-    keeps the actions.
+    Script b is a list of (length, (terminated, truncated)) for the episodes of environment b. The
+    observation is (environment number, episode number, age, 1). The reward of a step is
+    100 * environment + 10 * episode + age before the step; the plain reward is twice as large.
+    `received` collects the actions.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}

@@ -1,4 +1,4 @@
-"""Functions for the ranks of the sharding tests; they must be importable."""
+"""Functions that ranks run for the sharding tests; spawned processes import them."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -27,14 +27,14 @@ IN_PARTS = {"batch_size": 8, "grad_accumulation": 2}
 
 
 def job(run_dir, mode="hybrid", shard_size=0, **options):
-    """Return a small training in a mode, with a checkpoint in every iteration."""
+    """Return a small training job with a strategy mode; it saves every iteration."""
     options = {"iterations": 2, "checkpoint_every": 1} | options
     strategy = StrategyConfig(mode=mode, shard_size=shard_size)
     return replace(make_job("recall, clstm", run_dir, **options), strategy=strategy)
 
 
 def run(job, world, resume_from=""):
-    """Train, perhaps from a checkpoint; return the final state and the records."""
+    """Train, optionally from a checkpoint; return final state, records and scores."""
     training, writer = Training(job, world), Keeping()
     if resume_from:
         training.restore(load_checkpoint(resume_from))
@@ -65,7 +65,7 @@ def run(job, world, resume_from=""):
 
 @saves_results
 def probe(world, out, shard_size=0):
-    """Use mode hybrid beside ddp."""
+    """Train and resume in modes hybrid and ddp, for the tests to compare."""
     hybrid, ddp = {"shard_size": shard_size}, {"mode": "ddp"}
     half = f"checkpoints/{HALF}"
     results = {
@@ -79,12 +79,12 @@ def probe(world, out, shard_size=0):
             ("ddp, resumed as hybrid", hybrid, out / "ddp" / half),
         )
     }
-    results["refusals"] = refusals(world)  # the last one, because it leaves a reduction undone
+    results["refusals"] = refusals(world)  # last, because a reduction stays unfinished
     return results
 
 
 def refusals(world):
-    """Try a NaN on one rank, an optimizer made before wrap, and different collective calls."""
+    """Try a NaN on one rank, an optimizer made before `wrap`, and unequal calls."""
     module = make_module(seed=world.rank)
     early = torch.optim.SGD(module.parameters(), lr=1.0)
     strategy = Strategy(StrategyConfig(mode="hybrid"), world)

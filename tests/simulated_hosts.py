@@ -1,7 +1,8 @@
-"""Hosts on one machine: each has its own network address, name, processes and mounts.
+"""Simulated hosts on one machine, each with its own address, processes, mounts.
 
-A host is a process that `unshare` starts in namespaces of its own. A bridge in one more network
-namespace connects them. Whatever runs on a host ends with it, and all hosts end with this process.
+`unshare` starts each host as a process in separate namespaces. A bridge in another network
+namespace connects the hosts. When a host ends, all its processes end; when this process ends, all
+hosts end.
 """
 
 import os
@@ -22,7 +23,7 @@ PATIENCE_S = 300
 
 @dataclass
 class Job:
-    """A command that was started on a host; its output goes to a file."""
+    """Running command on a host; its output goes to a log file."""
 
     process: subprocess.Popen
     log: Path
@@ -41,13 +42,13 @@ class Job:
 
 @dataclass
 class Host:
-    """One host; `network.start` makes it."""
+    """Simulated host, made by `Network.start`."""
 
     name: str
     number: int
     network: "Network"
     unshare: subprocess.Popen
-    pid: int  # its first process; the others end with it
+    pid: int  # first process of the host; all others end with it
 
     def command(self, *argv, cwd=REPO):
         spaces = ["--net", "--uts", "--mount", "--pid"]
@@ -55,11 +56,11 @@ class Host:
         return [str(word) for word in [*entered, *argv]]
 
     def run(self, *argv):
-        """Run a short command."""
+        """Run a short command on the host; raise an error if it fails."""
         subprocess.check_output(self.command(*argv))
 
     def start(self, *argv, cwd=REPO, **environment):
-        """Start a command with a separate log file, on 1 core, as on a 1-core host."""
+        """Start a command on 1 core, with a separate log file."""
         log = self.network.folder / f"host{self.number}_{time.monotonic_ns()}.log"
         cores = sorted(os.sched_getaffinity(0))
         core = str(cores[self.number % len(cores)])
@@ -77,24 +78,24 @@ class Host:
         return Job(process, log)
 
     def kill(self):
-        """Take its cable away, then end all its processes: nobody hears of it, as after a fire."""
+        """Remove the network link, then kill all processes: no other host gets a message."""
         if self.number:
             argv = self.network.switch.command("ip", "link", "delete", f"port{self.number}")
-            subprocess.run(argv, capture_output=True)  # a host that did not start has none
+            subprocess.run(argv, capture_output=True)  # fails if the host never started
         self.unshare.kill()
         self.unshare.communicate()
         wait_until(lambda: not lives(self.pid))
 
     def link(self, state):
-        """Cut the cable ("down") or mend it ("up")."""
+        """Disconnect the host from the network ("down") or connect it again ("up")."""
         self.network.switch.run("ip", "link", "set", f"port{self.number}", state)
 
 
 @dataclass
 class Network:
-    """A switch and its hosts, numbered from 1: host 1 has the address 10.9.0.1.
+    """Network switch and its hosts, numbered from 1: host 1 has the address 10.9.0.1.
 
-    A name may hold several, by spaces: the last one is the host's own.
+    An entry of `names` may hold several names, separated by spaces; the last one is the hostname.
     """
 
     folder: Path
@@ -108,10 +109,10 @@ class Network:
         self.switch = self._unshare("switch", 0, bridge)
 
     def start(self, name, setup="true"):
-        """Start a host, or its successor with the same name and address.
+        """Start a host, or a replacement with the same name and address.
 
         Args:
-            name: one of the network's.
+            name: an entry of `names`.
             setup: shell commands that the host runs first.
         """
         number = self.names.index(name) + 1
@@ -119,7 +120,7 @@ class Network:
         host = self.hosts[name] = self._unshare(name, number, own)
         port = f"port{number}"
         self.switch.run("ip", "link", "add", port, "type", "veth", "peer", "name", f"to{number}")
-        # by number, and from outside, where the number is known
+        # Move the interface from outside: the process id is only valid in this namespace.
         target = ["nsenter", "--target", str(self.switch.pid), "--net", "ip", "link", "set"]
         subprocess.check_call([*target, f"to{number}", "netns", str(host.pid)])
         self.switch.run("ip", "link", "set", port, "master", "bridge", "up")
@@ -148,7 +149,7 @@ class Network:
 
 @contextmanager
 def connected_or_skip(folder, *names):
-    """A network on which all hosts have started; the test is skipped where this user may not."""
+    """Start a network of hosts; skip the test if namespaces cannot be created."""
     try:
         network = Network(folder, names)
         for name in names:
@@ -162,7 +163,10 @@ def connected_or_skip(folder, *names):
 
 
 def torchrun(host, *flags, nodes="2", conf="", cwd=REPO, code=REPO, **variables):
-    """Start an agent with one rank of train_distributed.py; the agents meet on the first host."""
+    """Start a torchrun agent with one rank of train_distributed.py.
+
+    The agents use the first host as rendezvous endpoint.
+    """
     options = {
         "nnodes": nodes,
         "nproc-per-node": 1,

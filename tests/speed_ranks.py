@@ -1,4 +1,4 @@
-"""Functions of two ranks, for the tests of precision, speed and accumulation."""
+"""Functions that two ranks run for tests of precision, speed and accumulation."""
 
 import itertools
 from collections import Counter
@@ -18,7 +18,7 @@ from rl_dist.strategies.config import StrategyConfig
 from rl_dist.telemetry.metrics import NullWriter
 
 SINGLE = torch.float32
-NAME = "trading, clstm"  # actions in a box, episodes shorter than rollouts
+NAME = "trading, clstm"  # Box actions, episodes shorter than rollouts
 CASES = {
     "two parts": {"batch_size": 8, "grad_accumulation": 2},
     "four parts": {"batch_size": 4, "grad_accumulation": 4},
@@ -30,21 +30,21 @@ CASES = {
 
 
 def job_of(name=NAME, *, precision="auto", compression="none", **options):
-    """Return a small job of `agents_ranks`, two iterations long by default."""
+    """Return a small job of `agents_ranks`; it trains 2 iterations by default."""
     job = make_job(name, **{"iterations": 2} | options)
     strategy = StrategyConfig(precision=precision, gradient_compression=compression)
     return replace(job, strategy=strategy)
 
 
 def trained(world, *args, **options):
-    """Return a training after its end."""
+    """Train to the end and return the Recording."""
     training = Recording(job_of(*args, **options), world)
     train(training, NullWriter(), StopFlag())
     return training
 
 
 def changed_losses(factor_of):
-    """Multiply each loss by a factor that depends on its number, counted from 1."""
+    """Multiply each loss by `factor_of(number of the call)`, counted from 1."""
     numbers, original = itertools.count(1), agents.ppo.ppo_loss
 
     def loss(*args):
@@ -56,7 +56,7 @@ def changed_losses(factor_of):
 
 @contextmanager
 def counted_reductions():
-    """Count bytes and calls of gradient reductions, the only asynchronous ones."""
+    """Count calls and bytes of gradient reductions, the only async all-reduces."""
     sent, all_reduce = Counter(), torch.distributed.all_reduce
 
     def counted(tensor, *args, **kwargs):
@@ -70,10 +70,10 @@ def counted_reductions():
 
 @saves_results
 def exercise(world, _):
-    """Train every case; return what this rank saw of it."""
+    """Train every case; return records and communication counts of this rank."""
     found = {}
     for name, options in CASES.items():
-        overflows = world.rank == 1 and "overflow" in name  # the third loss overflows
+        overflows = world.rank == 1 and "overflow" in name  # makes the third loss infinite
         with (
             counted_reductions() as sent,
             changed_losses(lambda number, bad=overflows: torch.inf if bad and number == 3 else 1),

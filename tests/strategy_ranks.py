@@ -1,4 +1,4 @@
-"""Functions for the ranks of the strategy tests; they must be importable."""
+"""Functions that ranks run for the strategy tests; spawned processes import them."""
 
 import itertools
 import os
@@ -28,14 +28,14 @@ BROKEN = UserError("shard_size 3 does not divide 2 ranks")
 
 
 def sleeping(seconds):
-    """Take steps that last some seconds."""
+    """Yield after each step; every step but the first sleeps for `seconds`."""
     for number in itertools.count():
         time.sleep(seconds if number else 0)
         yield
 
 
 def ddp_steps(world, error=None):
-    """Take steps of ddp, or raise an error at their start."""
+    """Take gradient steps in mode ddp, or raise `error` at the start."""
     if error:
         raise error
     yield
@@ -49,7 +49,7 @@ def ddp_steps(world, error=None):
 
 
 def jobs_steps(world, mode):
-    """Return the gradient steps of a small training."""
+    """Return the gradient steps of a small training job in a strategy mode."""
     train = TrainConfig(num_envs=8, batch_size=8, num_steps=16, bptt_steps=8)
     policy, task = PolicyConfig(hidden_size=8), TaskConfig(env="Recall-v0")
     launch = LaunchConfig(device="cpu", strategy=mode)
@@ -58,7 +58,7 @@ def jobs_steps(world, mode):
 
 
 def batch_step(size):
-    """Take a step; rank 1 has memory for 300 samples."""
+    """Simulate a step with a batch; rank 1 runs out of memory above 300 samples."""
     if int(os.environ["RANK"]) == 1 and size > 300:
         raise FULL
     time.sleep(0.02)
@@ -66,7 +66,7 @@ def batch_step(size):
 
 @saves_results
 def choose(world, _):
-    """Let two ranks choose, where candidates fail on one of them only."""
+    """Choose the fastest candidate and batch size when some fail on one rank only."""
     slow = 0.001 if world.rank else 0.08
     steps = {
         "ddp, full": lambda: ddp_steps(world, FULL if world.rank == 1 else None),
@@ -87,14 +87,17 @@ def choose(world, _):
 
 
 def norm_of_another_device(*args):
-    """Return the norm of the gradient as a device with other rounding would compute it."""
+    """Return the gradient norm as a device with different rounding would compute it."""
     norm = get_total_norm(*args)
     return torch.nextafter(norm, torch.full_like(norm, torch.inf))
 
 
 @saves_results
 def train_on_unequal_devices(world, _):
-    """Clip by a norm that differs on rank 1; all ranks seem to have different CPUs."""
+    """Train with another gradient norm on rank 1, while all CPUs seem to differ.
+
+    Return the parameter hash with and without an agreement on the norm.
+    """
     norm_of = norm_of_another_device if world.rank == 1 else get_total_norm
     hashes = {}
     for agreed in (True, False):

@@ -1,4 +1,4 @@
-"""Small supervised jobs, and what two ranks of the tests do with them; processes import it."""
+"""Small supervised jobs and the exercise that two ranks run; ranks import it."""
 
 import math
 
@@ -19,7 +19,7 @@ CRITERION = nn.CrossEntropyLoss()
 
 
 def blobs(count, seed=0, flipped=False):
-    """Points around one centre per class, in float64; `flipped`: labelled as another class."""
+    """Return float64 points around one centre per class; `flipped`: wrong labels."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=generator)
     points = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
@@ -36,7 +36,7 @@ def make_net(dropout=0.0, batch_norm=False):
 
 
 class NanOnce:
-    """A criterion that is NaN at one call, on the last rank."""
+    """Criterion that returns NaN in one call (counted from 1) on the last rank."""
 
     def __init__(self, world, call):
         self.left = call if world.rank == world.size - 1 else 0
@@ -47,7 +47,7 @@ class NanOnce:
 
 
 class Fitted:
-    """One fit with everything that can be resumed: Adam, a scheduler, dropout, accumulation."""
+    """Result of a fit with all state that can be resumed: Adam, scheduler, dropout."""
 
     def __init__(self, world, run_dir=None, *, epochs=3, batch_size=12, net=None, train=None,
                  criterion=CRITERION, config=None, strategy=None, optimizer=torch.optim.Adam,
@@ -78,7 +78,7 @@ class Fitted:
 
 @saves_results
 def exercise(world, out_dir):
-    """Fit, resume and evaluate on this rank."""
+    """Fit, resume and evaluate on this rank; return the results."""
     plain = Fitted(world)
     test = DataLoader(blobs(41, 2), batch_size=8)
     results = {
@@ -88,14 +88,14 @@ def exercise(world, out_dir):
         "test": evaluate(plain.module, test, CRITERION, plain.strategy, METRICS),
     }
 
-    # stopped after an epoch and resumed; its checkpoints compare the ranks' BatchNorm, too
+    # One fit is stopped after an epoch and resumed. Saving also compares BatchNorm between ranks.
     for name, lengths in (("whole", [3]), ("resumed", [1, 3])):
         for epochs in lengths:
             net = make_net(dropout=0.3, batch_norm=True)
             job = Fitted(world, out_dir / name, net=net, epochs=epochs, resume=True)
         results[name] = {"weights": job.weights, "history": job.history}
 
-    # other strategies, and workers: a lambda cannot be pickled
+    # Resume under other strategies; use loader workers with a lambda, which cannot be pickled.
     sharded = {"mode": "hybrid" if world.size > 1 else "none"}
     for strategy, epochs in (({}, 1), (sharded, 2), ({}, 3)):
         job = Fitted(world, out_dir / "across", epochs=epochs, strategy=strategy, resume=True)

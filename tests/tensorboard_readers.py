@@ -1,10 +1,10 @@
-"""TensorBoard's reader."""
+"""Reader of TensorBoard event files."""
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
 def seen(run_dir, tag):
-    """(step, value) of every event of a tag."""
+    """Return (step, value) of every event with a tag."""
     return [
         (event.step, event.value) for event in EventAccumulator(str(run_dir)).Reload().Scalars(tag)
     ]

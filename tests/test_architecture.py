@@ -1,6 +1,6 @@
-"""Rules for the source: each is a function from texts by path to a list of violations.
+"""Check rules for the source. A rule takes {path: text} and yields violations.
 
-One test applies each rule to the checkout, another to planted violations that it must find.
+One test applies each rule to the checkout, another to planted violations that the rule must find.
 """
 
 import ast
@@ -16,8 +16,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_UNITS, MAX_MODULES, MAX_FILE, MAX_FUNCTION, MAX_FIRST_LINE = 15, 10, 400, 80, 79
-MAX_LEARNER = 65  # lines of `update` and `collect`
-# Totals only fall. Tokens, because packing lines does not lower them.
+MAX_LEARNER = 65  # lines of the methods `update` and `collect` in agents/
+# Lower these totals when you can; never raise them. Source is counted in tokens, because longer
+# lines do not lower that count.
 MAX_SIZES = {
     "tokens of source": 140_600,
     "tokens of tests": 159_000,
@@ -25,12 +26,12 @@ MAX_SIZES = {
     "lines of README.md": 150,
     "tokens of the path to loss.backward()": 22_600,
 }
-# the files that a reader meets between the main function of a rank and loss.backward()
+# files that a reader meets between the main function of a rank and loss.backward()
 READING_PATH = (
     r"agents/(rank|trainer|recorder|rollout|advantages|ppo|policy)\.py|rl_dist/strategies/strategy\.py"
     r"|agents/network/(sequences|pieces|minibatches|cores|heads|inputs|noise)\.py"
 )
-FILES = {  # files that are counted together
+FILES = {  # names of totals: patterns of the files that count
     "tokens of source": r"(rl_dist|envs|agents|examples)/.*\.py|\w+\.py",
     "tokens of tests": r"tests/.*\.py",
     "tokens of benchmarks": r"benchmarks/.*\.py",
@@ -40,13 +41,14 @@ SHIPPED = r"(rl_dist|envs|agents)/.*\.py|\w+\.py"
 SKIPPED = r"\.git|\.venv|runs|shared|build|dist|site|__pycache__|.*_cache|.*\.egg-info"
 TEXT = {"", ".py", ".md", ".toml", ".txt", ".cfg", ".yml", ".yaml", ".html", ".sh", ".json"}
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT")}
-# pattern of files, imports that they may not have, exceptions
+# (pattern of files, imports that are forbidden there, exceptions)
 FORBIDDEN = (
     (r"rl_dist/.*", r"(agents|envs|gymnasium)\b", None),
     (
         r"envs/.*",
         r"(agents|rl_dist|torch\.distributed)\b",
-        r"rl_dist\.(errors|flags|files|process_group\.process_ends)\b",  # leaves without torch
+        # these modules do not import torch
+        r"rl_dist\.(errors|flags|files|process_group\.process_ends)\b",
     ),
     (
         r"agents/(?!rank|config|__init__)\w+\.py|agents/network/.*",
@@ -66,7 +68,7 @@ PICKLES += (
 )
 COLLECTIVES = r"all_reduce|all_gather(_into_tensor)?|reduce_scatter|broadcast|barrier"
 SOME_RANKS = r"\brank (==|!=|>|<) \d|\bis_main|\bmain_process"
-# split, so that this file does not contain what it forbids
+# The strings are split, so that this file does not contain the forbidden text.
 PRIVATE = r"(?<![\w.~-])/(work|root|tmp/(venv|w))" + "/" + r"|\bpypi" + r"\.org|pythonhosted"
 PRIVATE += r"\.org|download" + r"\.pytorch\.org|npmjs" + r"\.(org|com)|deb" + r"\.debian\.org"
 
@@ -74,7 +76,7 @@ parse = cache(ast.parse)
 
 
 def read(root):
-    """Every text file of a checkout, except those that runs, tools and environments create."""
+    """Return {path: text} of a checkout, without files that runs and tools create."""
     sources = {}
     for folder, folders, names in os.walk(root):
         kept = [name for name in folders if not re.fullmatch(SKIPPED, name)]
@@ -86,14 +88,14 @@ def read(root):
 
 
 def nodes(sources, files, *kinds):
-    """Paths and nodes of these kinds in the Python files that match."""
+    """Yield (path, node) for syntax nodes of these kinds in matching Python files."""
     for path, text in sources.items():
         if path.endswith(".py") and re.fullmatch(files, path):
             yield from ((path, node) for node in ast.walk(parse(text)) if isinstance(node, kinds))
 
 
 def imports(sources, files):
-    """Paths, lines and dotted names of all imports; `from a import b` has the name a.b."""
+    """Yield (path, line, dotted name) of all imports; `from a import b` gives a.b."""
     for path, node in nodes(sources, files, ast.Import, ast.ImportFrom):
         module = ""
         if isinstance(node, ast.ImportFrom):
@@ -102,7 +104,11 @@ def imports(sources, files):
 
 
 def layers(sources):
-    """envs import leaves of rl_dist, the learner only rl_dist; commands and scripts more."""
+    """rl_dist imports neither agents nor envs; envs and the learner import little.
+
+    envs may import only the parts of rl_dist without torch. The learner may import rl_dist, but
+    from envs only the layout. No package has relative imports, or imports scripts or tests.
+    """
     for files, forbidden, allowed in FORBIDDEN:
         for path, line, name in imports(sources, files):
             if re.match(forbidden, name) and not (allowed and re.match(allowed, name)):
@@ -114,13 +120,13 @@ def module_of(path):
 
 
 def cycles(sources):
-    """No module imports itself through others, not even inside a function or for types."""
+    """There are no import cycles, not even through imports in functions or for types."""
     graph = {module_of(path): set() for path in sources}
     for path, _, name in imports(sources, SHIPPED):
         target = name if name in graph else name.rpartition(".")[0]
         graph[module_of(path)] |= {target} & graph.keys() - {module_of(path)}
     before = None
-    while graph != before:  # drop modules that import nothing or that nothing imports
+    while graph != before:  # drop modules that import nothing or that none imports
         before, targets = graph, set().union(*graph.values())
         graph = {
             m: graph[m] & graph.keys() for m in graph if m in targets and graph[m] & graph.keys()
@@ -130,7 +136,7 @@ def cycles(sources):
 
 
 def units(sources):
-    """A package has few units, a folder inside it few modules, and no file has a vague name."""
+    """A package has at most 15 units, its folders 10 modules; no file name is vague."""
     paths = [path for path in sources if re.fullmatch(SHIPPED, path) and "/__" not in path]
     folders = Counter(path.rpartition("/")[0] for path in paths)
     units = Counter(
@@ -143,7 +149,7 @@ def units(sources):
 
 
 def code_tokens(text):
-    """Tokens without comments, docstrings, line ends and indentation."""
+    """Count tokens, without comments, docstrings, line ends and indentation."""
     statements = (n for n in ast.walk(parse(text)) if isinstance(n, ast.Expr))
     constants = (n.value for n in statements if isinstance(n.value, ast.Constant))
     docstrings = {(n.lineno, n.col_offset) for n in constants if isinstance(n.value, str)}
@@ -152,7 +158,7 @@ def code_tokens(text):
 
 
 def sizes(sources):
-    """Files, functions and totals keep within their limits; tests have only a total."""
+    """Files, functions and totals stay within their limits; tests have only a total."""
     counts = {
         what: sum(code_tokens(text) for path, text in sources.items() if re.fullmatch(files, path))
         for what, files in FILES.items()
@@ -171,7 +177,7 @@ def sizes(sources):
 
 
 def docstrings(sources):
-    """Modules, public functions and classes have docstrings, first lines of < 80 characters."""
+    """Modules and public names have docstrings with first lines of < 80 characters."""
     for path, node in nodes(sources, SHIPPED, ast.Module, ast.ClassDef):
         needed = isinstance(node, ast.Module)
         public = [n for n in node.body if not getattr(n, "name", "_").startswith("_")]
@@ -182,7 +188,7 @@ def docstrings(sources):
 
 
 def data_alone(sources):
-    """Nothing loads pickled code or sends it; only the tests may try to."""
+    """No code loads or sends pickled objects; only tests may import pickle."""
     for path, text in sources.items():
         if path.endswith(".py") and not path.startswith("tests/"):
             yield from (f"{path}: {match[0]}" for match in re.finditer(PICKLES, text, re.M))
@@ -207,7 +213,7 @@ def lonely_collectives(sources):
 
 
 def words(sources):
-    """Nothing is called dones, and no path of one machine or host of a package index is named."""
+    """No name is "dones"; no text names a path of one machine or a package index."""
     for path, text in sources.items():
         yield from (f"{path}: {match[0]}" for match in re.finditer(PRIVATE, text))
         if re.fullmatch(SHIPPED + "|benchmarks/.*", path) and re.search(r"\bdones\b", text):
@@ -219,7 +225,7 @@ MANY = "x = 1\n" * 70_000
 
 
 def lines(count, name):
-    """A file with one function of that many lines."""
+    """Return the text of a file with one function of `count` lines."""
     return f'{DOC}def {name}():\n    """Does it."""\n' + "    x = 1\n" * (count - 2)
 
 

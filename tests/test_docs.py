@@ -1,4 +1,4 @@
-"""Links, commands, flags and files in the README and docs/ exist, and the site builds."""
+"""Check that links, commands, flags and files in the docs exist; build the site."""
 
 import ast
 import importlib.util
@@ -37,7 +37,7 @@ def generated():
 
 
 def commands(path):
-    """The commands of a text that start our programs, as words without variables."""
+    """Yield the words of each python, make or torchrun command in code blocks."""
     for block in re.findall(r"^```.*?\n(.*?)^```", path.read_text(), re.M | re.S):
         for line in block.replace("\\\n", "").splitlines():
             if re.match(r"(python|make|torchrun) ", line.strip()):
@@ -64,7 +64,7 @@ def test_commands_have_flags_that_exist(words):
         assert all(re.match(r"(ARGS|VENV|PYTHON)=", word) for word in words[2:])
         words = [TRAINING, *shlex.split(words[-1].partition("ARGS=")[2])] * (words[1] == "train")
     if TRAINING in words:
-        parse_training(words[words.index(TRAINING) + 1 :])  # exits on a wrong flag
+        parse_training(words[words.index(TRAINING) + 1 :])  # exits if a flag is wrong
     elif words and words[1] != "-c":
         command = words[: 3 if words[1] == "-m" else 2]
         flags = {word.partition("=")[0] for word in words if word.startswith("--")}
@@ -73,7 +73,7 @@ def test_commands_have_flags_that_exist(words):
 
 @cache
 def flags_of(command):
-    """The flags of a program, with those of training if it passes them on."""
+    """Return the flags of a program, with the training flags if it passes them on."""
     if command in generated().COMMANDS:
         text = generated().help_of(command)
     else:
@@ -84,15 +84,16 @@ def flags_of(command):
     return own | {f"--{name}" for name in OWNERS} if passes_on else own
 
 
-# fields of Args in cleanrl/ppo_atari_lstm.py of vwxyzjn/cleanrl, branch master
+# Fields of the class Args in cleanrl/ppo_atari_lstm.py; source: vwxyzjn/cleanrl, branch master.
 CLEANRL = """
 exp_name seed torch_deterministic cuda track wandb_project_name wandb_entity capture_video env_id
 total_timesteps learning_rate num_envs num_steps anneal_lr gamma gae_lambda num_minibatches
 update_epochs norm_adv clip_coef clip_vloss ent_coef vf_coef max_grad_norm target_kl batch_size
 minibatch_size num_iterations
 """
-# keys of the parameter table in rl_games 1.6.5's README but for SAC's and those inside lists of
-# layers, of configs/ppo_cartpole_masked_velocity_rnn.yaml, and what else common/a2c_common.py reads
+# Keys from 3 sources in rl_games 1.6.5: the parameter table of the README, without the keys of SAC
+# and those inside lists of layers; configs/ppo_cartpole_masked_velocity_rnn.yaml; and further keys
+# that common/a2c_common.py reads.
 RL_GAMES = """
 seed torch_threads load_checkpoint load_path algo model network separate space fixed_sigma
 sigma_init cnn mlp units d2rl activation initializer normalization regularizer rnn name layers
@@ -155,7 +156,7 @@ def test_every_promise_names_its_tests():
 
 
 def test_messages_that_troubleshooting_quotes_exist():
-    texts = []  # messages of the source, with a gap for each value
+    texts = []  # strings of the source, with "..." for each inserted value
     for path in (
         path for folder in ("rl_dist", "agents", "envs") for path in ROOT.glob(f"{folder}/**/*.py")
     ):

@@ -1,7 +1,7 @@
-"""The pages' Python blocks and commands run, with shorter trainings.
+"""Run the Python blocks and commands of the docs, with shorter training.
 
-Blocks run by default, in this process. Commands run with `-m slow`, as a reader starts them, in a
-copy of the checkout that holds the files that the pages mention.
+Blocks run by default, in this process. Commands run only with `-m slow`, as a reader starts them,
+in a copy of the checkout that also contains the files that the pages mention.
 """
 
 import os
@@ -22,7 +22,7 @@ from train_runs import daily_bars, run_here, train_here
 from agents.export import command as export
 from rl_dist.telemetry.metrics import close_logging
 
-# runs before every block: the names that the pages assume
+# This code runs before every block. It defines the names that the pages assume.
 DEFINED = """
 import gymnasium, numpy as np, torch
 from torch import nn
@@ -66,7 +66,7 @@ def all_blocks():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder with the run, the exported files and the module that the pages mention."""
+    """Return a folder with the runs, exported files and module named in the pages."""
     folder = tmp_path_factory.mktemp("reader")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -76,7 +76,8 @@ def runs(tmp_path_factory):
         if all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))):
             assert run_here(export.main, ["runs/pendulum", "--output", folder], patch) == 0
     drift, *_, decay = blocks(ROOT / "docs/own_environment.md")
-    made = 'gymnasium.register("MyEnv-v0", entry_point=Drift, max_episode_steps=100)\n'  # README's
+    # the environment that the README uses
+    made = 'gymnasium.register("MyEnv-v0", entry_point=Drift, max_episode_steps=100)\n'
     (folder / "my_module.py").write_text(drift + made + decay)
     return folder
 
@@ -100,7 +101,7 @@ def test_python_blocks_run(text, runs, monkeypatch):
         torch.set_num_threads(1)
 
 
-# words of commands that are replaced, and flags that short trainings gain
+# Replacements for words of commands, and flags that make training short.
 SMALL = {"RUN_DIR": "runs/trading", "DIR": "out", "runs/pretrain/DATE_TIME": "runs/pretrained"}
 LENGTHS = {"--total_steps": "1024", "--num_episodes": "1", "--epochs": "1"}
 OF_ENV = {"--total_steps": "1024", "--eval_episodes": "2"}
@@ -108,7 +109,7 @@ OF_MARKETS = {"--num_episodes": "1", "--threads": "1", "--hidden_size": "16", "-
 OF_MARKETS |= {"--num_steps": "64", "--batch_size": "8"}
 SIMULATED = {"--num_worlds": "2", "--test_start": "2019-06-03", "--test_end": "2019-08-30"}
 OF_PRETRAINING = {"--epochs": "1", "--num_worlds": "2", "--hidden_size": "16"}
-ELSEWHERE = {  # beginning of a command -> why no test here runs it
+ELSEWHERE = {  # first words of a command -> why it is not run here
     "make test": "it runs this",
     "make train$": "the main job, five minutes; tests train it shorter",
     "make docs": "continuous integration does",
@@ -116,13 +117,13 @@ ELSEWHERE = {  # beginning of a command -> why no test here runs it
     "python examples/ray_train.py": "a Ray cluster; tests/hosts/test_ray_train.py",
     "python benchmarks/memory_table.py": "half an hour; tests/test_memory_table.py runs a row",
 }
-REFUSED = {"--interactive": "terminal"}  # flag -> a word of the message that refuses it
+REFUSED = {"--interactive": "terminal"}  # flag -> a word of the expected error message
 if not torch.cuda.is_available():
     REFUSED["--gpu_ids"] = "CUDA"
 
 
 def small(words):
-    """The command with a short training in place of its long one."""
+    """Return the command with flags for a short training run."""
     words = [SMALL.get(word, word) for word in words]
     more = {}
     if "agents.pretrain" in words:
@@ -138,7 +139,7 @@ def small(words):
 
 
 def run(words, folder):
-    """Run a command in a folder, as from a shell."""
+    """Run a command in a folder, as a shell would."""
     first, *rest = words
     starts = {"python": [sys.executable], "make": ["make", f"VENV={sys.prefix}"]}
     starts["torchrun"] = [sys.executable, "-m", "torch.distributed.run"]
@@ -149,7 +150,7 @@ def run(words, folder):
 
 @pytest.fixture(scope="module")
 def checkout(runs, tmp_path_factory):
-    """A copy of the checkout, with the files that the pages mention."""
+    """Return a copy of the checkout with the files that the pages mention."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("agents", "envs", "rl_dist", "examples", "benchmarks", "tests", "docs", ".ci"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))

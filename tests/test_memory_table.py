@@ -1,4 +1,4 @@
-"""benchmarks/memory_table.py: its commands exist, its figures are right, results are kept."""
+"""Test the commands, figures and saved results of benchmarks/memory_table.py."""
 
 import json
 
@@ -21,15 +21,15 @@ def test_the_best_window_is_a_mean_over_the_episodes_of_many_steps():
         {"global_step": step, "episode/return": mean, "episode/count": count}
         for step, mean, count in (
             (10_000, 1.0, 1),
-            (20_000, 0.0, 3),  # ends the first window: 1 / 4
+            (20_000, 0.0, 3),  # ends the first window: mean 1 / 4
             (40_000, None, 0),  # a window without episodes
             (50_000, 0.5, 2),
-            (60_000, 0.2, 1),  # 1.2 / 3
-            (61_000, 1.0, 9),  # too short a window
+            (60_000, 0.2, 1),  # ends the third window: mean 1.2 / 3
+            (61_000, 1.0, 9),  # ignored: the window is too short
         )
     ]
     assert memory_table.best_window(metrics) == pytest.approx(0.4)
-    assert memory_table.best_window(metrics[:1]) == 1.0  # all that there is
+    assert memory_table.best_window(metrics[:1]) == 1.0  # the only window, though it is short
     assert memory_table.best_window([metrics[2]]) is None
 
 
@@ -37,7 +37,8 @@ def test_the_table_has_means_with_their_ranges_of_the_same_commands(tmp_path, ca
     row = memory_table.ROWS[0]
     scores = {1: 0.5, 2: 0.25, 3: 0.9}
     for seed, score in scores.items():
-        command = row.command(seed) + ["--gamma", "0"] * (seed == 3)  # another command
+        # The table ignores the result of seed 3, because its command is another one.
+        command = row.command(seed) + ["--gamma", "0"] * (seed == 3)
         result = {"command": command, "without_noise": score, "training": 0.5, "minutes": 1.25}
         memory_table.result_path(tmp_path, row, seed).write_text(json.dumps(result))
     memory_table.main(["--out", str(tmp_path), "--print_only"])

@@ -1,4 +1,4 @@
-"""Values of flags, files and arguments fit their section or are refused in one line."""
+"""Flags, saved files and arguments give valid settings or a one-line error."""
 
 import argparse
 import json
@@ -58,7 +58,7 @@ def parse(*argv, sections=SECTIONS, **options):
     ("argv", "values"),
     [
         ([], {}),
-        (["--num_envs", "64"], {"num_envs": 64}),  # given, though it is the default
+        (["--num_envs", "64"], {"num_envs": 64}),  # equal to the default, but still counts as given
         (["--num-envs", "8", "--learning_rate=1e-3"], {"num_envs": 8, "learning_rate": 1e-3}),
         (["--num_envs", "auto"], {"num_envs": 1}),
         (["--num_envs", "1e3"], {"num_envs": 1000}),

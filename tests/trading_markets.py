@@ -14,7 +14,7 @@ BARS = ("open", "high", "low", "close", "volume")
 
 
 def random_market(seed=0, num_stocks=4, num_days=NUM_DAYS, volatility=0.02):
-    """Bars without any pattern."""
+    """Return a market of random bars without any pattern."""
     rng = np.random.default_rng(seed)
     close = 50 * np.exp(np.cumsum(rng.normal(0, volatility, (num_days, num_stocks)), axis=0))
     open_ = close * np.exp(rng.normal(0, volatility / 2, close.shape))
@@ -32,13 +32,13 @@ def random_market(seed=0, num_stocks=4, num_days=NUM_DAYS, volatility=0.02):
 
 
 def scaled(market, day, factor):
-    """The market with all prices and volumes from a day on times a factor."""
+    """Return the market with prices and volumes multiplied by a factor from a day on."""
     after = np.where(np.arange(len(market.dates)) >= day, factor, 1.0)[:, None]
     return replace(market, **{name: getattr(market, name) * after for name in BARS})
 
 
 def make_env(num_envs=3, markets=None, seed=100, evaluation=False, device="cpu", **options):
-    """A small training environment, reset with seeds from `seed` on unless that is None."""
+    """Return a small trading environment; reset it with `seed` unless that is None."""
     span = Span(FIRST, NUM_DAYS - 1)
     env = TradingVectorEnv(
         num_envs,
@@ -55,18 +55,18 @@ def make_env(num_envs=3, markets=None, seed=100, evaluation=False, device="cpu",
 
 
 def day(env):
-    """The index of the day just seen, [B]."""
+    """Return the index of the last observed day, [B]."""
     return env.row % env.num_days + FIRST
 
 
 def account(env):
-    """Cash [B] in USD and shares held [B, n]."""
+    """Return cash [B] in USD and the number of shares held [B, n]."""
     state = env.get_state()
     return state["cash"].squeeze(1), state["shares"]
 
 
 def random_actions(num_steps, env):
-    """Actions [num_steps, B, n], some of them outside of [-1, 1]."""
+    """Return random actions [num_steps, B, n], some of them outside [-1, 1]."""
     shape = num_steps, env.num_envs, len(env.tickers)
     return 2.4 * torch.rand(shape, generator=torch.Generator().manual_seed(0)) - 1.2
 
@@ -76,7 +76,7 @@ def whole_pass(env, actions):
 
 
 def same(left, right):
-    """Bit for bit, through lists, tuples and dictionaries."""
+    """Return whether nested lists, tuples and dictionaries hold equal tensors."""
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same(left[name], right[name]) for name in left)
     if isinstance(left, list | tuple):

@@ -1,4 +1,4 @@
-"""Run small trainings and evaluations, here or in new processes; write files of prices."""
+"""Start small training and evaluation runs, here or in new processes."""
 
 import json
 import os
@@ -32,7 +32,7 @@ SPANS = shlex.split(
     "--test_start 2019-06-03 --test_end 2019-08-30"
 )
 WORLDS = ["--num_worlds", "2", "--episode_days", "60"]
-SMALL = [*SIZES, *SPANS, *WORLDS]  # on the simulated market
+SMALL = [*SIZES, *SPANS, *WORLDS]  # flags of a small run on the simulated market
 
 
 def run_here(main, argv, monkeypatch):
@@ -58,7 +58,7 @@ def evaluate_here(monkeypatch, *argv):
 
 @contextmanager
 def output_in(folder):
-    """Redirect the output of this process and its children to the files out and err."""
+    """Redirect stdout and stderr of this process and its children to two files."""
     with ExitStack() as held:
         streams = (1, "out", redirect_stdout), (2, "err", redirect_stderr)
         for descriptor, name, redirect in streams:
@@ -81,7 +81,7 @@ def start(*argv, **options):
 
 
 def run_benchmark(name, *flags):
-    """Run a benchmark; return the lines it prints, with JSON as objects."""
+    """Run a benchmark; return the lines of its output, with JSON lines parsed."""
     job = start(REPO / "benchmarks" / name, *flags)
     printed, errors = job.communicate(timeout=900)
     assert job.returncode == 0, errors
@@ -93,7 +93,7 @@ def start_training(*argv, **options):
 
 
 def only_error(stderr):
-    """Return the line of stderr, which must be a single error."""
+    """Check that stderr is a single error line, and return it."""
     lines = stderr.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: "), stderr
     return lines[0]
@@ -104,7 +104,7 @@ def records(run_dir):
 
 
 def daily_bars(num_stocks=5, num_days=400, seed=0):
-    """Return clean bars in the long format; `adj_close` is 90 % of `close`."""
+    """Return daily bars, one row per date and stock; `adj_close` is 90 % of `close`."""
     rng = np.random.default_rng(seed)
     dates = np.busday_offset("2018-01-01", np.arange(num_days), roll="forward")
     close = 50 * np.exp(np.cumsum(rng.normal(0, 0.01, (num_days, num_stocks)), axis=0))
@@ -124,7 +124,7 @@ def daily_bars(num_stocks=5, num_days=400, seed=0):
 
 
 def lives(pid):
-    """Return whether a process still runs; a zombie does not."""
+    """Return whether a process still runs; a zombie does not count."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -132,7 +132,7 @@ def lives(pid):
 
 
 def session(leader):
-    """Return the running processes of a session that `start` began."""
+    """Return the running processes in the session of `leader`, started by `start`."""
 
     def inside(process):
         try:
@@ -148,7 +148,10 @@ def assert_nobody_left(leader):
 
 
 def wait_until(true, job=None, within_s=PATIENCE_S):
-    """Wait until a function returns something true while a job runs; return it."""
+    """Wait until the function returns a true value, and return that value.
+
+    With `job`, fail if the process ends before.
+    """
     deadline_s = time.monotonic() + within_s
     while not (found := true()):
         assert job is None or job.poll() is None, job.communicate()

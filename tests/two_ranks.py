@@ -1,6 +1,6 @@
-"""Exercises of two ranks for the tests of several files, in one launch.
+"""Exercises that two ranks run for several test files, in one launch.
 
-Spawned processes must be able to import it.
+Spawned processes import this file.
 """
 
 import os
@@ -25,14 +25,14 @@ from rl_dist.supervised.config import FitConfig
 
 
 def classify_images(out_dir):
-    """Run the example as its command does; the main process prints to a file."""
+    """Run the image example as its command does, with the output in a file per rank."""
     fitting = FitConfig(epochs=2, patience=2, progress=False)
     path = Path(out_dir, f"figures_{os.environ['RANK']}.json")
     with path.open("w") as file, redirect_stdout(file):
         assert image_classification.run_rank(fitting, LaunchConfig(), "cpu") == 0
 
 
-# test file -> its exercise, which gets a folder, and opens and closes its world
+# Test file -> exercise. An exercise is called with a folder, and opens and closes its own world.
 EXERCISES: dict[str, Callable[[str], Any]] = {
     "test_estimate": agents_ranks.count_small_collectives,
     "test_example_images": classify_images,
@@ -43,15 +43,14 @@ EXERCISES: dict[str, Callable[[str], Any]] = {
     "test_measure": strategy_ranks.choose,
     "test_supervised": supervised_ranks.exercise,
     "test_replicas": strategy_ranks.train_on_unequal_devices,
-    "test_sharding": sharding_ranks.probe,  # the last one, because it leaves a reduction undone
+    "test_sharding": sharding_ranks.probe,  # last: a reduction stays unfinished
 }
 
 
 def exercise_in_turn(out_dir, names):
     """Run the named exercises in turn, each in a new folder and a new world.
 
-    The file in which ranks meet has the count of restarts in its name, so every world gets a new
-    one.
+    The restart count is part of the name of the rendezvous file, so every world gets a new file.
     """
     rank = os.environ["RANK"]
     for number, name in enumerate(names):
