@@ -1,6 +1,6 @@
-"""The learner: recurrent PPO over vector environments, on one rank or many.
+"""Recurrent PPO on vector environments, on one rank or many.
 
-The names below may be imported from here; what they need is loaded when first asked for.
+Import the names below from this package; each one loads its module on first use.
 
     from agents import load_policy, train
 """
@@ -8,7 +8,7 @@ The names below may be imported from here; what they need is loaded when first a
 from importlib import import_module
 from typing import Any
 
-import rl_dist  # noqa: F401  # before torch: see there
+import rl_dist  # noqa: F401  # must precede torch: it sets OpenMP variables
 
 _HOMES = {
     "train": "api.training",

@@ -1,4 +1,4 @@
-"""Advantages and returns of a rollout, and the batch that an update learns from."""
+"""Compute advantages and returns of a rollout; build the batch for an update."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def make_batch(
     world: World,
     config: PPOConfig,
 ) -> Batch:
-    """Cut a rollout into sequences with advantages and returns; all ranks call.
+    """Cut a rollout into sequences; add advantages and returns.
 
-    A single all-reduce sums the statistics of advantages, observations and rewards over the ranks.
+    Every rank must call this: one all-reduce sums the statistics of advantages, observations and
+    rewards over all ranks.
     """
-    # advantages and returns [T, B], from scaled rewards
+    # compute advantages and returns [T, B] from scaled rewards
     values = rollout.values
     rewards = normalizers.rewards(rollout.rewards[..., None])[..., 0].to(values.dtype)
     advantages, returns = gae(
@@ -39,7 +40,7 @@ def make_batch(
         least = config.min_adv_std * normalizers.return_deviation()
         advantages = normalize_advantages(advantages, sums, least)
 
-    # sequences of L steps
+    # cut the rollout into sequences of L steps
     length = len(values) // len(rollout.initial_states)
     names = ("obs", "actions", "logprobs", "values", "episode_start")
     steps = {name: getattr(rollout, name) for name in names}
@@ -60,12 +61,12 @@ def make_batch(
 def gae(
     rewards: Tensor,  # [T, B]
     values: Tensor,  # [T, B]
-    next_values: Tensor,  # [T, B] V of the observation after the step, 0 after termination
+    next_values: Tensor,  # [T, B] value of the observation after the step, 0 after termination
     episode_end: Tensor,  # [T, B] bool: the step was the last of its episode
     gamma: float,
     gae_lambda: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages [T, B], and returns [T, B] = advantages + values.
+    """Return advantages [T, B], and returns [T, B], which are advantages + values.
 
     Source: Schulman et al., "High-dimensional continuous control using generalized advantage
     estimation", https://arxiv.org/abs/1506.02438, equation 16.
@@ -93,9 +94,9 @@ def rollout_sums(advantages: Tensor, values: Tensor, returns: Tensor) -> dict[st
 def normalize_advantages(
     advantages: Tensor, sums: Mapping[str, Tensor], least: float | Tensor = 0.0
 ) -> Tensor:
-    """Shift and scale advantages [T, B] to mean 0 and deviation 1 over all ranks.
+    """Normalise advantages [T, B] to mean 0 and standard deviation 1 over all ranks.
 
-    `least` is a lower bound of the divisor; if it applies, the deviation stays below 1.
+    `least` is a lower bound for the divisor. Where it applies, the result deviates less than 1.
     """
     mean, variance = _moments("advantages", sums)
     deviation = (variance.clamp(min=0.0).sqrt() + 1e-8).clamp(min=least)

@@ -1,4 +1,4 @@
-"""The settings of a run: training, all sections together, and the presets."""
+"""Settings of a run: the training section, all sections together, and presets."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ from rl_dist.launch.config import LaunchConfig
 from rl_dist.process_group.watchdog import end_rank
 from rl_dist.telemetry.loggers import named_loggers
 
-if TYPE_CHECKING:  # other tasks do without pandas and talib
+if TYPE_CHECKING:  # only trading tasks import pandas and talib
     from envs.trading.task import TradingTask
 
-AUTO = 0  # batch_size for which the ranks measure the best value when a run begins
-SMALL_NETWORK = 10_000_000  # limit of a minibatch's steps * hidden_size squared
+AUTO = 0  # with this batch_size, the ranks measure the fastest size when a run starts
+# a network is small if steps per minibatch * hidden_size**2 is below this
+SMALL_NETWORK = 10_000_000
 
-# Defaults for each kind of task. Sizes, rates and epochs were tuned, see docs/LOG.md. In trading
-# the reward follows a trade immediately, so a short horizon and short traces are enough.
+# Defaults for each kind of task. Sizes, learning rates and epochs were tuned: see docs/LOG.md. In
+# trading, the reward follows a trade immediately, so a low gamma and gae_lambda are enough.
 _SMALL = {
     "total_steps": 200_000,
     "batch_size": 8,
@@ -68,7 +69,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "risk_aversion": 0.0,
     },
 }
-QUICK = {  # applied after the preset
+QUICK = {  # --quick applies these after the preset
     "num_episodes": 96,
     "total_steps": 0,
     "batch_size": 64,
@@ -86,7 +87,7 @@ MAIN_FLAGS = {  # --help shows these
 
 @configuration
 class TrainConfig:
-    """Length and sizes of a training, and the checkpoints that it keeps."""
+    """Length and sizes of a training run, and its checkpoints."""
 
     num_episodes: int = Field(5000, ge=1, le=10**12)
     """Stop after this many training episodes of all ranks."""
@@ -158,7 +159,7 @@ class TrainConfig:
     profile: bool = False
     """Measure where the time of a few iterations goes; the report is in RUN_DIR/profile."""
 
-    chosen_preset: Text = ""  # recorded by the run; no flag
+    chosen_preset: Text = ""  # not a flag: the run records its preset here
 
     def __post_init__(self) -> None:
         named_loggers(self.loggers)
@@ -182,7 +183,7 @@ class TrainConfig:
 
     @property
     def stop(self) -> tuple[str, float]:
-        """Return the metric of stop_at and its value; ("", 0) if it is not given."""
+        """Return the metric and the value of stop_at, or ("", 0) if stop_at is empty."""
         name, _, value = (self.stop_at or " 0").partition(" ")
         return name, float(value)
 
@@ -193,18 +194,18 @@ class TrainConfig:
 
     @property
     def sequences_per_step(self) -> int:
-        """Return the sequences of a gradient step; with weak scaling, those of one rank."""
+        """Return the sequences per gradient step; with weak scaling, of each rank."""
         return self.batch_size * self.grad_accumulation
 
     @property
     def named_metrics(self) -> dict[str, str]:
-        """Return the metrics that flags name, by flag."""
+        """Return the metric named by each flag; skip flags that name none."""
         named = {"stop_at": self.stop[0], "keep_best": self.keep_best}
         return {flag: name for flag, name in named.items() if name not in ("", "auto", "off")}
 
     @property
     def best_metrics(self) -> tuple[str, ...]:
-        """Return the metrics that may choose best.pt; the run uses the first it has."""
+        """Return candidate metrics for best.pt; the run uses the first that it reports."""
         return {"auto": ("valid/sharpe", "valid/return"), "off": ()}.get(
             self.keep_best, (self.keep_best,)
         )
@@ -212,7 +213,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All settings of a run, by section; config.json holds them."""
+    """All settings of a run by section, as stored in config.json."""
 
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -233,16 +234,16 @@ class RunConfig:
         return {name: v for section in vars(self).values() for name, v in vars(section).items()}
 
     def changed(self, values: Mapping[str, Any]) -> RunConfig:
-        """Return the configuration with other values, by flag."""
+        """Return a copy of the configuration with new values, given by flag name."""
         return RunConfig(**changed(vars(self), values))
 
     def idle_flags(self) -> list[str]:
-        """Return the flags that have no effect beside the others."""
+        """Return the flags that have no effect, given the values of the other flags."""
         launch = self.launch
         is_trading = self.task.is_trading
         on_markets = is_trading and self.data.data == "simulated"
         has_shards = launch.strategy in ("hybrid", "auto") and launch.hybrid_form == "shard"
-        groups = (  # whether flags have an effect, and these flags
+        groups = (  # pairs: True if the flags have an effect, names of the flags
             (not is_trading, [name for name in vars(self.task) if name != "env"]),
             (is_trading, [*vars(self.data), *vars(self.trading)]),
             (on_markets, vars(self.market)),
@@ -254,23 +255,23 @@ class RunConfig:
         return [name for has_effect, names in groups if not has_effect for name in names]
 
     def without_idle(self) -> RunConfig:
-        """Return the configuration with flags that have no effect at their defaults."""
+        """Return a copy in which flags without effect have their default values."""
         return self.changed({name: DEFAULTS[name] for name in self.idle_flags()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values that files hold, by section and name."""
+        """Return the values as files store them, by section and name."""
         return saved_form(self)
 
     @staticmethod
     def from_dict(saved: Any) -> RunConfig:
-        """Return the configuration that `to_dict` has described."""
+        """Build the configuration from the result of `to_dict`."""
         return RunConfig(**read_sections(SECTIONS, saved))
 
     def prepare_task(self, heartbeat: Callable[[], None] = lambda: None) -> TradingTask | GymTask:
-        """Return the markets and spans of the trading task, or the Gymnasium task.
+        """Prepare the trading task with its markets and spans, or the Gymnasium task.
 
         Args:
-            heartbeat: called while environments of Gymnasium make progress.
+            heartbeat: function to call while Gymnasium environments make progress.
         """
         if not self.task.is_trading:
             return GymTask(self.task, end_rank, heartbeat)
@@ -285,20 +286,20 @@ OWNERS = {name: heading for heading, section in SECTIONS.items() for name in var
 
 
 def with_threads(config: RunConfig) -> RunConfig:
-    """Return the configuration, with one thread if its network is small.
+    """Set 1 thread if the network is small and the user chose no number of threads.
 
-    A number that the user gave stays. If gates take fewer than 10 million multiplications in a
-    pass, one thread is as fast as two, and much faster beside other programs: docs/performance.md.
+    If the gates need fewer than 10 million multiplications per pass, one thread is as fast as two,
+    and much faster if other programs use the CPU: see docs/performance.md.
     """
     train = config.train
-    steps = train.batch_size * train.bptt_steps  # steps of a minibatch; 0: measured later
+    steps = train.batch_size * train.bptt_steps  # per minibatch; 0: measured later
     if config.launch.threads or not 0 < steps * config.policy.hidden_size**2 < SMALL_NETWORK:
         return config
     return replace(config, launch=replace(config.launch, threads=1))
 
 
 def data_digest(config: DataConfig) -> str:
-    """Return a digest of the file of prices, which shows that it has changed."""
+    """Return a digest of the price file, so that a changed file is detected."""
     if config.data == "simulated":
         return ""
     content = read_plain(Path(config.data).expanduser(), most=None)
@@ -306,7 +307,7 @@ def data_digest(config: DataConfig) -> str:
 
 
 def probe(task: TradingTask | GymTask) -> TorchEnv:
-    """Return the smallest environment of a task, closed: only its spaces are read."""
+    """Return the smallest environment of a task, already closed, to read its spaces."""
     if isinstance(task, GymTask):
         env = task.probe_env()
     else:
@@ -316,6 +317,9 @@ def probe(task: TradingTask | GymTask) -> TorchEnv:
 
 
 def empty_policy(config: RunConfig, layout: Layout, action_space: spaces.Space) -> Policy:
-    """Return a run's policy without weights; refuse spaces that do not fit."""
+    """Build a run's policy on the meta device, without weights.
+
+    Raises a UserError if the settings of the policy do not suit the spaces.
+    """
     with torch.device("meta"):
         return Policy(config.policy, layout, action_space).to(config.launch.dtype)

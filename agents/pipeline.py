@@ -1,10 +1,10 @@
-"""PPO on pairs of ranks: strategy hybrid with the cascade in two stages.
+"""PPO on pairs of ranks that share the cascade: --hybrid_form pipeline.
 
-The first rank of a pair trains the feature LSTM, the second one trains actor and critic. A pair
-works on the sequences of both its ranks, cut into parts. The first rank sends the features of a
-part and gets their gradient back; meanwhile it computes the features of the next part. Gradients
-of a stage are averaged over the pairs. In rollouts, every rank acts with the whole policy, so
-after an update the two ranks of a pair exchange the parameters of their stages.
+The first rank of a pair trains the feature LSTM (stage 0), the second rank trains actor and critic
+(stage 1). Together they process the sequences of both ranks, cut into parts. The first rank sends
+the features of a part and computes those of the next part until it receives the gradient. The
+gradients of each stage are averaged over all pairs. In rollouts, every rank runs the whole policy,
+so the two ranks of a pair exchange the parameters of their stages after every update.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 STAGES = 2
 FEATURES, DECISIONS = range(STAGES)
-# fields of a minibatch that each stage needs; the second one computes the loss
+# Minibatch fields that each stage needs. The second stage computes the loss.
 NEEDED = (
     ("obs", "episode_start", "lstm_state"),
     ("actions", "logprobs", "values", "advantages", "returns", "episode_start", "lstm_state"),
@@ -43,7 +43,7 @@ NEEDED = (
 
 
 class StageStrategy(Strategy):
-    """Clips, steps and saves the two stages; `PipelinePPO` computes gradients."""
+    """Clips, steps and saves the two stages; `PipelinePPO` computes the gradients."""
 
     def __init__(self, config: StrategyConfig, world: World) -> None:
         super().__init__(config, world)
@@ -53,12 +53,12 @@ class StageStrategy(Strategy):
         self.stage: int = self.mesh.get_local_rank(1)
         self.pair = self.mesh.get_group(1)
         self.replicas = self.mesh.get_group(0)
-        self.stages: tuple[list[nn.Parameter], ...] = ()  # the parameters of each
+        self.stages: tuple[list[nn.Parameter], ...] = ()  # parameters by stage
         self.local: list[nn.Parameter] = []  # parameters of this rank's stage
         self.grad_norm = torch.zeros(())  # over both stages
 
     def wrap(self, module: Policy) -> Policy:  # type: ignore[override]
-        """Return the policy itself, with the weights of rank 0."""
+        """Copy the weights of rank 0 to all ranks; return the same policy object."""
         if module.config.policy != "clstm" or module.mask_columns:
             raise UserError(
                 "hybrid_form pipeline cuts a cascade of LSTMs without masks of actions in two: "
@@ -78,9 +78,13 @@ class StageStrategy(Strategy):
     def step(
         self, optimizer: torch.optim.Optimizer, max_grad_norm: float = math.inf
     ) -> tuple[Tensor, Tensor]:
-        """Clip by the norm over both stages and step this one, on all ranks or on none."""
+        """Clip this stage's gradient by the norm of both stages, and take the step.
+
+        If the norm is not finite, no rank takes the step.
+        """
+        # free the optimizer state of the other stage, which saving or resuming has filled in
         for parameter in self.stages[1 - self.stage]:
-            optimizer.state.pop(parameter, None)  # frees what a save or a resume has filled in
+            optimizer.state.pop(parameter, None)
         grad_norm = self.agreed_norm(self.grad_norm)
         stepped = torch.isfinite(grad_norm)  # the same on all ranks
         if stepped:
@@ -90,7 +94,7 @@ class StageStrategy(Strategy):
 
     @torch.no_grad()
     def share_parameters(self) -> None:
-        """Give each rank of a pair the parameters that the other one has trained."""
+        """Send the parameters that each rank has trained to the other rank of its pair."""
         with self.world.waiting("exchange of parameters"):
             for stage, parameters in enumerate(self.stages):
                 flat = parameters_to_vector(parameters)
@@ -99,16 +103,17 @@ class StageStrategy(Strategy):
                     copy_from(flat, parameters)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the whole `state_dict`, of both stages; all ranks call."""
+        """Return the `state_dict` with both stages. Every rank must call this."""
         with self.world.waiting("exchange of optimizer state"):
-            # there are no entries before the first step
+            # before the first step, the optimizer has no state
             for name, example in optimizer.state.get(self.local[0], {}).items():
                 for stage, parameters in enumerate(self.stages):
                     for parameter in parameters:
                         state = optimizer.state[parameter]
                         if name not in state:
                             state[name] = torch.empty_like(parameter if example.ndim else example)
-                        moved = state[name].to(self.world.device)  # Adam may count on the CPU
+                        # Adam's step counter may be on the CPU
+                        moved = state[name].to(self.world.device)
                         dist.broadcast(moved, group=self.pair, group_src=stage)
                         state[name].copy_(moved)
         return optimizer.state_dict()
@@ -123,15 +128,15 @@ class StageStrategy(Strategy):
 
 
 class PipelinePPO(PPO):
-    """PPO that runs forward and backward through two stages, on the ranks of a pair."""
+    """PPO whose forward and backward passes are split over the two ranks of a pair."""
 
     strategy: StageStrategy
 
     def gradients(self, minibatch: Minibatch, plans: Sequence[Plan]) -> LossParts:
-        """Compute this stage's gradient of the mean loss of all ranks.
+        """Compute this stage's gradient of the loss, averaged over all ranks.
 
-        All ranks have equally many sequences, and cut them into equally many parts. A loss that is
-        not finite makes the gradient NaN, so that all ranks skip the step.
+        Every rank has the same number of sequences and cuts them into the same number of parts. If
+        a loss is not finite, the gradient becomes NaN, so that all ranks skip the step.
         """
         strategy, stage = self.strategy, self.strategy.stage
         theirs = self._partners(minibatch)
@@ -141,14 +146,14 @@ class PipelinePPO(PPO):
             run_stage = self._train_features if stage == FEATURES else self._train_decisions
             terms = run_stage(parts)
 
-            # average this stage's gradients over all parts and pairs
+            # average the gradients of this stage over all parts and pairs
             self.world.gradients_ready()
             gradients = [p.grad for p in strategy.local if p.grad is not None]
             flat = parameters_to_vector(gradients) / len(parts)
             dist.all_reduce(flat, group=strategy.replicas)
             copy_from(flat / strategy.num_pairs, gradients)
 
-            # share the norm over both stages, and the terms of the loss
+            # exchange the norms of the stages and the loss terms
             square = get_total_norm(gradients).double().square()
             shared = torch.cat([square[None], terms.double().flatten()])
             dist.all_reduce(shared, group=strategy.pair)
@@ -170,11 +175,11 @@ class PipelinePPO(PPO):
         return replace(minibatch, **received)
 
     def _train_features(self, parts: Sequence[Minibatch]) -> Tensor:
-        """Add the feature LSTM's gradient of all parts; return zeros for their loss terms.
+        """Compute the feature LSTM's gradient, summed over parts; return zero loss terms.
 
-        In every turn, the features of a part go out and the gradient of the part before comes back.
+        Each turn sends the features of one part and receives the gradient of the previous part.
         """
-        waiting: list[Tensor] = []  # the features of the part before
+        waiting: list[Tensor] = []  # features of the previous part, which need a gradient
         for number in range(len(parts) + 1):
             new = [self._features(part) for part in parts[number : number + 1]]
             gradients = [torch.empty_like(features) for features in waiting]
@@ -184,12 +189,12 @@ class PipelinePPO(PPO):
         return gradients[0].new_zeros(len(parts), len(LossParts._fields))
 
     def _train_decisions(self, parts: Sequence[Minibatch]) -> Tensor:
-        """Add the gradients of actor and critic of all parts; return their loss terms.
+        """Compute actor and critic gradients, summed over parts; return the loss terms.
 
-        In every turn, the features of a part come in and the gradient of the part before goes out.
+        Each turn receives the features of one part and sends the gradient of the previous part.
         """
         terms: list[Tensor] = []
-        gradients: list[Any] = []  # gradient of the features of the part before
+        gradients: list[Any] = []  # with respect to the features of the previous part
         size = self.policy.config.hidden_size
         for part in parts:
             features = part.lstm_state.new_empty(*part.episode_start.shape, size)
@@ -208,7 +213,7 @@ class PipelinePPO(PPO):
         return self._run(self.policy.features, part.obs, state, part.episode_start)[0]
 
     def _losses(self, features: Tensor, part: Minibatch) -> LossParts:
-        """Return the losses of a part, for its features [L, N, H]."""
+        """Return the losses of a part, computed from its features [L, N, H]."""
         state = part.lstm_state[:, : self.policy.num_decision_states]
         actor, values = self._run(self.policy.decisions, features, state, part.episode_start)
         return ppo_loss(self.policy.evaluate(actor, values, part.actions), part, self.config)
@@ -229,6 +234,6 @@ class PipelinePPO(PPO):
 
 
 def copy_from(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy the numbers of a flat tensor into tensors, one after the other."""
+    """Copy consecutive sections of a flat tensor into the given tensors."""
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))

@@ -1,4 +1,4 @@
-"""The policy: encoder, cores and heads; by default a cascade of LSTMs (CLSTM).
+"""Policy network: encoder, cores, heads; by default a cascade of LSTMs (CLSTM).
 
 A feature LSTM feeds an actor and a critic LSTM. Source: Zou et al., "A novel deep reinforcement
 learning based automated stock trading system using cascaded LSTM networks",
@@ -26,7 +26,8 @@ from rl_dist.errors import UserError
 from rl_dist.flags import Field, Text, configuration
 from rl_dist.strategies.precision import autocast, weights_cast_once
 
-# A core of this many weights steps one row in the time that any call costs, 0.8 ms on a CPU.
+# Every call of a core has a fixed overhead, 0.8 ms on a CPU. In that time, a core with this many
+# weights computes one step of one row.
 CALL_WEIGHTS = 10_000_000
 
 
@@ -72,7 +73,7 @@ class PolicyConfig:
 
     @property
     def is_cascade(self) -> bool:
-        """Return True if one shared core feeds the cores of actor and critic."""
+        """Return True if a shared core feeds separate actor and critic cores."""
         return self.policy in ("clstm", "mlp")
 
     @property
@@ -82,7 +83,7 @@ class PolicyConfig:
 
 
 class Evaluation(NamedTuple):
-    """Figures of stored steps under the present policy."""
+    """Results of evaluating stored steps with the current policy."""
 
     logprobs: Tensor  # [L, N]
     entropy: Tensor  # [L, N]
@@ -90,36 +91,38 @@ class Evaluation(NamedTuple):
 
 
 class Policy(nn.Module):
-    """Actor and critic over recurrent cores; it never stores recurrent state.
+    """Actor and critic with recurrent cores; callers keep the recurrent state.
 
         row -> encoder -> feature core -> tanh layer -> actor core -> actions
                                                      -> critic core -> value
 
-    A cascade has all three cores, a shared trunk the first, separate trunks the other two. The
-    state is one tensor [B, S, H] (S = 0 for an mlp): it goes in and comes out.
+    A cascade has all three cores. A shared trunk has only the feature core; separate trunks have
+    only the actor core and the critic core. Methods take the recurrent state as one tensor
+    [B, S, H] and return the new state; S is 0 for an mlp.
 
-    With `feature_window` n, an observation is the last n of the episode, oldest first, flattened to
-    n * F numbers, with zeros before the episode's start (see `agents.rollout.policy_input`). With
-    `low_precision`, cores and layers compute in that type; everything else keeps its type.
+    With `feature_window` n, the input is the last n observations of the episode, oldest first,
+    flattened to n * F numbers, with zeros in place of steps before the episode's start (see
+    `agents.rollout.policy_input`). With `low_precision`, cores and layers compute in that type;
+    everything else keeps its type.
     """
 
     low_precision: torch.dtype | None = None
-    BATCH_AXES = (1, 1, 0, 1)  # axis of the sequences in inputs of `forward`; in outputs it is 1
+    BATCH_AXES = (1, 1, 0, 1)  # sequence axis of each input of `forward`; of outputs: 1
 
     def __init__(
         self, config: PolicyConfig, layout: Layout | int, action_space: spaces.Space
     ) -> None:
-        """Make a policy for a layout; an int stands for vectors of this size."""
+        """Create a policy; an int as layout means observation vectors of that size."""
         super().__init__()
         self.config = config
         self.layout = Layout.vector(layout) if isinstance(layout, int) else layout
         self.num_obs = self.layout.size
-        self.mask_columns = self.layout.columns("mask")  # one block of columns, or none
+        self.mask_columns = self.layout.columns("mask")  # consecutive, or empty
 
-        # actions: logits of all choices, or means
+        # actions: the actor returns logits of all choices, or means
         self.num_actions = spaces.utils.flatdim(action_space)
         self.discrete = not isinstance(action_space, spaces.Box)
-        self.action_sizes: tuple[int, ...] = ()  # number of choices of each of several actions
+        self.action_sizes: tuple[int, ...] = ()  # MultiDiscrete: choices of each action
         if isinstance(action_space, spaces.MultiDiscrete):
             self.action_sizes = tuple(action_space.nvec.tolist())
             self.choices = heads.Choices(self.action_sizes)
@@ -131,7 +134,7 @@ class Policy(nn.Module):
         if not self.discrete:
             self.log_std = nn.Parameter(torch.full((self.num_actions,), config.log_std_init))
 
-        # the encoder, then a shared core, or a core each for actor and critic, or both
+        # encoder, then a shared core, separate cores for actor and critic, or all three
         size = config.hidden_size
         self.feature_encoder = Encoder(self.layout, size)
         width = self.feature_encoder.num_outputs
@@ -159,7 +162,7 @@ class Policy(nn.Module):
         return CORES[self.config.policy](*sizes)
 
     def _initialise(self) -> None:
-        """Set orthogonal weights and zero biases; let cores remember from the start."""
+        """Set orthogonal weights and zero biases; bias gates so that new cores remember."""
         for name, parameter in self.named_parameters():
             if self.config.core and "_core." in name:  # a user's core initialises itself
                 continue
@@ -174,7 +177,7 @@ class Policy(nn.Module):
         nn.init.orthogonal_(self.actor_head.weight, 0.01)
 
     def shapes(self) -> dict[str, Any]:
-        """Return the shapes of inputs and outputs for a checkpoint; see `spaces_of`."""
+        """Return input and output shapes to store in a checkpoint; see `spaces_of`."""
         return {
             "num_obs": self.num_obs,
             "num_actions": self.num_actions,
@@ -185,12 +188,12 @@ class Policy(nn.Module):
 
     @property
     def num_decision_states(self) -> int:
-        """Number of the state's first [B, H] vectors: the actor's and the critic's."""
+        """Number of actor and critic vectors [B, H], which come first in the state."""
         return int(self.actor_core.num_states + self.critic_core.num_states)
 
     @property
     def call_steps(self) -> float:
-        """Cost of calling a core once, in steps of one row; 0 with windows or images."""
+        """Overhead of one core call, in single-row steps; 0 with windows or images."""
         if self.config.feature_window or self.feature_encoder.images:
             return 0.0
         cores = [core for core in self.cores if core.num_states]
@@ -199,36 +202,36 @@ class Policy(nn.Module):
 
     @property
     def resets_inside(self) -> bool:
-        """Return True if `network` takes resets: an LSTM of one layer on a CPU."""
+        """Return True if `network` accepts resets: only one-layer LSTMs on a CPU do."""
         is_lstm = self.config.policy in ("clstm", "lstm") and self.config.num_layers == 1
         return is_lstm and self.critic_head.weight.device.type == "cpu"
 
     def initial_state(self, num_envs: int) -> Tensor:
-        """Return zeros [num_envs, S, H]; the feature core's vectors are the last of S."""
+        """Return zeros [num_envs, S, H]; the feature core's vectors come last."""
         features = 0 if self.config.feature_window else self.feature_core.num_states
         size = (num_envs, self.num_decision_states + features, self.config.hidden_size)
         return self.critic_head.weight.new_zeros(size)
 
     def empty_history(self, num_envs: int) -> Tensor:
-        """Return zeros [num_envs, n-1, F]: the window before an episode begins."""
+        """Return zeros [num_envs, n-1, F]: the observation window before an episode."""
         window = max(self.config.feature_window - 1, 0)
         return self.critic_head.weight.new_zeros(num_envs, window, self.num_obs)
 
     def network(
         self, obs: Tensor, state: Tensor, *resets: Tensor
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Run all steps, which belong to one episode unless resets divide them.
+        """Run all steps; each sequence is one episode unless resets split it.
 
-        Takes obs [L, N, F], the state [N, S, H] before them, and perhaps resets [L, N, 1]. Returns
-        (actor [L, N, A], values [L, N]) and the state [N, S, H] after them; without memory the
-        states [L * N, S, H] after every step.
+        Takes obs [L, N, F], the state [N, S, H] before the first step, and optionally resets
+        [L, N, 1]. Returns (actor [L, N, A], values [L, N]) and the state [N, S, H] after the last
+        step; without memory, the states [L * N, S, H] after every step.
         """
         shape = obs.shape[:2]
-        if not self.config.memory:  # every step is a sequence
+        if not self.config.memory:  # treat every step as a sequence
             obs = obs.flatten(0, 1)[None]
             state = self.initial_state(obs.shape[1])
 
-        # features, then actor and critic
+        # compute features, then actor and critic
         before = state.permute(1, 0, 2).contiguous()  # [S, N, H]
         split = self.num_decision_states
         features, feature_state = self.features(obs, before[split:], *resets)
@@ -243,7 +246,7 @@ class Policy(nn.Module):
         return outputs, after
 
     def _mask(self, obs: Tensor) -> Tensor:
-        """Return the mask of actions in obs [..., F], or in the newest ones of windows."""
+        """Return the action mask in obs [..., F]; in a window, that of the newest step."""
         newest = obs[..., -self.num_obs :]
         first = self.mask_columns[0]
         return newest[..., first : first + self.num_actions]
@@ -251,12 +254,13 @@ class Policy(nn.Module):
     def features(self, obs: Tensor, state: Tensor, *resets: Tensor) -> tuple[Tensor, State]:
         """Run the first half of the cascade.
 
-        Takes obs [L, N, F], or [L, N, n * F] with a window, and the feature core's state before
-        them, [S, N, H]. Returns features [L, N, H] of the parameters' type, and the state after.
+        Takes obs [L, N, F], or [L, N, n * F] with a window, and the feature core's state [S, N, H]
+        before the first step. Returns features [L, N, H] in the type of the parameters, and the
+        state after the last step.
         """
         window = self.config.feature_window
         with autocast(self.low_precision, obs.device):
-            if window:  # every window is a sequence of n steps from zero state
+            if window:  # run every window as n steps from a zero state
                 rows = obs.reshape(-1, window, self.num_obs).transpose(0, 1)
                 size = (self.feature_core.num_states, rows.shape[1], self.config.hidden_size)
                 zeros = self.critic_head.weight.new_zeros(size)
@@ -271,8 +275,9 @@ class Policy(nn.Module):
     ) -> tuple[tuple[Tensor, Tensor], tuple[State, State]]:
         """Run the second half of the cascade.
 
-        Takes features [L, N, H], and the actor's and the critic's state before them, [S, N, H].
-        Returns (actor [L, N, A], values [L, N]) and the states of both after them.
+        Takes features [L, N, H] and the state [S, N, H] of actor and critic before the first step.
+        Returns (actor [L, N, A], values [L, N]) and the states of actor and critic after the last
+        step.
         """
         split = self.actor_core.num_states
         with autocast(self.low_precision, features.device):
@@ -283,7 +288,7 @@ class Policy(nn.Module):
         return (self.actor_head(actor.to(dtype)), values), (actor_state, critic_state)
 
     def distribution(self, actor: Tensor) -> Distribution:
-        """Return the distribution of actions under the actor's outputs [..., A]."""
+        """Return the action distribution for the actor's outputs [..., A]."""
         if self.action_sizes:
             return self.choices.distribution(actor)
         if self.discrete:
@@ -294,12 +299,12 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def logprobs(self, actor: Tensor, actions: Tensor) -> Tensor:
-        """Return log probabilities [...] of actions under the actor's outputs [..., A]."""
+        """Return log probabilities [...] of actions, given the actor's outputs [..., A]."""
         return self.distribution(actor).log_prob(actions)
 
     @torch.no_grad()
     def pushes(self, noise: Tensor) -> Tensor:
-        """Scale noise [..., A] of `action_noise`, so that `act` can add it."""
+        """Scale noise [..., A] from `action_noise` so that `act` can add it."""
         return noise if self.discrete else self.log_std.exp() * noise
 
     @torch.no_grad()
@@ -311,12 +316,12 @@ class Policy(nn.Module):
         Args:
             obs: [B, F] normalised.
             state: [B, S, H].
-            episode_start: [B] bool; resets the state first.
-            push: [B, A] from `pushes`; None: take the most likely action.
+            episode_start: [B] bool; where True, the state is reset before the step.
+            push: noise [B, A] from `pushes`; None: take the most likely action.
 
         Returns:
-            Actions ([B, A], unclipped unless squashed, or [B] or [B, D] int64), the actor's outputs
-            [B, A], values [B] and the state [B, S, H].
+            Actions, the actor's outputs [B, A], values [B] and the new state [B, S, H]. Actions are
+            [B, A] if continuous (unclipped unless squashed), else [B] or [B, D] int64.
         """
         state = state.masked_fill(episode_start[:, None, None], 0.0)
         (actor, values), new_state = self.network(obs[None], state)
@@ -336,11 +341,12 @@ class Policy(nn.Module):
         episode_start: Tensor,
         plan: Plan | None = None,
     ) -> Evaluation:
-        """Re-evaluate stored steps.
+        """Evaluate stored steps with the current policy.
 
-        Training uses no other method: DistributedDataParallel arms its reduction in `forward`.
-        Takes obs [L, N, F], actions [L, N, A] or [L, N], the state [N, S, H] before the first step,
-        episode_start [L, N] bool, and perhaps the plan of its pieces.
+        Gradient steps must call this method: DistributedDataParallel prepares its gradient
+        reduction in `forward`. Takes obs [L, N, F], actions [L, N, A] or [L, N], the state
+        [N, S, H] before the first step, episode_start [L, N] bool, and optionally a plan made from
+        it by `plan_pieces`.
         """
         with weights_cast_once(self.low_precision, obs.device):
             if self.config.stateless:
@@ -349,13 +355,13 @@ class Policy(nn.Module):
         return self.evaluate(actor, values, actions)
 
     def evaluate(self, actor: Tensor, values: Tensor, actions: Tensor) -> Evaluation:
-        """Return log probabilities and entropies of actions under the network's outputs."""
+        """Evaluate actions, given the network's outputs."""
         distribution = self.distribution(actor)
         return Evaluation(distribution.log_prob(actions), distribution.entropy(), values)
 
     def largest_entropy(self, obs: Tensor) -> Tensor:
-        """Return the entropy [...] of equally likely choices, as allowed at obs [..., F]."""
-        logits = obs.new_zeros(self.num_actions)  # without masks the same for all obs
+        """Return the entropy [...] of a uniform choice among the actions allowed at obs."""
+        logits = obs.new_zeros(self.num_actions)  # without masks, all obs have the same entropy
         if self.mask_columns:
             logits = heads.forbid(logits, self._mask(obs))
         return self.distribution(logits).entropy().expand(obs.shape[:-1])

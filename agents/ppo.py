@@ -1,4 +1,4 @@
-"""Proximal policy optimisation: the loss, and the update on all ranks."""
+"""Proximal policy optimisation (PPO): the loss, and the update on all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rl_dist.telemetry import events
 if TYPE_CHECKING:
     from agents.policy import Evaluation, Policy
 
-# names of the metrics: the fields of LossParts in their order, then the norm of the gradient
+# metric names: the fields of LossParts in order, then the gradient norm
 METRICS = (
     "loss/total",
     "loss/policy",
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @configuration
 class PPOConfig:
-    """Hyperparameters of PPO; the names are CleanRL's."""
+    """Hyperparameters of PPO, named as in CleanRL."""
 
     learning_rate: float = Field(3e-4, ge=0, le=10)
     """Step size of Adam."""
@@ -87,9 +87,9 @@ def learning_rate(
     """Return the learning rate of an iteration.
 
     Args:
-        iteration: counted from 1; with a warm-up of N, iteration i <= N has i / N of the rate.
-        remaining: share of the run that was left before this iteration, from 1 to 0.
-        factor: factor of lr_scaling.
+        iteration: counted from 1; in a warm-up of N, the rate is scaled by iteration / N.
+        remaining: fraction of the run that remained before this iteration, from 1 to 0.
+        factor: multiplier from lr_scaling.
     """
     warmup_factor = min(iteration / config.warmup, 1.0) if config.warmup else 1.0
     annealing = max(remaining, 0.0) if config.anneal_lr else 1.0
@@ -97,7 +97,7 @@ def learning_rate(
 
 
 class LossParts(NamedTuple):
-    """Means over the steps of a minibatch; `total` is minimised."""
+    """Losses and diagnostics, averaged over a minibatch; `total` is minimised."""
 
     total: Tensor
     policy: Tensor
@@ -108,27 +108,28 @@ class LossParts(NamedTuple):
 
 
 def ppo_loss(evaluation: Evaluation, minibatch: Minibatch, config: PPOConfig) -> LossParts:
-    """Return clipped surrogate, value loss and entropy, averaged over L * N steps.
+    """Return the losses of PPO and diagnostics, averaged over L * N steps.
 
-    Every rank averages over equally many steps, so the mean of the ranks' gradients is the gradient
-    of the global minibatch. Source: Schulman et al., https://arxiv.org/abs/1707.06347; the KL
-    estimate is k3 of http://joschu.net/blog/kl-approx.html.
+    Every rank averages over the same number of steps, so the mean of the ranks' gradients equals
+    the gradient of the global minibatch. Sources: Schulman et al.,
+    https://arxiv.org/abs/1707.06347; for the KL estimate, k3 in
+    http://joschu.net/blog/kl-approx.html.
     """
-    # policy: the clipped surrogate
+    # policy loss: the clipped surrogate objective
     log_ratio = evaluation.logprobs - minibatch.logprobs  # [L, N]
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1.0 - config.clip_coef, 1.0 + config.clip_coef)
     advantages = minibatch.advantages
     policy = -torch.minimum(advantages * ratio, advantages * clipped_ratio).mean()
 
-    # value: the squared error, perhaps clipped
+    # value loss: the squared error, clipped if clip_vloss is set
     errors = (evaluation.values - minibatch.returns).square()  # [L, N]
     if config.clip_vloss:
         change = (evaluation.values - minibatch.values).clamp(-config.clip_coef, config.clip_coef)
         errors = torch.maximum(errors, (minibatch.values + change - minibatch.returns).square())
     value = 0.5 * errors.mean()
 
-    # the sum to minimise, and diagnostics
+    # weighted sum to minimise, and diagnostics
     entropy = evaluation.entropy.mean()
     with torch.no_grad():
         approx_kl = ((ratio - 1.0) - log_ratio).mean()
@@ -139,14 +140,14 @@ def ppo_loss(evaluation: Evaluation, minibatch: Minibatch, config: PPOConfig) ->
 
 @dataclass
 class Batch:
-    """Sequences of this rank's rollout, and the order in which they are used."""
+    """Sequences of this rank's rollout, and the minibatch order of every epoch."""
 
     sequences: Minibatch  # [L, K * B, ...]
     starts: np.ndarray  # [L, K * B] episode starts, on the host
-    order: np.ndarray  # [epochs, minibatches, sequences] by `agents.network.noise.sequence_orders`
+    order: np.ndarray  # [epochs, minibatches, sequences], see `network.noise.sequence_orders`
     num_envs: int  # B
-    explained_variance: Tensor  # [] share of the returns' variance that the critic explains
-    statistics: dict[str, Tensor]  # sums over all ranks, for the normalisers
+    explained_variance: Tensor  # [] fraction of the returns' variance that the critic explains
+    statistics: dict[str, Tensor]  # sums over all ranks, to update the normalisers
 
 
 class Tally:
@@ -155,8 +156,8 @@ class Tally:
     def __init__(self, device: torch.device, bad_in_a_row: int) -> None:
         zeros = partial(torch.zeros, dtype=torch.float64, device=device)
         self.losses = zeros(len(METRICS))
-        self.epoch_kl = zeros(2)  # this epoch: sum of approx_kl, number of steps
-        # numbers of steps: taken, skipped, bad, bad in a row now, most bad in a row
+        self.epoch_kl = zeros(2)  # in this epoch: sum of approx_kl, number of steps taken
+        # numbers of steps: taken, skipped, bad, currently bad in a row, longest row of bad steps
         self.counts = zeros(5)
         self.counts[3] = bad_in_a_row
 
@@ -164,13 +165,13 @@ class Tally:
     def add(
         self, parts: LossParts, grad_norm: Tensor, stepped: Tensor, overflowed: Tensor | bool
     ) -> None:
-        """Count a gradient step; the losses of a skipped one do not count."""
+        """Count a gradient step, and add its losses unless the step was skipped."""
         row = torch.stack([part.double() for part in (*parts, grad_norm)])
         row = torch.where(stepped, row, 0.0)
         self.losses += row
         approx_kl = row[LossParts._fields.index("approx_kl")]
         self.epoch_kl += torch.stack([approx_kl, stepped.double()])
-        # a step is not bad if it only showed that the loss scale is too large
+        # a step that was skipped only because the loss scale was too large is not bad
         bad = ~stepped & ~torch.as_tensor(overflowed)
         self.counts[:3] += torch.stack([stepped, ~stepped, bad])
         in_a_row = torch.where(stepped, 0.0, self.counts[3] + bad)
@@ -178,9 +179,9 @@ class Tally:
 
 
 def refreshed_states(policy: Policy, batch: Batch) -> Tensor:
-    """Return the states [K * B, S, H] before all sequences, by the present policy.
+    """Recompute the initial states [K * B, S, H] of all sequences with the policy.
 
-    The states before the first sequences come from earlier rollouts and stay.
+    The first sequence of each environment keeps its state, which comes from earlier rollouts.
     """
     sequences, num_envs = batch.sequences, batch.num_envs
     states = [sequences.lstm_state[:num_envs]]
@@ -199,7 +200,7 @@ def refreshed_states(policy: Policy, batch: Batch) -> Tensor:
 
 
 class PPO:
-    """Updates a policy on all ranks, by a strategy."""
+    """Updates a policy on all ranks, using a distribution strategy."""
 
     def __init__(
         self,
@@ -212,11 +213,11 @@ class PPO:
         self.config = config
         self.strategy = strategy
         self.world = strategy.world
-        self.num_microbatches = num_microbatches  # a minibatch is cut into this many
+        self.num_microbatches = num_microbatches  # per minibatch
         policy.low_precision = autocast_dtype(strategy.config.precision)
         self.wrapped = strategy.wrap(policy)
         self.iteration = 0
-        self.bad_in_a_row = 0  # gradient steps skipped since the last good one
+        self.bad_in_a_row = 0  # bad gradient steps since the last step taken
         self.clock = StepClock(self.world.device)
         self.optimizer = make_adam(strategy.parameters, config.learning_rate)
 
@@ -252,13 +253,13 @@ class PPO:
             # stop early, all ranks together
             if self._exceeds_target_kl(tally.epoch_kl):
                 break
-            self.clock.mark("")  # the decision to stop is not part of the next forward pass
+            self.clock.mark("")  # the next forward pass must not include this decision
         self.strategy.share_parameters()
         return self._report(tally, batch)
 
     def _schedule(self, batch: Batch) -> list[list[tuple[Tensor, list[Plan]]]]:
-        """Return the minibatches of all epochs, with plans of their pieces if possible."""
-        # dp and the pipeline cut their inputs into parts, and a plan cannot be cut
+        """Return the minibatches of every epoch, and their plans if plans are possible."""
+        # dp and the pipeline split their inputs, but a plan cannot be split
         takes_plans = self.strategy.mode != "dp" and not self.strategy.config.pipelined
         plans_ahead = takes_plans and not self.policy.config.stateless
         return make_schedule(
@@ -273,7 +274,7 @@ class PPO:
     def step(
         self, minibatch: Minibatch, plans: Sequence[Plan] = ()
     ) -> tuple[LossParts, Tensor, Tensor]:
-        """Take one gradient step; the gradient is clipped after its reduction over ranks.
+        """Take one gradient step; clip the gradient after its reduction over ranks.
 
         If the loss or the gradient of any rank is not finite, all ranks skip the step. Returns the
         losses, the norm of the reduced gradient before clipping, and whether the step was taken.
@@ -287,9 +288,9 @@ class PPO:
         return parts, grad_norm, stepped
 
     def gradients(self, minibatch: Minibatch, plans: Sequence[Plan]) -> LossParts:
-        """Run forward and backward of each microbatch; return this rank's losses.
+        """Run forward and backward passes of all microbatches; return the local losses.
 
-        The last backward also reduces the gradients over ranks.
+        The last backward pass also reduces the gradients over ranks.
         """
         losses = []
         microbatches = minibatch.into_microbatches(self.num_microbatches)
@@ -314,8 +315,8 @@ class PPO:
         return LossParts(*(torch.stack(terms).mean() for terms in zip(*losses, strict=True)))
 
     def _report(self, tally: Tally, batch: Batch) -> dict[str, float]:
-        """Return the means over ranks and steps, read from the device in one transfer."""
-        # sum over ranks
+        """Return means over ranks and steps, copied from the device in one transfer."""
+        # sum everything over ranks
         sums = {"losses": tally.losses, "steps": tally.counts[0]}
         if self.policy.discrete:
             entropy = self.policy.largest_entropy(batch.sequences.obs).mean()
@@ -328,12 +329,12 @@ class PPO:
             one = torch.ones((), device=tally.counts.device)
             means["optim/loss_scale"] = self.strategy.scaler.scale(one)
 
-        # read everything
+        # copy all numbers to the host
         numbers = torch.stack([n.double() for n in (*means.values(), *tally.counts)]).tolist()
         counts = [int(number) for number in numbers[len(means) :]]
         taken, skipped, bad, self.bad_in_a_row, most_in_a_row = counts
 
-        # report bad steps, or stop the run
+        # warn about bad steps, or stop the run
         if most_in_a_row > self.config.max_bad_steps:
             raise UserError(
                 f"loss or gradient was NaN or inf in {most_in_a_row} steps in a row, more than "
@@ -345,14 +346,14 @@ class PPO:
             events.notify("bad_steps", text, iteration=self.iteration, skipped=bad)
             logger.warning(text)
         report = dict(zip(means, numbers, strict=False))
-        del report["loss/total"]  # the weighted sum of the other losses
+        del report["loss/total"]  # redundant: weighted sum of the other losses
         report["optim/learning_rate"] = self.optimizer.param_groups[0]["lr"]
         return report | {"optim/steps": float(taken), "optim/skipped_steps": skipped}
 
     def _exceeds_target_kl(self, epoch_kl: Tensor) -> bool:
-        """Return True if the mean KL estimate of an epoch on all ranks is above target_kl."""
+        """Return True if the mean KL estimate of the epoch, over all ranks, is too high."""
         if not self.config.target_kl:
             return False
-        total, num_steps = epoch_kl  # without a step the mean is 0
+        total, num_steps = epoch_kl  # if no step was taken, the mean is 0
         reduced = all_reduce_sum({"kl": total / num_steps.clamp(min=1.0)}, self.world)["kl"]
         return float(reduced) / self.world.size > self.config.target_kl

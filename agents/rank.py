@@ -1,4 +1,4 @@
-"""One rank of a training: agree with the others, train, evaluate."""
+"""Main function of one rank: agree with the other ranks, train, evaluate."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from rl_dist.telemetry.metrics import NullWriter, open_writer, setup_logging
 from rl_dist.telemetry.monitor import Monitor, sources_of
 
 logger = logging.getLogger(__name__)
-# Settings that may differ between hosts: their hardware, and the paths of their files. The content
-# of the data is compared by `data_digest`. Only rank 0 runs the command of on_event.
+# Settings that may differ between hosts: hardware settings and file paths. `data_digest` compares
+# the content of the data files. Only rank 0 runs the on_event command.
 HOST_SETTINGS = {"num_gpus", "device", "gpu_ids", "threads", "env_workers", "data", "on_event"}
 HOST_SETTINGS |= {"chosen_on", "pretrained", "init_from"}
 
 
 def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
-    """Train and evaluate on this rank, and return the exit code; all ranks call."""
+    """Train and evaluate; return the exit code. Every rank must call this."""
     world = open_watched(run)
     with ExitStack() as closing:
-        # Agree with the other ranks. Faults are explained by the settings, which may change here.
+        # Agree with the other ranks. Error messages use the settings, which may change here.
         closing.enter_context(explained_faults(run.config, run.path, world))
         run = agree(run, world)
         if world.is_main_process:
@@ -85,7 +85,7 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
 
 
 def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Training:
-    """Return a new training, or one that continues from the checkpoint."""
+    """Create the training state; on a resume, restore it from the checkpoint."""
     config = run.config
 
     def make_env(count: int, first: int) -> Any:
@@ -114,7 +114,7 @@ def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Tr
 
 
 def open_run_writer(run: Run, training: Training) -> NullWriter:
-    """Open the writer of metrics, which does nothing on other ranks than 0."""
+    """Open the metrics writer; it writes on rank 0 and does nothing elsewhere."""
     total, unit = run.config.train.budget
     writer = open_writer(
         run.directory,
@@ -142,7 +142,7 @@ def open_run_writer(run: Run, training: Training) -> NullWriter:
 
 
 def open_watched(run: Run) -> World:
-    """Join the other ranks; from here on, a rank that hangs is ended."""
+    """Join the other ranks, and start the watchdog that ends a hanging rank."""
     config = run.config
     return open_world(
         run.resolved.device_type,
@@ -155,7 +155,7 @@ def open_watched(run: Run) -> World:
 
 
 def say_stopped(signum: int, directory: RunDir) -> None:
-    """Print that a signal ended the run, and how it continues."""
+    """Print which signal ended the run, and how to continue the run."""
     may_restart = may_start_again(signum)
     directory.update_state(phase="restarting" if may_restart else "stopped")
     if may_restart:
@@ -165,7 +165,7 @@ def say_stopped(signum: int, directory: RunDir) -> None:
 
 
 def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None:
-    """Return the function that computes `valid/` figures; None: no data for it."""
+    """Return a function that computes `valid/` metrics; None without validation data."""
     if config.task.is_trading:
         from agents.evaluate.markets import market_validation
 
@@ -176,10 +176,10 @@ def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None
 
 
 def agree(run: Run, world: World) -> Run:
-    """Compare the settings of all ranks; agree on directory and checkpoint.
+    """Compare the settings of all ranks; agree on a run directory and a checkpoint.
 
-    Under torchrun, every rank has chosen for itself. Hosts without a shared file system may see
-    other directories and checkpoints.
+    Under torchrun, every rank has chosen these separately, and hosts without a shared file system
+    may have chosen different ones.
     """
     shared = {name: v for name, v in run.config.values.items() if name not in HOST_SETTINGS}
     names = [run.config.task.env, run.config.policy.core, run.config.train.callback]
@@ -197,7 +197,7 @@ def agree(run: Run, world: World) -> Run:
     }
     offer = resume_from if world.is_main_process or Path(resume_from).is_file() else ""
     gathered = all_gather_json([str(run.path), offer, entry], world)
-    if str(run.path) != gathered[0][0]:  # rank 0 keeps its directory, which holds the lock
+    if str(run.path) != gathered[0][0]:  # use the directory of rank 0, which holds the lock
         run = replace(run, directory=RunDir(gathered[0][0]))
     if world.is_main_process:
         ranks = [RankEntry(**entry) for _, _, entry in gathered]
