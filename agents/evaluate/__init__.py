@@ -1,1 +1,1 @@
-"""Evaluation of trained policies, with comparisons and pictures."""
+"""Evaluate trained policies, compare them, and draw pictures."""

@@ -36,12 +36,12 @@ from rl_dist.process_group.world import World, open_world
 if TYPE_CHECKING:
     from envs.trading.task import TradingTask
 
-LOOKS = "test_looks.jsonl"  # in a run directory; lists all evaluations on the test span
+LOOKS = "test_looks.jsonl"  # file in a run directory that lists its evaluations on the test span
 
 
 @configuration
 class EvaluateConfig:
-    """Choose the checkpoint, the days or episodes, and the files to write."""
+    """Checkpoint to evaluate, days or episodes to evaluate on, and files to write."""
 
     which: Literal["auto", "best", "last"] = "auto"
     """Checkpoint of a run directory; auto: the last one on real prices, otherwise the best if
@@ -74,7 +74,10 @@ class EvaluateConfig:
 
 
 def record_look(task: TradingTask, loaded: dict[str, LoadedAgent]) -> None:
-    """Record this look at the test span in each run directory; print counts."""
+    """Record this evaluation on the test span in each run directory.
+
+    Print how often each run has been evaluated on it.
+    """
     assert task.real is not None
     dates, test = task.real.dates, task.spans.test
     look = {
@@ -91,7 +94,7 @@ def record_look(task: TradingTask, loaded: dict[str, LoadedAgent]) -> None:
 
 
 def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
-    """Evaluate saved policies on all ranks; the main process prints."""
+    """Evaluate saved policies on all ranks; the main process prints the results."""
     load = partial(load_agent, which=options.which.replace("auto", ""), core=options.core)  # type: ignore[arg-type]
     loaded = {"policy": load(paths[0])} | {path: load(path) for path in paths[1:]}
     agents = {n: PolicyController(agent.policy, agent.normalizer) for n, agent in loaded.items()}
@@ -103,23 +106,23 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
         "eval_episodes": options.episodes or -1,
     }
     config = agent.config.changed({name: value for name, value in overrides.items() if value >= 0})
-    # no more threads than in training, as the steps are not larger
+    # Evaluation steps are not larger than training steps, so more threads would not help.
     torch.set_num_threads(min(config.launch.threads or 1, torch.get_num_threads()))
     say = print if world.is_main_process else lambda text: None
     say(f"{agent.path}, iteration {agent.iteration}")
-    # before the environment's module is imported, check that the user trusts it
+    # Check that the user trusts the environment's module before it is imported.
     saved = {"env": config.task.env, "env_kwargs": config.task.env_kwargs}
     check_named(agent.run_dir, "task", saved, options.env)
     task = config.prepare_task(world.heartbeat)
     if isinstance(task, GymTask):
-        if options.video:  # first, because some environments cannot be drawn
-            from agents.evaluate.pictures import film  # start-up: 0.5 s of matplotlib
+        if options.video:  # first, so that environments without pictures fail early
+            from agents.evaluate.pictures import film  # imported late: matplotlib takes 0.5 s
 
             film(agents["policy"], task, Path(options.video), config.train.seed, world)
             say(f"first episode: {options.video}/episode_0.gif")
         figures, text = compare_on_episodes(task, config, agents, world)
     else:
-        from agents.evaluate.markets import report  # start-up: 0.4 s of pandas
+        from agents.evaluate.markets import report  # imported late: pandas takes 0.4 s
 
         say(task.describe())
         if task.real and options.open_test and world.is_main_process:
@@ -157,7 +160,7 @@ def run_rank(paths: list[str], options: EvaluateConfig) -> int:
 
 
 def add_paths(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name policies."""
+    """Add the arguments that name the policies to evaluate."""
     parser.add_argument("path", metavar="RUN_DIR_OR_CHECKPOINT")
     more = "other policies to compare with"
     parser.add_argument("--compare", nargs="+", default=[], metavar="RUN_DIR", help=more)

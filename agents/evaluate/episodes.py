@@ -1,4 +1,4 @@
-"""Evaluate policies without noise over whole episodes, on all ranks."""
+"""Evaluate policies on complete episodes without action noise, on all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
 from rl_dist.process_group.process_ends import stopped_in_evaluation
 from rl_dist.process_group.world import World, stop_flag
 
-# Called with env, obs [B, F] and episode_start [B]; returns actions
+# A function that maps (env, obs [B, F], episode_start [B]) to actions.
 Controller = Callable[[Any, Tensor, Tensor], Tensor]
 MAX_EPISODE_STEPS = 100_000  # longer episodes are cut
 
@@ -36,22 +36,23 @@ class Stopped(Interruption):
 
 def _stop(signum: int, frame: Any) -> None:
     stop_flag.replace(signal.SIG_DFL)
-    stop_flag.signum = signum  # tells the launcher that the signal reached this host
+    stop_flag.signum = signum  # shows the launcher that the signal reached this host
     raise Stopped(signum)
 
 
 def until_stopped(evaluate: Callable[[], None], world: World, run_dir: Path | None = None) -> int:
-    """Evaluate unless a stop signal comes; return the exit code.
+    """Call `evaluate`, and stop it at a stop signal; return the exit code.
 
     With several ranks, a signal ends each process immediately, because a rank may be waiting for
-    others in code that Python's handlers cannot interrupt. The launcher then prints the message.
+    others in code that Python signal handlers cannot interrupt. Then the launcher prints the
+    message.
 
     Args:
-        run_dir: directory of the training that this evaluation ends; None: there is none.
+        run_dir: run directory if this is the evaluation at the end of training; otherwise None.
     """
     stop_flag.replace(_stop if world.size == 1 else signal.SIG_DFL)
     try:
-        # a signal may have come before the line above
+        # A signal may have arrived before the handler was replaced above.
         if signum := all_reduce_max(stop_flag.signum, world):
             raise Stopped(signum)
         evaluate()
@@ -61,15 +62,15 @@ def until_stopped(evaluate: Callable[[], None], world: World, run_dir: Path | No
             print(stopped_in_evaluation(signum, run_dir))
         return 128 + signum
     finally:
-        stop_flag.replace(signal.SIG_DFL)  # there is nothing to save
+        stop_flag.replace(signal.SIG_DFL)  # nothing to save, so signals may end the process
     return 0
 
 
 @dataclass
 class PolicyController:
-    """Choose the most likely actions of a policy, and keep its state between calls.
+    """Chooses a policy's most likely actions; keeps its state between calls.
 
-    With `zero_state` it forgets everything before every step, which shows the value of memory.
+    With `zero_state`, the state is reset before every step, to measure what memory contributes.
     """
 
     policy: Policy
@@ -105,13 +106,13 @@ def evaluate_episodes(
     world: World,
     stream: int = EVALUATION_STREAM,
 ) -> np.ndarray:
-    """Run N whole episodes over all ranks, with one environment for each.
+    """Run N complete episodes, each in its own environment, divided among the ranks.
 
-    The seed, the stream and the number of an episode determine it. Validation has another stream.
-    If an environment is restarted after a fault, its episode is repeated.
+    Each episode depends only on `seed`, `stream` and its number. Validation uses another stream
+    than evaluation. If an environment is restarted after a fault, its episode is repeated.
 
     Returns:
-        Return, length and number of restarts of every episode, [N, 3], on every rank.
+        An array [N, 3], the same on every rank: return, length and restarts of each episode.
     """
     numbers = shard(num_episodes, world)
     local_rows: list[list[float]] = []
@@ -121,7 +122,7 @@ def evaluate_episodes(
         shape = 3, len(numbers)
         total, length, restarts = torch.zeros(shape, dtype=torch.float64, device=obs.device)
         alive = start = length == 0  # [B], all True
-        all_restarts = restarts  # includes those after the end of the episode
+        all_restarts = restarts  # includes restarts after the end of an episode
         for _ in range(MAX_EPISODE_STEPS):
             if not alive.any():
                 break
@@ -147,7 +148,7 @@ def episode_figures(
     world: World,
     stream: int = EVALUATION_STREAM,
 ) -> dict[str, float]:
-    """Return the figures of a policy over whole episodes of a Gymnasium task."""
+    """Run a policy on complete episodes of a Gymnasium task; return its statistics."""
     num_episodes, seed = config.task.eval_episodes, config.train.seed
     episodes = evaluate_episodes(task, controller, num_episodes, seed, world, stream)
     returns, lengths, restarts = np.ascontiguousarray(episodes.T)
@@ -166,7 +167,7 @@ def episode_figures(
 def validate(
     task: GymTask, config: RunConfig, world: World, policy: Policy, normalizer: Normalizer
 ) -> dict[str, float]:
-    """Return the figures of validation in a training, named valid/..."""
+    """Validate a policy during training; return metrics named valid/..."""
     controller = PolicyController(policy, normalizer)
     figures = episode_figures(task, config, controller, world, VALIDATION_STREAM)
     return {f"valid/{name}": value for name, value in figures.items()}
@@ -175,7 +176,7 @@ def validate(
 def compare_on_episodes(
     task: GymTask, config: RunConfig, agents: dict[str, PolicyController], world: World
 ) -> tuple[dict[str, dict[str, float]], str]:
-    """Evaluate agents over the same episodes; return figures and lines of text."""
+    """Evaluate agents on the same episodes; return statistics and a text with them."""
     figures = {name: episode_figures(task, config, agents[name], world) for name in agents}
     line = (
         "{}: {episodes:.0f} episodes without noise: mean return {return:.2f} (sd {return_std:.2f}, "

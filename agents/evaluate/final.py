@@ -1,4 +1,4 @@
-"""Evaluate the policy at the end of a training, and write summary.json."""
+"""Evaluate the policy at the end of training, and write summary.json."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ logger = logging.getLogger(__name__)
 def evaluate_and_finish(
     config: RunConfig, task: TradingTask | GymTask, training: Training, run_dir: Path
 ) -> int:
-    """Evaluate the trained policy, write the result, and return the exit code.
+    """Evaluate the trained policy, write the results, and return the exit code.
 
-    The training is already saved, so a stop signal ends this immediately.
+    Training is already saved, so a stop signal ends the evaluation immediately.
     """
 
     def evaluate() -> None:
         if isinstance(task, GymTask):
             summary, text = evaluate_last_and_best(config, task, training, run_dir)
         else:
-            from agents.evaluate.markets import report  # start-up: 0.4 s of pandas
+            from agents.evaluate.markets import report  # imported late: pandas takes 0.4 s
 
             picture = path_to_write(run_dir, "plots/equity.png")
             agents = {"policy": PolicyController(training.policy, training.normalizers.obs)}
@@ -50,7 +50,7 @@ def evaluate_and_finish(
 def evaluate_last_and_best(
     config: RunConfig, task: GymTask, training: Training, run_dir: Path
 ) -> tuple[dict[str, Any], str]:
-    """Evaluate the last policy, and best.pt if it holds another one."""
+    """Evaluate the last policy, and best.pt if it is from another iteration."""
     agents = {"test": PolicyController(training.policy, training.normalizers.obs)}
     best = load_best(training, run_dir)
     if best and best.iteration != training.iteration:
@@ -62,7 +62,7 @@ def evaluate_last_and_best(
 
 
 def load_best(training: Training, run_dir: Path) -> LoadedAgent | None:
-    """Load best.pt on every rank, or on none if it is missing or damaged."""
+    """Load best.pt on every rank; return None on all ranks if one cannot load it."""
     world, directory = training.world, RunDir(run_dir)
     path = directory.checkpoints / BEST_FILE
     offers = all_gather_json(str(path) if path.exists() else "", world)
@@ -78,7 +78,8 @@ def load_best(training: Training, run_dir: Path) -> LoadedAgent | None:
 
 def finish(config: RunConfig, run_dir: Path, training: Training, summary: dict, text: str) -> None:
     """Draw the learning curve, write summary.json, and print the result."""
-    from agents.evaluate.pictures import plot_learning_curve  # start-up: 0.5 s of matplotlib
+    # Imported late, because matplotlib takes 0.5 s to load.
+    from agents.evaluate.pictures import plot_learning_curve
 
     directory = RunDir(run_dir)
     simulated = config.task.is_trading and config.data.data == "simulated"

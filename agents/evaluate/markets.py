@@ -1,4 +1,4 @@
-"""Run policies and rules over markets, and compare them with equal weight."""
+"""Run policies and trading rules on markets; compare them with equal weight."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 
 TRADING_DAYS = 252  # per year
-MIN_ANNUAL_DAYS = 60  # figures of a shorter span are not scaled to a year
-BLOCK_DAYS = 21  # block length of the bootstrap: a month; volatility has little memory beyond
+MIN_ANNUAL_DAYS = 60  # results on shorter spans are not annualised
+# Block length of the bootstrap: a month. The autocorrelation of volatility is small beyond it.
+BLOCK_DAYS = 21
 RESAMPLES = 2000
-NO_RISK = 1e-12  # a smaller deviation of returns is rounding noise
-EQUAL_WEIGHT = "equal weight"  # bought on the first day, the baseline of all comparisons
+NO_RISK = 1e-12  # a standard deviation below this is rounding error
+EQUAL_WEIGHT = "equal weight"  # buy and hold with equal weights: the baseline
 ZEROED = "ablation: policy, state zeroed"
 AGAINST = "against_equal_weight"
-ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # figures of each day
-STOCKS = {"weights": "weight", "trades_usd": "usd"}  # figures of each stock, and their columns
-COLUMNS = (  # columns of the printed table; simulated markets show the first five
+ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # per day
+# Per day and stock: name in the environment's info, and prefix of the CSV columns.
+STOCKS = {"weights": "weight", "trades_usd": "usd"}
+COLUMNS = (  # columns of the printed table; for simulated markets only the first five
     "gap_closed", "sharpe", "max_drawdown", "turnover", "exposure",
     "cumulative_return", "annual_return", "annual_volatility", "fees_usd",
 )  # fmt: skip
@@ -49,8 +51,8 @@ NO_VALIDATION = (
     "before it."
 )
 
-# One pass over M markets of D + 1 days: "values" of the portfolio in USD [M, D+1], ACCOUNTS
-# [M, D], and for policies STOCKS [M, D, n].
+# Result of one pass over M markets of D + 1 days. "values": the portfolio's value in USD [M, D+1];
+# names in ACCOUNTS: [M, D]; for policies also names in STOCKS: [M, D, n] for n stocks.
 Record = dict[str, np.ndarray]
 
 
@@ -58,7 +60,7 @@ Record = dict[str, np.ndarray]
 
 
 def run_markets(env: Any, controller: Controller, world: World) -> Record:
-    """Make one pass over all markets; a ruined portfolio keeps its last value."""
+    """Trade once through all markets; a ruined portfolio keeps its last value."""
     obs, _ = env.reset(seed=[0] * env.num_envs)
     start = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     alive = start.clone()
@@ -84,14 +86,14 @@ def evaluate_markets(
     traders: dict[str, Controller],
     world: World,
 ) -> dict[str, Record]:
-    """Let each trader make one pass over all markets, divided among the ranks.
+    """Let each trader trade once through all markets; divide these among the ranks.
 
     Returns:
-        The records of all M markets in order, on every rank.
+        For each trader, the record of all M markets in their order; the same on every rank.
     """
     local_markets = [markets[index] for index in shard(len(markets), world)]
 
-    @cache  # traders share an environment, because making its tables takes longer than a pass
+    @cache  # traders share an environment: building its tables takes longer than one pass
     def make_env(held: bool) -> Any:
         return task.evaluation_env(local_markets, span, held=held, device=world.device)
 
@@ -109,7 +111,7 @@ def evaluate_markets(
 def market_validation(
     task: TradingTask, world: World
 ) -> Callable[[Policy, Normalizer], dict[str, float]] | None:
-    """Return the function that validates a policy; None: no validation span."""
+    """Return a function that validates a policy; None if there is no validation span."""
     span = task.spans.valid
     if span is None:
         return None
@@ -118,7 +120,7 @@ def market_validation(
     def figures_of(trader: Controller) -> dict[str, np.ndarray]:
         return performance(evaluate_markets(task, markets, span, {"": trader}, world)[""])
 
-    baseline = figures_of(buy_equal_weight)["sharpe"]  # the same at every validation
+    baseline = figures_of(buy_equal_weight)["sharpe"]  # does not change between validations
 
     def validate(policy: Policy, normalizer: Normalizer) -> dict[str, float]:
         figures = figures_of(PolicyController(policy, normalizer))
@@ -129,18 +131,22 @@ def market_validation(
     return validate
 
 
-# ---- figures and intervals
+# ---- statistics and intervals
 
 
 def period_days(num_days: int) -> int:
-    """Return the days of a year, or of the whole span if it is too short."""
+    """Return the length of the period to which results are scaled, in days.
+
+    It is a year, or the whole span if the span has fewer than MIN_ANNUAL_DAYS.
+    """
     return TRADING_DAYS if num_days >= MIN_ANNUAL_DAYS else num_days
 
 
 def sharpe_ratio(returns: np.ndarray) -> np.ndarray:
-    """Return Sharpe ratios per period of daily returns along the last axis.
+    """Compute Sharpe ratios from daily returns along the last axis.
 
-    The risk-free rate is 0. Without risk, the ratio is 0.
+    They are scaled to the period that `period_days` returns. The risk-free rate is 0. If
+    returns do not vary, the ratio is 0.
     """
     days = period_days(returns.shape[-1])
     return _ratio(returns.mean(-1) * np.sqrt(days), _deviation(returns))
@@ -155,21 +161,24 @@ def _deviation(returns: np.ndarray) -> np.ndarray:
 
 
 def annual_growth(returns: np.ndarray) -> np.ndarray:
-    """Return compound returns per period of daily returns along the last axis."""
+    """Compute the compound return per period from daily returns along the last axis.
+
+    `period_days` defines the period.
+    """
     growth = np.maximum(np.prod(1.0 + returns, axis=-1), 0.0)
     num_days = returns.shape[-1]
     return growth ** (period_days(num_days) / num_days) - 1.0
 
 
 def daily_returns(record: Record) -> np.ndarray:
-    """Return simple daily returns, [M, D]."""
+    """Return simple (not logarithmic) daily returns [M, D]."""
     return record["values"][:, 1:] / record["values"][:, :-1] - 1.0
 
 
 def performance(record: Record) -> dict[str, np.ndarray]:
-    """Return the figures of each market, each [M].
+    """Compute performance statistics for each market; each statistic has shape [M].
 
-    Turnover is per period (see `period_days`) and relative to the mean value.
+    Turnover is per period (see `period_days`), relative to the mean portfolio value.
     """
     values, returns = record["values"], daily_returns(record)
     growth = values[:, -1] / values[:, 0]
@@ -192,11 +201,11 @@ def performance(record: Record) -> dict[str, np.ndarray]:
 
 
 def difference(record: Record, baseline: Record, name: str) -> list[float]:
-    """Return how much a figure exceeds the baseline's, and its 95 % interval.
+    """Compare a statistic with the baseline: the difference and its 95 % interval.
 
-    Several markets are independent samples. On one market, blocks of days are resampled.
+    Several markets count as independent samples. For a single market, blocks of days are resampled.
 
-    Returns: the difference, and the lower and upper end of the interval.
+    Returns: the difference, then the lower and the upper end of the interval.
     Source: circular block bootstrap, Politis and Romano (1992).
     """
     if len(record["values"]) > 1:
@@ -213,7 +222,7 @@ def difference(record: Record, baseline: Record, name: str) -> list[float]:
 
 
 def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
-    """Return the mean figures of records, and differences from equal weight."""
+    """Average each record's statistics over markets; compare them with equal weight."""
     policies: dict[str, dict[str, Any]] = {}
     for name, record in records.items():
         policies[name] = {key: float(value.mean()) for key, value in performance(record).items()}
@@ -223,7 +232,8 @@ def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
                 for figure in ("sharpe", "annual_return")
             }
 
-    # share of the gap to the reference that each trader closes, if the gap is not just chance
+    # Gap closed: share of the Sharpe difference between equal weight and the reference rule that a
+    # trader reaches. It is None unless the interval of this difference lies above 0.1.
     if best := policies.get("reference"):
         sharpe = policies[EQUAL_WEIGHT]["sharpe"]
         gap = best["sharpe"] - sharpe
@@ -233,7 +243,7 @@ def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
     return {
         "markets": len(records[EQUAL_WEIGHT]["values"]),
         "days": [str(dates[0]), str(dates[-1])],
-        "num_days": len(dates) - 1,  # days with a return
+        "num_days": len(dates) - 1,  # the first date has no return
         "ablation": {name: policies.pop(name) for name in {ZEROED} & policies.keys()},
         "policies": policies,
     }
@@ -252,15 +262,15 @@ def report(
     open_test: bool = False,
     num_worlds: int | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """Compare agents on the open spans; return a summary of each span and a text.
+    """Compare agents on the open spans; return a summary for each span and a text.
 
-    The daily figures of every span and the equity curves of the last one are written to files. The
-    agent "policy" is also evaluated without its memory, if it is a cascade.
+    Daily results of every span and the equity curves of the last span are written to files. If the
+    agent "policy" is a cascaded LSTM, it is also evaluated without memory.
 
     Args:
         picture: file for the equity curves.
-        open_test: evaluate real prices on the test span, and no other.
-        num_worlds: simulated markets to evaluate on; None: the usual number.
+        open_test: for real prices, evaluate only on the test span.
+        num_worlds: number of simulated markets; None: the default number.
     """
     simulated = task.real is None
     spans = {name: span for name, span in vars(task.spans).items() if span and name != "test"}
@@ -284,9 +294,10 @@ def report(
         summaries[name] = summarize(records, dates)
         title = SIMULATED if simulated else SPANS[name]
         text += f"{title}\n{text_table(summaries[name], simulated)}\n\n"
-        records.pop(ZEROED, None)  # the files hold strategies only
+        records.pop(ZEROED, None)  # the ablation is not a strategy: leave it out of the files
         if world.is_main_process:
-            from agents.evaluate.pictures import plot_equity  # start-up: 0.5 s of matplotlib
+            # Imported late, because matplotlib takes 0.5 s to load.
+            from agents.evaluate.pictures import plot_equity
 
             write_daily(path, records, markets, dates)
             plot_equity(records, dates, picture, name, simulated)
@@ -305,9 +316,9 @@ def report(
 
 
 def text_table(summary: dict[str, Any], simulated: bool) -> str:
-    """Return the summary of a span as a table for people."""
+    """Format the summary of a span as a table to print."""
     entries = summary["policies"] | summary["ablation"]
-    # returns on simulated markets are planted, so the table does not show them
+    # Returns on simulated markets come from a planted drift, so the table does not show them.
     columns = COLUMNS[:5] if simulated else COLUMNS[1:]
     table = pd.DataFrame.from_dict(entries, orient="index").reindex(columns=columns)
     table["Sharpe above equal weight"] = [
@@ -324,9 +335,9 @@ def write_daily(
     path: Path,
     records: dict[str, Record],
     markets: Sequence[Market],
-    dates: np.ndarray,  # [D + 1] of the values
+    dates: np.ndarray,  # [D+1], one for each value
 ) -> None:
-    """Write a CSV row for each strategy, market and date, without the first date.
+    """Write a CSV row for each strategy, market and date except the first date.
 
     docs/data.md describes the columns.
     """
@@ -338,7 +349,7 @@ def write_daily(
         for figure, heading in STOCKS.items():
             if figure in record:
                 columns = [f"{heading}:{ticker}" for ticker in markets[0].tickers]
-                # adding 0.0 turns -0.0 into 0.0
+                # Adding 0.0 turns -0.0 into 0.0.
                 tables[name][columns] = record[figure].reshape(len(index), -1) + 0.0
     text = pd.concat(tables, names=["strategy"]).to_csv(float_format="%.8g")
     path.parent.mkdir(parents=True, exist_ok=True)

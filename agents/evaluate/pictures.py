@@ -1,4 +1,4 @@
-"""Draw learning curves, equity curves and an episode."""
+"""Draw learning curves, equity curves, and a video of an episode."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from rl_dist.process_group.world import World
 from rl_dist.run_dir import RunDir
 
 CURVES = ("episode/return", "valid/return", "valid/sharpe")
-MAX_FRAMES = 2000  # longer episodes are drawn up to this step
-MAX_SIDE = 400  # pixels; larger pictures are scaled down
-FRAME_MS = 33  # how long a picture is shown
+MAX_FRAMES = 2000  # the video stops after this many steps
+MAX_SIDE = 400  # in pixels; larger pictures are scaled down
+FRAME_MS = 33  # time for which each picture is shown
 
 
 def plot_learning_curve(directory: RunDir, title: str, simulated: bool) -> None:
-    """Draw returns of training and figures of validation over environment steps."""
+    """Plot training returns and validation results over environment steps."""
     records = directory.records()
-    curves: dict[str, np.ndarray] = {}  # steps and values, each [2, n]
+    curves: dict[str, np.ndarray] = {}  # [2, n]: steps, then values
     for name in CURVES:
         if points := [(r["global_step"], r[name]) for r in records if r.get(name) is not None]:
             curves[name] = np.transpose(points)
@@ -52,7 +52,7 @@ def plot_equity(
     span: str,
     simulated: bool,
 ) -> None:
-    """Draw the median and the quartiles of portfolio values over all markets."""
+    """Plot the median and the quartiles of portfolio values over all markets."""
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
     for name, record in records.items():
         growth = record["values"] / record["values"][:, :1]
@@ -76,11 +76,11 @@ def _save(figure: Any, path: Path, simulated: bool) -> None:
 
 
 def film(agent: PolicyController, task: GymTask, folder: Path, seed: int, world: World) -> None:
-    """Draw the first episode of an evaluation into episode_0.gif."""
+    """Run the first evaluation episode and save its pictures as episode_0.gif."""
     kwargs = json.dumps(task.config.kwargs() | {"render_mode": "rgb_array"})
     options: dict[str, Any] = {"vectorization": "sync", "env_workers": 0, "env_restarts": 0}
     drawn_task = replace(task, config=replace(task.config, env_kwargs=kwargs, **options))
-    policy = replace(agent)  # a copy with another state
+    policy = replace(agent)  # a copy, so that the state of `agent` does not change
     frames: list[Image.Image] = []
 
     def draw_and_act(env: Any, obs: Tensor, episode_start: Tensor) -> Tensor:
@@ -92,12 +92,12 @@ def film(agent: PolicyController, task: GymTask, folder: Path, seed: int, world:
 
     try:
         evaluate_episodes(drawn_task, draw_and_act, 1, seed, world)
-    except Exception as error:  # the code of an environment may raise anything
+    except Exception as error:  # environments may raise any error
         env_id = task.config.env
         raise UserError(
             f"--video: {env_id} has no rgb_array to render: {one_line(error)}"
         ) from error
-    if frames:  # only the rank that ran the episode has any
+    if frames:  # only the rank that ran the episode has frames
         folder.mkdir(parents=True, exist_ok=True)
         frames[0].save(
             folder / "episode_0.gif",

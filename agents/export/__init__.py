@@ -1,1 +1,1 @@
-"""A trained policy as one file for other runtimes, checked against the original."""
+"""Export a trained policy to one file for other runtimes, and verify the file."""

@@ -4,7 +4,7 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while modules load is no error
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports: no traceback
     from agents.export.command import main
     from rl_dist.launch.child import leave_at_signals
 

@@ -1,7 +1,7 @@
 """Export a trained policy as an ONNX model, and check it in ONNX Runtime.
 
-The model is one step without noise. The state goes in and comes out; the normaliser, the reset and
-the bounds of actions are part of the model.
+The model computes one step without noise. It takes the state as input and returns the next state.
+It includes the normaliser, the reset at episode starts, and the bounds of actions.
 
 examples:
   python -m agents.export runs/my_run
@@ -30,23 +30,24 @@ from rl_dist.files import path_to_write
 FOLDER, MODEL, CONTRACT = "export/onnx", "policy.onnx", "contract.json"
 CONTRACT_VERSION = 4
 BATCHES, NUM_STEPS = (1, 5), 64
-RESET = 0.1  # probability of an episode start
+RESET = 0.1  # probability that an episode starts at a step
 TOLERANCE = 1e-5
 
 
-# ---- the check
+# ---- comparison with the trained policy
 
 
 def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> float:
     """Return the largest relative difference of actions over episodes with resets.
 
-    A difference is divided by the largest value of the same number in all steps, or by 1 if that is
-    larger, or by half the range of a bounded action. Choices are compared by their logits: rounding
-    may decide between two that are equally likely.
+    For each number of an action, the difference is divided by the largest magnitude of this number
+    over all steps, but at least by half the range of a bounded action, or by 1. Discrete choices
+    are compared by the logits of the chosen options, because rounding may decide between options
+    that are equally likely.
     """
     policy, decoder = float_copy(agent), step.decoder
     generator = np.random.default_rng(0)
-    exported, expected = [], []  # numbers [B, n] of every step
+    exported, expected = [], []  # for every step: numbers [B, n] to compare
     for batch in BATCHES:
         vectors, history = policy.initial_state(batch), policy.empty_history(batch)
         state = np.zeros((batch, step.state_size), np.float32)
@@ -57,7 +58,7 @@ def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> f
             if action.shape != (batch, *step.action_shape) or state.shape[1:] != (step.state_size,):
                 return float("inf")
 
-            # the same step by the path that evaluation takes
+            # Compute the same step as evaluation does.
             begins = torch.from_numpy(start)
             history = history * ~begins[:, None, None]
             seen = policy_input(
@@ -81,7 +82,7 @@ def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> f
 def sample_rows(
     agent: LoadedAgent, decoder: ActionDecoder, generator: np.random.Generator, batch: int
 ) -> np.ndarray:
-    """Return random rows [B, F], some of them so large that they are clipped."""
+    """Return random rows [B, F]; some values are so large that they get clipped."""
     policy, moments = agent.policy, agent.normalizer.moments
     rows = (generator.random((batch, policy.num_obs)) < 0.5).astype(np.float32)
     columns = policy.layout.columns("vector")
@@ -93,11 +94,14 @@ def sample_rows(
     return rows
 
 
-# ---- the contract
+# ---- contract
 
 
 def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
-    """Return what a program must know to run the step; see docs/deployment.md."""
+    """Describe inputs and outputs for programs that run the model.
+
+    docs/deployment.md explains the entries.
+    """
     config, decoder, is_discrete = agent.config, step.decoder, agent.policy.discrete
     checkpoint = {"file": agent.path.name, "iteration": agent.iteration}
     return {
@@ -127,12 +131,12 @@ def _tensor(name: str, type_name: str, *shape: int) -> dict[str, Any]:
 
 
 def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file."""
+    """Return the SHA-256 digest of a file."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _parts(agent: LoadedAgent) -> list[dict[str, Any]]:
-    """Return the parts of a row, and how values become their numbers."""
+    """Describe the parts of a row, and how an observation is encoded into each part."""
     leaves = {leaf.part.name: leaf for leaf in agent.encoder().leaves}
     parts = []
     for part, columns in agent.policy.layout.slices():
@@ -152,14 +156,14 @@ def _parts(agent: LoadedAgent) -> list[dict[str, Any]]:
     return parts
 
 
-# ---- the command
+# ---- command
 
 
 def export(agent: LoadedAgent, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Write a policy with its contract, and check it in ONNX Runtime.
+    """Write a policy and its contract; check the written model in ONNX Runtime.
 
-    Returns the model's path and the contract. A model that differs from the policy is removed, and
-    a UserError raised.
+    Return the model's path and the contract. If the model's actions differ from the policy's, the
+    model is removed and a UserError is raised.
     """
     step = ExportedStep(agent)
     contract = make_contract(agent, step)

@@ -1,1 +1,1 @@
-"""Pre-training of the feature LSTM on market data."""
+"""Pre-train the feature LSTM on market data."""

@@ -1,11 +1,11 @@
-"""Train the feature LSTM on market data, before PPO, to predict the next days.
+"""Pre-train the feature LSTM to predict the next days of a market, before PPO.
 
     python -m agents.pretrain [--data FILE] [--num_gpus 2 --device cpu] ...
     python train_distributed.py --pretrained RUN_DIR
 
-After every day of a window it predicts, for each stock, the sign of the next day's return and the
-volatility of the next days. It trains on the training span; the validation span decides when to
-stop. The test span is never used.
+After every day of a window, the LSTM predicts for each stock the sign of the next day's return and
+the volatility of the next days. It is trained on the training span, and the loss on the validation
+span decides when to stop. The test span is never used.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from rl_dist.supervised.fit import fit
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import close_logging, setup_logging
 
-RUNS = Path("runs", "pretrain")  # --resume auto of a training does not look here
-VOLATILITY_DAYS = 5  # number of coming days whose volatility is predicted
-VOLATILITY_WEIGHT = 0.5  # weight of the volatility in the loss; the sign has 1
-SMALLEST_MOVE = 1e-4  # added to a daily volatility, so that its logarithm is finite
+RUNS = Path("runs", "pretrain")  # train_distributed.py --resume auto ignores runs in this folder
+VOLATILITY_DAYS = 5  # volatility is predicted over this many following days
+VOLATILITY_WEIGHT = 0.5  # weight of the volatility error in the loss; the sign error has weight 1
+SMALLEST_MOVE = 1e-4  # added to the daily volatility, so that its logarithm is finite
 EPILOG = """examples:
   python -m agents.pretrain                                    on the simulated markets
   python -m agents.pretrain --num_gpus 2 --device cpu          the same with two CPU ranks
@@ -63,7 +63,7 @@ exit codes: 0 done, 1 failed, 2 bad usage, stopped: 130 (INT), 143 (TERM), 138 (
 
 @configuration
 class PretrainConfig:
-    """Size, inputs and optimizer settings of the feature LSTM."""
+    """Size, inputs and training settings of the feature LSTM."""
 
     hidden_size: int = Field(128, ge=1, le=8192)
     """Width of the feature LSTM; training needs the same --hidden_size."""
@@ -79,7 +79,7 @@ class PretrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainRunConfig:
-    """All settings of a pre-training; config.json holds them."""
+    """All settings of a pre-training run, as saved in config.json."""
 
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     fit: FitConfig = FitConfig(epochs=20, patience=3, max_grad_norm=1.0)
@@ -88,7 +88,7 @@ class PretrainRunConfig:
     market: SimulatedMarketConfig = field(default_factory=SimulatedMarketConfig)
 
     def prepare_task(self) -> TradingTask:
-        """Return the trading task of PPO: markets and spans."""
+        """Return the trading task, with the same markets and spans as in PPO training."""
         trading = TradingConfig(observation=self.pretrain.observation)
         task = prepare_task(self.data, self.market, trading)
         if task.spans.valid is None:
@@ -99,7 +99,7 @@ class PretrainRunConfig:
 SECTIONS: dict[str, Any] = vars(PretrainRunConfig())
 
 
-# ---- windows of days, and their targets
+# ---- windows of days, and targets
 
 
 def make_windows(
@@ -112,20 +112,22 @@ def make_windows(
     seed: int,
     scale: tuple[float, float] | None = None,
 ) -> tuple[TensorDataset, tuple[float, float]]:
-    """Return windows of consecutive days, with targets from the days after each day.
+    """Return windows of consecutive days, with targets from the days after each.
 
-    Inputs [days, F] are observations as the trading environment returns them. They show a random
-    portfolio that is held for the whole window, so that features cannot depend on it. Targets
-    [days, 2, n] hold for each of n stocks 1 if the next day's return is positive, else 0; and the
-    standardised log volatility of the next VOLATILITY_DAYS days. All days are within the span.
+    Inputs [days, F] are observations as the trading environment returns them. They contain a random
+    portfolio that stays the same for the whole window, so that the LSTM's features cannot depend on
+    the portfolio. Targets [days, 2, n] are two numbers for each of n stocks: first 1 if the next
+    day's return is positive, else 0; then the standardised log volatility of the next
+    VOLATILITY_DAYS days. All days, also those of the targets, are within the span.
 
     Args:
         days: length of a window.
-        stride: days from the start of one window to the start of the next one.
-        scale: mean and deviation that standardise the log volatility; None: those of these windows.
+        stride: days from the start of one window to the start of the next.
+        scale: mean and standard deviation used to standardise the log volatility; None: compute
+            them from this span.
 
     Returns:
-        The windows and the scale.
+        The windows, and the mean and standard deviation that were used.
     """
     num_days = span.last - span.first + 1
     if num_days < days + VOLATILITY_DAYS:
@@ -153,18 +155,18 @@ def make_windows(
 
 
 def _targets(close: Tensor) -> Tensor:
-    """Return targets [M, D - VOLATILITY_DAYS, 2, n]; the last days have none."""
-    log_returns = close.log().diff(dim=1)  # [M, D-1, n] from each day to the next one
+    """Compute targets [M, D - VOLATILITY_DAYS, 2, n]; the last days have no targets."""
+    log_returns = close.log().diff(dim=1)  # [M, D-1, n]: from each day to the next
     coming = log_returns.unfold(1, VOLATILITY_DAYS, 1)  # [M, D-VOLATILITY_DAYS, n, VOLATILITY_DAYS]
     volatility = (coming.square().mean(-1).sqrt() + SMALLEST_MOVE).log()
     return torch.stack([(coming[..., 0] > 0).to(volatility.dtype), volatility], dim=2).float()
 
 
 def _portfolios(close: Tensor, config: TradingConfig, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw portfolios in units of the observation: cash [N, 1] and holdings [N, n]."""
+    """Draw random portfolios in observation units: cash [N, 1], holdings [N, n]."""
     generator = torch.Generator().manual_seed(seed)
     parts = torch.empty(len(close), close.shape[1] + 1).exponential_(generator=generator)
-    parts /= parts.sum(1, keepdim=True)  # distributed uniformly over all portfolios
+    parts /= parts.sum(1, keepdim=True)  # uniform over all possible portfolios
     if config.observation == "relative":
         return parts[:, :1], parts[:, 1:]
     usd = parts * config.initial_cash_usd
@@ -172,7 +174,7 @@ def _portfolios(close: Tensor, config: TradingConfig, seed: int) -> tuple[Tensor
 
 
 def windows_of(config: PretrainRunConfig, task: TradingTask) -> tuple[TensorDataset, TensorDataset]:
-    """Return overlapping windows to train on, and validation windows without overlap."""
+    """Return training windows, which overlap, and validation windows, which do not."""
     assert task.spans.valid is not None
     days = config.pretrain.window
     make = partial(make_windows, config=task.trading, days=days, seed=config.fit.seed)
@@ -180,14 +182,15 @@ def windows_of(config: PretrainRunConfig, task: TradingTask) -> tuple[TensorData
     return train, make(task.markets("valid"), task.spans.valid, stride=days, scale=scale)[0]
 
 
-# ---- the module
+# ---- module
 
 
 class FeatureTraining(nn.Module):
     """The policy's feature LSTM with a head that predicts the next days.
 
-    It maps observations [N, days, F], not normalised, to [N, days, 2, n]: for every day and each of
-    n stocks, the logit that the stock rises on the next day, and its standardised log volatility.
+    It maps observations [N, days, F], which are not yet normalised, to predictions [N, days, 2, n]
+    for every day and each of n stocks: the logit of the probability that the stock rises on the
+    next day, and the standardised log volatility of the next VOLATILITY_DAYS days.
     """
 
     def __init__(self, policy: Policy, num_stocks: int) -> None:
@@ -198,7 +201,7 @@ class FeatureTraining(nn.Module):
         self.head = nn.Linear(policy.config.hidden_size, 2 * num_stocks)
 
     def forward(self, obs: Tensor) -> Tensor:
-        """Return the predictions; see the class."""
+        """Return the predictions [N, days, 2, n] described in the class."""
         normal = self.normalizer(obs).to(self.head.weight.dtype).transpose(0, 1)
         core = self.feature_core
         state = normal.new_zeros(core.num_states, normal.shape[1], core.hidden_size)
@@ -207,14 +210,17 @@ class FeatureTraining(nn.Module):
 
 
 def make_module(config: PretrainRunConfig, inputs: Tensor, num_stocks: int) -> FeatureTraining:
-    """Return the feature LSTM of a fresh policy, with a head."""
+    """Return the feature LSTM of a new policy, with a head and fixed normalisation.
+
+    The mean and variance of `inputs` are used to normalise observations.
+    """
     torch.manual_seed(config.fit.seed)
     shape = PolicyConfig(hidden_size=config.pretrain.hidden_size)
     policy = Policy(shape, inputs.shape[2], spaces.Box(-1.0, 1.0, (num_stocks,)))
     module = FeatureTraining(policy, num_stocks)
 
-    # The first pass finds the mean of the observations, the second one sums around it, which keeps
-    # digits.
+    # The first pass finds the mean of the observations. The second pass sums deviations from this
+    # mean, which loses fewer digits to rounding.
     moments = module.normalizer.moments
     for _ in range(2):
         moments.restart()
@@ -227,9 +233,9 @@ def make_module(config: PretrainRunConfig, inputs: Tensor, num_stocks: int) -> F
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return cross entropy of signs plus weighted square error of volatilities.
+    """Return cross entropy of signs plus weighted squared error of volatilities.
 
-    Outputs and targets: [N, days, 2, n].
+    Outputs and targets have shape [N, days, 2, n].
     """
     targets = targets.to(outputs.dtype)
     signs = functional.binary_cross_entropy_with_logits(outputs[:, :, 0], targets[:, :, 0])
@@ -237,26 +243,27 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def sign_accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return True where the predicted sign is right: [N, days, n]."""
+    """Return a mask [N, days, n] that is True where the predicted sign is right."""
     return (outputs[:, :, 0] > 0) == (targets[:, :, 0] > 0.5)
 
 
 def volatility_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the square errors of the standardised log volatilities [N, days, n]."""
+    """Return the squared errors of the standardised log volatilities [N, days, n]."""
     return (outputs[:, :, 1] - targets[:, :, 1]).square()
 
 
 METRICS = {"sign_accuracy": sign_accuracy, "volatility_error": volatility_error}
 
 
-# ---- the run
+# ---- run
 
 
 def run_rank(config: PretrainRunConfig, resolved: ResolvedLaunch, run: RunDir, resume: bool) -> int:
     """Pre-train on this rank; return the exit code."""
     world = open_world(resolved.device_type, gpu_ids=resolved.gpu_ids, threads=resolved.threads)
     check_settings({}, world)
-    run_dir = Path(all_gather_json(str(run.path), world)[0])  # torchrun's ranks may differ
+    # Under torchrun, ranks may have different paths: use the path on rank 0.
+    run_dir = Path(all_gather_json(str(run.path), world)[0])
     if world.is_main_process:
         events.configure(config.launch.on_event, run_dir)
     setup_logging(run_dir, world.rank)
@@ -297,7 +304,7 @@ def run_rank(config: PretrainRunConfig, resolved: ResolvedLaunch, run: RunDir, r
     if world.is_main_process:
         best = result.history[result.best_epoch - 1]
         num_epochs, up = len(result.history), float(targets[:, :, 0].mean())
-        most_frequent = max(up, 1.0 - up)  # accuracy of always predicting the same sign
+        most_frequent = max(up, 1.0 - up)  # accuracy if the same sign is always predicted
         run.write_summary(
             {
                 "best_epoch": result.best_epoch,
@@ -333,7 +340,7 @@ def main() -> int:
     )
     parsed = parse(SECTIONS)
     resume = parsed.extra.resume
-    if resume:  # the saved settings are the defaults; fit refuses changes that matter
+    if resume:  # saved settings become the defaults; `fit` refuses changes that do not fit
         parsed = parse(SECTIONS | read_sections(SECTIONS, RunDir(resume).config()))
     config = PretrainRunConfig(**parsed.configs)
     digest = data_digest(config.data)
