@@ -1,6 +1,7 @@
-"""Distributed runtime: ranks, collectives, metrics, checkpoints; nothing of RL.
+"""Distributed training runtime, independent of reinforcement learning.
 
-The names below may be imported from here; what they need is loaded when first asked for.
+It starts ranks and provides collectives, metrics and checkpoints. The names in `__all__` can be
+imported from this package; each name loads its module only when it is first used.
 
     from rl_dist import Strategy, StrategyConfig, evaluate, fit, launch_distributed_training
 """
@@ -9,11 +10,12 @@ import os
 from importlib import import_module
 from typing import Any
 
-# OpenMP reads these when torch is loaded. By default its threads spin for milliseconds while they
-# wait for each other, and beside other programs take the cores from those they wait for. With a
-# short spin they keep their speed on free cores and yield busy ones: docs/performance.md.
-SPIN_COUNT = "1000"  # some microseconds
-if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # the user has not decided
+# OpenMP reads these variables when torch is loaded. By default, its threads spin for milliseconds
+# while they wait for each other. If other programs use the same cores, spinning threads take CPU
+# time from the threads that they wait for. With a short spin, they are as fast on free cores, and
+# leave busy cores to other threads: docs/performance.md.
+SPIN_COUNT = "1000"  # spins before a waiting thread sleeps; they take a few microseconds
+if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # the user set neither
     os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPIN_COUNT}
 
 _HOMES = {

@@ -1,4 +1,4 @@
-"""Errors of one line, streams that survive their readers, and tables of text."""
+"""One-line errors, output streams that survive a closed pipe, and text tables."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Environment variable: the file in which a child process leaves its result.
+# Environment variable: path of the file to which a child process writes its result.
 RESULT_FILE = "RL_DIST_RESULT_FILE"
-# The same result, for a caller in this process.
+# The facts passed to `report_to_caller`, for a caller in the same process.
 reported: dict[str, str] = {}
 
-FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the user can make room, then resume
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the user can free space, then resume
 CLOSED_DISK = {errno.EACCES, errno.EPERM, errno.EROFS}
-# Everything that a user's own code may raise. Its SystemExit must not end a job as a success.
+# Exceptions that user code may raise. SystemExit is included, because otherwise it could end a
+# failed job with exit code 0.
 FOREIGN_ERRORS = (Exception, SystemExit)
 
-FIRST_RANK_S = 10.0  # longest wait for the first rank of a machine to print the same error
-# Errors of the system that another path avoids; their exit code is 2.
+FIRST_RANK_S = 10.0  # how long other ranks wait for the first rank to print the same error
+# System errors that another path would avoid. The exit code is 2, as for other wrong arguments.
 _WRONG_PLACE = {
     *(errno.ENOENT, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EISDIR),
     *(errno.ENOTDIR, errno.EEXIST, errno.EINVAL, errno.ELOOP),
@@ -38,9 +39,10 @@ _WRONG_PLACE = {
 
 
 class _OutlivingStream:
-    """A stream that drops text once its reader has gone.
+    """An output stream that discards text after its reader has exited.
 
-    Ctrl-C in a shell also ends the `tee` that reads our lines; a checkpoint must still be saved.
+    Ctrl-C in a shell also ends the `tee` that reads this output. The training must still be able
+    to save a checkpoint then.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -56,33 +58,37 @@ class _OutlivingStream:
             self._stream.flush()
 
     def close(self) -> None:
-        """Stay open, even if an environment closes it."""
+        """Do nothing, so that an environment cannot close the stream."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
 def outlive_readers() -> None:
-    """Make stdout and stderr drop their text once nobody reads them."""
+    """Make stdout and stderr discard text instead of failing when the reader exits."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115  # None: closed
+        # Python sets the stream to None if its descriptor was closed at start-up.
+        stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115
         if not isinstance(stream, _OutlivingStream):
             setattr(sys, name, _OutlivingStream(stream))
 
 
-# ---- text for people
+# ---- text for users
 
 
 def printable(text: Any) -> str:
     """Return text with line ends and control characters escaped.
 
-    A run directory may be foreign, and its text must not control the terminal.
+    A run directory may come from someone else, and its text must not control the terminal.
     """
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
 def one_line(error: BaseException, limit: int = 300, *, named: bool = True) -> str:
-    """Return an error on one line of about `limit` characters, with its type."""
+    """Return an error's message on one line, shortened to about `limit` characters.
+
+    The line begins with the type of the error, unless `named` is False.
+    """
     message = printable(" ".join(str(error).split()))
     shown = message if len(message) <= limit else message[:limit] + "..."
     if named and shown:
@@ -91,7 +97,7 @@ def one_line(error: BaseException, limit: int = 300, *, named: bool = True) -> s
 
 
 def explained(error: ValueError | OSError) -> tuple[str, int]:
-    """Return an error's message in one line, and the exit code that it means."""
+    """Return an error's message on one line, and the exit code for this error."""
     message = str(error)
     exit_code = getattr(error, "exit_code", 2)
     if isinstance(error, OSError):
@@ -111,7 +117,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return rows of text as a table in Markdown."""
+    """Format rows of text as a Markdown table."""
     cells = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * width for width in widths])
@@ -119,7 +125,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def no_module(module: str, error: BaseException) -> str:
-    """Return why a module was not found, or "" if the error has another cause."""
+    """Say which module does not exist; return "" if the error has another cause."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if not missing or not f"{module}.".startswith(f"{missing}."):
         return ""
@@ -130,7 +136,7 @@ def no_module(module: str, error: BaseException) -> str:
 
 
 class UserError(ValueError):
-    """A mistake that the user can fix: printed as one line, without a traceback."""
+    """An error that the user can fix; printed as one line, without a traceback."""
 
     def __init__(self, message: str, *, exit_code: int = 2) -> None:
         super().__init__(message)
@@ -138,7 +144,7 @@ class UserError(ValueError):
 
 
 def unwritable(what: str, error: OSError) -> UserError:
-    """Return an error that says what cannot be written, and why."""
+    """Return a UserError that says what cannot be written, and why."""
     message = f"{what} cannot be written: {error.strerror or error}"
     if error.errno not in FULL_DISK:
         return UserError(message)
@@ -146,7 +152,7 @@ def unwritable(what: str, error: OSError) -> UserError:
 
 
 def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
-    """Make a command print wrong flags and files as one line, with an exit code."""
+    """Wrap `main`: print a ValueError or OSError on one line, return its exit code."""
 
     @functools.wraps(main)
     def command(*args: Any, **options: Any) -> int:
@@ -161,7 +167,7 @@ def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
 
 
 def report_to_caller(**facts: str) -> None:
-    """Report run_dir or error to the program that started or called this one."""
+    """Report run_dir or error to the parent process or to a caller in this process."""
     reported.update(facts)
     if path := os.environ.get(RESULT_FILE):
         with suppress(OSError, ValueError):
@@ -170,10 +176,10 @@ def report_to_caller(**facts: str) -> None:
 
 
 def print_error_once(line: str) -> None:
-    """Print an error on stderr; under torchrun, print it once on each machine.
+    """Print an error on stderr; under torchrun, print it only once per machine.
 
-    The ranks of a machine mostly see the same error. The first rank prints it and leaves a mark.
-    The others wait for this mark, and print an error that the first rank did not see.
+    The ranks of a machine usually fail with the same error. The first rank prints it and creates a
+    marker file. The other ranks wait for this file, and print the error only if it does not appear.
     """
     mark = _mark(f"printed_{hashlib.sha256(line.encode()).hexdigest()}")
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -190,23 +196,25 @@ def print_error_once(line: str) -> None:
 
 
 def refuse_restarts() -> None:
-    """Mark an error that a restart would only repeat.
+    """Record that a restart would only repeat the error.
 
-    torchrun restarts ranks after any exit code. The new ranks find the mark and leave.
+    torchrun restarts ranks after any exit code. This creates a marker file; restarted ranks find
+    the file and exit.
     """
     _leave(_mark("refused", every_start=True))
 
 
 def restarts_refused() -> bool:
-    """Return True in a rank after `refuse_restarts` at an earlier start."""
+    """Return True if a rank on this machine has already called `refuse_restarts`."""
     mark = _mark("refused", every_start=True)
     return mark is not None and mark.exists()
 
 
 def _mark(name: str, *, every_start: bool = False) -> Path | None:
-    """Return a file that torchrun's ranks on this machine share; None without torchrun.
+    """Return the path of a marker file that torchrun's ranks on this machine share.
 
-    It belongs to this start of the ranks, or to every start of them.
+    Without torchrun, return None. The file applies only until the ranks are restarted, or with
+    `every_start` also to restarted ranks.
     """
     start = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     if not start.name.startswith("attempt_"):
@@ -221,14 +229,14 @@ def _leave(mark: Path | None) -> None:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser with errors of one line on stderr and exit code 2."""
+    """An argument parser that prints errors as one line and exits with code 2."""
 
     def __init__(self, **options: Any) -> None:
         as_written = argparse.RawDescriptionHelpFormatter
         super().__init__(allow_abbrev=False, formatter_class=as_written, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the command line; refuse words that are not UTF-8."""
+        """Parse the command line; refuse arguments that are not valid UTF-8."""
         words = sys.argv[1:] if args is None else list(args)
         for word in words:
             if word != word.encode(errors="replace").decode():
@@ -236,7 +244,7 @@ class CommandParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and exit."""
+        """Print the message and exit with code 2; torchrun's restarted ranks exit, too."""
         print_error_once("error: " + " ".join(message.split()))
         refuse_restarts()
         raise SystemExit(2) from UserError(message)

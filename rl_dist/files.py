@@ -1,7 +1,8 @@
-"""Read and write plain files of a run directory, and refuse everything else.
+"""Read and write regular files in a run directory, and refuse everything else.
 
-Somebody may have put a pipe, a device, a giant file or a link there. Opening or reading it could
-take for ever or all memory; writing to it could change a file elsewhere.
+A run directory may contain a pipe, a device, a huge file or a link that someone else put there.
+Opening or reading it could block forever or use all memory; writing to it could change a file in
+another place. The names in this module call a regular file plain.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from rl_dist.errors import UserError, one_line, unwritable
 
 logger = logging.getLogger(__name__)
 
-SMALL = 64 * 2**20  # bytes, many times the size of any config.json and summary.json
-TAIL_BYTES = 2**20  # bytes to read if only the last lines of a file are needed
-EVENT_FILES = "events.out.tfevents.*"  # files of TensorBoard
-# Folders and files that training writes. Files of checkpoints/ get new names, and W&B makes links
-# in wandb/: they are not listed.
+SMALL = 64 * 2**20  # bytes; config.json and summary.json are always much smaller
+TAIL_BYTES = 2**20  # bytes to read when only the last lines of a file are needed
+EVENT_FILES = "events.out.tfevents.*"  # TensorBoard event files
+# Folders and files that training writes. Two kinds of files are not listed: those in checkpoints/
+# are created under a temporary name and then renamed, and in wandb/ W&B itself creates links.
 FOLDERS = ("checkpoints", "logs", "plots", "profile", "wandb")
 FILES = (
     *("*.json", "*.jsonl", EVENT_FILES, "*_run_id", "mlflow.db"),
     *("logs/rank_*.log", "plots/*.png*", "profile/*"),
 )
-LARGE = 1e18  # no metric is larger
+LARGE = 1e18  # larger metric values become None
 Record = dict[str, Any]
 
 
 def check_layout(run_dir: Path) -> None:
-    """Refuse links, pipes and the like in the places where training writes."""
+    """Refuse a run directory with links or special files where training writes."""
     for pattern in (*FOLDERS, *FILES):
         kind = "folder" if pattern in FOLDERS else "file"
         for path in run_dir.glob(pattern):
@@ -46,10 +47,10 @@ def check_layout(run_dir: Path) -> None:
 
 
 def path_to_write(run_dir: str | Path, name: str | Path) -> Path:
-    """Return a path in a run directory that is safe to write.
+    """Return a path in a run directory after checking that it is safe to write.
 
-    Everything that writes into a run directory calls this first. The directory itself may be a
-    link; below it only plain files and folders are allowed.
+    All code that writes into a run directory calls this first. The directory itself may be a link;
+    below it, only regular files and folders are allowed.
 
     Raises:
         OSError: a part of the path is a link, pipe, socket or device.
@@ -64,10 +65,10 @@ def path_to_write(run_dir: str | Path, name: str | Path) -> Path:
 
 
 def plain_file(path: str, flags: int) -> int:
-    """Open plain files only, and never wait: an `opener` for `open`.
+    """Open a regular file without blocking; pass this function to `open` as `opener`.
 
     Raises:
-        OSError: it cannot be opened, or is a pipe, socket, device or directory.
+        OSError: the path cannot be opened, or is a pipe, socket, device or directory.
     """
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -77,17 +78,17 @@ def plain_file(path: str, flags: int) -> int:
 
 
 def read_plain(path: str | Path, most: int | None = SMALL) -> bytes:
-    """Return the content of a plain file.
+    """Return the content of a regular file.
 
     Args:
-        most: its largest size in bytes; None: half of the free memory, because parsing needs the
-            same again.
+        most: largest allowed size in bytes; None: half of the free memory, because parsing the
+            content needs as much memory again.
 
     Raises:
-        OSError: it cannot be read, is not a plain file, or is too large.
+        OSError: the file cannot be read, is not a regular file, or is too large.
     """
     if most is None:
-        from rl_dist.machine import host_memory  # start-up: 2 s of torch, seldom needed
+        from rl_dist.machine import host_memory  # imports torch (2 s), seldom needed
 
         most = host_memory().available // 2
     with open(path, "rb", opener=plain_file) as file:
@@ -95,22 +96,22 @@ def read_plain(path: str | Path, most: int | None = SMALL) -> bytes:
         if size > most:
             problem = f"it has {size:,} bytes, and at most {most:,} are read here"
             raise OSError(errno.EINVAL, problem, str(path))
-        return file.read(size)  # no more, even if it grows
+        return file.read(size)  # read no more, even if the file grows
 
 
 def read_tail(path: Path) -> bytes:
-    """Return the last `TAIL_BYTES` of a plain file; raises OSError."""
+    """Return the last `TAIL_BYTES` of a regular file, or raise an OSError."""
     with open(path, "rb", opener=plain_file) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         return file.read(TAIL_BYTES)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a plain file.
+    """Return the JSON object in a regular file.
 
     Raises:
-        OSError: it cannot be read.
-        UserError: it holds something else.
+        OSError: the file cannot be read.
+        UserError: the file does not hold a JSON object.
     """
     try:
         return dict(json.loads(read_plain(path)))
@@ -121,8 +122,8 @@ def read_object(path: Path) -> dict[str, Any]:
 def parse_record(line: bytes) -> Record | None:
     """Parse a line of metrics.jsonl; return None if it is not a record.
 
-    "iteration" and "global_step" must be integers. Other values that are not numbers become None,
-    in the entries of "ranks", too.
+    "iteration" and "global_step" must be integers. Any other value that is not a number becomes
+    None, also in the entries of "ranks".
     """
     try:
         values = json.loads(line)
@@ -137,7 +138,7 @@ def parse_record(line: bytes) -> Record | None:
 
 
 def _numbers(values: Mapping[str, Any]) -> Record:
-    """Replace every value that is not a number, or too large, by None."""
+    """Replace each value that is not a number, or is too large, with None."""
     return {
         name: value if type(value) in (int, float) and abs(value) < LARGE else None
         for name, value in values.items()
@@ -145,7 +146,7 @@ def _numbers(values: Mapping[str, Any]) -> Record:
 
 
 def leads_to(path: str | Path, file: IO[Any]) -> bool:
-    """Return True if the path still names the open file, and no other."""
+    """Return True if the path still leads to the open file."""
     try:
         return os.path.samestat(Path(path).stat(), os.fstat(file.fileno()))
     except OSError:
@@ -153,18 +154,19 @@ def leads_to(path: str | Path, file: IO[Any]) -> bool:
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = False, part: str = "") -> None:
-    """Replace a file as a whole, or leave it as it was.
+    """Replace a file completely, or leave it unchanged if there is an error.
 
     Args:
         sync: wait until the data is on the disk.
-        part: name of the unfinished file, which a killed process leaves behind.
+        part: name of the temporary file, which stays there if the process is killed; "": the
+            file's name with .tmp added.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     unfinished = path.with_name(part or f"{path.name}.tmp")
     try:
-        unfinished.unlink(missing_ok=True)  # a leftover of any kind
+        unfinished.unlink(missing_ok=True)  # from a killed process or someone else
         with unfinished.open("xb") as file:
             file.write(data)
             file.flush()
@@ -178,7 +180,11 @@ def replace_file(path: Path, data: bytes, *, sync: bool = False, part: str = "")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file on the disk as a whole; UserError if it cannot be written."""
+    """Replace a text file completely, and wait until it is on the disk.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     try:
         replace_file(path, text.encode(), sync=True)
     except OSError as error:
@@ -186,7 +192,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file that is no longer needed; log a failure once."""
+    """Remove a file; if that fails, log one warning and continue."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -195,6 +201,6 @@ def remove(path: Path) -> None:
 
 @functools.cache
 def log_once(line: str) -> None:
-    """Log a warning once, and only on the first rank."""
+    """Log each warning only once, and only on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         logger.warning("%s", line)

@@ -1,12 +1,13 @@
-"""Make flags from frozen pydantic dataclasses, with one line for every error.
+"""Turn frozen pydantic dataclasses into command-line flags with one-line errors.
 
     @configuration
     class Sizes:
         batch_size: int = Field(128, ge=1, le=10**7)
         '''Sequences per minibatch.'''
 
-The string below a field is its help. A field without such a string is no flag: a run records its
-value by itself. A field with `exclude=True` is not written to files.
+The string below a field is the help text of its flag. A field without such a string has no flag;
+the program sets it, to record a fact about the run. A field with `exclude=True` is not written to
+files.
 """
 
 from __future__ import annotations
@@ -32,17 +33,18 @@ from rl_dist.errors import CommandParser, UserError, did_you_mean
 __all__ = ["Field", "Text", "configuration", "or_auto", "parse_flags"]
 
 T = TypeVar("T")
-# Text without control characters and surrogates (bytes of a command line that are not UTF-8).
+# Text without control characters and surrogates. In a command-line argument, Python replaces
+# bytes that are not UTF-8 with surrogates.
 Text = Annotated[str, StringConstraints(pattern="^[\t\n\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]*$")]
 _RULES = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-_PROBLEMS = {  # messages that are clearer than pydantic's, by its name of the error
+_PROBLEMS = {  # clearer messages than pydantic's, by pydantic's error type
     "string_pattern_mismatch": "must be text without control characters",
     "unexpected_keyword_argument": "is no setting",
 }
 
 
 def or_auto(value: int) -> BeforeValidator:
-    """Let users write auto for this value of a whole number."""
+    """Return a validator that replaces the text auto with this whole number."""
     return BeforeValidator(lambda given: value if given == "auto" else given)
 
 
@@ -50,7 +52,7 @@ def or_auto(value: int) -> BeforeValidator:
 def configuration(cls: type[T]) -> type[T]:
     """Turn a class into a frozen dataclass that checks its values.
 
-    A bad value raises a ValueError of one line, also in `dataclasses.replace`.
+    An invalid value raises a ValueError with a one-line message, also in `dataclasses.replace`.
     """
     built: Any = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_RULES)(cls)
     checked_init = built.__init__
@@ -67,7 +69,7 @@ def configuration(cls: type[T]) -> type[T]:
 
 
 def _one_line(error: ValidationError) -> ValueError:
-    """Return the first error as one line with field, rule and value."""
+    """Turn the first error into one line with the field, the rule and the value."""
     first = error.errors(include_url=False)[0]
     if "error" in first.get("ctx", {}):  # raised by __post_init__
         return first["ctx"]["error"]
@@ -77,13 +79,13 @@ def _one_line(error: ValidationError) -> ValueError:
 
 
 def fields_of(section: Any) -> dict[str, FieldInfo]:
-    """Return the fields of a section that are flags, by name."""
+    """Return the fields of a section that have a flag, by name."""
     fields = type(section).__pydantic_fields__.items()
     return {name: field for name, field in fields if field.description}
 
 
 def changed(sections: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sections with some values replaced, by the names of fields."""
+    """Return copies of the sections with new values for the named fields."""
     return {
         heading: dataclasses.replace(
             section, **{name: values[name] for name in values.keys() & vars(section).keys()}
@@ -93,7 +95,7 @@ def changed(sections: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
 
 
 def allowed(field: FieldInfo) -> str:
-    """Describe the values that a field may have."""
+    """Describe the values that a field accepts."""
     sides = "ge", "le"
     limits = [getattr(m, side) for m in field.metadata for side in sides if hasattr(m, side)]
     kinds: dict[Any, str] = {bool: "on or off", int: "whole number", float: "number"}
@@ -102,16 +104,16 @@ def allowed(field: FieldInfo) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as text for users."""
+    """Format a value for users, for example True as on."""
     return {"True": "on", "False": "off", "": "none"}.get(str(value), str(value))
 
 
 @dataclass(frozen=True)
 class ParsedFlags:
-    """A parsed command line."""
+    """The result of parsing a command line."""
 
-    given: dict[str, str]  # text of the flags on the command line, without those of `extra`
-    configs: dict[str, Any]  # sections with these values, by heading
+    given: dict[str, str]  # flags on the command line, as text; no arguments of `extra`
+    configs: dict[str, Any]  # sections with the given values, by heading
     extra: argparse.Namespace  # values of the arguments that `extra` added
 
 
@@ -125,16 +127,16 @@ def parse_flags(
     prog: str | None = None,
     main: Set[str] = frozenset(),
 ) -> ParsedFlags:
-    """Parse a command line; bad input prints one line and exits with code 2.
+    """Parse a command line; on an error, print one line and exit with code 2.
 
     Args:
-        sections: configurations by heading; their values are the defaults.
-        argv: words after the program's name; None: those of this process.
-        description: first text of --help.
-        epilog: last text of --help.
-        extra: adds further arguments to the parser.
-        prog: name of the command in --help; None: that of the script.
-        main: flags that --help shows, while --help_all shows all; empty: --help shows all.
+        sections: configurations by heading; they hold the default values.
+        argv: arguments after the program's name; None: the arguments of this process.
+        description: text at the start of --help.
+        epilog: text at the end of --help.
+        extra: function that adds more arguments to the parser.
+        prog: name of the command in --help; None: the name of the script.
+        main: flags that --help shows; --help_all then shows all. Empty: --help shows all.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     usage = "%(prog)s [--flag value ...]"
@@ -165,10 +167,10 @@ def parse_flags(
 
 
 def _add_flag(group: Any, name: str, field: FieldInfo, text: str) -> None:
-    """Add a flag to a group of the parser; its value stays text."""
+    """Add a flag to an argument group; its parsed value stays text."""
     choices = typing.get_args(field.annotation)
     options: dict[str, Any] = {"metavar": "{" + ",".join(choices) + "}" if choices else "X"}
-    if field.annotation is bool:  # --x is --x=true
+    if field.annotation is bool:  # --x means --x=true
         options = {"metavar": "true|false", "nargs": "?", "const": "true"}
     if field.annotation is int:
         options["type"] = _digits
@@ -177,7 +179,7 @@ def _add_flag(group: Any, name: str, field: FieldInfo, text: str) -> None:
 
 
 def _digits(text: str) -> str:
-    """Return a whole number such as 1e6 in digits, and other text unchanged."""
+    """Rewrite a whole number such as 1e6 in digits; return other text unchanged."""
     with suppress(ValueError):
         number = float(text)
         if number.is_integer() and not text.isdigit():
@@ -186,7 +188,7 @@ def _digits(text: str) -> str:
 
 
 def _parse_known(parser: CommandParser, argv: list[str]) -> argparse.Namespace:
-    parser._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # -1e-3 is no flag
+    parser._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # -1e-3 is a value
     flags = parser._option_string_actions
     namespace, unknown = parser.parse_known_args([_canonical(word, flags) for word in argv])
     for word in unknown:
@@ -198,7 +200,7 @@ def _parse_known(parser: CommandParser, argv: list[str]) -> argparse.Namespace:
 
 
 def _canonical(word: str, flags: Mapping[str, Any]) -> str:
-    """Return a word with underscores in its flag's name; --no-x becomes --x=false."""
+    """Write a flag's name with underscores, and --no-x as --x=false."""
     name, equals, value = word.partition("=")
     if not name.startswith("--"):
         return word
@@ -209,7 +211,7 @@ def _canonical(word: str, flags: Mapping[str, Any]) -> str:
 
 
 def saved_form(config: Any) -> dict[str, dict[str, Any]]:
-    """Return the values of a configuration that are written to files."""
+    """Return the values of a configuration to write to a file, by section."""
     return {
         heading: {
             name: getattr(section, name)
@@ -221,10 +223,11 @@ def saved_form(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def read_sections(defaults: Mapping[str, Any], saved: Any) -> dict[str, Any]:
-    """Return sections from what `saved_form` returned; missing values are defaults.
+    """Rebuild sections from the result of `saved_form`; missing values get defaults.
 
     Raises:
-        ValueError: one line: it has another form, or a value that this version refuses.
+        ValueError: `saved` has another form, or a value that this version refuses; the message is
+            one line.
     """
     sections = {}
     try:

@@ -1,6 +1,6 @@
 """Facts about this machine: GPUs, cores and memory.
 
-Memory and cores are those that the limits of a container allow.
+Inside a container, memory and cores are what its limits allow.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import psutil
 import torch
 
 GIB = 2**30
-OUT_OF_MEMORY = (  # parts of the text of a RuntimeError, in lower case
+OUT_OF_MEMORY = (  # parts of a RuntimeError's text, in lower case
     *("out of memory", "status_out_of_memory"),  # CUDA, NCCL
-    *("not enough memory", "can't allocate memory"),  # torch's allocator of host memory
-    "cannot allocate memory",  # the kernel's text, in errors of any library
+    *("not enough memory", "can't allocate memory"),  # torch's host memory allocator
+    "cannot allocate memory",  # Linux's text, in errors of any library
     *("alloc_failed", "bad_alloc"),  # cuBLAS and cuDNN, C++ libraries
 )
-# By controller in /proc/self/cgroup: the file of the limit, the file of the use, and the name of
-# the cache in memory.stat.
+# For each controller in /proc/self/cgroup: the file with the memory limit, the file with the memory
+# in use, and the entry of memory.stat with the size of cached files.
 CGROUPS = {
-    "": ("memory.max", "memory.current", "inactive_file"),  # version 2
+    "": ("memory.max", "memory.current", "inactive_file"),  # cgroup version 2
     "memory": (
         "memory.limit_in_bytes",
         "memory.usage_in_bytes",
         "total_inactive_file",
-    ),  # version 1
+    ),  # cgroup version 1
 }
 
 # ---- GPUs
@@ -41,25 +41,25 @@ CGROUPS = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """The state of one of torch's GPUs; None is an unknown value.
+    """The state of a GPU that torch sees; None: the value is unknown.
 
-    Allocations are those of this process.
+    Allocated, reserved and peak memory count only this process.
     """
 
-    index: int  # torch's number of it
+    index: int  # torch's index of the GPU
     name: str
-    utilization_percent: float | None  # share of the last sample period with a running kernel
-    memory_allocated_gib: float  # held by tensors
-    memory_reserved_gib: float  # held by torch's allocator
-    memory_peak_gib: float  # highest allocation so far
-    memory_free_gib: float | None  # free memory for any process
+    utilization_percent: float | None  # part of the last sample period in which a kernel ran
+    memory_allocated_gib: float  # used by tensors
+    memory_reserved_gib: float  # reserved by torch's allocator
+    memory_peak_gib: float  # highest memory_allocated_gib so far
+    memory_free_gib: float | None  # free for any process
     memory_total_gib: float | None
     temperature_c: float | None
     power_w: float | None
-    error: str  # why a value is unknown; "": all are known
+    error: str  # why a value is unknown; "" if all are known
 
     def __str__(self) -> str:
-        """Return the values in one line."""
+        """Format the values on one line."""
         shown = {name: "?" if value in (None, "") else value for name, value in vars(self).items()}
         line = (
             "{name}: {memory_free_gib:.3} of {memory_total_gib:.3} GiB free, "
@@ -73,20 +73,20 @@ class GpuInfo:
     """All GPUs that torch sees."""
 
     gpus: tuple[Gpu, ...]
-    error: str  # why torch sees none; "": it sees some
+    error: str  # why torch sees no GPU; "" if it sees one
 
 
 def read_gpu(index: int) -> Gpu:
     """Read the state of a GPU; a value that cannot be read is None.
 
-    Most values come from NVML, which does not open a device that this process does not use.
+    Most values come from NVML, which can read a GPU without opening it as a CUDA device.
     """
     errors: list[str] = []
 
     def ask(question: Callable[[int], Any]) -> Any:
         try:
             return question(index)
-        except Exception as error:  # torch and NVML raise many kinds
+        except Exception as error:  # torch and NVML raise many types
             errors.append(" ".join(str(error).split())[:200])
 
     properties = ask(torch.cuda.get_device_properties)
@@ -95,7 +95,7 @@ def read_gpu(index: int) -> Gpu:
     total = getattr(properties, "total_memory", None)
     free = None if total is None or used is None else total - used
     held = torch.cuda.memory_stats(index) if torch.cuda.is_initialized() else {}
-    if held.get("reserved_bytes.all.current"):  # the device is open already
+    if held.get("reserved_bytes.all.current"):  # this process has already opened the GPU
         free = torch.cuda.mem_get_info(index)[0]
     return Gpu(
         index=index,
@@ -123,20 +123,20 @@ def get_multi_gpu_status() -> list[Gpu]:
 
 
 def get_gpu_info() -> GpuInfo:
-    """Return all GPUs that torch sees, or the reason that there is none.
+    """Return all GPUs that torch sees, or the reason why it sees none.
 
     >>> get_gpu_info().gpus  # doctest: +SKIP
     (Gpu(index=0, name='NVIDIA H100 80GB HBM3', ...),)
     """
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # no driver or GPU, or torch has no CUDA
+    except (RuntimeError, AssertionError) as error:  # no driver, no GPU, or torch without CUDA
         return GpuInfo((), " ".join(str(error).split()))
     return GpuInfo(tuple(get_multi_gpu_status()), "")
 
 
 def print_gpu_info() -> None:
-    """Print one line for every GPU, or the reason that there is none.
+    """Print one line for every GPU, or the reason why there is none.
 
     >>> print_gpu_info()  # doctest: +SKIP
     GPU 0: NVIDIA H100 80GB HBM3, ...
@@ -149,15 +149,15 @@ def print_gpu_info() -> None:
 
 
 def clear_gpu_memory() -> int:
-    """Free GPU memory that no tensor uses, for other processes, and reset peaks.
+    """Free cached GPU memory for other processes, and reset the peak statistics.
 
-    Tensors with a reference stay.
+    Tensors that are still referenced stay in memory.
 
         >>> from rl_dist import clear_gpu_memory
         >>> print(f"{clear_gpu_memory() / 2**30:.1f} GiB handed back")
 
     Returns:
-        The freed bytes on all GPUs of this process; 0 without a GPU.
+        Bytes that were freed on all GPUs; 0 if this process uses no GPU.
     """
     gc.collect()
     if not torch.cuda.is_initialized():
@@ -175,14 +175,14 @@ def clear_gpu_memory() -> int:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of memory of this machine."""
+    """Total and available memory of this machine, in bytes."""
 
     total: int
     available: int
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return the memory that all control groups allow; cached files count as free."""
+    """Return the memory within all cgroup limits; cached files count as available."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
     for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -191,9 +191,10 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
             continue
         limit_file, use_file, cache = CGROUPS[controller]
         group = root / "sys/fs/cgroup" / controller / path.lstrip("/")
-        # inside a container its group may be at the top of the tree
+        # The limits of all parent groups apply, too. Inside a container, the group itself may be
+        # mounted at the top of the tree.
         for folder in (group, *group.parents):
-            with suppress(OSError, ValueError):  # no such file, or its content is "max"
+            with suppress(OSError, ValueError):  # the file is missing or contains "max"
                 limit, used = (int((folder / name).read_text()) for name in (limit_file, use_file))
                 if limit < machine.total:
                     lines = (folder / "memory.stat").read_text().splitlines()
@@ -204,7 +205,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def available_cores() -> int:
-    """Return the number of CPU cores of this process, within a container's quota."""
+    """Return how many CPU cores this process may use, given its affinity and quota."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # there is no quota
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
@@ -213,7 +214,7 @@ def available_cores() -> int:
 
 
 def cpu_has_bf16() -> bool:
-    """Return True if this CPU has instructions for products of bf16."""
+    """Return True if this CPU has instructions that multiply bf16 numbers."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
@@ -222,19 +223,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     text = str(error).lower().strip()
-    # oneDNN has no memory for its code; a "primitive descriptor" fails for other reasons
+    # oneDNN raises exactly this text if it has no memory for its code. A longer text, about a
+    # "primitive descriptor", has other causes.
     no_room = text == "could not create a primitive" or any(part in text for part in OUT_OF_MEMORY)
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and no_room)
 
 
 def free_memory_bytes(device: torch.device, sharers: int = 1) -> int:
-    """Return the bytes that this process may still take.
+    """Return how many more bytes this process can allocate.
 
-    On a GPU they include bytes that torch holds but does not use.
+    On a GPU this includes memory that torch has reserved but no tensor uses.
 
     Args:
-        sharers: number of processes that share the free memory of this machine; they do not share
-            a limit of this process.
+        sharers: number of processes that share the free memory of this machine. The address space
+            limit of this process is not divided by it.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -247,7 +249,7 @@ def free_memory_bytes(device: torch.device, sharers: int = 1) -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the highest use so far: of tensors on a GPU, or of this process."""
+    """Return the peak memory use in bytes: of tensors on a GPU, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,1 +1,1 @@
-"""Checkpoints: sealed files, checks of their contents, trusted modules."""
+"""Write, check and load checkpoints; import only modules that are trusted."""

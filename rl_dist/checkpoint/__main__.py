@@ -1,4 +1,4 @@
-"""Look at checkpoints: python -m rl_dist.checkpoint verify|inspect|list PATH."""
+"""Show checkpoints: `python -m rl_dist.checkpoint list|verify|inspect PATH`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ exit codes: 0 done, 1 a file is damaged, 2 bad usage"""
 
 
 def show_list(files: Sequence[Path]) -> bool:
-    """Print a line per file, newest first; return True if all are whole."""
+    """Print one line per file, newest first; return True if no file is damaged."""
     all_whole = True
     rows = []
     for file in reversed(files):
@@ -53,7 +53,7 @@ def show_list(files: Sequence[Path]) -> bool:
 
 
 def inspect(file: Path, as_json: bool) -> None:
-    """Print numbers, configuration and tensors of one checkpoint."""
+    """Print the numbers, the configuration and the tensors in one checkpoint."""
     state = load_checkpoint(file)
     report = {"path": str(file), "bytes": file.stat().st_size, MEASURED: state.get(MEASURED, {})}
     report |= {name: value for name, value in state.items() if isinstance(value, int | float)}
@@ -73,7 +73,7 @@ def inspect(file: Path, as_json: bool) -> None:
 
 @explains_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
+    """Run the command and return its exit code."""
     parser = CommandParser(
         prog="python -m rl_dist.checkpoint",
         description="Look at checkpoints; nothing is changed, and nothing in them can run.",
@@ -100,5 +100,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end silently if `head` closes the pipe
     sys.exit(main())

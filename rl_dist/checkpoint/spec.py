@@ -1,7 +1,7 @@
-"""Check the content of a checkpoint: plain values, and the entries of a run.
+"""Check the content of a checkpoint: plain values, and all entries of a run.
 
-The checksum finds damage. These checks find values that somebody changed, or that went wrong in
-training.
+The checksum detects damaged files. The checks here detect values that someone has changed, or that
+became invalid during training.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 # programs that write checkpoints
 RUN = "train_distributed.py"
 FIT = "rl_dist.supervised.fit"
-MEASURED = "measured"  # {metric: value} of the metric that chooses the best
+MEASURED = "measured"  # entry with {metric: value}; this metric selects best.pt
 LARGEST_COUNT = 10**15
 _PLAIN_TYPES = (str, int, float, bool, type(None))
 # entries that show which program wrote a checkpoint
 _MARKS = {"carry": RUN, "global_step": RUN, "module": FIT, "best_epoch": FIT}
-_TENSORS = ("policy", "carry", "obs_normalizer", "reward_normalizer")  # hold tensors only
+_TENSORS = ("policy", "carry", "obs_normalizer", "reward_normalizer")  # contain only tensors
 _COUNTS = ("iteration", "global_step", "episodes", "num_obs", "num_actions", "bad_in_a_row")
 _TYPES: dict[str, dict[str, type]] = {
     RUN: {
@@ -42,18 +42,18 @@ _TYPES: dict[str, dict[str, type]] = {
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written or trusted; one line."""
+    """A checkpoint cannot be written, read or trusted; the message is one line."""
 
 
 def kind_of(state: Mapping[str, Any]) -> str:
-    """Return the program that wrote a state: RUN, FIT, or "" for another one."""
+    """Return the program that wrote a state: RUN, FIT, or "" if it is neither."""
     return next((_MARKS[name] for name in state if name in _MARKS), "")
 
 
 def flatten(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values in nested dicts, lists and tuples, each with its place.
+    """Yield (path, value) for each value in nested dicts, lists and tuples.
 
-    An empty container counts as a value, and so does a key that a file cannot hold.
+    An empty container is a value, too. A dict key that a checkpoint cannot store is also yielded.
     """
     if type(value) in (list, tuple):
         value = dict(enumerate(value)) or value
@@ -68,7 +68,7 @@ def flatten(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_plain(state: Any) -> None:
-    """Refuse a value that `torch.load(weights_only=True)` would not return as it is."""
+    """Refuse a value that `torch.load(weights_only=True)` would not return unchanged."""
     for place, value in flatten(state):
         is_empty = isinstance(value, dict) or type(value) in (list, tuple)
         if not is_empty and type(value) not in _PLAIN_TYPES and not isinstance(value, Tensor):
@@ -77,10 +77,11 @@ def check_plain(state: Any) -> None:
 
 
 def check_state(state: Any) -> None:
-    """Check types, counts and tensors of a checkpoint.
+    """Check the types, the counts and the tensors in a checkpoint.
 
     Raises:
-        CheckpointError: an entry is missing, has another type or range, or holds NaN.
+        CheckpointError: an entry is missing, has the wrong type, is out of range, or is NaN or
+            infinite.
     """
     if not isinstance(state, dict):
         raise CheckpointError(f"it holds a {type(state).__name__}, not a state")
@@ -98,7 +99,7 @@ def check_state(state: Any) -> None:
             if kind == RUN and name.startswith(_TENSORS):
                 raise CheckpointError(f"{name!r:.80} is not a tensor")
             continue
-        # reading an expanded tensor would take more memory than it has
+        # An expanded tensor has more elements than it stores; reading it could use all memory.
         if tensor.is_sparse or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
             raise CheckpointError(f"{name!r:.80} is not a plain tensor")
         if kind == RUN and not tensor.isfinite().all():

@@ -1,12 +1,12 @@
-"""Write and read checkpoints: sealed files, whole or absent, without code.
+"""Write and read checkpoints: files with a checksum and without code.
 
-A run keeps the last few, and the best. A checkpoint is torch.save's zip archive, which plain
-`torch.load` reads, too. The comment of the archive is the end of the file:
+A run keeps its last few checkpoints and the best one. A checkpoint is the zip archive that
+torch.save writes, and `torch.load` can read it. The file ends with a zip comment such as this:
 
     rl_dist checkpoint, format 4, torch 2.13.0, sha256:<64 hexadecimal digits>
 
-The digits are the SHA-256 of every byte before the word sha256. So any changed byte is refused
-before torch sees the file, and a file of another format is known by its version.
+The digits are the SHA-256 of all bytes before the word sha256. A file with a changed byte is
+therefore refused before torch reads it. The format version identifies files of other versions.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import CHECKPOINT_DIR
 
-FORMAT_VERSION = 4  # raised when this program can no longer resume older checkpoints
-LAST_READER = "0.5.0"  # version of this program that reads older formats
+FORMAT_VERSION = 4  # increased when this program can no longer resume older checkpoints
+LAST_READER = "0.5.0"  # last version of this program that reads older formats
 BEST_FILE = "best.pt"
 _DIGEST_BYTES = len("sha256:") + 64
 _COMMENT = re.compile(
@@ -43,11 +43,11 @@ _NAME = re.compile(r"iteration_(\d+)\.pt")
 
 
 class OtherFormatError(CheckpointError):
-    """A whole checkpoint, written by another version of this program."""
+    """An undamaged checkpoint that another version of this program wrote."""
 
 
 class Found(NamedTuple):
-    """A valid checkpoint and its state."""
+    """The path and the state of a valid checkpoint."""
 
     path: Path
     state: dict[str, Any]
@@ -57,14 +57,14 @@ class Found(NamedTuple):
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint to the CPU; tensors and plain values, never pickled code.
+    """Load tensors and plain values to the CPU; never run code from the file.
 
     Raises:
-        CheckpointError: the file is missing, damaged, of another format or not a checkpoint.
+        CheckpointError: the file is missing, damaged, not a checkpoint, or has another format.
     """
     try:
         with open(path, "rb", opener=plain_file) as file:
-            is_archive = file.read(4) == b"PK\x03\x04"  # do not read a giant of another kind
+            is_archive = file.read(4) == b"PK\x03\x04"  # do not read other huge files
         data = read_plain(path, None) if is_archive else b""
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from None
@@ -81,13 +81,13 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
             f"{FORMAT_VERSION}: use {reader} of the program"
         )
     try:
-        with warnings.catch_warnings(action="ignore"):  # the error below replaces them
+        with warnings.catch_warnings(action="ignore"):  # the error below says enough
             state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
         check_plain(state)
         check_state(state)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {path} is refused: {error}") from None
-    except Exception as error:  # zip, pickle and torch errors of many kinds
+    except Exception as error:  # zip, pickle and torch raise many types
         cause = one_line(error, 80)
         raise CheckpointError(
             f"checkpoint {path} is not plain data; nothing was run: do not trust it ({cause})"
@@ -96,22 +96,22 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def pack(state: dict[str, Any]) -> bytes:
-    """Return the bytes of a checkpoint file.
+    """Convert a state to the bytes of a checkpoint file.
 
     Raises:
-        CheckpointError: a value could not be loaded again.
+        CheckpointError: `load_checkpoint` would refuse a value.
     """
     check_plain(state)
     buffer = io.BytesIO()
-    torch.save(state, buffer)  # to memory first: a full disk would surface as a zip error
+    torch.save(state, buffer)  # in memory: on a full disk, torch would raise a zip error
     return seal(buffer.getvalue())
 
 
 def seal(archive: bytes, format_version: int = FORMAT_VERSION) -> bytes:
-    """Add the comment to a zip archive.
+    """Add the comment with the format version and the checksum to a zip archive.
 
-    Source: a zip file ends with the two-byte length of its comment and the comment, PKWARE APPNOTE
-    4.3.16.
+    A zip file ends with the length of its comment in two bytes, followed by the comment. Source:
+    PKWARE APPNOTE 4.3.16.
     """
     assert archive[-22:-18] == b"PK\x05\x06" and archive[-2:] == b"\0\0", "not the zip end we know"
     about = f"rl_dist checkpoint, format {format_version}, torch {torch.__version__}, ".encode()
@@ -120,15 +120,15 @@ def seal(archive: bytes, format_version: int = FORMAT_VERSION) -> bytes:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file as a whole or not at all; create its folder.
+    """Write a file completely or not at all; create its folder.
 
     Raises:
-        CheckpointError: it cannot be written; names path, size and cause.
+        CheckpointError: the file cannot be written; the message has its path and size, and why.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, data, sync=True, part="unfinished.part")
-        # keep the new name through a power cut; not every file system can sync a folder
+        # Sync the folder, so that the new name survives a power failure. Some file systems cannot.
         folder = os.open(path.parent, os.O_RDONLY)
         with suppress(OSError):
             os.fsync(folder)
@@ -138,27 +138,28 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise CheckpointError(f"cannot write checkpoint {path} {cause}") from None
 
 
-# ---- the files of a run
+# ---- the checkpoints of a run
 
 
 def save_checkpoint(
     directory: str | Path, state: dict[str, Any], *, iteration: int, keep: int, best: bool = False
 ) -> Path:
-    """Write `iteration_00000120.pt` whole or not at all, and remove old ones.
+    """Write a file such as iteration_00000120.pt, and remove old checkpoints.
 
     Args:
-        state: tensors, numbers, strings, None, in dicts, lists and tuples.
-        iteration: part of the name. Checkpoints of later iterations are removed: they belong to a
-            past that a resumed run does not share.
-        keep: number of newest checkpoints that stay, at least 1.
-        best: also write best.pt, which `keep` does not count.
+        state: tensors, numbers, strings and None, in dicts, lists and tuples.
+        iteration: number in the file's name. Checkpoints of later iterations are removed: they are
+            from before the run was resumed at an earlier iteration.
+        keep: number of newest checkpoints to keep, at least 1.
+        best: also write best.pt, which does not count towards `keep`.
 
     Raises:
-        CheckpointError: a value could not be loaded again, or the disk cannot be written.
+        CheckpointError: `load_checkpoint` would refuse a value, or a file cannot be written.
     """
     path = Path(directory, f"iteration_{iteration:08d}.pt")
     data = pack(state)
-    # best.pt first: a run that is killed between the two repeats this iteration, and finds its best
+    # Write best.pt first. A run that is killed between the two writes repeats this iteration when
+    # it is resumed, and best.pt already holds it.
     if best:
         write_atomically(path.with_name(BEST_FILE), data)
     write_atomically(path, data)
@@ -180,15 +181,16 @@ def save_agreed(
     measured: Mapping[str, float],
     best: bool,
 ) -> tuple[Path, str]:
-    """Let the main process save a run; all ranks must call.
+    """Save a checkpoint on the main process. Every rank must call this.
 
     Args:
-        state: on the main process; None on the others.
-        measured: value of the metric that chooses the best, by its name.
-        best: this is the best checkpoint so far.
+        state: state to save on the main process; None on the other ranks.
+        measured: value of the metric that selects the best checkpoint, by the metric's name.
+        best: True if this is the best checkpoint so far.
 
     Returns:
-        The checkpoint's path; and why it could not be written, or "".
+        The path of the checkpoint, and "". If it cannot be written: the run directory, and the
+        reason. All ranks get the same result.
     """
     path = run_dir
     problem = ""
@@ -204,13 +206,13 @@ def save_agreed(
 
 
 def load_latest(run_dir: str | Path) -> Found | None:
-    """Load the newest valid checkpoint of a run or folder; log those skipped.
+    """Load the newest valid checkpoint of a run or folder; log each skipped file.
 
-    best.pt comes last: it may be all that a cleaner has left.
+    best.pt is tried last, because it may be the only file that a cleanup has left.
 
     Raises:
-        OtherFormatError: the newest one is whole, but of another format: falling back would lose
-            the training in it.
+        OtherFormatError: the newest undamaged file has another format. Loading an older file
+            instead would lose training progress.
     """
     for path in reversed(checkpoint_files(run_dir)):
         try:
@@ -229,13 +231,13 @@ def latest_checkpoint(run_dir: str | Path) -> Path | None:
 
 
 def last_checkpoint(run_dir: Path) -> str:
-    """Return a clause that names the checkpoint from which a run can be resumed."""
+    """Return the part of a message that names the checkpoint to resume from."""
     newest = latest_checkpoint(run_dir)
     return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
 
 
 def find_latest_run(runs_dir: str | Path) -> Path | None:
-    """Return the run directory below `runs_dir` with the newest valid checkpoint."""
+    """Return the run below `runs_dir` with the newest valid checkpoint, or None."""
     folders = Path(runs_dir).glob(f"*/{CHECKPOINT_DIR}")
     files = [file for folder in folders for file in checkpoint_files(folder)]
     files.sort(key=lambda file: file.stat().st_mtime, reverse=True)
@@ -244,7 +246,7 @@ def find_latest_run(runs_dir: str | Path) -> Path | None:
 
 
 def checkpoint_folder(path: str | Path) -> Path:
-    """Return the folder of checkpoints in a run directory, else the path itself."""
+    """Return the checkpoints folder of a run directory; for another path, the path."""
     folder = Path(path, CHECKPOINT_DIR)
     return folder if folder.is_dir() else Path(path)
 
@@ -252,7 +254,7 @@ def checkpoint_folder(path: str | Path) -> Path:
 def checkpoint_files(path: str | Path) -> list[Path]:
     """List the checkpoints of a run or folder: best.pt, then by iteration.
 
-    What is not a file is skipped, even if it has the name of a checkpoint.
+    Folders are skipped, even if they have the name of a checkpoint.
     """
     files = [file for file in checkpoint_folder(path).glob("*.pt") if file.is_file()]
     named = [file for file in files if file.name == BEST_FILE or iteration_in_name(file) >= 0]
@@ -260,51 +262,51 @@ def checkpoint_files(path: str | Path) -> list[Path]:
 
 
 def iteration_in_name(path: Path) -> int:
-    """Return the iteration in a file's name, or -1 if there is none."""
+    """Return the iteration in a checkpoint's file name, or -1 if it has none."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else -1
 
 
 class Best:
-    """The best value so far of the metric that chooses best.pt, on all ranks.
+    """The best value so far of the metric that selects best.pt; equal on all ranks.
 
-    best.pt itself holds the value, so that no resumed run replaces it by a worse one. Higher is
-    better.
+    best.pt stores the value, so that a resumed run does not replace the file with a worse
+    checkpoint. Higher values are better.
 
     Args:
-        names: the first of these that the run reports is the metric; empty: no best.pt.
+        names: names of metrics; the first one that the run reports is used. Empty: no best.pt.
     """
 
     def __init__(self, names: Sequence[str], directory: Path, world: World) -> None:
         self.names = names
         self.world = world
-        self.measured: dict[str, float] = {}  # values at this iteration, by name
+        self.measured: dict[str, float] = {}  # value at this iteration, by metric name
         self.improved = False
         reads = names and world.is_main_process
         value = _value_of_best(names, directory / BEST_FILE) if reads else None
         self.value = all_gather_json(value, world)[0]
 
     def update(self, metrics: Mapping[str, Any]) -> bool:
-        """Return True if these metrics are the best so far. All ranks must call."""
+        """Return True if these metrics are the best so far. Every rank must call this."""
         self.measured = {}
         name = next((name for name in self.names if name in metrics), "")
         value = all_gather_json(metrics[name], self.world)[0] if name else None
         if not isinstance(value, int | float | None):
             raise UserError(f"keep_best {name} is not a number: name another metric")
-        # None if no episode has ended, for example
+        # the value is None if, for example, no episode has ended
         if value is not None and math.isfinite(value):
             self.measured = {name: float(value)}
         self.improved = bool(self.measured) and (self.value is None or value > self.value)
         return self.improved
 
     def saved(self) -> None:
-        """Record that this iteration is saved, in best.pt too if it is the best."""
+        """After a checkpoint was saved, make an improved value the new best value."""
         if self.improved:
             (self.value,) = self.measured.values()
 
 
 def _value_of_best(names: Sequence[str], path: Path) -> float | None:
-    """Return the value in best.pt, or None if the next checkpoint replaces it."""
+    """Return the metric's value in best.pt, or None if any checkpoint may replace it."""
     if not path.exists():
         return None
     with suppress(CheckpointError):

@@ -1,7 +1,7 @@
 """Trust or refuse the modules that a run names, before they are imported.
 
-A run directory may be foreign, and nothing in it is ever run. A module that the run names is
-imported only if the command line names it, too, or if the run is the user's own.
+A run directory may come from someone else, and no code in it is ever executed. A module that the
+run names is imported only if the command line names it, too, or if this user owns config.json.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from rl_dist.files import plain_file
 
 
 def import_from_here(*values: str) -> None:
-    """Put the current directory last on the path if a value is a `module:name`.
+    """Append the current directory to sys.path if a value has the form `module:name`.
 
-    Python puts the folder of a script on the path instead. Ranks inherit the path.
+    For a script, Python adds only the folder of the script to sys.path. Ranks inherit sys.path.
     """
     here = str(Path.cwd())
     if any(":" in value for value in values) and not {"", here} & {*sys.path}:
@@ -33,10 +33,11 @@ def import_from_here(*values: str) -> None:
 
 
 def import_own(field: str, value: str) -> Any:
-    """Return the class or function that `module:name` names.
+    """Import the class or function that `module:name` names.
 
     Raises:
-        UserError: there is no such module, it raises while it is imported, or has no such function.
+        UserError: the module does not exist, raises an error during import, or does not contain
+            the name.
     """
     module, _, name = value.partition(":")
     try:
@@ -51,7 +52,7 @@ def import_own(field: str, value: str) -> Any:
 
 
 def module_files(names: Sequence[str]) -> dict[str, list[Path]]:
-    """Find the files of each `module:name` without an import, by module."""
+    """Find the files of the module in each `module:name`, without importing it."""
     modules = {module for name in names if (module := name.rpartition(":")[0])}
     return {module: [*filter(Path.is_file, map(Path, _places(module)))] for module in modules}
 
@@ -59,19 +60,20 @@ def module_files(names: Sequence[str]) -> dict[str, list[Path]]:
 def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: str | None) -> None:
     """Refuse an untrusted `module:name` of a run before it is imported.
 
-    Afterwards nothing is imported from the run directory, even if it is the current directory.
+    This also removes the run directory from sys.path, so that nothing is imported from it later,
+    even if it is the current directory.
 
     Args:
-        section: the section of config.json that holds these values.
-        saved: values of the section as the checkpoint holds them; the first one names the module.
-        given: the module:name on the command line, or None.
+        section: section of config.json that holds these values.
+        saved: values of this section in the checkpoint; the first one is the `module:name`.
+        given: the `module:name` on the command line, or None.
 
     Raises:
         UserError: the module lies in the run directory; or the command line does not name it, and
-            no config.json that only this user can write holds these values.
+            the values are not in a config.json that `_is_own` accepts.
     """
     run_dir = run_dir.absolute()
-    if not _inside(__file__, run_dir):  # the run directory does not contain this program
+    if not _inside(__file__, run_dir):  # this program is not in the run directory
         sys.path[:] = [entry for entry in sys.path if not _inside(entry or ".", run_dir)]
     field, value = next(iter(saved.items()))
     module = value.rpartition(":")[0]
@@ -88,7 +90,10 @@ def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: st
 
 
 def _is_own(path: Path, section: str, saved: Mapping[str, str]) -> bool:
-    """Return True if only this user can write config.json, and it holds the values."""
+    """Return True if config.json belongs to this user and holds the values.
+
+    A file that everyone may write is not accepted.
+    """
     try:
         with open(path, "rb", opener=plain_file) as file:
             about = os.fstat(file.fileno())
@@ -100,7 +105,7 @@ def _is_own(path: Path, section: str, saved: Mapping[str, str]) -> bool:
 
 
 def _places(module: str) -> list[str]:
-    """List the places from which a module and its packages would be imported."""
+    """List the files and package folders that importing a module would use."""
     places: list[str] = []
     path: Sequence[str] | None = None
     for part in module.split("."):
@@ -109,15 +114,15 @@ def _places(module: str) -> list[str]:
         except (ImportError, ValueError):
             spec = None
         if spec is None:
-            return places  # importing the module will name the problem
+            return places  # the import itself will report the problem
         path = list(spec.submodule_search_locations or [])
         places += [*path, *([spec.origin] if spec.has_location and spec.origin else [])]
     return places
 
 
 def _inside(place: str | Path, folder: Path) -> bool:
-    """Return True for a place in a folder, with or without links followed."""
-    # normpath removes ".." and does not follow links
+    """Return True if a path lies in a folder, before or after links are followed."""
+    # normpath resolves ".." without following links
     places, folders = (
         {Path(os.path.normpath(Path.cwd() / path)), Path(path).resolve()}
         for path in (place, folder)
