@@ -1,1 +1,1 @@
-"""Starting ranks and watching them: here, under torchrun, or as whole commands."""
+"""Start and watch ranks: in this process, in new ones, or under torchrun."""

@@ -1,11 +1,12 @@
-"""Time and verify reductions of gradients over ranks.
+"""Time and verify the reduction of gradients over ranks.
 
     time_reductions(2, [1024, 2**20])[1024]  # 0.0002
 
-The ranks start, join and reduce as in a training, but in a subprocess: a hang or an abort inside
-NCCL does not end the caller. Each rank works for some milliseconds before every reduction, because
-in a tight loop, with awake threads and warm caches, reductions would look faster. The shortest wait
-among the ranks is that of the last rank to arrive, which waits for the transfer only.
+The ranks start, join and reduce as in real training, but in a subprocess, so that a hang or an
+abort inside NCCL does not end the caller. Each rank computes for some milliseconds before every
+reduction: in a tight loop, with awake threads and warm caches, reductions would be faster than in
+training. A reduction is timed by the shortest wait of any rank, because the last rank to arrive
+waits for the transfer only.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rl_dist.process_group.world import World, close_world, open_world
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 
-NUM_TENSORS = 16  # tensors that make up the gradient
+NUM_TENSORS = 16  # number of tensors that form the gradient
 WORK_S, WARM_UP, REPEATS = 0.004, 3, 12
 RUN = """import json, sys
 from rl_dist.launch.bench import run_rank
@@ -46,7 +47,7 @@ def time_reductions(
     timeout_s: float = 180.0,
     gpu_ids: Sequence[int] = (),
 ) -> dict[int, float]:
-    """Time the reductions of gradients of each size, and verify every sum.
+    """Time the reduction of gradients of each size, and verify every sum.
 
     Args:
         sizes_bytes: sizes of the float32 gradients.
@@ -54,11 +55,12 @@ def time_reductions(
         gpu_ids: GPU of each rank; empty: rank i takes GPU i.
 
     Returns:
-        Median seconds of waiting of the last rank to arrive, by size.
+        Size in bytes -> median seconds that the last rank to arrive waited.
 
     Raises:
-        UserError: more ranks than GPUs.
-        ChildError: a wrong sum, a rank that died, or no end in time (ChildTimeoutError).
+        UserError: there are fewer GPUs than ranks.
+        ChildError: a sum was wrong or a rank died.
+        ChildTimeoutError: the ranks did not finish in time.
     """
     job = {
         "num_ranks": num_ranks,
@@ -96,7 +98,7 @@ def run_rank(job: dict[str, Any]) -> None:
 
 
 class Weights(nn.Module):
-    """Parameters in some tensors; every gradient is the argument of `forward`."""
+    """Parameters in several tensors; each gradient equals the argument of `forward`."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -104,19 +106,19 @@ class Weights(nn.Module):
         self.weights = nn.ParameterList(part.clone() for part in parts)
 
     def forward(self, value: Tensor) -> Tensor:
-        """Return the loss."""
+        """Return the loss: the sum of all weights, times `value`."""
         return torch.stack([weight.sum() for weight in self.weights]).sum() * value
 
 
 def _last_arrival_s(num_bytes: int, world: World) -> float:
-    """Return the median over reductions of the shortest wait among the ranks."""
+    """Return the shortest wait of any rank, as the median over all reductions."""
     module = Weights(max(1, num_bytes // 4)).to(world.device)
     wrapped = Strategy(StrategyConfig(mode="ddp"), world).wrap(module)
-    value = torch.tensor(world.rank + 1.0, device=world.device)  # the gradient of this rank
+    value = torch.tensor(world.rank + 1.0, device=world.device)  # equals this rank's gradient
     matrix = torch.full((256, 256), 0.01, device=world.device)
     waits_s = []
     for _ in range(WARM_UP + REPEATS):
-        # with arithmetic in between, caches are as cold as in a training
+        # Compute between reductions, so that caches are as cold as in training.
         until_s, product = time.perf_counter() + WORK_S, matrix
         while time.perf_counter() < until_s:
             product = (product @ product).tanh()

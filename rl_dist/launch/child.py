@@ -1,4 +1,4 @@
-"""Run our programs as child processes: a training from Python, or short runs."""
+"""Run our programs as child processes: whole training runs or short measurements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANK_VARIABLES = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MAST
 RANK_VARIABLES |= {JOB_DIR_VARIABLE, *COPIES}
 POLL_S = 0.1
 KILL_PATIENCE_S = 5.0
-# With these flags a run does not end by itself, and neither saves nor evaluates anything.
+# With these flags a run does not end by itself, saves nothing and evaluates nothing.
 SHORT_RUN_FLAGS: dict[str, Any] = {
     "total_steps": 10**15,
     "validate_every": 0,
@@ -37,9 +37,10 @@ SHORT_RUN_FLAGS: dict[str, Any] = {
     "max_restarts": 0,
 }
 DROPPED_FLAGS = ("run_dir", "num_episodes", "on_event", "seed", "seeds", "profile")
-WARM_UP = 3  # iterations
-ROUNDS, ROUNDS_S = 3, 3.0  # a rate is known if it is similar in 3 rounds of a second or more
-MAX_SPREAD = 1.5  # the highest rate divided by the lowest one
+WARM_UP = 3  # number of first iterations that are not measured
+# A rate is reliable if it is similar in 3 rounds that together take at least 3 seconds.
+ROUNDS, ROUNDS_S = 3, 3.0
+MAX_SPREAD = 1.5  # rates are similar up to this ratio of the highest to the lowest rate
 Record = dict[str, Any]
 
 
@@ -52,13 +53,13 @@ class ChildTimeoutError(ChildError):
 
 
 def leave_at_signals() -> None:
-    """Let SIGINT and SIGTERM raise SystemExit, so that `finally` ends the children."""
+    """Make SIGINT and SIGTERM raise SystemExit, so that `finally` ends the children."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda number, frame: sys.exit(128 + number))
 
 
 class Child:
-    """A running program of ours."""
+    """A child process that runs one of our programs."""
 
     def __init__(
         self,
@@ -74,9 +75,9 @@ class Child:
 
         Args:
             arguments: arguments of the interpreter.
-            folder: folder for the child's stderr and report.
+            folder: directory for the child's stderr and report.
             variables: additional environment variables.
-            echo: let the child print to stdout and stderr of this process.
+            echo: whether the child prints to stdout and stderr of this process.
         """
         self._stderr = folder / "stderr"
         self._report = folder / "report.json"
@@ -101,7 +102,7 @@ class Child:
             )
 
     def kill(self) -> None:
-        """End the child and all its processes by SIGKILL, and wait for that."""
+        """Kill the child and all processes of its session, and wait until they ended."""
         deadline_s = time.monotonic() + KILL_PATIENCE_S
         with suppress(ProcessLookupError, PermissionError):  # no process is left
             while time.monotonic() < deadline_s:
@@ -111,13 +112,13 @@ class Child:
         self.job.wait()
 
     def facts(self) -> dict[str, str]:
-        """Return the child's report; see `rl_dist.errors.report_to_caller`."""
+        """Return what the child reported by `rl_dist.errors.report_to_caller`."""
         return json.loads(self._report.read_text())
 
     def error(self) -> ChildError | UserError:
-        """Return the error that it reported, or one with the last lines of its stderr.
+        """Return the error that the child reported, or the last lines of its stderr.
 
-        The error is a UserError if the child refused its arguments.
+        The result is a UserError if the child rejected its arguments, and else a ChildError.
         """
         facts, code = self.facts(), self.job.returncode
         error = facts.get("error", "")
@@ -128,20 +129,20 @@ class Child:
         return ChildError(f"a child process ended with code {code}: {reason}")
 
 
-# ---- a training from Python
+# ---- whole training runs
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """The result of a training."""
+    """The result of a training run."""
 
     success: bool
-    exit_code: int  # a negative one is the number of the signal that ended the script
-    iterations: int  # number in the whole run, before a resume included
+    exit_code: int  # -n: signal n killed the script
+    iterations: int  # number of iterations of the whole run, including those before a resume
     final_losses: dict[str, float]  # losses of the last iteration
     seconds: float
-    run_dir: Path | None  # absolute; None: the training did not start
-    error: str  # one line, or ""
+    run_dir: Path | None  # absolute path; None: training did not start
+    error: str  # one line; "" after success
 
 
 def launch_distributed_training(
@@ -156,14 +157,15 @@ def launch_distributed_training(
         ... else:
         ...     print(result.exit_code, result.error)
 
-    After Ctrl-C the training saves and stops, then this function raises KeyboardInterrupt. A second
-    Ctrl-C ends the training immediately.
+    After Ctrl-C, the script saves and stops, then this function raises KeyboardInterrupt. A second
+    Ctrl-C ends the script immediately.
 
     Args:
         flags: flags of the script, as on its command line.
-        echo: let the script print to stdout and stderr of this process.
+        echo: whether the script prints to stdout and stderr of this process.
         script: the training script.
-        named: flags by name. True becomes --name, False --no-name, None no flag, a dict JSON.
+        named: flags by name. True becomes --name, False becomes --no-name, a dict becomes JSON, and
+            None is skipped.
     """
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="rl_dist_result_") as folder:
@@ -171,7 +173,7 @@ def launch_distributed_training(
         try:
             child.job.wait()
         except KeyboardInterrupt:
-            # Ctrl-C did not reach the child, which has another session
+            # The child has its own session, so Ctrl-C did not reach it.
             child.job.send_signal(signal.SIGINT)
             child.job.wait()
             raise
@@ -194,7 +196,7 @@ def launch_distributed_training(
 
 
 def as_flags(named: Mapping[str, Any]) -> list[str]:
-    """Return the command-line flags of keyword arguments."""
+    """Convert keyword arguments to command-line flags; skip those that are None."""
     flags = []
     for name, value in named.items():
         if isinstance(value, bool):
@@ -209,9 +211,9 @@ def as_flags(named: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class ShortRuns:
-    """Measurements of copies of a training while all of them trained."""
+    """Measurements of several copies of a training run, which trained side by side."""
 
-    records: list[list[Record]]  # metrics of the measured iterations, by copy
+    records: list[list[Record]]  # for each copy, the metrics of its measured iterations
     config: dict[str, Any]  # settings of the first copy, by section
     gradient_bytes: int
 
@@ -230,24 +232,28 @@ def measure_short_runs(
 ) -> ShortRuns:
     """Train independent copies side by side, and measure while all of them train.
 
-    Copies with the threads or the GPU of a rank show how much the ranks of one machine slow each
-    other down (cores, caches, memory), without the waiting for each other. All copies are killed at
-    the end, and if the caller dies. The flags for the length, the run directory, checkpoints and
-    the seed are replaced. The first WARM_UP iterations do not count.
+    If each copy has the threads or the GPU of one rank, the copies show how much the ranks of one
+    machine slow each other down by sharing cores, caches and memory. Time in which ranks wait for
+    each other is not included. All copies are killed at the end, or when the caller dies. Flags for
+    run length, run directory, checkpoints and seed are replaced. The first WARM_UP iterations are
+    not measured.
 
     Args:
-        flags: flags of the training script, with the sizes of one rank.
-        threads: threads of each copy; 0: the training decides.
-        iterations: number of measured iterations of the slowest copy.
-        num_gpus: ranks of each copy; None: as the flags say.
-        device_type: with "cuda" each copy has its own GPU.
-        timeout_s: longest time of this call.
-        enough_s: time after which two iterations are enough, and the first ones count as well.
+        flags: flags of the training script, with sizes for one rank.
+        copies: number of copies.
+        threads: number of threads of each copy; 0: the script decides.
+        iterations: number of iterations to measure in the slowest copy.
+        num_gpus: value of --num_gpus for each copy; None: as in `flags`.
+        device_type: with "cuda", each copy gets its own GPU, unless num_gpus is None.
+        timeout_s: longest duration of this call.
+        enough_s: after this time, two iterations of each copy are enough, and warm-up iterations
+            are measured as well.
         steady: measure for at least ROUNDS_S, so that the rates of rounds can be compared.
 
     Raises:
-        UserError: the script refuses the flags.
-        ChildError: a copy failed in another way, or did not end in time (ChildTimeoutError).
+        UserError: the script rejects the flags.
+        ChildError: a copy failed for another reason.
+        ChildTimeoutError: the measurement took longer than `timeout_s`.
     """
     training_flags = _short_run_flags(flags, threads, num_gpus, device_type)
     started_s = time.monotonic()
@@ -258,7 +264,7 @@ def measure_short_runs(
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         gpus = visible.split(",") if visible else list(map(str, range(copies)))
         for number, run in enumerate(runs):
-            # with equal seeds, the episodes of all copies would end together
+            # With equal seeds, episodes would end in all copies at the same time.
             arguments = [SCRIPT, *training_flags, f"--seed={number + 1}", "--run_dir", run.path]
             on_gpu = device_type == "cuda" and num_gpus is not None
             variables = {"CUDA_VISIBLE_DEVICES": gpus[number]} if on_gpu else {}
@@ -266,8 +272,8 @@ def measure_short_runs(
             children.append(Child(arguments, run.path.parent, variables=variables))
             held.callback(children[-1].kill)
 
-        began_s = math.inf  # when all copies were warm
-        warm_up: list[int] = []  # iterations of each copy until then
+        began_s = math.inf  # time when all copies had finished their warm-up
+        warm_up: list[int] = []  # number of iterations of each copy at that time
         while True:
             time.sleep(POLL_S)
             now_s = time.monotonic()
@@ -302,7 +308,7 @@ def _short_run_flags(
 
 
 def round_rates(records: Sequence[Record]) -> list[float]:
-    """Return the steps/s of consecutive rounds of equally many iterations."""
+    """Split iterations into equal consecutive rounds; return the steps/s of each."""
     rates = [record["time/sps"] for record in records]
     size = max(1, len(rates) // ROUNDS)
     starts = range(0, min(len(rates), ROUNDS * size), size)
@@ -310,18 +316,18 @@ def round_rates(records: Sequence[Record]) -> list[float]:
 
 
 def is_steady(rates: Sequence[float]) -> bool:
-    """Return True if the rates of all rounds are similar."""
+    """Return True if all rates are similar (see MAX_SPREAD)."""
     return max(rates) <= MAX_SPREAD * min(rates)
 
 
 def describe_rates(rates: Sequence[float]) -> str:
-    """Describe rates that are not steady, for a message."""
+    """Describe rates that are not steady, for use in a message."""
     listed = ", ".join(f"{rate:,.0f}" for rate in rates)
     return f"{listed} steps/s in rounds of the same work (more than {MAX_SPREAD}x apart)"
 
 
 def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the flags except those with these names, in any spelling."""
+    """Return `flags` without those in `names`, also if spelled --no-name or --a-b."""
     kept: list[str] = []
     keep = True
     for word in flags:

@@ -1,4 +1,4 @@
-"""Decide on how many processes and devices a job runs."""
+"""Decide how many processes a job starts, and on which devices."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class LaunchConfig:
     on stdin and variables such as RL_EVENT, RL_MESSAGE and RL_RUN_DIR. It is not stored: give it
     again with --resume."""
 
-    chosen_strategy: Literal[Mode, ""] = ""  # set by auto or fallback
-    chosen_on: Text = ""  # the ranks and the device for which it was chosen
+    chosen_strategy: Literal[Mode, ""] = ""  # the strategy that auto or fallback selected
+    chosen_on: Text = ""  # `ResolvedLaunch.place` when chosen_strategy was selected
 
     @property
     def strategy_config(self) -> StrategyConfig:
-        """The strategy after auto or fallback."""
+        """The strategy settings, with the strategy that auto or fallback selected."""
         return StrategyConfig(
             mode=self.chosen_strategy or self.strategy,
             shard_size=self.shard_size,
@@ -81,7 +81,7 @@ class LaunchConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the parameters."""
+        """The data type of the parameters."""
         return parameter_dtype(self.precision)
 
 
@@ -91,21 +91,21 @@ class ResolvedLaunch:
 
     num_ranks: int
     device_type: str  # "cpu" or "cuda"
-    message: str  # one line for the user, to be printed once
-    # GPUs of this machine's ranks or of the only process of dp; (): rank i takes GPU i
+    message: str  # one line for the user; print it once
+    # GPUs of this machine's ranks, or of the single process of strategy dp; (): rank i takes GPU i
     gpu_ids: tuple[int, ...] = ()
     threads: int = 0  # threads per rank
 
     @property
     def place(self) -> str:
-        """The ranks and their device, for messages and comparisons."""
+        """The number of ranks and their device, for messages and comparisons."""
         return f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)} on {self.device_type}"
 
 
 def resolve(config: LaunchConfig) -> ResolvedLaunch:
     """Decide the number of ranks and their device on this machine."""
     check_variables()
-    ranks_exist = "RANK" in os.environ  # another launcher has started them
+    ranks_exist = "RANK" in os.environ  # another launcher has started the ranks
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cuda" and 0 in (gpus, config.num_gpus):
         raise ValueError(
@@ -115,7 +115,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     on_gpu = config.device != "cpu" and gpus > 0 and config.num_gpus != 0
     device_type = "cuda" if on_gpu else "cpu"
     gpu_ids = parse_gpu_ids(config.gpu_ids, gpus if on_gpu else 0)
-    # the ranks
+    # Decide the number of ranks.
     if ranks_exist:
         num_ranks = _existing_ranks(config, gpu_ids)
     elif on_gpu:
@@ -128,7 +128,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     else:
         num_ranks = max(1, config.num_gpus)
     if config.strategy_config.mode == "dp":
-        # the only rank of dp takes the GPUs of all ranks, or every GPU under torchrun
+        # Strategy dp has a single rank. It takes the GPUs of all ranks, or all GPUs under torchrun.
         gpu_ids = gpu_ids or tuple(range(gpus if ranks_exist else num_ranks))
         num_ranks = num_ranks if ranks_exist else 1
     check_strategy(config.strategy_config, num_ranks, device_type, len(gpu_ids))
@@ -150,7 +150,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
 
 
 def _existing_ranks(config: LaunchConfig, gpu_ids: tuple[int, ...]) -> int:
-    """Return the number of ranks that another launcher started; refuse other flags."""
+    """Return the number of ranks of another launcher; reject conflicting flags."""
     size = int(os.environ["WORLD_SIZE"])
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if config.num_gpus not in (-1, size, local_size):
@@ -172,7 +172,7 @@ def _existing_ranks(config: LaunchConfig, gpu_ids: tuple[int, ...]) -> int:
 
 
 def parse_gpu_ids(text: str, num_visible: int) -> tuple[int, ...]:
-    """Return the ids in a text such as 0,2,3; each must be one of the visible GPUs."""
+    """Parse GPU ids such as "0,2,3"; each must be below the number of visible GPUs."""
     ids = text.replace(" ", "").split(",") if text else []
     are_visible = all(gpu_id.isdecimal() and int(gpu_id) < num_visible for gpu_id in ids)
     if not are_visible or len(set(ids)) < len(ids):

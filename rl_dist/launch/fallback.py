@@ -1,4 +1,4 @@
-"""Decide on the strategy of new ranks: requested, chosen before, or a fallback."""
+"""Decide the strategy of new ranks: requested, chosen earlier, or a fallback."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.child import ChildError
 from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
 
-PROBE_BYTES = 4096  # size of the gradient that ranks on trial reduce
+PROBE_BYTES = 4096  # size of the gradient in the trial of a strategy
 
 
 def resolve_launch(config: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch, str]:
-    """Return a configuration that can start, its ranks and a note on a fallback.
+    """Return a configuration that can start, its ranks, and a note on any fallback.
 
-    A strategy that was chosen earlier in the run stays as long as the ranks are the same. With
-    --fallback, ranks are started on trial; if they fail, hybrid becomes ddp, and any other strategy
-    becomes none on one rank.
+    A strategy that was chosen earlier in this run is kept as long as the number of ranks and their
+    device stay the same. With --fallback, the ranks are first started for a trial. If they fail,
+    hybrid is replaced by ddp, and any other strategy by none on one rank.
     """
     if config.chosen_strategy:
         with suppress(ValueError):
@@ -32,7 +32,7 @@ def resolve_launch(config: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch, 
         return config, resolve(config), ""
     problems = ""
     modes = ("hybrid", "ddp", "none") if config.strategy == "hybrid" else (config.strategy, "none")
-    for mode in dict.fromkeys(modes):  # each once
+    for mode in dict.fromkeys(modes):  # without duplicates
         try:
             resolved = resolve(_with_mode(config, mode) if problems else config)
             if resolved.num_ranks > 1 and "RANK" not in os.environ:
@@ -50,7 +50,7 @@ def resolve_launch(config: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch, 
 
 
 def _with_mode(config: LaunchConfig, mode: str) -> LaunchConfig:
-    """Return the configuration with another strategy; none uses one rank."""
+    """Return the configuration with strategy `mode`; mode "none" uses one rank."""
     changes: dict[str, Any] = {"strategy": mode, "chosen_strategy": "", "hybrid_form": "shard"}
     changes |= {"shard_size": 0, "gradient_compression": "none"}
     if mode == "none" and "RANK" not in os.environ:

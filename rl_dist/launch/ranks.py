@@ -5,9 +5,9 @@ all ranks. They stop at the end of their iteration, save and leave. A second SIG
 everything immediately. If the launcher is killed, its ranks get SIGTERM.
 
 An error in a rank ends the job. A ValueError, such as a UserError, is a message for the user: it is
-printed once (under torchrun once on each machine) as `error: ...` and has its own exit code, mostly
-2. Any other error is printed once with its traceback and rank; the exit code is 1. A rank that ends
-without a report, by a signal or `os._exit`, has failed whatever its exit code is.
+printed once (under torchrun once on each machine) as `error: ...`, and the exit code is usually 2.
+Any other error is printed once with its traceback and rank; the exit code is 1. A rank that ends
+without a report, by a signal or `os._exit`, counts as failed whatever its exit code is.
 """
 
 from __future__ import annotations
@@ -70,28 +70,29 @@ from rl_dist.telemetry import events
 logger = logging.getLogger(__name__)  # writes to log files only, because `launch` prints errors
 logger.addHandler(logging.NullHandler())
 
-AGENT_PATIENCE_S = 10.0  # time for torchrun, which looks at its ranks every 0.1 s
+AGENT_PATIENCE_S = 10.0  # longest wait for torchrun, which checks its ranks every 0.1 s
 POLL_S = 0.05
-DEATH_GRACE_S = 5.0  # time for other ranks to report their failures
-LONGEST_TRACEBACK, LONGEST_SUMMARY = 50_000, 5_000  # characters: a page must hold both
+DEATH_GRACE_S = 5.0  # time for other ranks to report their errors after a rank has failed
+# numbers of characters; a `ReportPage` must hold both texts
+LONGEST_TRACEBACK, LONGEST_SUMMARY = 50_000, 5_000
 RankFunction = Callable[..., int | None]
 
 
 def restart_count() -> int:
-    """Return the number of restarts before this start of the ranks."""
+    """Return how often the ranks of this job have been restarted so far."""
     return elastic_count(RESTART_COUNT)
 
 
 @dataclass
 class RankReport:
-    """The end of one rank or of all ranks: exit code and error."""
+    """Exit code and error of one rank or of the whole job."""
 
-    exit_code: int  # 2: a mistake of the user, which a restart would repeat
+    exit_code: int  # 2: user error, which a restart would repeat
     rank: int = 0
     failed: bool = False  # the rank raised or died instead of returning an exit code
     summary: str = ""  # one line for the user
-    traceback: str = ""  # "" for a mistake of the user
-    # 0: the rank is the cause; 1: it names another rank as the cause; 2: it lost a connection
+    traceback: str = ""  # "" for a user error
+    # 0: this rank is the cause; 1: it names another rank as the cause; 2: it lost a connection
     consequence: int = 0
 
 
@@ -99,7 +100,7 @@ class RankReport:
 
 
 def run_guarded(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
-    """Run `fn(*args)` and return the report of its end."""
+    """Run `fn(*args)` and return a report of how it ended."""
     rank = int(os.environ.get("RANK", 0))
     try:
         return RankReport(int(fn(*args) or 0), rank)
@@ -122,21 +123,21 @@ def run_as_rank(
     page: ReportPage,
     parent_pid: int,
 ) -> None:
-    """Run `fn` as the process of a rank, which is started with blocked stop signals."""
+    """Run `fn` in the new process of a rank, which starts with blocked stop signals."""
     os.environ.update(variables)
     outlive_readers()
-    # A spawned process would spawn its own children, such as a DataLoader's workers. That takes
-    # seconds for each and needs picklable arguments, so restore Python's default.
+    # In a spawned process, child processes such as a DataLoader's workers are spawned, too. That
+    # takes seconds for each child and needs picklable arguments, so restore Python's default.
     multiprocessing.set_start_method(None, force=True)
     stop_flag.install()  # the launcher, not this process, acts on a second signal
-    # Python restores the default handlers, which end the process, while it shuts down
+    # While Python shuts down, it restores the default handlers, which would end the process.
     atexit.register(stop_flag.replace, signal.SIG_IGN)
     process_ends.leave_with_parent(parent_pid)
     process_ends.report_to(page)
     report = run_guarded(fn, args)
     process_ends.report(**vars(report))
     events.close()
-    if report.failed:  # a teardown could wait for the other ranks forever
+    if report.failed:  # teardown could wait forever for other ranks
         process_ends.flush_and_leave(report.exit_code)
     close_world()
 
@@ -145,13 +146,13 @@ def run_as_rank(
 
 
 class Ranks:
-    """The ranks of one start on this machine, each a new process."""
+    """All ranks of one start of a job on this machine, each in a new process."""
 
     def __init__(self, stop: StopFlag) -> None:
-        self.stop = stop  # the launcher's
+        self.stop = stop  # the stop flag of the launcher
         self.processes: list[BaseProcess] = []  # in rank order
         self.pages: list[ReportPage] = []  # in rank order
-        self.silent: list[int] = []  # ranks that died without a report, in order of their deaths
+        self.silent: list[int] = []  # ranks that died without a report, the first death first
 
     def start(
         self, fn: RankFunction, args: tuple[Any, ...], num_ranks: int, variables: dict[str, str]
@@ -167,21 +168,22 @@ class Ranks:
             self.processes.append(process)
 
     def wait(self) -> None:
-        """Wait until all ranks have ended or their time is up; pass stop signals on."""
+        """Wait until all ranks end or their time is up; pass the first stop signal on."""
         passed_on = False
         deadline_s = math.inf
         while time.monotonic() < deadline_s and not self.stop.insists:
             time.sleep(POLL_S)
             ended = {rank for rank, p in enumerate(self.processes) if p.exitcode is not None}
             reports = self._reports()
-            silent = ended - reports.keys()  # others report before they end
+            silent = ended - reports.keys()  # normally a rank reports before it ends
             self.silent += sorted(silent - {*self.silent})
             if len(ended) == len(self.processes):
                 return
             if not passed_on and (signum := self._stop_signal()):
                 passed_on = True
                 self.kill(signum)
-            if deadline_s == math.inf:  # no failure so far, and not all ranks have reported
+            # The first failure, or the report of the last rank, sets the deadline.
+            if deadline_s == math.inf:
                 failed = {rank for rank, report in reports.items() if report.failed}
                 if self.silent or failed & ended:
                     deadline_s = time.monotonic() + DEATH_GRACE_S
@@ -189,16 +191,17 @@ class Ranks:
                     deadline_s = time.monotonic() + (FAILED_GRACE_S if failed else EXIT_GRACE_S)
 
     def kill(self, signum: int) -> None:
-        """Send a signal to the ranks that still run."""
+        """Send a signal to all ranks that are still running."""
         for process in self.processes:
             if process.exitcode is None:
-                with suppress(ProcessLookupError):  # it has just ended
+                with suppress(ProcessLookupError):  # the rank has just ended
                     os.kill(process.pid or 0, signum)
 
     def outcome(self, run_dir: Path | None) -> RankReport:
-        """Return one report for all ranks.
+        """Return one report for the whole job.
 
-        If a rank died without a report, the others failed because they lost their connection to it.
+        A rank that died without a report is the cause, unless another rank reports an error of its
+        own; other ranks failed only because they lost their connection to the dead rank.
         """
         signum = self._stop_signal()
         if self.stop.insists:
@@ -219,9 +222,10 @@ class Ranks:
         return RankReport(max(report.exit_code for report in reports))
 
     def _stop_signal(self) -> int:
-        """Return the stop signal that the launcher got or that ended a rank, or 0.
+        """Return the stop signal that the launcher received or that killed a rank, or 0.
 
-        A rank handles stop signals until all is saved. In the final evaluation they simply end it.
+        A rank handles stop signals until everything is saved. During the final evaluation, a stop
+        signal simply kills it.
         """
         codes = {-process.exitcode for process in self.processes if process.exitcode}
         return self.stop.signum or next((s for s in STOP_SIGNALS if s in codes), 0)
@@ -240,12 +244,12 @@ def _run_once(
     run_dir: Path | None,
     restarts: int,
 ) -> RankReport:
-    """Start all ranks, wait for them and return one report for all."""
+    """Start all ranks, wait for them and return one report for the whole job."""
     ranks = Ranks(stop)
     store = unnamed_file()
     with tempfile.TemporaryDirectory(prefix="rl_dist_") as job_dir:
-        # The store lies in memory: a full disk could cut off a record in a file, and torch's
-        # FileStore would wait forever for the rest.
+        # Keep the store in memory. On a full disk, a record in a file could be cut off, and torch's
+        # FileStore would wait forever for the rest of it.
         if sys.platform == "linux":
             Path(job_dir, f"store_{restarts}").symlink_to(f"/proc/{os.getpid()}/fd/{store}")
         variables = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
@@ -265,7 +269,7 @@ def _run_once(
 def _announce_restart(
     report: RankReport, restarts: int, max_restarts: int, run_dir: Path | None
 ) -> None:
-    """Print the reason of a restart and its checkpoint, and send the event."""
+    """Print why and from which iteration the job restarts, and send the event."""
     message = f"{report.summary}: restart {restarts} of {max_restarts}"
     facts = {"restart": restarts, "rank": report.rank}
     if run_dir is not None:
@@ -279,8 +283,8 @@ def _announce_restart(
 
 @contextmanager
 def _prepared_for_starts(threads: int) -> Iterator[None]:
-    """Block stop signals, and limit the threads of processes that are started."""
-    resource_tracker.ensure_running()  # later it would unblock the signals
+    """Block stop signals and set OMP_NUM_THREADS while the block starts processes."""
+    resource_tracker.ensure_running()  # started later, it would unblock the signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     limit = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -293,7 +297,7 @@ def _prepared_for_starts(threads: int) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-# ---- the start
+# ---- launch a job
 
 
 def launch(
@@ -311,13 +315,14 @@ def launch(
     each rank is a new process; `fn` must be importable and `args` picklable.
 
     Args:
-        max_restarts: largest number of restarts of all ranks after one of them died or failed.
-            There is no restart after a message for the user or a stop signal.
+        max_restarts: largest number of times that all ranks are restarted after one of them died or
+            failed. There is no restart after a user error or a stop signal.
         run_dir: directory in which `fn` keeps its checkpoints, for messages and state.json.
-        threads: threads of each rank; 0: the cores, divided by the ranks.
+        threads: number of threads of each rank; 0: `threads_per_rank` decides.
 
     Returns:
-        0 or the largest code that a rank returned; 1: a rank failed; 2: bad input; 128 + signal.
+        1: a rank failed; 2: user error; 128 + n: stopped by signal n; otherwise the largest code
+        that a rank returned, normally 0.
     """
     if restarts_refused():
         return 2
@@ -339,16 +344,16 @@ def launch(
         finally:
             stop.uninstall()
     _print_end(report)
-    may_restart = may_start_again(report.exit_code - 128)  # torchrun may restart it
+    may_restart = may_start_again(report.exit_code - 128)  # by torchrun
     if run_dir is not None and os.environ.get("RANK", "0") == "0":
         pid, code = launcher_pid(), report.exit_code
         RunDir(run_dir).record_exit(pid, code, report.summary, may_restart=may_restart)
         process_ends.report(exit_recorded=True)
-    if not may_restart:  # after a restart the event is `restarted`
+    if not may_restart:  # a restart sends its own event, `restarted`
         _notify_end(report, restarts)
     events.close()
     if report.failed and leave_world():
-        # leaving the process group could wait for ranks inside a collective call
+        # Exit without leaving the group: leaving could wait for ranks inside a collective call.
         atexit.register(process_ends.flush_and_leave, report.exit_code or 1)
     return report.exit_code
 
@@ -359,9 +364,10 @@ def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
     if not report.failed:
         close_world()
     if may_start_again(signal.SIGTERM) and report.exit_code - 128 in STOP_SIGNALS:
-        # Perhaps only another host's torchrun has noticed so far that a host has joined or left,
-        # and has sent the signal to its own ranks. If this rank left before its torchrun ends it,
-        # torchrun would take that for a failure: it would use up a restart or end the job.
+        # When a host joins or leaves, another host's torchrun may notice it first and stop its own
+        # ranks, and then this rank stops with them. Wait here until this host's torchrun sends the
+        # signal, too. It would take an earlier exit for a failure, and use up a restart or end the
+        # job.
         deadline_s = time.monotonic() + AGENT_PATIENCE_S
         while not stop_flag.signum and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
@@ -373,7 +379,7 @@ def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
 def _print_end(report: RankReport) -> None:
     """Print the error or the summary of a report, if it has one."""
     line = f"error: {report.summary}" if report.failed else report.summary
-    if report.traceback:  # no other rank prints the same
+    if report.traceback:  # no other rank prints this traceback
         print(report.traceback + line, file=sys.stderr, flush=True)
         report_to_caller(error=report.summary)
     elif line:
@@ -381,7 +387,7 @@ def _print_end(report: RankReport) -> None:
 
 
 def _notify_end(report: RankReport, restarts: int) -> None:
-    """Send the event of the end of a run; see `rl_dist.telemetry.events`."""
+    """Send the event for the end of a job; see `rl_dist.telemetry.events`."""
     code = report.exit_code
     event = "stopped" if code - 128 in STOP_SIGNALS else "failed" if code else "finished"
     message = report.summary or f"{event} with code {code}"

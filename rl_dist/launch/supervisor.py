@@ -1,8 +1,8 @@
-"""Supervise the training process; its death without a report is a failure.
+"""Supervise the training process, and report a failure if it dies silently.
 
 `supervise` forks before torch is imported. The child trains or starts the ranks. The parent passes
-stop signals on, waits, and prints how the child died if the child could not. It loads only the
-standard library.
+stop signals on, waits for the child, and prints how it died if the child could not print that
+itself. The parent needs only the standard library.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from rl_dist.process_group.process_ends import (
 from rl_dist.telemetry import events
 
 POLL_S = 0.02
-SI_KERNEL = 0x80  # linux/asm-generic/siginfo.h: not sent by a process
-LAST_WORD_S = 3.0  # time for the child to end itself after a second signal
+SI_KERNEL = 0x80  # si_code of a signal from the kernel: linux/asm-generic/siginfo.h
+LAST_WORD_S = 3.0  # time for the child to exit by itself after a second signal
 
 
 def supervise() -> None:
-    """Fork, and return in the child only.
+    """Fork, and return only in the child.
 
-    The parent watches the child and ends with the child's exit code, or with 1 if the child died
-    without a report. Under torchrun, which watches its ranks, there is no fork.
+    The parent watches the child and exits with the child's exit code, or with 1 if the child died
+    without a report. Under torchrun, which watches its ranks itself, this function does not fork.
     """
     if restarts_refused():
         sys.exit(2)
-    if "RANK" in os.environ or not hasattr(signal, "sigtimedwait"):  # macOS has none
+    if "RANK" in os.environ or not hasattr(signal, "sigtimedwait"):  # as on macOS
         return
-    # If stdout is closed, the next file that we open would take its place.
+    # Fill the descriptors 0 to 2. If stdout is closed, the next open file would take its place.
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(spare)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whoever ignores it notices no death
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # waitpid would fail if SIGCHLD were ignored
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     page = ReportPage()
     supervisor = os.getpid()
@@ -60,16 +60,16 @@ def supervise() -> None:
     die_with_parent(supervisor, signal.SIGKILL)  # killing the supervisor also kills the training
     sys.excepthook = _quiet_interrupt
     report_to(page)
-    atexit.register(report, ended_in_order=True)  # its exit code can be trusted
+    atexit.register(report, ended_in_order=True)  # then trust its exit code
 
 
 def imports_done() -> None:
-    """Unblock the stop signals, because no import can swallow them any more."""
+    """Unblock the stop signals; during imports, library code could swallow them."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _quiet_interrupt(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Print no traceback of a Ctrl-C before the training."""
+    """Print no traceback if Ctrl-C is pressed before training starts."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
 
@@ -78,7 +78,7 @@ def _watch(child: int, page: ReportPage) -> int:
     """Wait for the child; return its exit code, or 1 if it died without a report."""
 
     def pass_on(signum: int) -> None:
-        with suppress(ProcessLookupError):  # it has just ended
+        with suppress(ProcessLookupError):  # the child has just ended
             os.kill(child, signum)
 
     stop = StopFlag()
@@ -90,11 +90,12 @@ def _watch(child: int, page: ReportPage) -> int:
         if time.monotonic() > deadline_s:
             pass_on(signal.SIGKILL)
         time.sleep(POLL_S)
-        # The signals have been blocked since before the fork. Do not let sigtimedwait wait: if the
-        # process is halted and continued meanwhile, it returns a random signal number.
+        # These signals are blocked since before the fork. Call sigtimedwait with a timeout of 0: if
+        # the process is suspended and continued during a wait, it returns a random signal number.
         if arrived := signal.sigtimedwait(awaited, 0):
             stop.count(arrived.si_signo)
-            if arrived.si_code != SI_KERNEL:  # a terminal sends its signals to the child, too
+            # The child gets signals of the terminal, such as Ctrl-C, directly.
+            if arrived.si_code != SI_KERNEL:
                 pass_on(arrived.si_signo)
             if stop.insists:
                 deadline_s = min(deadline_s, time.monotonic() + LAST_WORD_S)
@@ -102,11 +103,11 @@ def _watch(child: int, page: ReportPage) -> int:
 
 
 def _conclude(child: int, facts: dict[str, Any], code: int, stop: StopFlag) -> int:
-    """Print the child's death, complete state.json and send the event, if need be."""
+    """Print how the child died, complete state.json and send the event, if needed."""
     run_dir, error, signum = facts.get("run_dir", ""), "", max(0, -code)
     if "exit_code" in facts:
-        code, signum = facts["exit_code"], 0  # a failure of its teardown does not count
-        error = facts.get("summary", "")  # printed by a thread that ended the child
+        code, signum = facts["exit_code"], 0  # ignore a failure in teardown
+        error = facts.get("summary", "")  # the child has printed this error
     elif not facts.get("ended_in_order") or code < 0:
         if stop.signum and (stop.insists or signum in STOP_SIGNALS):
             line = f"stopped by {signal.Signals(stop.signum).name}"
@@ -120,7 +121,7 @@ def _conclude(child: int, facts: dict[str, Any], code: int, stop: StopFlag) -> i
         outlive_readers()
         print(line, file=sys.stderr, flush=True)
     if run_dir and "exit_recorded" not in facts:
-        from rl_dist.run_dir import RunDir  # start-up: 300 ms
+        from rl_dist.run_dir import RunDir  # saves 300 ms at start-up
 
         RunDir(run_dir).record_exit(child, code, error, signum)
     if error:
