@@ -1,4 +1,4 @@
-"""The record of an iteration, gathered from all ranks in one call."""
+"""Gather the metrics of an iteration from all ranks in one collective call."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Times the parts of iterations, and gathers the records of all ranks."""
+    """Times the parts of each iteration and gathers the records of all ranks."""
 
     def __init__(self, world: World, clock: StepClock) -> None:
         self.world = world
         self.clock = clock  # times the phases of gradient steps
         self.stragglers = Stragglers()
-        self.names_seen: set[str] = set()  # metrics of earlier records
-        self.restarts_seen = 0  # restarts of this rank's environments in earlier records
+        self.names_seen: set[str] = set()  # names of metrics in earlier records
+        self.restarts_seen = 0  # restarts of local environments that are already recorded
         self.started = 0.0
         self.seconds: dict[str, float] = {}  # seconds per part of the iteration
 
     def begin(self) -> None:
-        """Begin an iteration."""
+        """Start timing an iteration."""
         self.world.forget_waits()
         self.started = time.perf_counter()
 
@@ -47,10 +47,10 @@ class Recorder:
     def gather(
         self, rollout: Rollout, env: TorchEnv, monitor: Monitor, signum: int
     ) -> dict[str, Any]:
-        """Return episodes, times and machine load of all ranks; all ranks call.
+        """Combine episodes, times and machine load of all ranks into one record.
 
-        Counts are sums over ranks, times are those of the slowest rank. "signum" is the largest of
-        the stop signals that the ranks have received.
+        Every rank must call this. Counts are sums over ranks; times are maxima over ranks. "signum"
+        is the highest number of a stop signal that any rank has received, or 0.
         """
         restarts = sum(env.restarts)
         ended, returns, lengths = rollout.episodes.sum(1).tolist()
@@ -69,7 +69,7 @@ class Recorder:
         }
         self.restarts_seen = restarts
 
-        # from here on, figures of all ranks
+        # combine the values of all ranks
         ranks = all_gather_json(local, self.world)
         entries = [rank["entry"] for rank in ranks]
         for line in self.stragglers.observe(entries):
@@ -92,7 +92,7 @@ class Recorder:
         }
 
     def _times(self) -> dict[str, float]:
-        """Return this rank's seconds; only the update waits for other ranks."""
+        """Return this rank's times; it waits for other ranks only during the update."""
         waited = self.world.sync_seconds + self.world.gradient_seconds
         collect, update = self.seconds["collect"], self.seconds["update"]
         return {
@@ -104,7 +104,7 @@ class Recorder:
         }
 
     def warn_of_absent(self, names: Mapping[str, str], metrics: Mapping[str, Any]) -> None:
-        """Warn once if no environment has reported an env/ metric that a flag names."""
+        """Warn once about each flag whose env/ metric no environment has reported."""
         self.names_seen |= metrics.keys()
         for flag, name in names.items():
             if name.startswith("env/") and name not in self.names_seen:
@@ -112,7 +112,7 @@ class Recorder:
 
 
 def means_of_envs(ranks: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
-    """Return the mean of each metric from its sums and counts on all ranks."""
+    """Return the mean of each metric from the (sum, count) pairs of all ranks."""
     totals: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""Rollouts: T steps of all environments of this rank with the frozen policy."""
+"""Collect rollouts: T steps of this rank's environments with a frozen policy."""
 
 from __future__ import annotations
 
@@ -22,32 +22,35 @@ if TYPE_CHECKING:
 
 @dataclass
 class Carry:
-    """State of each environment between rollouts; saved in checkpoints, never zeroed."""
+    """State of each environment that passes from one rollout to the next.
 
-    obs: Tensor  # [B, F] as the environment returned it
-    history: Tensor  # [B, n-1, F] the window before obs, normalised; zeros before the episode
-    episode_start: Tensor  # [B] bool; obs is the first of its episode
+    Checkpoints contain it. It is never zeroed between rollouts.
+    """
+
+    obs: Tensor  # [B, F] as returned by the environment
+    history: Tensor  # [B, n-1, F] observations before obs, normalised; zeros before the episode
+    episode_start: Tensor  # [B] bool: obs is the first observation of its episode
     lstm_state: Tensor  # [B, S, H]
-    episode_return: Tensor  # [B] float64, sum of the episode's plain rewards so far
+    episode_return: Tensor  # [B] float64, sum of the episode's raw rewards so far
     episode_length: Tensor  # [B] int64
-    discounted_return: Tensor  # [B] float64, discounted sum of the rewards to learn from
+    discounted_return: Tensor  # [B] float64, discounted sum of training rewards so far
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all fields by name; the first dimension of each is B."""
+        """Return all fields by name; each has shape [B, ...]."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def rows(self, rows: slice) -> Carry:
-        """Return the carry of some of the environments."""
+        """Return the carry for a slice of the environments."""
         return Carry(**{name: tensor[rows] for name, tensor in self.tensors().items()})
 
     def join(self, parts: Sequence[Carry]) -> None:
-        """Replace all fields by the joined fields of the groups of environments."""
+        """Replace every field by the concatenated fields of all groups' carries."""
         for name in self.tensors():
             setattr(self, name, torch.cat([getattr(part, name) for part in parts]))
 
 
 def fresh_carry(policy: Policy, obs: Tensor) -> Carry:
-    """Return the carry after all environments were reset to `obs` [B, F]."""
+    """Create the carry for environments that have just been reset to `obs` [B, F]."""
     num_envs = len(obs)
     zeros = torch.zeros(num_envs, dtype=torch.float64, device=obs.device)  # [B]
     return Carry(
@@ -70,17 +73,17 @@ class Rollout:
     actions: Tensor  # [T, B, A] unclipped, or [T, B] int64
     logprobs: Tensor
     values: Tensor
-    rewards: Tensor  # float64, as the environment returned them (not yet scaled)
-    episode_start: Tensor  # bool: the observation is the first of its episode
+    rewards: Tensor  # float64, as returned by the environment, not scaled
+    episode_start: Tensor  # bool: obs is the first observation of its episode
     terminated: Tensor  # bool: the step ended its episode
-    truncated: Tensor  # bool: the step was the last of an episode that was cut off
+    truncated: Tensor  # bool: the step was the last before its episode was cut off
     discounted_returns: Tensor  # float64, discounted sum of the episode's rewards so far
-    next_values: Tensor  # V of the observation after the step, 0 after termination
+    next_values: Tensor  # value of the observation after the step, 0 after termination
     initial_states: Tensor  # [K, B, S, H] recurrent state before every L-th step
 
-    # on the host, read from the device in one transfer; G is the number of groups
+    # on the host, copied from the device in one transfer; G: number of environment groups
     host_starts: Tensor  # [T, B] a copy of episode_start
-    episodes: Tensor  # [3, G] number of episodes that ended, sums of their returns and lengths
+    episodes: Tensor  # [3, G] number, total return and total length of ended episodes
 
     @property
     def episode_end(self) -> Tensor:
@@ -89,8 +92,8 @@ class Rollout:
 
     @staticmethod
     def joined(parts: list[Rollout]) -> Rollout:
-        """Return the rollout of all groups of environments."""
-        if len(parts) == 1:  # saves a copy
+        """Concatenate the rollouts of all groups of environments."""
+        if len(parts) == 1:  # avoid a copy
             return parts[0]
         names = [item.name for item in fields(Rollout)]
         return Rollout(
@@ -101,13 +104,13 @@ class Rollout:
 def policy_input(
     normalize: Callable[[Tensor], Tensor], history: Tensor, obs: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Normalise `obs` [B, F]; with a window, put its history in front: [B, n*F]."""
+    """Return normalised `obs` [B, F], or with a window [B, n*F]: history, then obs."""
     seen = normalize(obs.to(dtype))
     return torch.cat([history, seen[:, None]], dim=1).flatten(1) if history.shape[1] else seen
 
 
 def shift_history(history: Tensor, seen: Tensor) -> Tensor:
-    """Return the window [B, n-1, F] after one more observation."""
+    """Return the history [B, n-1, F] after a step with policy input `seen`."""
     return seen.unflatten(1, (history.shape[1] + 1, -1))[:, 1:] if history.shape[1] else history
 
 
@@ -124,7 +127,7 @@ def collect(
 ) -> Rollout:
     """Step all environments T times with the frozen policy; update `carry` in place.
 
-    Groups of environments take turns: while the policy acts for one, the others step.
+    Groups of environments alternate: while the policy acts for one group, the others step.
     """
     with weights_cast_once(policy.low_precision, noise.device):
         actors = [
@@ -146,21 +149,21 @@ def collect(
 
 
 class Actor:
-    """Acts for one group of environments, and keeps their steps."""
+    """Chooses actions for one group of environments and records its steps."""
 
     def __init__(self, policy: Policy, normalizer: Normalizer, carry: Carry, noise: Tensor) -> None:
         self.policy = policy
         self.carry = carry
-        self.pushes = policy.pushes(noise)  # [T, B, A] noise in units of the actor's outputs
+        self.pushes = policy.pushes(noise)  # [T, B, A] noise to add to the actor's outputs
         self.normalize = normalizer.frozen(carry.lstm_state.dtype)
         self.steps: list[dict[str, Tensor]] = []
-        self.states: list[Tensor] = []  # before every step
-        # (obs, history, state) after every step, before an episode's end resets them
+        self.states: list[Tensor] = []  # recurrent state before every step
+        # (obs, history, state) after every step, not yet reset if the episode ended
         self.successors: list[tuple[Tensor, Tensor, Tensor]] = []
 
     @section("policy")
     def act(self) -> Tensor:
-        """Return the actions of the next step."""
+        """Choose and return the actions for the next step."""
         carry = self.carry
         seen = policy_input(self.normalize, carry.history, carry.obs, carry.lstm_state.dtype)
         push = self.pushes[len(self.states)]
@@ -172,7 +175,7 @@ class Actor:
                 "obs": seen,
                 "raw_obs": carry.obs,
                 "actions": actions,
-                "actor": actor,  # outputs of the actor; `finish` makes logprobs of them
+                "actor": actor,  # `finish` replaces these outputs by logprobs
                 "values": values,
                 "episode_start": carry.episode_start,
             }
@@ -189,7 +192,7 @@ class Actor:
         truncated: Tensor,
         info: dict[str, Any],
     ) -> None:
-        """Keep what the environments returned; the end of an episode empties its window."""
+        """Record the environments' answers; clear the history where an episode ended."""
         carry = self.carry
         step = self.steps[-1]
         step |= {"rewards": rewards, "terminated": terminated, "truncated": truncated}
@@ -202,9 +205,9 @@ class Actor:
         carry.episode_start = ended
 
     def finish(self, bptt_steps: int, gamma: float) -> Rollout:
-        """Return the steps as a rollout, and bring the sums in the carry up to its end.
+        """Return the recorded steps as a rollout; update the episode sums in the carry.
 
-        Log probabilities, sums and next values are computed for all steps in one call each.
+        Log probabilities, sums and next values are each computed in one call for all steps.
         """
         carry = self.carry
         steps = {name: torch.stack([step[name] for step in self.steps]) for name in self.steps[0]}
@@ -212,7 +215,7 @@ class Actor:
         steps["logprobs"] = self.policy.logprobs(steps.pop("actor"), steps["actions"])
         ends = steps["terminated"] | steps["truncated"]  # [T, B]
 
-        # after every step, return and length of its episode so far
+        # compute the return and length of the episode up to every step
         increments = [steps.pop("raw_rewards").double(), torch.ones_like(steps["rewards"])]
         before = torch.stack([carry.episode_return, carry.episode_length.double()])  # [2, B]
         sums, after = running_sums(before, torch.stack(increments, dim=1), ends)  # [T, 2, B]
@@ -222,7 +225,7 @@ class Actor:
             carry.discounted_return, steps["rewards"], ends, gamma
         )
 
-        # read what the host needs
+        # copy values that the host needs
         totals = [(sums[:, row] * ends).sum() for row in (0, 1)]
         episodes = torch.stack([ends.sum().double(), *totals])[:, None]  # [3, 1]
         on_host = to_host([steps["episode_start"], steps["truncated"], episodes])
@@ -236,14 +239,14 @@ class Actor:
 
     @section("policy")
     def _next_values(self, steps: dict[str, Tensor], truncated: np.ndarray) -> Tensor:
-        """Return V of the observation after every step [T, B], zero after termination."""
-        # V is the value of the next step, unless the episode or the rollout ended
+        """Return the value of the observation after every step [T, B]; 0 if terminated."""
+        # use the value at the next step; it is missing if the episode or the rollout ended
         next_values = torch.empty_like(steps["values"])
         next_values[:-1] = steps["values"][1:]
         missing = truncated.copy()  # [T, B]
         missing[-1] = True
 
-        # gather the inputs of the missing ones, step by step
+        # for each step, gather the policy inputs for the missing values
         places = [np.flatnonzero(missing), missing.nonzero()[1]]  # in [T * B], and in [B]
         cells, columns = to_device(places, next_values.device)
         columns_by_step = columns.split(missing.sum(1).tolist())
@@ -254,7 +257,7 @@ class Actor:
         ]
         obs, history, state = (torch.cat(tensors) for tensors in zip(*inputs, strict=True))
 
-        # evaluate them in one call; the new recurrent states are discarded
+        # compute the missing values in one call; discard the new recurrent states
         seen = policy_input(self.normalize, history, obs, state.dtype)
         no_start = torch.zeros(len(seen), dtype=torch.bool, device=seen.device)
         next_values.view(-1).index_copy_(0, cells, self.policy.act(seen, state, no_start)[2])
@@ -262,15 +265,15 @@ class Actor:
 
 
 def running_sums(
-    start: Tensor,  # [..., B] sums of the unfinished episodes before the rollout
+    start: Tensor,  # [..., B] sums of unfinished episodes, from before the rollout
     increments: Tensor,  # [T, ..., B]
     episode_end: Tensor,  # [T, B] bool
     decay: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Sum the increments of each episode; a step first multiplies by `decay`.
+    """Sum the increments of each episode; multiply by `decay` before each addition.
 
     Returns:
-        The sums after every step [T, ..., B], and `start` for the next rollout [..., B].
+        The sums [T, ..., B] after every step, and `start` [..., B] for the next rollout.
     """
     factors = (~episode_end).to(increments.dtype) * decay  # [T, B]
     sums = [start * decay + increments[0]]

@@ -1,4 +1,4 @@
-"""The training loop, and the state of a training between two iterations."""
+"""The training loop, and the training state between two iterations."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 MakeEnv = Callable[[int, int], TorchEnv]  # (num_envs, env_offset)
-Validate = Callable[[Policy, Normalizer], dict[str, float]]  # called by all ranks together
+Validate = Callable[[Policy, Normalizer], dict[str, float]]  # every rank must call it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that defines a training, except for the ranks."""
+    """Everything that defines a training run, except for the ranks."""
 
     train: TrainConfig
     policy: PolicyConfig
@@ -63,13 +63,13 @@ class Job:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     dtype: torch.dtype = torch.float32
     validate: Validate | None = None
-    watch: Watch | None = None  # calls the callbacks, and decides whether to stop early
+    watch: Watch | None = None  # runs callbacks, decides whether to stop early
     pretrained: InitialWeights | None = None
     config: dict[str, Any] | None = None  # all settings by section, for checkpoints
 
 
 class Training:
-    """Policy, optimizer, normalisers, environments and counters of one rank."""
+    """Training state of one rank, from the policy to the environments and counters."""
 
     def __init__(self, job: Job, world: World) -> None:
         train = job.train
@@ -82,7 +82,7 @@ class Training:
         self.action_space = self.env.single_action_space
         layout = self.env.layout
 
-        # policy and normalisers: the same on every rank
+        # policy and normalisers, identical on every rank
         torch.manual_seed(stream_seeds(train.seed, POLICY_STREAM, 0, 1)[0])
         self.policy = Policy(job.policy, layout, self.action_space).to(world.device, job.dtype)
         if job.pretrained:
@@ -100,35 +100,36 @@ class Training:
             from rl_dist.telemetry.profiler import Profiler
 
             self.profiler = Profiler(job.run_dir, world)
-        self.monitor = Monitor((), 0)  # measures nothing; the caller may set another one
+        self.monitor = Monitor((), 0)  # placeholder that measures nothing; callers may replace it
         self.iteration = 0
         self.global_step = 0
         self.episodes = 0
         self.carry = self._reset()
 
     def _reset(self, resumed_at: int = 0) -> Carry:
-        """Reset all environments; after a resume, their episodes differ from earlier ones."""
+        """Reset all environments; a resumed run gets episodes that it has not seen."""
         first, count = self.sizes.env_offset, self.sizes.num_envs
         seeds = stream_seeds(self.job.train.seed, ENVIRONMENT_STREAM, first, count, resumed_at)
         return fresh_carry(self.policy, self.env.reset(seed=seeds)[0])
 
     @property
     def done(self) -> int:
-        """Number of steps or episodes so far, in the unit of the budget."""
+        """Steps or episodes done so far, in the unit of the budget."""
         return self.global_step if self.job.train.total_steps else self.episodes
 
     @property
     def progress(self) -> float:
-        """Fraction of the run that is done, 0 to 1."""
+        """Completed fraction of the run, 0 to 1."""
         return min(self.done / self.job.train.budget[0], 1.0)
 
     def warm_up_normalizers(self) -> None:
-        """Fill the normalisers with the data of one rollout, then reset all environments."""
+        """Initialise the normalisers from one rollout, then reset all environments."""
         if not (self.job.train.normalize_obs or self.job.train.normalize_rewards):
             return
         rollout = self.collect(lifetime_step=0)
-        # The first pass finds the mean, the second one sums around it. A single pass would lose
-        # digits where the mean is large, and which ones would depend on the number of ranks.
+        # The first pass computes the mean, the second pass sums deviations from it. A single pass
+        # would lose precision if the mean is large, and the rounding errors would depend on the
+        # number of ranks.
         for _ in range(2):
             self.normalizers.restart()
             sums = self.normalizers.sums(rollout.raw_obs, rollout.discounted_returns)
@@ -137,10 +138,10 @@ class Training:
             moments = self.normalizers.state_dict() | self.job.pretrained.moments
             self.normalizers.load_state_dict(moments)
         self.carry = self._reset()
-        self.env.take_metrics()  # drops the metrics of this rollout
+        self.env.take_metrics()  # discard the metrics of the warm-up rollout
 
     def begin_iteration(self) -> None:
-        """Start the next iteration, with its learning rate."""
+        """Start the next iteration and set its learning rate."""
         self.iteration += 1
         self.profiler.begin(self.iteration)
         remaining = 1.0 - self.progress
@@ -172,7 +173,7 @@ class Training:
         )
 
     def update(self, rollout: Rollout) -> dict[str, float]:
-        """Learn from a rollout, then merge its statistics into the normalisers."""
+        """Train on a rollout, then merge its statistics into the normalisers."""
         self.world.set_phase("update")
         order = sequence_orders(
             (self.job.train.seed, self.iteration),
@@ -188,7 +189,7 @@ class Training:
         return losses
 
     def end_iteration(self, num_episodes: int) -> dict[str, int]:
-        """Count the steps and episodes of all ranks; return the counters."""
+        """Add the steps and episodes of all ranks to the counters; return the counters."""
         self.global_step += self.sizes.global_num_envs * self.job.train.num_steps
         self.episodes += num_episodes
         return {
@@ -198,7 +199,7 @@ class Training:
         }
 
     def shared_state(self) -> dict[str, Any]:
-        """Return the part of the state that is equal on all ranks; all ranks call."""
+        """Return the state that all ranks share. Every rank must call this."""
         strategy = self.ppo.strategy
         return {
             "iteration": self.iteration,
@@ -213,12 +214,15 @@ class Training:
         }
 
     def replicated(self) -> dict[str, Tensor]:
-        """Return the tensors of `shared_state` by name; all ranks call."""
+        """Return the tensors in `shared_state` by name. Every rank must call this."""
         leaves = flatten(self.shared_state())
         return {name: value for name, value in leaves if isinstance(value, Tensor)}
 
     def state(self) -> dict[str, Any] | None:
-        """Return the whole state on the main process, None elsewhere; all ranks call."""
+        """Return the complete state on the main process, None on other ranks.
+
+        Every rank must call this.
+        """
         carry = gather_dicts(self.carry.tensors(), self.world)
         snapshot = self.env.can_snapshot
         environments = gather_dicts(self.env.get_state(), self.world) if snapshot else None
@@ -235,8 +239,8 @@ class Training:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the state in a checkpoint, saved by any number of ranks."""
-        # state that all ranks share
+        """Load the state of a checkpoint, which any number of ranks may have saved."""
+        # load the state that all ranks share
         self.iteration = state["iteration"]
         self.global_step = state["global_step"]
         self.episodes = state["episodes"]
@@ -247,7 +251,7 @@ class Training:
         self.normalizers.obs.load_state_dict(state["obs_normalizer"])
         self.normalizers.rewards.load_state_dict(state["reward_normalizer"])
 
-        # with weak scaling, the run may have begun with another number of environments
+        # with weak scaling, the saved number of environments may differ from the present one
         num_saved = len(state["carry"]["obs"])
         sizes = shard_sizes(self.job.train, self.world.rank, self.world.size, num_saved)
         if sizes != self.sizes:
@@ -255,7 +259,7 @@ class Training:
             self.sizes = sizes
             self.env = self.job.make_env(sizes.num_envs, sizes.env_offset)
 
-        # this rank's environments continue; without snapshots they begin new episodes
+        # continue the episodes of this rank's environments, or start new ones without snapshots
         if state["environments"] is None or not self.env.can_snapshot:
             self.carry = self._reset(resumed_at=self.iteration)
             return
@@ -272,7 +276,7 @@ class Training:
 
 
 def make_ppo(job: Job, policy: Policy, world: World) -> PPO:
-    """Return the policy's PPO, with the strategy that the job names."""
+    """Create the PPO learner of a policy with the job's distribution strategy."""
     microbatches = job.train.grad_accumulation
     if job.strategy.pipelined:
         return PipelinePPO(policy, job.ppo, StageStrategy(job.strategy, world), microbatches)
@@ -280,7 +284,7 @@ def make_ppo(job: Job, policy: Policy, world: World) -> PPO:
 
 
 def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
-    """Train until the budget is used up or all ranks agree to stop; then save.
+    """Train until the budget is used up or the run must stop early; then save.
 
     Returns the number of the signal that ended the run, or 0.
     """
@@ -290,25 +294,25 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         writer.update_state(phase="warm_up")
         training.warm_up_normalizers()
     best = Best(config.best_metrics, job.run_dir / CHECKPOINT_DIR, world)
-    signum = 0  # a stop signal that any rank has received
-    reason = ""  # why a callback or --stop_at ends the run
+    signum = 0  # stop signal that a rank has received; 0: none
+    reason = ""  # reason for which a callback or --stop_at ends the run
     while training.progress < 1.0 and not signum and not reason:
         # collect a rollout and learn from it
         recorder.begin()
         training.begin_iteration()
-        with recorder.part("collect"):  # lifetime steps 0 .. num_steps - 1 were the warm-up's
+        with recorder.part("collect"):  # the warm-up used lifetime steps 0 .. num_steps - 1
             rollout = training.collect(lifetime_step=training.iteration * config.num_steps)
         with recorder.part("update"):
             losses = training.update(rollout)
 
-        # gather what all ranks have measured
+        # gather the metrics of all ranks
         metrics = recorder.gather(rollout, training.env, training.monitor, stop.signum)
         signum = metrics.pop("signum")
         metrics = training.end_iteration(metrics["episode/count"]) | metrics | losses
         training.profiler.end(writer.say)
         finished = training.progress >= 1.0
 
-        # validate and write
+        # validate, and write metrics
         world.set_phase("validation")
         if job.validate and is_due(training, config.validate_every, finished):
             writer.update_state(phase="validation")
@@ -329,24 +333,24 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
             check_in_sync(training.replicated(), world)
     if reason:
         writer.say(f"stopped at iteration {training.iteration}: {reason}")
-    stop.notice = ""  # no iteration follows after which a signal would save
-    # a signal may have come during the last save
+    stop.notice = ""  # from here on, a signal causes no further save
+    # a signal may have arrived during the last save
     return signum or all_reduce_max(stop.signum, world)
 
 
 def is_due(training: Training, every: int, now: bool = False) -> bool:
-    """Return True in every `every`-th iteration, and if `now`; `every` 0: never."""
+    """Return True every `every` iterations or if `now`; always False if `every` is 0."""
     return every > 0 and (now or training.iteration % every == 0)
 
 
 def save(training: Training, best: Best, last: bool, writer: NullWriter) -> Path | None:
     """Gather the state of all ranks and let the main process write a checkpoint.
 
-    Returns its path, or None if the disk refused it and training continues without it.
+    Returns the path, or None if the write failed and training continues without the checkpoint.
     """
     train, world = training.job.train, training.world
     world.set_phase("checkpoint")
-    writer.flush()  # a checkpoint never knows more than metrics.jsonl
+    writer.flush()  # metrics.jsonl must contain every iteration that a checkpoint contains
     writer.update_state(phase="saving")
     check_in_sync(training.replicated(), world)
     path, problem = save_agreed(

@@ -1,1 +1,1 @@
-"""Parts of policies: normaliser, encoders, cores, heads; sequences, minibatches."""
+"""Parts of the policy network, and the sequences and minibatches that train it."""

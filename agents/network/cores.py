@@ -1,10 +1,11 @@
-"""Cores behind one interface: LSTM, GRU, minGRU, and one without memory.
+"""Cores with a common interface: LSTM, GRU, minGRU, and layers without memory.
 
-A core is a module made of (num_inputs, hidden_size, num_layers). `num_states` is the number of
-vectors [H] in its state. It maps inputs [L, N, F] and the state [S, N, H] before them to outputs
-[L, N, H] and the state after them; it keeps nothing itself. LSTM and GRU may return the state as a
-list of its S vectors [N, H], so that the states of all cores are stacked together. An LSTM of one
-layer also takes resets [L, N, 1]: 1 at a step that leaves state and output zero, else 0.
+A core is a module with the constructor arguments (num_inputs, hidden_size, num_layers). Its
+`num_states` is the number S of vectors [H] in its state. It maps inputs [L, N, F] and the state
+[S, N, H] before the first step to outputs [L, N, H] and the state after the last step; the module
+itself stores no state. LSTM and GRU may return the state as a list of S vectors [N, H], so that the
+caller can stack the states of all cores in one operation. A one-layer LSTM also accepts resets
+[L, N, 1]: 1 at a step whose state and output must be zero, else 0.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ import torch
 from torch import Tensor, nn
 
 State = Tensor | list[Tensor]
-SHUT = -1e4  # added to a gate's input, it makes the gate and its gradients exactly 0
+SHUT = -1e4  # a gate whose input includes this is exactly 0, and so is its gradient
 
 
 class RememberingCore(nn.RNNBase):
-    """An LSTM or GRU; the gates that remember have the same place in both."""
+    """An LSTM or GRU: both keep the remembering gate in the second block of biases."""
 
     def open_gates(self) -> None:
-        """Open the gates that remember (Jozefowicz et al. 2015)."""
+        """Set the biases of the remembering gates to 1 (Jozefowicz et al. 2015)."""
         for layer in range(self.num_layers):
             bias = getattr(self, f"bias_ih_l{layer}")
             nn.init.ones_(bias[self.hidden_size : 2 * self.hidden_size])
 
 
 class LSTMCore(nn.LSTM, RememberingCore):
-    """Layers of LSTM; the state holds h of every layer, then c."""
+    """LSTM layers; the state holds h of every layer, then c of every layer."""
 
     @property
     def num_states(self) -> int:
@@ -40,7 +41,7 @@ class LSTMCore(nn.LSTM, RememberingCore):
         """Run the core; see the module."""
         before = state.chunk(2)  # h and c of every layer
         if resets is None and len(inputs) == 1 and not torch.is_grad_enabled():
-            # a single step: torch's cell is faster
+            # for a single step, torch.lstm_cell is faster
             outputs = inputs[0]
             hidden, cells = [], []
             for h, c, layer in zip(*before, self.all_weights, strict=True):
@@ -50,12 +51,12 @@ class LSTMCore(nn.LSTM, RememberingCore):
             return outputs[None], hidden + cells
         weights: list[Tensor] = [weight for layer in self.all_weights for weight in layer]
         if resets is not None:
-            # resets are one more input; its weights shut the input, forget and output gates
+            # pass resets as another input, whose weights shut the input, forget and output gates
             shut = weights[0].new_full((4, self.hidden_size), SHUT)
-            shut[2] = 0.0  # the candidates
+            shut[2] = 0.0  # no effect on the candidate values
             weights[0] = torch.cat([weights[0], shut.view(-1, 1)], 1)
             inputs = torch.cat([inputs, resets.to(inputs.dtype)], -1)
-        # with biases, without dropout, in one direction; the first axis is time
+        # arguments: biases, no dropout, one direction, time as the first axis
         outputs, after_h, after_c = torch.lstm(
             inputs, before, weights, True, self.num_layers, 0.0, self.training, False, False
         )
@@ -63,7 +64,7 @@ class LSTMCore(nn.LSTM, RememberingCore):
 
 
 class GRUCore(nn.GRU, RememberingCore):
-    """Layers of GRU."""
+    """GRU layers; the state holds h of every layer."""
 
     @property
     def num_states(self) -> int:
@@ -74,7 +75,7 @@ class GRUCore(nn.GRU, RememberingCore):
         """Run the core; see the module."""
         if len(inputs) > 1 or torch.is_grad_enabled():
             return super().forward(inputs, state)
-        # a single step: torch's cell is faster
+        # for a single step, torch.gru_cell is faster
         outputs, after = inputs[0], []
         for hidden, weights in zip(state, self.all_weights, strict=True):
             outputs = torch.gru_cell(outputs, hidden, *weights)
@@ -83,13 +84,13 @@ class GRUCore(nn.GRU, RememberingCore):
 
 
 class MinGRUCore(nn.Module):
-    """Layers of minGRU: gates see only the inputs, so steps are computed together.
+    """minGRU layers: gates depend only on the inputs, so all steps run in parallel.
 
     Source: Feng et al., "Were RNNs all we needed?", https://arxiv.org/abs/2410.01201. The paper
-    scans logarithms, which needs positive states; `scan` takes neither logarithms nor quotients.
+    scans logarithms, which requires positive states; `scan` needs no logarithms and no divisions.
     """
 
-    LONGEST = 64.0  # steps that the slowest units of a new core remember
+    LONGEST = 64.0  # memory in steps of the slowest units of a new core
 
     def __init__(self, num_inputs: int, size: int, num_layers: int = 1) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class MinGRUCore(nn.Module):
         return outputs, torch.stack(after)
 
     def open_gates(self) -> None:
-        """Let units remember 1 to `LONGEST` steps (Tallec and Ollivier 2018)."""
+        """Set biases so that units remember 1 to `LONGEST` steps (Tallec, Ollivier 2018)."""
         for layer in self.layers:
             assert isinstance(layer, nn.Linear)
             size = layer.out_features // 2
@@ -119,8 +120,8 @@ class MinGRUCore(nn.Module):
 def scan(keep: Tensor, add: Tensor, first: Tensor) -> Tensor:
     """Return h_t = keep_t * h_(t-1) + add_t for all t, [L, N, H], in log2(L) rounds.
 
-    After the round of distance d every place holds the sum of 2 d steps. All factors lie in [0, 1],
-    so no product overflows. Source: Hillis and Steele, "Data parallel algorithms", 1986.
+    After the round with distance d, every element covers 2 * d steps. All factors lie in [0, 1], so
+    no product overflows. Source: Hillis and Steele, "Data parallel algorithms", 1986.
 
     Args:
         keep: [L, N, H] in [0, 1].
@@ -138,7 +139,7 @@ def scan(keep: Tensor, add: Tensor, first: Tensor) -> Tensor:
 
 
 class TanhCore(nn.Sequential):
-    """Layers without memory, with the interface of a core."""
+    """Tanh layers without memory, with the interface of a core."""
 
     num_states = 0
 
@@ -154,7 +155,7 @@ class TanhCore(nn.Sequential):
 
 
 class PassThrough(nn.Module):
-    """Stand-in for a core that the policy does not have."""
+    """Core that returns its inputs, in place of a core that the policy lacks."""
 
     num_states = 0
 

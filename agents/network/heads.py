@@ -1,4 +1,4 @@
-"""Distributions of actions, made from the actor's outputs."""
+"""Action distributions, built from the actor's outputs."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 from torch.nn import functional
 
-FORBIDDEN = -1e9  # logit of an action that a mask forbids: its probability is exactly 0
-LARGEST_TANH = 1.0 - 1e-6  # atanh of this is 7.25, and infinite for 1
+FORBIDDEN = -1e9  # logit of a forbidden action: its probability is exactly 0
+LARGEST_TANH = 1.0 - 1e-6  # atanh of this is 7.25; atanh(1) would be infinite
 
 
 def forbid(logits: Tensor, mask: Tensor) -> Tensor:
-    """Give choices of mask 0 [..., A] the probability 0 and no gradient."""
+    """Give choices whose mask [..., A] is 0 the probability 0 and no gradient."""
     return torch.where(mask > 0.5, logits, FORBIDDEN)
 
 
 class Choices(nn.Module):
-    """Several choices in one action: rows of logits [..., A], padded to [..., D, K]."""
+    """Actions of D choices: split logits [..., A] into padded rows [..., D, K]."""
 
-    index: Tensor  # [D, K] place of each choice among the logits
-    padding: Tensor  # [D, K] bool
+    index: Tensor  # [D, K] index of each option in the logits
+    padding: Tensor  # [D, K] bool: the option does not exist
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         super().__init__()
@@ -34,37 +34,37 @@ class Choices(nn.Module):
         self.register_buffer("padding", numbers >= counts, persistent=False)
 
     def forward(self, logits: Tensor) -> Tensor:
-        """Return logits [..., D, K]."""
+        """Return padded logits [..., D, K] for logits [..., A]."""
         return logits[..., self.index].masked_fill(self.padding, FORBIDDEN)
 
     def distribution(self, logits: Tensor) -> Distribution:
-        """Return the distribution of actions [..., D] under logits [..., A]."""
+        """Return the distribution of actions [..., D] for logits [..., A]."""
         choices = Categorical(logits=self(logits), validate_args=False)
         return Independent(choices, 1, validate_args=False)
 
 
 def gaussian(means: Tensor, log_std: Tensor) -> Distribution:
-    """Return independent normal distributions of actions [..., A]."""
+    """Return the distribution of actions [..., A] with independent normal components."""
     normal = Normal(means, log_std.exp(), validate_args=False)
     return Independent(normal, 1, validate_args=False)
 
 
 class SquashedNormal(Distribution):
-    """tanh of a normal variable: actions [..., A] within (-1, 1)."""
+    """Distribution of actions tanh(x) [..., A] in (-1, 1), where x is normal."""
 
-    NODES = 24  # points of the entropy's quadrature
+    NODES = 24  # quadrature points for the entropy
 
     def __init__(self, means: Tensor, log_std: Tensor) -> None:
         super().__init__(means.shape[:-1], means.shape[-1:], validate_args=False)
         self.normal = Normal(means, log_std.exp(), validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Return the log density [...], which includes the change of variables."""
+        """Return the log density [...], including the change-of-variables term for tanh."""
         before = value.clamp(-LARGEST_TANH, LARGEST_TANH).atanh()
         return (self.normal.log_prob(before) - _log_slope(before)).sum(-1)
 
     def entropy(self) -> Tensor:
-        """Return the entropy [...], by Gauss-Hermite quadrature; it has no closed form."""
+        """Return the entropy [...] by Gauss-Hermite quadrature; no closed form exists."""
         means, std = self.normal.loc, self.normal.scale
         nodes, weights = np.polynomial.hermite.hermgauss(self.NODES)
         points = means.new_tensor(nodes) * math.sqrt(2.0)
@@ -74,5 +74,5 @@ class SquashedNormal(Distribution):
 
 
 def _log_slope(before: Tensor) -> Tensor:
-    """Return log(1 - tanh(x)^2), the log derivative of tanh, without cancellation."""
+    """Return log(1 - tanh(x)^2), the log of tanh's slope, without cancellation."""
     return 2.0 * (math.log(2.0) - before - functional.softplus(-2.0 * before))

@@ -1,8 +1,8 @@
-"""Inputs of the network: statistics to normalise rows, and encoders to read them.
+"""Network inputs: statistics that normalise observations, and encoders.
 
-The statistics are frozen while an iteration runs; the sums of its rollout are merged afterwards.
-Sums are float64, add up over ranks, and are taken around the frozen mean, so that neither the order
-of ranks nor a large offset costs precision.
+The statistics stay fixed during an iteration; the sums of its rollout are merged afterwards. Sums
+are float64, can be added over ranks, and are taken of deviations from the fixed mean, so that
+neither the order of ranks nor a large offset costs precision.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from envs.vector.layout import Layout
 from rl_dist.errors import UserError
 
-LARGEST_MAP = 6  # pixels along each side of the last convolution's output
-CHANNELS = (16, 32, 64)  # channels after each convolution; further ones keep the last number
-CLIP = 10.0  # normalised numbers are at most this far from 0
+LARGEST_MAP = 6  # maximum side in pixels of the last convolution's output
+CHANNELS = (16, 32, 64)  # channels of successive convolutions, see `image_encoder`
+CLIP = 10.0  # normalised values are clipped to [-CLIP, CLIP]
 
 
 class RunningMoments(nn.Module):
-    """Mean and variance of [F] quantities over everything merged so far.
+    """Mean and variance of F quantities over all samples merged so far.
 
-    With `columns`, only these have statistics: the others keep mean 0 and variance 1.
+    With `columns`, only these columns have statistics; others keep mean 0 and variance 1.
     """
 
     count: Tensor
@@ -40,22 +40,22 @@ class RunningMoments(nn.Module):
         self.register_buffer("variance", torch.ones(num_features, dtype=torch.float64))
 
     def sums(self, samples: Tensor) -> Tensor:
-        """Return count, sums and square sums around the mean of samples [..., F]."""
+        """Return count, sums and square sums of the deviations of samples [..., F]."""
         rows = samples.flatten(0, -2).index_select(1, self.index)
         deviations = rows.double() - self.mean[self.index]
         count = deviations.new_full((1,), len(deviations))
         return torch.cat([count, deviations.sum(0), deviations.square().sum(0)])
 
     def restart(self) -> None:
-        """Forget the samples but not their mean: the next sums are taken around it."""
+        """Reset the sample count; keep the mean, around which the next sums are taken."""
         self.count.zero_()
 
     def merge(self, sums: Tensor) -> None:
-        """Merge `sums` of all ranks into the statistics."""
+        """Merge `sums`, added over all ranks, into the statistics."""
         count, deviations, squares = sums[0], *sums[1:].chunk(2)
         total = self.count + count
         shift = deviations / total
-        # Chan et al. (1979), variance in parallel, here around the old mean
+        # parallel variance of Chan et al. (1979), with deviations from the old mean
         merged = (self.variance[self.index] * self.count + squares) / total - shift.square()
         self.variance[self.index] = merged.clamp(min=0.0)
         self.mean[self.index] += shift
@@ -63,7 +63,7 @@ class RunningMoments(nn.Module):
 
 
 class Normalizer(nn.Module):
-    """Shift and scale to mean 0 and deviation 1, clipped; the identity when disabled."""
+    """Normalises to mean 0 and deviation 1, and clips; the identity if disabled."""
 
     def __init__(
         self,
@@ -79,11 +79,11 @@ class Normalizer(nn.Module):
         self.center = center
 
     def forward(self, values: Tensor) -> Tensor:
-        """Return normalised values of the same shape [..., F] and type."""
+        """Normalise values [..., F]; keep their shape and type."""
         return self.frozen(values.dtype)(values)
 
     def frozen(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """Return the function for values of this type, with the present statistics."""
+        """Return a function that normalises values of this type with current statistics."""
         if not self.enabled:
             return lambda values: values
         shift = self.moments.mean.to(dtype) if self.center else 0.0
@@ -92,12 +92,12 @@ class Normalizer(nn.Module):
 
 
 def observation_normalizer(layout: Layout, enabled: bool) -> Normalizer:
-    """Return a normaliser of observation rows; it scales vector columns only."""
+    """Return a normaliser for observation rows; it changes only vector columns."""
     return Normalizer(layout.size, columns=layout.columns("vector"), enabled=enabled)
 
 
 class Normalizers(nn.Module):
-    """Normalisers of observations, and of rewards by their discounted returns."""
+    """Normalisers for observations and rewards; discounted returns scale the rewards."""
 
     def __init__(self, layout: Layout, *, scale_obs: bool, scale_rewards: bool) -> None:
         super().__init__()
@@ -105,24 +105,24 @@ class Normalizers(nn.Module):
         self.rewards = Normalizer(1, enabled=scale_rewards, center=False)
 
     def sums(self, raw_obs: Tensor, discounted_returns: Tensor) -> dict[str, Tensor]:
-        """Return this rank's sums for both statistics."""
+        """Return this rank's sums for both normalisers."""
         return {
             "unscaled obs": self.obs.moments.sums(raw_obs),
             "discounted returns": self.rewards.moments.sums(discounted_returns[..., None]),
         }
 
     def merge(self, sums: Mapping[str, Tensor]) -> None:
-        """Merge `sums` of all ranks into both statistics."""
+        """Merge `sums`, added over all ranks, into both normalisers."""
         self.obs.moments.merge(sums["unscaled obs"])
         self.rewards.moments.merge(sums["discounted returns"])
 
     def restart(self) -> None:
-        """Forget the samples of both statistics, but not their means."""
+        """Reset the sample counts of both normalisers but keep the means."""
         self.obs.moments.restart()
         self.rewards.moments.restart()
 
     def return_deviation(self) -> Tensor | float:
-        """Return the deviation of discounted returns, measured in scaled rewards."""
+        """Return the standard deviation of discounted returns, after any reward scaling."""
         if self.rewards.enabled:
             return 1.0
         moments = self.rewards.moments
@@ -130,7 +130,7 @@ class Normalizers(nn.Module):
 
 
 def image_encoder(shape: tuple[int, ...], num_outputs: int) -> nn.Sequential:
-    """Return a CNN for images [N, C, H, W]: convolutions that halve them, a layer."""
+    """Return a CNN for images [N, C, H, W]: halving convolutions, then one layer."""
     channels, *sides = shape
     layers: list[nn.Module] = []
     while not layers or max(sides) > LARGEST_MAP:
@@ -143,7 +143,7 @@ def image_encoder(shape: tuple[int, ...], num_outputs: int) -> nn.Sequential:
 
 
 class Encoder(nn.Module):
-    """Reads a row: numbers as they are, images by a CNN, masks not at all."""
+    """Encodes observation rows: keeps numbers, runs images through CNNs, drops masks."""
 
     def __init__(self, layout: Layout, image_size: int) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Encoder(nn.Module):
             )
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Encode rows [..., F] as [..., E]."""
+        """Encode rows [..., F] into [..., E]."""
         if self._unchanged:
             return rows
         images = iter(self.images)

@@ -1,4 +1,4 @@
-"""Minibatches of sequences, and the schedule of an update."""
+"""Minibatches of sequences, and the schedule of minibatches in an update."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class Minibatch:
     lstm_state: Tensor  # [N, S, H]
 
     def pick(self, how: Callable[..., Tensor], *which: Any) -> Minibatch:
-        """Apply how(field, axis of the sequences, *which) to every field."""
+        """Apply the selection `how(field, sequence_axis, *which)` to every field."""
         axes = {item.name: int(item.name != "lstm_state") for item in fields(self)}
         picked = {name: how(getattr(self, name), axis, *which) for name, axis in axes.items()}
         return Minibatch(**picked)
 
     def into_microbatches(self, count: int) -> Iterator[Minibatch]:
-        """Yield views of `count` microbatches with equally many sequences."""
+        """Yield `count` microbatches of equal size, as views."""
         size = self.obs.shape[1] // count
         for first in range(0, size * count, size):
             yield self.pick(Tensor.narrow, first, size)
 
 
 def to_sequences(values: Tensor, bptt_steps: int) -> Tensor:
-    """Cut [T, B, ...] into [L, K*B, ...]; part k of environment b is at k * B + b."""
+    """Cut [T, B, ...] into [L, K*B, ...]; index k*B + b: part k of environment b."""
     return values.unflatten(0, (-1, bptt_steps)).transpose(0, 1).flatten(1, 2)
 
 
@@ -50,12 +50,12 @@ def make_schedule(
     order: np.ndarray,  # [epochs, minibatches, sequences]
     num_microbatches: int,
     device: torch.device,
-    call_steps: float | None = None,  # see `plan_pieces`; None: no plans are made
+    call_steps: float | None = None,  # see `plan_pieces`; None: make no plans
     resets_inside: bool = False,
 ) -> list[list[tuple[Tensor, list[Plan]]]]:
-    """Return the sequences of every minibatch, and its plans by microbatch, by epoch.
+    """For every epoch, list (sequence indices, microbatch plans) of each minibatch.
 
-    All tables reach the device in one transfer.
+    All tables are copied to the device in one transfer.
     """
     plans: list[Plan] = []
     if call_steps is not None:

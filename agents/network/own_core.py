@@ -1,4 +1,4 @@
-"""A user's own core, which is imported by name and tried before it trains."""
+"""Import a user's core by name, and check it before training."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from rl_dist.checkpoint.trust import import_own
 from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
 
-STEPS, ROWS = 7, 3  # size of the trial
+STEPS, ROWS = 7, 3  # size of the test input
 CONTRACT = "docs/own_environment.md has the contract of a core"
 
 
 def make_core(name: str, *sizes: int) -> nn.Module:
-    """Make the core `module:Class` of num_inputs, hidden_size and num_layers."""
+    """Import `module:Class` and create it with num_inputs, hidden_size, num_layers."""
     core_class = import_own("core", name)
     try:
         core = core_class(*sizes)
@@ -30,7 +30,7 @@ def make_core(name: str, *sizes: int) -> nn.Module:
 
 
 def try_core(name: str, core: Any, num_inputs: int, size: int) -> None:
-    """Refuse a core that breaks the contract."""
+    """Raise a UserError if a core breaks the contract."""
     try:
         problem = _problem(core, num_inputs, size)
     except FOREIGN_ERRORS as error:
@@ -41,7 +41,7 @@ def try_core(name: str, core: Any, num_inputs: int, size: int) -> None:
 
 @torch.no_grad()
 def _problem(core: Any, num_inputs: int, size: int) -> str:
-    """Run a core in several ways; return how it breaks the contract, or an empty text."""
+    """Run a core in several ways; describe how it breaks the contract, or return ''."""
     generator = torch.Generator().manual_seed(0)
     like = next(core.parameters(), torch.zeros(()))
     inputs = torch.randn(STEPS, ROWS, num_inputs, generator=generator).to(like)
@@ -54,7 +54,7 @@ def _problem(core: Any, num_inputs: int, size: int) -> str:
     if _differ(whole, core(inputs, state)):
         return "gives other outputs at a second call: it keeps state inside, or draws at random"
 
-    # single steps, then all sequences but the last
+    # try single steps, then try without the last sequence
     outputs, after = [], state
     for step in inputs:
         output, after = core(step[None], after)
@@ -68,6 +68,6 @@ def _problem(core: Any, num_inputs: int, size: int) -> str:
 
 
 def _differ(parts: Any, others: Any) -> bool:
-    """Return True if tensors differ by more than rounding."""
+    """Return True if any pair of tensors differs by more than rounding errors."""
     pairs: list[tuple[Tensor, Tensor]] = list(zip(parts, others, strict=True))
     return not all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs)

@@ -1,8 +1,9 @@
-"""Plans of dense calls for sequences that episode starts cut into pieces.
+"""Plan dense network calls for sequences that contain episode starts.
 
-A recurrent network is fast on blocks of cells [steps, rows]. Pieces of similar length share a
-block, one in each row, padded to the longest. If the network can reset its state between two
-steps, all pieces may share one block instead, and a row holds several.
+Episode starts cut sequences into pieces. A recurrent network is fast on dense blocks [steps, rows],
+so pieces of similar length share a block: each row holds one piece, padded to the longest piece. If
+the network can reset its state between two steps, one block may hold all pieces instead, with
+several pieces in a row.
 """
 
 from __future__ import annotations
@@ -17,41 +18,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PACKING = 1.07  # time of a step in packed rows relative to one in padded rows
+PACKING = 1.07  # time per step in packed rows, relative to padded rows
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The dense calls of N sequences of T steps. No calls: nothing has to be cut.
+    """The dense calls for N sequences of T steps; an empty list if no cut is needed.
 
-    The blocks of all calls lie one after the other. The table has four parts:
+    A cell is one step of one sequence. The blocks of all calls are stored one after the other. The
+    table has four parts:
 
-    - for each cell t * N + n its place in the blocks, [T * N];
-    - for each row the sequence of its first piece;
-    - for each row 1 if that sequence's stored state begins it, else 0;
-    - the places of the steps that reset the state.
+    - for each cell t * N + n, its index in the stored blocks, [T * N];
+    - for each row, the sequence of its first piece;
+    - for each row, 1 if it begins with the stored state of that sequence, 0 if with zeros;
+    - the indices of the steps that reset the state.
     """
 
     calls: list[tuple[int, int]]  # steps and rows of each block
     table: Any  # int64 array, or a tensor on the device of the sequences
-    packed: bool = False  # the network takes resets
+    packed: bool = False  # True: rows hold several pieces, and the network needs resets
 
 
 def plan_pieces(
     episode_start: np.ndarray,  # [T, N] bool
-    call_steps: float = 0.0,  # cost of a call, in steps of one row
-    resets_inside: bool = False,  # the network can take resets: pack where that is faster
+    call_steps: float = 0.0,  # overhead of a call, in single-row steps
+    resets_inside: bool = False,  # the network accepts resets: pack pieces if that is faster
 ) -> Plan:
     """Cut sequences at episode starts; group the pieces by length, or pack them.
 
-    A group's level is 0 for whole sequences, then 1 for lengths in (T/2, T), 2 for (T/4, T/2], ...:
-    padding costs less than half of a group. Neighbours join where that saves time.
+    Pieces have levels: 0 for whole sequences, 1 for lengths in (T/2, T), 2 for (T/4, T/2], and so
+    on, so that less than half of a level's cells are padding. Neighbouring levels form one group if
+    that saves time.
     """
     # cut the sequences, and sort the pieces by level
     num_steps, num_columns = episode_start.shape
     begins = episode_start.copy()
     begins[0] = True
-    firsts = np.flatnonzero(begins.T)  # n * T + t of each piece's first cell
+    firsts = np.flatnonzero(begins.T)  # index n * T + t of each piece's first cell
     if len(firsts) == num_columns:
         return Plan([], np.zeros(0, np.int64))
     lengths = np.diff(np.append(firsts, begins.size))
@@ -61,7 +64,7 @@ def plan_pieces(
     columns, starts = np.divmod(firsts[order], num_steps)
     stateful = (starts == 0) & ~episode_start[0, columns]
 
-    # join levels to groups: a block for each group, a row for each piece
+    # join levels into groups; each group has a block with one row per piece
     counts = np.bincount(level)
     counts = counts[counts > 0]
     longest = np.maximum.reduceat(lengths, np.cumsum(counts) - counts)
@@ -80,14 +83,14 @@ def plan_pieces(
             row, begin = packed_row, packed_begin
             num_rows, block_steps = row.max(keepdims=True) + 1, longest[:1]
 
-    # the place of each piece's first cell
+    # index of each piece's first cell in the stored blocks
     block = np.repeat(np.arange(len(num_rows)), num_rows)[row]
-    stride = num_rows[block]  # places between two steps of a row
+    stride = num_rows[block]  # distance of two steps of a row
     sizes = block_steps * num_rows
     first_rows, first_cells = np.cumsum(num_rows) - num_rows, np.cumsum(sizes) - sizes
     first_places = first_cells[block] + begin * stride + row - first_rows[block]
 
-    # the table
+    # build the table
     step = np.arange(begins.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     cells = np.repeat(starts * num_columns + columns, lengths) + step * num_columns
     places = np.empty(begins.size, np.int64)
@@ -100,18 +103,19 @@ def plan_pieces(
 
 
 def cheapest_splits(counts: list[int], longest: list[int], call_steps: float) -> list[int]:
-    """Return the first level of each group, so that all calls together are fastest.
+    """Group neighbouring levels for the least total time; return the first levels.
 
     Args:
-        counts: number of pieces of each level, the level of the longest first.
-        longest: length of a level's longest piece.
+        counts: number of pieces of each level, from the longest level to the shortest.
+        longest: length of the longest piece of each level.
+        call_steps: overhead of a call, in single-row steps.
     """
     best: list[tuple[float, list[int]]] = [
         (0.0, [])
-    ]  # time and splits of the first 0, 1, ... levels
+    ]  # for the first 0, 1, ... levels: least time, and its splits
     for end in range(1, len(counts) + 1):
         ways = []
-        for first, (time, splits) in enumerate(best):  # the last group is first .. end - 1
+        for first, (time, splits) in enumerate(best):  # last group: levels first .. end - 1
             last_call = call_steps + longest[first] * sum(counts[first:end])
             ways.append((time + last_call, [*splits, first]))
         best.append(min(ways))
@@ -119,13 +123,13 @@ def cheapest_splits(counts: list[int], longest: list[int], call_steps: float) ->
 
 
 def best_fit(lengths: np.ndarray, stateful: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Put pieces into rows of the longest piece's length, at least one step apart.
+    """Pack pieces into rows as long as the longest piece, at least one step apart.
 
-    A stateful piece begins a row. The others follow, the longest first, each in the row that has
-    the least room for it. Returns the row of each piece, and its first step there.
+    Every stateful piece begins a row. The other pieces follow in order of decreasing length, each
+    in the row with the least sufficient room. Returns the row and the first step of each piece.
     """
     row, begin = np.zeros((2, len(lengths)), np.int64)
-    # room includes the step before a piece, at which the state is reset; an empty row needs none
+    # Room includes the reset step before a piece. An empty row needs no reset: it has 1 step more.
     whole = int(lengths.max()) + 1
     num_rows = 0
     rows_by_room: dict[int, list[int]] = defaultdict(list)
@@ -141,7 +145,7 @@ def best_fit(lengths: np.ndarray, stateful: np.ndarray) -> tuple[np.ndarray, np.
         pieces = waiting[length]
         while pieces:
             room = min((n for n, rows in rows_by_room.items() if n > length and rows), default=0)
-            if not room:  # open the rows that these pieces fill
+            if not room:  # add as many rows as these pieces need
                 room = whole
                 new_rows = math.ceil(len(pieces) / (whole // (length + 1)))
                 rows_by_room[whole] = list(range(num_rows, num_rows + new_rows))
@@ -156,7 +160,7 @@ def best_fit(lengths: np.ndarray, stateful: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Copy integer arrays to a device as int64, in one transfer without waiting."""
+    """Copy integer arrays to a device as int64, in one asynchronous transfer."""
     packed = torch.from_numpy(np.concatenate([array.ravel() for array in arrays], dtype=np.int64))
     if device.type == "cuda":
         packed = packed.pin_memory().to(device, non_blocking=True)
@@ -165,7 +169,7 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
-    """Read flags and float64 numbers as arrays; the host waits for a GPU once."""
+    """Copy bool and float64 tensors to host arrays; wait for the device only once."""
     packed = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu()
     parts = packed.split([tensor.numel() for tensor in tensors])
     return [

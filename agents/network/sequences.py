@@ -1,4 +1,4 @@
-"""Recurrent networks over [T, N] with episode resets, in a plan's dense calls."""
+"""Run recurrent networks over [T, N] steps with episode resets, in dense calls."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from agents.network.pieces import Plan, plan_pieces, to_device
 
-# A network maps obs [L, N, F] and the state [N, S, H] before them to outputs, each [L, N, ...], and
-# the state after them. For packed plans it takes resets [L, N, 1] too: 1 where a step leaves the
-# state zero.
+# A network maps obs [L, N, F] and the state [N, S, H] before the first step to outputs, each
+# [L, N, ...], and the state after the last step. For packed plans it also takes resets [L, N, 1]:
+# 1 at a step after which the state must be zero.
 Network = Callable[..., tuple[tuple[Tensor, ...], Tensor]]
 
 
@@ -21,8 +21,8 @@ def run_sequence(
     network: Network,
     obs: Tensor,  # [T, N, F]
     state: Tensor,  # [N, S, H] before the first step
-    episode_start: Tensor,  # [T, N] bool; the observation is the first of its episode
-    plan: Plan | None = None,  # from `plan_pieces`; None: plan here, which waits for a GPU
+    episode_start: Tensor,  # [T, N] bool: obs is the first observation of its episode
+    plan: Plan | None = None,  # from `plan_pieces`; None: make it here and wait for the GPU
 ) -> tuple[Tensor, ...]:
     """Run a recurrent network over [T, N] steps, reset at every episode start.
 
@@ -31,11 +31,11 @@ def run_sequence(
     if plan is None:
         plan = plan_pieces(episode_start.cpu().numpy())
         plan = replace(plan, table=to_device([plan.table], obs.device)[0])
-    if not plan.calls:  # one dense call takes all sequences as they are
+    if not plan.calls:  # one dense call processes the uncut sequences
         return network(obs, state * ~episode_start[0][:, None, None])[0]
 
-    # Copy all cells to their blocks. Padding and steps that reset see zeros: large numbers would
-    # open the gates that a reset shuts.
+    # Copy all cells into the blocks. Inputs of padding and of reset steps stay zero: large inputs
+    # could open gates that a reset must shut.
     num_rows = [rows for _, rows in plan.calls]
     sizes = [episode_start.numel(), sum(num_rows), sum(num_rows)]
     places, columns, stateful, reset_places = plan.table.tensor_split(np.cumsum(sizes).tolist())
@@ -48,7 +48,7 @@ def run_sequence(
         flags = obs.new_zeros(len(cells), 1).index_fill_(0, reset_places, 1.0)
         resets = [flags.unflatten(0, plan.calls[0])]
 
-    # one call for each block; then the outputs return to the order of the cells
+    # call the network once per block, then restore the order of the cells
     blocks = zip(plan.calls, cells.split(block_sizes), before.split(num_rows), strict=True)
     results = [
         network(block.unflatten(0, shape), block_state, *resets)[0]
@@ -70,19 +70,20 @@ def state_after(
     starts: np.ndarray,
     resets_inside: bool = False,
 ) -> Tensor:
-    """Return the state [N, S, H] after the [T, N] steps of `run_sequence`.
+    """Return the state [N, S, H] after the last of the [T, N] steps.
 
-    Only the last episode of each sequence matters. `starts` is `episode_start` on the host.
+    Only the last episode of each sequence affects this state. Arguments are those of
+    `run_sequence`; `starts` is a copy of `episode_start` on the host.
     """
     if resets_inside:
-        # one call; the step before an episode resets, since nobody needs its output
+        # One call: the last step before an episode resets the state, as its output is not needed.
         resets = torch.zeros_like(obs[..., :1])
         resets[:-1, :, 0] = episode_start[1:].to(obs.dtype)
-        obs = obs.masked_fill(resets > 0.5, 0.0)  # large numbers would open the gates it shuts
+        obs = obs.masked_fill(resets > 0.5, 0.0)  # large inputs could open shut gates
         after: Tensor = network(obs, state * ~episode_start[0][:, None, None], resets)[1]
         return after
-    # a call from each of the last starts to the next
-    last = (np.arange(len(obs))[:, None] * starts).max(0)  # [N] 0: none, or the first step
+    # one call for each interval between the last episode starts of the sequences
+    last = (np.arange(len(obs))[:, None] * starts).max(0)  # [N] last start; 0: none, or step 0
     cuts = sorted({0, *last.tolist()})
     for begin, end in zip(cuts, [*cuts[1:], len(obs)], strict=True):
         state = network(obs[begin:end], state * ~episode_start[begin][:, None, None])[1]
