@@ -1,4 +1,4 @@
-"""Report if this machine can train with given flags, and how long that takes.
+"""Check if this machine can train with given flags, and how long training takes.
 
 Run it as `python check_gpu_setup.py [flags of train_distributed.py]`.
 """
@@ -29,7 +29,7 @@ exit codes: 0 it can train (warnings included), 1 it cannot, or --strict and a w
 
 @configuration
 class CheckFlags:
-    """Flags of this command."""
+    """Flags of this command, in addition to the training flags."""
 
     json: bool = False
     """Print one JSON object, see docs/check_gpu_setup.schema.json."""
@@ -39,7 +39,7 @@ class CheckFlags:
 
 @explains_errors
 def main() -> int:
-    """Run the command; return the exit code."""
+    """Run the command and return its exit code."""
     sections = {"check": CheckFlags(), **ALL_SECTIONS}
     parsed = parse_flags(sections, description=DESCRIPTION, epilog=EPILOG)
     options: CheckFlags = parsed.configs["check"]

@@ -1,4 +1,4 @@
-"""Train a recurrent PPO policy on one rank or many.
+"""Train a recurrent PPO policy on one or more ranks.
 
 Run it as `python train_distributed.py --num_gpus N`. The training loop is `train` in
 agents/trainer.py; the gradient step is `PPO.update` in agents/ppo.py.
@@ -6,7 +6,7 @@ agents/trainer.py; the gradient step is `PPO.update` in agents/ppo.py.
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before anything slow is imported
+if __name__ == "__main__":  # start the supervisor before the slow imports
     from rl_dist.launch.supervisor import supervise
 
     supervise()
@@ -23,7 +23,7 @@ from rl_dist.process_group.process_ends import report
 
 @explains_errors
 def main() -> int:
-    """Start the run, or the runs, that the command line means; return the exit code."""
+    """Start the run, or one run per seed with --seeds; return the exit code."""
     parsed = parse_training()
     if parsed.configs["run"].interactive:
         from agents.run.interactive import ask_user

@@ -1,8 +1,9 @@
-"""Prove that a run that is killed and resumed equals one that never was.
+"""Check that a run that is killed and resumed equals an uninterrupted run.
 
-Run it as `python -m rl_dist.resume_check [--iterations K] [training flags]`: the training script
-trains 2K iterations straight; then again, but it is ended by SIGKILL after its checkpoint at
-iteration K, and resumed. Both runs have the same budget, and so the same learning rates.
+Run it as `python -m rl_dist.resume_check [--iterations K] [training flags]`. It trains two runs
+with the training script. The first run trains 2K iterations without a break. The second run is
+ended by SIGKILL after its checkpoint at iteration K, and then resumed. Both runs have the same
+budget, and therefore the same learning rates.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from rl_dist.errors import CommandParser, UserError, explains_errors
 from rl_dist.launch.child import SCRIPT, Child, leave_at_signals
 from rl_dist.run_dir import RunDir
 
-# Small sizes unless the user gives others, and no validation, which has no part in the proof.
+# Small sizes, unless the user sets others. Validation is off, as it has no effect on the result.
 SMALL = ("--bptt_steps=8", "--batch_size=8", "--validate_every=0", "--eval_episodes=2")
-TOLERANCE = 1e-4  # on another number of ranks, sums are rounded differently
+TOLERANCE = 1e-4  # with another number of ranks, sums are rounded differently
 MACHINE_FACTS = {
     "time",
     "host",
     "gpu",
     "cpu",
     "ram",
-}  # first parts of metric names that are omitted
+}  # metrics with one of these parts in their name are not compared
 DESCRIPTION = (
     "Train K + K iterations with SIGKILL in between and 2K straight, "
     "and compare everything bit for bit."
@@ -57,7 +58,7 @@ exit codes: 0 bit-identical (--resume_on: equal within 1e-4), 1 different or fai
 
 
 def differences(left: Any, right: Any, tolerance: float = 0.0) -> list[str]:
-    """List what differs between two nested states; tolerance 0: bit for bit."""
+    """List the differences between two nested states; tolerance 0: compare all bits."""
     left, right = dict(flatten(left)), dict(flatten(right))
     lines = [f"{name} is in one of them only" for name in sorted(left.keys() ^ right.keys())]
     shared = [name for name in left if name in right]
@@ -93,10 +94,10 @@ def _shown(value: Any) -> str:
 
 
 def result_of(run_dir: Path) -> dict[str, Any]:
-    """Return the last checkpoint and the metrics of a run.
+    """Return the values in the last checkpoint and the metrics of a run, by name.
 
-    Omitted are the configuration, times and the figures of single ranks, which may differ between
-    equal runs.
+    The configuration, times and metrics of single ranks are omitted, because they may differ
+    between equal runs.
     """
     newest = load_latest(run_dir)
     if newest is None:
@@ -110,20 +111,20 @@ def result_of(run_dir: Path) -> dict[str, Any]:
 
 
 def parameter_sha256(run_dir: Path) -> str:
-    """Return the hash of the final parameters, which summary.json holds."""
+    """Return the SHA-256 of the final parameters from summary.json."""
     return str(RunDir(run_dir).summary()["parameter_sha256"])
 
 
-# ---- making and comparing them
+# ---- training and comparing the two runs
 
 
 def train(
     flags: Sequence[str], num_gpus: int, run: RunDir, until: Callable[[], bool] = lambda: False
 ) -> None:
-    """Train to the end, or kill the training once `until` returns True.
+    """Train to the end, or kill the training run when `until` returns True.
 
     Raises:
-        UserError: the training failed.
+        UserError: the training run failed.
     """
     folder = run.path.parent
     words = [SCRIPT, *flags, f"--num_gpus={num_gpus}"]
@@ -138,7 +139,7 @@ def train(
 
 
 def check(args: Namespace, folder: Path) -> bool:
-    """Make the runs and print the comparison; return True if they are equal."""
+    """Train both runs and print the comparison; return True if they are equal."""
     k = args.iterations
     straight, killed = RunDir(folder / "straight"), RunDir(folder / "killed")
     print(f"straight: iterations 1..{2 * k} ...", flush=True)
@@ -162,7 +163,7 @@ def check(args: Namespace, folder: Path) -> bool:
 
 
 def compare(straight: Path, resumed: Path, tolerance: float) -> bool:
-    """Print whether two runs are equal; tolerance 0: bit for bit."""
+    """Print and return whether two runs are equal; tolerance 0: compare all bits."""
     left, right = result_of(straight), result_of(resumed)
     lines = differences(left, right, tolerance)
     limit = f" within {tolerance:g}" if tolerance else ""
@@ -180,7 +181,7 @@ def compare(straight: Path, resumed: Path, tolerance: float) -> bool:
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
-    """Return the options; `flags` are those of the training, with the budget."""
+    """Parse the options; `flags` holds the flags and the budget of the training runs."""
     parser = CommandParser(
         prog="python -m rl_dist.resume_check",
         usage="%(prog)s [--iterations K] [--num_gpus N] [--resume_on M] [training flags]",
@@ -214,7 +215,7 @@ def parse(argv: Sequence[str] | None) -> Namespace:
 
 @explains_errors
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
+    """Run the command and return its exit code."""
     leave_at_signals()
     with tempfile.TemporaryDirectory(prefix="resume_check_", ignore_cleanup_errors=True) as folder:
         return 0 if check(parse(argv), Path(folder)) else 1

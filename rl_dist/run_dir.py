@@ -1,8 +1,9 @@
-"""The directory of a run: paths, lock, one reader and one writer of each file.
+"""Read, write and lock the files in a run directory.
 
-config.json is written in place, because the lock is on it. state.json and summary.json are replaced
-as a whole: no reader sees half of one. `rl_dist.telemetry.metrics` appends to metrics.jsonl. A file
-may be torn or foreign: readers skip bad lines, or refuse the file with an error of one line.
+config.json is overwritten in place, because the lock is on this file. state.json and summary.json
+are replaced completely, so that no reader sees a half-written file. `rl_dist.telemetry.metrics`
+appends to metrics.jsonl. A file may be incomplete or come from another program: readers skip bad
+lines, or refuse the file with a one-line error.
 """
 
 from __future__ import annotations
@@ -39,15 +40,17 @@ from rl_dist.files import (
 
 STATE_FILE = "state.json"
 CHECKPOINT_DIR = "checkpoints"
-PATIENCE_S = 25.0  # after the kill of a launcher its ranks still save (ORPHAN_GRACE_S)
-# Entries of config.json that are not flags, or that another run of the same job may not share.
+PATIENCE_S = 25.0  # ranks of a killed launcher may still be saving (ORPHAN_GRACE_S)
+# Entries of config.json that `RunDir.flags` omits: some are not flags, and the others must not be
+# copied to another run of the same job.
 RECORDED = {"data_digest", "callback", "threads", "chosen_strategy", "chosen_on", "on_event"}
-LONGEST_ERROR = 2000  # characters
+LONGEST_ERROR = 2000  # in characters
 WORKING = ("dry_run", "warm_up", "training", "validation", "saving", "evaluation")
 ENDED = ("done", "stopped", "failed")
 PHASES = ("starting", "restarting", *WORKING, *ENDED)
 
-# `status` prints a state.json that may be foreign: no control characters, no absurd numbers.
+# `status` prints state.json, which may come from someone else. These types refuse control
+# characters and absurd numbers.
 Count = Annotated[int, Field(ge=0, lt=10**18)]
 Real = Annotated[float, Field(ge=0, lt=1e18)]
 Text = Annotated[str, Field(pattern=r"^[^\p{C}]*$")]
@@ -55,24 +58,24 @@ Phase = Literal[PHASES]  # type: ignore[valid-type]
 
 
 class RankEntry(BaseModel):
-    """A rank and its process."""
+    """One rank and its process."""
 
     rank: Count
     pid: Count
     host: Text
     device: Text
-    memory_peak_gib: Real | None = None  # GPU memory of tensors, else RAM of the process
+    memory_peak_gib: Real | None = None  # tensors on a GPU, or RAM of a CPU process
 
 
 class SavedCheckpoint(BaseModel):
-    """The last checkpoint of a run."""
+    """The last checkpoint that a run has saved."""
 
     path: Text  # relative to the run directory
     iteration: Count
 
 
 class RunExit(BaseModel):
-    """The end of a run."""
+    """The exit code, signal and error with which a run ended."""
 
     code: Count
     signal: Text | None = None  # for example SIGTERM
@@ -84,7 +87,7 @@ class JobState(BaseModel):
 
     version: Literal[1] = 1
     launcher_pid: Count = 0
-    host: Text = ""  # machine of the launcher
+    host: Text = ""  # host name of the launcher's machine
     started: Real = 0.0  # seconds since 1970
     updated: Real = 0.0  # seconds since 1970
     restarts: Count = 0  # restarts of all ranks since the launcher started
@@ -99,16 +102,16 @@ class JobState(BaseModel):
     target: Count
     unit: Text  # "episodes" or "steps"
     checkpoint: SavedCheckpoint | None = None
-    gradient_bytes: Count = 0  # bytes that a gradient step reduces over the ranks
+    gradient_bytes: Count = 0  # bytes that the ranks reduce in each gradient step
     exit: RunExit | None = None
 
 
 class RunDir(AbstractContextManager["RunDir"]):
-    """A run directory, and the lock on it while this process or a rank holds it.
+    """A run directory, and its lock while this process or a rank holds it.
 
-    A training holds the lock from the choice of its checkpoint to its end. A RunDir that is pickled
-    for a new process shares the open file with it. The lock is free when the last of these
-    processes has closed the file or ended.
+    A training run holds the lock from the time when it chooses its checkpoint until it ends. If a
+    RunDir is pickled for a new process, both processes share the open lock file. The lock becomes
+    free when the last of these processes has closed the file or ended.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -116,13 +119,13 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.config_path = self.path / "config.json"
         self.metrics_path = self.path / "metrics.jsonl"
         self.state_path = self.path / STATE_FILE
-        self.summary_path = self.path / "summary.json"  # present if the run has finished
+        self.summary_path = self.path / "summary.json"  # exists only if the run has finished
         self.checkpoints = self.path / CHECKPOINT_DIR
         self.logs = self.path / "logs"
         self.lock: IO[bytes] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Share the lock with a new process, which inherits its descriptor."""
+        """Pickle a duplicate of the lock file's descriptor for a new process."""
         return vars(self) | {"lock": self.lock and reduction.DupFd(self.lock.fileno())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -134,7 +137,7 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     @classmethod
     def fresh(cls, runs: Path) -> Self:
-        """Make a run directory named after the time; the name is unique."""
+        """Create a run directory with a unique name made from the current time."""
         stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
         try:
             runs.mkdir(parents=True, exist_ok=True)
@@ -151,7 +154,8 @@ class RunDir(AbstractContextManager["RunDir"]):
         """Take the lock; create config.json if it is missing.
 
         Raises:
-            UserError: it is still held after `patience_s`, or a file cannot be written.
+            UserError: another run still holds the lock after `patience_s`, or a file cannot be
+                written.
         """
         check_layout(self.path)
         in_use = f"{self.path} is in use by another training"
@@ -165,9 +169,9 @@ class RunDir(AbstractContextManager["RunDir"]):
         return self
 
     def hold_new(self) -> Self:
-        """Take the lock for a new run; refuse a directory that holds one."""
+        """Take the lock for a new run; refuse a directory that already holds a run."""
         self.hold(0.0)
-        if self.config_path.stat().st_size:  # another run began and ended meanwhile
+        if self.config_path.stat().st_size:  # another run has used the directory
             self.release()
             raise UserError(
                 f"{self.path} holds a run already: continue it with --resume {self.path}, or name "
@@ -178,11 +182,11 @@ class RunDir(AbstractContextManager["RunDir"]):
     def _try_to_hold(self) -> bool:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # NFS locks only a file that is open for writing
+            # NFS can lock only a file that is open for writing
             file = open(self.config_path, "a+b", opener=plain_file)  # noqa: SIM115
             with suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if leads_to(self.config_path, file):  # if not, another process removed it
+                if leads_to(self.config_path, file):  # otherwise another process removed it
                     self.lock = file
                     return True
             file.close()
@@ -191,7 +195,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         return False
 
     def release(self) -> None:
-        """Close this process's share of the lock."""
+        """Close the lock file in this process; other processes may still hold the lock."""
         if self.lock:
             with suppress(OSError):  # an environment may have closed the descriptor
                 self.lock.close()
@@ -200,22 +204,22 @@ class RunDir(AbstractContextManager["RunDir"]):
     def __exit__(self, *exc_info: object) -> None:
         with suppress(OSError):
             if self.lock and self.is_in_place() and not self.config_path.stat().st_size:
-                self.config_path.unlink()  # the start failed before its configuration was written
+                self.config_path.unlink()  # the start failed before it wrote a configuration
         self.release()
 
     def is_locked(self) -> bool:
-        """Return True if a training holds the lock."""
+        """Return True if a training run holds the lock."""
         try:
             with open(self.config_path, "rb", opener=plain_file) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return False  # closing unlocks; a training that starts just now tries again
+                return False  # closing the file unlocks it; a run that starts now retries
         except BlockingIOError:
             return True
         except OSError:
             return False
 
     def is_in_place(self) -> bool:
-        """Return False if the directory that is held was deleted or replaced."""
+        """Return False if the locked directory was deleted or replaced."""
         return self.lock is None or leads_to(self.config_path, self.lock)
 
     def is_unused(self) -> bool:
@@ -223,7 +227,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         return not self.path.exists() or set(self.path.iterdir()) <= {self.logs}
 
     def discard_unstarted(self, exit_code: int) -> None:
-        """Remove a held run without an iteration; keep the logs after exit code 1."""
+        """Delete a locked run without an iteration; after exit code 1, keep its logs."""
         held = self.lock and self.is_in_place()
         if not held or self.checkpoints.exists() or self.records(last=1):
             return
@@ -232,7 +236,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         for path in (self.config_path, self.state_path, self.metrics_path, *events, *logs):
             path.unlink(missing_ok=True)
         for folder in (self.logs, self.path):
-            with suppress(OSError):  # the folder still holds files
+            with suppress(OSError):  # the folder is not empty
                 folder.rmdir()
 
     # ---- config.json and summary.json
@@ -242,7 +246,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         return read_object(self.config_path)
 
     def flags(self) -> dict[str, str]:
-        """Return the run's configuration as flags: values as text, by name."""
+        """Return the run's configuration as flags: the text of each value, by name."""
         sections = self.config().values()
         if not all(isinstance(section, dict) for section in sections):
             raise UserError(
@@ -257,7 +261,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         return flags
 
     def write_config(self, content: Mapping[str, Any]) -> None:
-        """Write config.json in place, as it is locked; a full disk leaves it as it was."""
+        """Overwrite config.json in place, because it is locked; restore it on an error."""
         before = read_plain(self.config_path)
         try:
             self._overwrite_config(json.dumps(content, indent=2).encode() + b"\n")
@@ -272,17 +276,17 @@ class RunDir(AbstractContextManager["RunDir"]):
             file.truncate()
 
     def summary(self) -> dict[str, Any]:
-        """Return the content of summary.json, or {} before the run has finished."""
+        """Return the content of summary.json, or {} if the run has not finished."""
         return read_object(self.summary_path) if self.summary_path.exists() else {}
 
     def write_summary(self, content: Mapping[str, Any]) -> None:
-        """Write summary.json, the last file: its presence marks a finished run."""
+        """Write summary.json. Write it last: its presence marks a finished run."""
         write_whole(self.summary_path, json.dumps(content, indent=2) + "\n")
 
     # ---- metrics.jsonl
 
     def records(self, last: int | None = None) -> list[Record]:
-        """Return the valid records of metrics.jsonl: all, or the `last` ones."""
+        """Return all valid records of metrics.jsonl, or only the newest `last` of them."""
         try:
             content = read_tail(self.metrics_path) if last else read_plain(self.metrics_path, None)
         except OSError:
@@ -291,10 +295,10 @@ class RunDir(AbstractContextManager["RunDir"]):
         return records[-last:] if last else records
 
     def cut_records(self, iteration: int) -> None:
-        """Remove torn lines and the records of later iterations.
+        """Remove incomplete lines and records of iterations after `iteration`.
 
         Raises:
-            UserError: the file cannot be written, and stays as it was.
+            UserError: the file cannot be written; it stays unchanged.
         """
         if not self.metrics_path.exists():
             return
@@ -308,17 +312,17 @@ class RunDir(AbstractContextManager["RunDir"]):
             write_whole(self.metrics_path, text.decode())
 
     def write_records(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Replace metrics.jsonl by these records."""
+        """Replace the content of metrics.jsonl with these records."""
         write_whole(self.metrics_path, "".join(json.dumps(record) + "\n" for record in records))
 
     # ---- state.json
 
     def state(self) -> JobState | None:
-        """Return the content of state.json, or None without the file.
+        """Return the content of state.json, or None if there is no such file.
 
         Raises:
-            UserError: it is torn or foreign.
-            OSError: it cannot be read.
+            UserError: the file is incomplete, or comes from another program or version.
+            OSError: the file cannot be read.
         """
         try:
             return JobState.model_validate_json(read_plain(self.state_path), strict=True)
@@ -332,14 +336,14 @@ class RunDir(AbstractContextManager["RunDir"]):
             raise UserError(f"{problem}: {place}: {first['msg']}, {got}") from None
 
     def begin_state(self, **values: Any) -> None:
-        """Write the first state of a run; `values` are fields of `JobState`."""
+        """Write the first state.json of a run; `values` are fields of `JobState`."""
         values |= {"launcher_pid": launcher_pid(), "host": socket.gethostname()}
         state = JobState(started=time.time(), **values)
         with suppress(OSError):
             self._write_state(state)
 
     def update_state(self, **changes: Any) -> None:
-        """Change fields of a valid state.json; never fails."""
+        """Change fields of state.json; do nothing if it is invalid or cannot be written."""
         with suppress(OSError, UserError):
             state = self.state()
             if state and self.is_in_place():
@@ -348,14 +352,16 @@ class RunDir(AbstractContextManager["RunDir"]):
     def record_exit(
         self, pid: int, code: int, error: str = "", signum: int = 0, *, may_restart: bool = False
     ) -> None:
-        """Record the end of a run once; never fails. Call it when all ranks have ended.
+        """Record once in state.json how the run ended; ignore errors of the file.
+
+        Call this after all ranks have ended.
 
         Args:
-            pid: the launcher's; the state of another launcher stays as it is.
+            pid: process id of the launcher. A state written by another launcher is not changed.
             code: exit code of the run.
-            error: why it failed.
-            signum: the signal that ended the launcher, if any.
-            may_restart: torchrun ended the ranks and may start them again.
+            error: why the run failed.
+            signum: number of the signal that ended the launcher; 0: no signal.
+            may_restart: True if torchrun ended the ranks and may start them again.
         """
         with suppress(OSError, UserError):
             state = self.state()
@@ -379,11 +385,11 @@ class RunDir(AbstractContextManager["RunDir"]):
 
 
 def launcher_pid() -> int:
-    """Return the id of the process that starts the ranks."""
+    """Return the process id of the launcher, which starts the ranks."""
     return os.getppid() if "RANK" in os.environ else os.getpid()
 
 
 def runs_below(folder: Path) -> str:
-    """Return a clause that names runs in a folder; "": there are none."""
+    """Return the part of a message that names runs in a folder; "" without runs."""
     runs = sorted(str(path.parent) for path in folder.glob(f"*/{STATE_FILE}"))
     return f"it holds runs, name one: {', '.join(runs[:5])}" if runs else ""

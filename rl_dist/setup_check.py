@@ -1,7 +1,10 @@
-"""Check if this machine can train with given flags, by rules and a short run.
+"""Check, by rules and a short run, if this machine can train with given flags.
 
-Verdicts: ok; warning: it trains, but slower or less safely than it could; problem: it cannot train
-with these flags.
+Each check has one of three verdicts:
+
+- ok
+- warning: the machine can train, but slower or less safely than possible
+- problem: the machine cannot train with these flags
 """
 
 from __future__ import annotations
@@ -40,10 +43,10 @@ HOT_C, BUSY_PERCENT = 85, 10
 LITTLE_DISK_GIB = 1.0
 SHM_GIB = 1 / 16  # shared memory that NCCL needs for each rank
 REDUCED_BYTES = (2**10, 2**20, 2**26)
-SHORT_RUN_S = 180.0  # limit of a short run, including its start
-ENOUGH_S = 12.0  # seconds of training after which two iterations are enough
+SHORT_RUN_S = 180.0  # time limit of the short run, including its start
+ENOUGH_S = 12.0  # the short run may stop after 2 iterations if it has trained this long
 TIGHT_SHARE = 0.1  # share of the memory that should stay free
-WAITING_SHARE, ROLLOUT_SHARE = 0.2, 0.7  # shares of an iteration above which there is a warning
+WAITING_SHARE, ROLLOUT_SHARE = 0.2, 0.7  # warn above these shares of an iteration
 NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
 
 
@@ -54,20 +57,20 @@ class Check:
     name: str
     verdict: str  # OK, WARNING or PROBLEM
     measured: str
-    fix: str  # "": nothing to do
+    fix: str  # "" if there is nothing to fix
 
 
 def worst(verdicts: Iterable[str]) -> str:
-    """Return the worst verdict."""
+    """Return the worst of these verdicts, or ok if there are none."""
     return max(verdicts, key=(OK, WARNING, PROBLEM).index, default=OK)
 
 
 def check(name: str, measured: str, *rules: tuple[object, str, str]) -> Check:
-    """Return the check of a figure: the worst verdict and all fixes of broken rules.
+    """Apply rules to one measurement; return the worst verdict and all fixes.
 
     Args:
-        measured: the figure as text.
-        rules: for each rule: if it is broken, its verdict, the fix.
+        measured: the measurement as text.
+        rules: each rule is a tuple: is the rule broken, the verdict if it is, and how to fix it.
     """
     broken = [(verdict, fix) for is_broken, verdict, fix in rules if is_broken]
     verdict = worst(verdict for verdict, _ in broken)
@@ -81,19 +84,19 @@ def check_setup(
     budget: tuple[int, str],
     figures: dict[str, Any],
 ) -> Iterator[Check]:
-    """Yield the checks of a planned training, each as soon as it is made.
+    """Yield the checks of a planned training run, each as soon as it is done.
 
     Args:
-        flags: all flags of the training, also those in `launch`.
-        budget: length of the training, and its unit: episodes or steps.
-        figures: receives facts and measurements, for --json.
+        flags: all flags of the training run, including the flags in `launch`.
+        budget: length of the training run, and its unit: episodes or steps.
+        figures: dict to which facts and measurements are added, for --json.
     """
-    # the ranks and the machine
+    # check the number of ranks and the machine
     facts = read_facts(run_dir)
     figures |= {"facts": asdict(facts), "reductions_s": None, "measured": None}
     try:
         plan = resolve(launch)
-    except (ValueError, RuntimeError) as error:  # RuntimeError: CUDA does not start
+    except (ValueError, RuntimeError) as error:  # RuntimeError: CUDA cannot start
         reason = one_line(error, named=False)
         yield Check("ranks", PROBLEM, reason, "change the flags that the message names")
         yield from check_facts(facts, ResolvedLaunch(num_ranks=1, device_type="cpu", message=""))
@@ -101,7 +104,7 @@ def check_setup(
     yield check("ranks", plan.message)
     yield from check_facts(facts, plan)
 
-    # reductions between ranks, and a short run
+    # measure reductions between ranks, then a short run
     step = "reductions"
     try:
         if plan.num_ranks > 1:
@@ -134,22 +137,22 @@ def check_setup(
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about this machine that are known before anything is measured."""
+    """Facts about this machine that are known without a measurement."""
 
-    software: dict[str, str]  # versions by name
+    software: dict[str, str]  # versions of Python and torch
     gpu: GpuInfo
-    nvidia_gpus: int  # number of GPUs that the NVIDIA driver lists, whatever torch sees
+    nvidia_gpus: int  # GPUs that the NVIDIA driver lists, even if torch does not see them
     cores: int  # cores that this process may use
-    load: float  # mean number of processes that wanted a core in the last minute
-    memory_total_gib: float  # within the limit of a container
+    load: float  # mean number of running and waiting processes in the last minute
+    memory_total_gib: float  # at most the limit of a container
     shm_free_gib: float  # free space in /dev/shm
-    folder: str  # existing folder that would hold the run
+    folder: str  # the run directory, or its nearest parent that exists
     disk_free_gib: float
-    disk_error: str  # why nothing can be written to the folder; "": writing works
+    disk_error: str  # why the folder is not writable; "" if it is
 
 
 def read_facts(run_dir: Path) -> Facts:
-    """Read the facts of this machine; takes well under a second without a GPU."""
+    """Read the facts about this machine; without a GPU it takes well under 1 s."""
     path = run_dir.absolute()
     folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
     disk_error = ""
@@ -172,7 +175,7 @@ def read_facts(run_dir: Path) -> Facts:
 
 
 def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
-    """Yield the checks of facts."""
+    """Yield the checks that need no measurement: GPUs, cores and disk."""
     # GPUs
     info, ranks, on_gpu = facts.gpu, plan.num_ranks, plan.device_type == "cuda"
     if info.error:
@@ -191,7 +194,7 @@ def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
             (is_hot, WARNING, f"check its cooling: it slows down from {HOT_C} C"),
             (is_busy, WARNING, fix),
         )
-    if on_gpu and ranks > 1:  # the ranks communicate over NCCL
+    if on_gpu and ranks > 1:  # the ranks communicate through NCCL
         names = {gpu.name for gpu in info.gpus}
         fix = "expect the pace of the slowest GPU, or choose equal ones with --gpu_ids"
         yield check("models", ", ".join(names), (len(names) > 1, WARNING, fix))
@@ -226,8 +229,8 @@ def check_run(
     on_gpu: bool,
     figures: dict[str, Any],
 ) -> Iterator[Check]:
-    """Check memory and pace of a short run, and add them to the figures."""
-    # memory: the highest use of a rank, and the least free memory
+    """Check the memory use and the speed of a short run; add them to `figures`."""
+    # memory: the highest use of any rank, and the smallest free memory
     ranks = [rank for record in records for rank in record["ranks"]]
     gpu_totals = [gpu.memory_total_gib for gpu in facts.gpu.gpus if gpu.memory_total_gib]
     memory_gib = {}
@@ -243,11 +246,11 @@ def check_run(
             fix = "long episodes or other programs may need more: choose smaller sizes"
             yield check(place, text, (free < TIGHT_SHARE * total, WARNING, fix))
 
-    # pace: no time is given without a steady rate
+    # speed: estimate the time of the training run only if the speed is steady
     steps, rates, (length, unit) = steps_per_iteration(records), round_rates(records), budget
-    steps_per_s = median(record["time/sps"] for record in records)  # all ranks together
+    steps_per_s = median(record["time/sps"] for record in records)  # sum over all ranks
     total_steps = length * (1.0 if unit == "steps" else steps_per_episode(records))
-    total_s = None  # seconds of the training, without its start and its evaluations
+    total_s = None  # seconds of the training run, without start-up and evaluations
     if not is_steady(rates):
         fix = "check again without other programs"
         yield Check("pace", WARNING, describe_rates(rates), fix)
@@ -271,7 +274,7 @@ def check_run(
     figures["measured"] = {
         "iterations": len(records),
         "steps_per_second": steps_per_s,
-        "rates": rates,  # steps/s by round
+        "rates": rates,  # steps/s in each round
         "total_s": total_s,
         "rollout_share": rollouts,
         "waiting_share": waiting,

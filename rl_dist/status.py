@@ -1,7 +1,8 @@
-"""Show how a run is doing, now or until it ends: `python -m rl_dist.status`.
+"""Show the state of a run, once or until it ends: `python -m rl_dist.status`.
 
-Everything is read from the run's directory (`rl_dist.run_dir`): a run holds the lock on it while it
-trains, and its state.json says what it does. Nothing is changed, and torch is not imported.
+Everything is read from the run directory (`rl_dist.run_dir`). A run holds a lock on the directory
+while it trains, and writes its current phase to state.json. This command changes nothing, and does
+not import torch.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from rl_dist.files import Record
 from rl_dist.run_dir import ENDED, STATE_FILE, JobState, RunDir, runs_below
 
 RUNS = Path("runs")
-EVERY_S = 2.0  # between two readings of --follow
-RECENT = 20  # iterations from which figures are taken
-LINE = ("state", "progress", "speed", "returns")  # rows that --follow shows
+EVERY_S = 2.0  # seconds between two readings with --follow
+RECENT = 20  # number of newest iterations from which values are shown
+LINE = ("state", "progress", "speed", "returns")  # rows that --follow prints
 CHANGING = (
     "state",
     "reason",
     "iteration",
     "checkpoint",
-)  # --follow prints a line when one of these changes
+)  # --follow prints a new line when one of these values changes
 OVER = ("finished", "stopped", "failed", "dead")
 RETURNS = ("episode/return", "valid/return", "valid/sharpe")
-USE = ("cpu/", "ram/", "gpu/", "time/idle_share")  # prefixes of a rank's metrics
+USE = ("cpu/", "ram/", "gpu/", "time/idle_share")  # prefixes of metrics shown for each rank
 EPILOG = """examples:
   python -m rl_dist.status                          the newest run below runs/
   python -m rl_dist.status runs/my_run --follow     a line per change, until it ends
@@ -50,10 +51,10 @@ Status = dict[str, Any]
 
 
 def read_status(run_dir: Path) -> Status:
-    """Return what the files and the lock of a run say; unknown values are None.
+    """Return the status of a run from its files and its lock; None: value unknown.
 
     Raises:
-        UserError: there is no run here, or its state.json is torn or foreign.
+        UserError: the folder holds no run, or state.json is incomplete or from another program.
     """
     run = RunDir(run_dir)
     job = run.state() if run_dir.is_dir() else None
@@ -102,7 +103,10 @@ def _latest(records: Iterable[Record], names: tuple[str, ...]) -> Record:
 
 
 def _state_of(run: RunDir, job: JobState) -> tuple[str, str]:
-    """Return a run's state (starting, restarting, running or one of OVER) and the reason."""
+    """Return the state of a run, and the reason for it.
+
+    The state is starting, restarting, running or one of OVER.
+    """
     if run.is_locked():
         if job.phase in ("starting", "restarting"):
             return job.phase, f"restart {job.restarts}" if job.restarts else ""
@@ -118,11 +122,11 @@ def _state_of(run: RunDir, job: JobState) -> tuple[str, str]:
     return "dead", f"it ended during {job.phase} {why}; {fix}"
 
 
-# ---- showing it
+# ---- showing a run
 
 
 def describe(run: Status) -> dict[str, str]:
-    """Return the rows that people see: text by name."""
+    """Return the rows to print: the text of each row, by name."""
     share = min(1.0, run["done"] / run["total"]) if run["total"] else 0.0
     done = f"{run['done']:,} of {run['total']:,} {run['unit']} ({share:.0%})"
     rows = {
@@ -146,7 +150,7 @@ def describe(run: Status) -> dict[str, str]:
 
 
 def _listed(metrics: Record) -> str:
-    """Return metrics as text; their names hold the units."""
+    """Format metrics as text; their names contain the units."""
     return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "/" in name)
 
 
@@ -154,7 +158,7 @@ def _listed(metrics: Record) -> str:
 
 
 def newest_run(runs: Path) -> Path:
-    """Return the run below `runs` that was written to last."""
+    """Return the run below `runs` whose state.json was written last."""
     states = list(runs.glob(f"*/{STATE_FILE}"))
     if not states:
         raise UserError(f"there is no run in {runs}/: name a run directory")
@@ -196,6 +200,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    for signum in (signal.SIGPIPE, signal.SIGINT):  # `| head` and Ctrl-C end it quietly
+    for signum in (signal.SIGPIPE, signal.SIGINT):  # `| head` and Ctrl-C end it silently
         signal.signal(signum, signal.SIG_DFL)
     sys.exit(main())
