@@ -1,4 +1,4 @@
-"""Registers our environments with Gymnasium; makes batches of any environment."""
+"""Register our environments with Gymnasium; make batches of any environment."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from envs.vector.guards import is_own_fault, place_of
 from rl_dist.errors import did_you_mean, no_module, one_line
 
-# torch and pandas are imported when an environment is made, not when ids are registered.
+# Keep this import fast: torch and pandas are imported only when an environment is made.
 if TYPE_CHECKING:
     from envs.vector.adapter import TorchVectorEnv
 
 TRADING_ID = "StockTrading-v0"
 MEMORY_IDS = ("Recall-v0", "CartPolePositions-v1", "MountainCarPositions-v0")
-# Gymnasium's own vector form of CartPole has one generator for all environments.
+# Gymnasium's vector CartPole shares one generator among all environments; ours does not.
 OUR_CART_POLE = "envs.memory_tasks:CartPoleVectorEnv"
 
 _LOGGER = logging.getLogger(__name__)
@@ -49,10 +49,10 @@ def make_vector_env(
     """Make a batch of environments from a Gymnasium id or `module:id`.
 
     Args:
-        vectorization: "auto" takes the vector form of the environment (our own one for CartPole-v1)
-            if it has autoreset SAME_STEP and takes one seed per environment. Otherwise, or with
-            "sync", `env_restarts` or `info_mask`, single environments step one after the other.
-        heartbeat: called before an environment is made, and as TorchVectorEnv says.
+        vectorization: "auto" uses the environment's vector version (ours for CartPole-v1) if it has
+            autoreset SAME_STEP and accepts one seed per environment. Otherwise, or with "sync",
+            `env_restarts` or `info_mask`, single environments are stepped one after the other.
+        heartbeat: called before each single environment is made, and later by TorchVectorEnv.
         options: other fields of TorchVectorEnv.
 
     Raises:
@@ -66,7 +66,7 @@ def make_vector_env(
 
     def make() -> gymnasium.Env[Any, Any]:
         heartbeat()
-        # OneByOne checks every step itself.
+        # Gymnasium's checker is not needed: OneByOne checks every step.
         return gymnasium.make(spec, disable_env_checker=True, **kwargs)
 
     vector_spec = spec
@@ -95,7 +95,7 @@ def make_vector_env(
 
 
 def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
-    """Return the spec of an id or `module:id`; an unknown id is a ValueError."""
+    """Return the spec of an id or `module:id`; raise ValueError if it is unknown."""
     module, _, name = env_id.rpartition(":")
     try:
         if module:
@@ -113,14 +113,14 @@ def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
 
 
 def _seeds_each(make_batch: Callable[[int], VectorEnv[Any, Any, Any]]) -> bool:
-    """Return whether a batch is SAME_STEP and takes one seed per environment."""
+    """Return whether batches use SAME_STEP and accept one seed per environment."""
     try:
         env = make_batch(2)
         first = np.array(env.reset(seed=[11, 12])[0])  # type: ignore[arg-type]
         second = np.array(env.reset(seed=[12, 11])[0])  # type: ignore[arg-type]
         same_step = env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
         env.close()
-    except Exception as error:  # environments refuse a list of seeds in many ways
+    except Exception as error:  # a refused list of seeds may raise anything
         _LOGGER.info("environments step one after the other: %s", one_line(error))
         return False
     return same_step and np.array_equal(first, second[::-1])

@@ -12,19 +12,19 @@ from gymnasium.envs.classic_control.continuous_mountain_car import Continuous_Mo
 
 from envs.vector.batched import BatchedEnv, Outcome, SingleEnv
 
-_START_BOUND = 0.05  # CartPole starts with every coordinate uniform in [-0.05, 0.05]
-# of the mountain car
+_START_BOUND = 0.05  # CartPole draws each start coordinate from [-0.05, 0.05]
+# constants of the mountain car
 _GRAVITY = 0.0025
-_COST = 0.1  # cost per squared action
+_COST = 0.1  # cost of a step, times the squared action
 _PRIZE = 100.0
 
 
 class RecallVectorEnv(BatchedEnv):
     """Recall-v0: a tiny task that needs memory.
 
-    The first observation shows one of `num_cues` cues. `delay` observations of noise follow. The
-    next one raises the query flag: the action then earns 1 if it is the number of the cue. Without
-    memory the best mean return is 1 / num_cues.
+    The first observation shows one of `num_cues` cues. The next `delay` observations show only
+    noise. Then the query flag is 1, and the action earns 1 if it equals the number of the cue.
+    Without memory the best mean return is 1 / num_cues.
 
     Observation [num_cues + num_noise + 1]: the cue (one-hot at the first step, else zeros), noise
     in [-1, 1], the query flag. An episode terminates after delay + 2 steps.
@@ -44,17 +44,17 @@ class RecallVectorEnv(BatchedEnv):
         self.noise = np.zeros((num_envs, delay + 2, num_noise))
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
-        """Draw the cue and the noise of every step as uniforms in [0, 1)."""
+        """Draw uniform numbers in [0, 1) for the cue and for the noise of every step."""
         return generator.random(1 + self.noise[0].size)
 
     def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
-        """Start new episodes with a new cue and new noise."""
+        """Start new episodes with the drawn cues and noise."""
         self.cue[rows] = (draws[:, 0] * self.num_cues).astype(np.int64)
         self.noise[rows] = 2.0 * draws[:, 1:].reshape(len(rows), *self.noise.shape[1:]) - 1.0
         self.age[rows] = 0
 
     def observe(self) -> np.ndarray:
-        """Return the observations; after the query they are zeros."""
+        """Return the observations, which are zeros after the query."""
         obs = np.zeros(self.observation_space.shape or (), dtype=np.float32)
         (fresh,) = np.nonzero(self.age == 0)
         obs[fresh, self.cue[fresh]] = 1.0
@@ -64,7 +64,7 @@ class RecallVectorEnv(BatchedEnv):
         return obs
 
     def advance(self, actions: np.ndarray) -> Outcome:
-        """Reward the right answer to the query and end the episode there."""
+        """Reward the right answer to the query, and end the episode after the query."""
         is_query = self.age == self.query_age
         rewards = (is_query & (actions == self.cue)).astype(np.float64)
         self.age += 1
@@ -72,16 +72,16 @@ class RecallVectorEnv(BatchedEnv):
 
 
 class CartPoleVectorEnv(BatchedEnv):
-    """CartPole-v1 as a batch that equals Gymnasium's environment bit for bit.
+    """CartPole-v1 as a batch, bit for bit equal to Gymnasium's single environment.
 
-    The time limit is part of the environment, so that a snapshot includes it.
+    The environment applies the time limit itself, so that snapshots include the elapsed steps.
 
     Source of the dynamics: gymnasium/envs/classic_control/cartpole.py (Barto, Sutton, Anderson
     1983).
     """
 
     state_names = ("state", "elapsed")
-    observed = slice(None)  # columns of the state (x, x_dot, theta, theta_dot)
+    observed = slice(None)  # observed columns of (x, x_dot, theta, theta_dot)
 
     def __init__(self, num_envs: int = 1, *, max_episode_steps: int = 500) -> None:
         self._physics = CartPoleEnv()  # only its constants are used
@@ -106,7 +106,7 @@ class CartPoleVectorEnv(BatchedEnv):
         return self.state[:, self.observed].astype(np.float32)
 
     def advance(self, actions: np.ndarray) -> Outcome:
-        """Take one Euler step, with operations in the order of CartPoleEnv.step."""
+        """Take one Euler step, with the same order of operations as CartPoleEnv.step."""
         physics = self._physics
         x, x_dot, theta, theta_dot = self.state.T
         force = np.where(actions == 1, physics.force_mag, -physics.force_mag)
@@ -125,9 +125,9 @@ class CartPoleVectorEnv(BatchedEnv):
 
 
 class CartPolePositionsVectorEnv(CartPoleVectorEnv):
-    """CartPolePositions-v1: CartPole-v1 without velocities, which needs memory.
+    """CartPolePositions-v1: CartPole-v1 without observed velocities; needs memory.
 
-    An observation is the position of the cart (m) and the angle of the pole (rad).
+    An observation holds the position of the cart (m) and the angle of the pole (rad).
     """
 
     observed = slice(None, None, 2)
@@ -136,8 +136,9 @@ class CartPolePositionsVectorEnv(CartPoleVectorEnv):
 class MountainCarPositionsVectorEnv(BatchedEnv):
     """MountainCarPositions-v0: sparse reward, continuous actions, no velocities.
 
-    MountainCarContinuous-v0, of which only the position is observed. Every action costs, and only
-    the summit pays. White noise never reaches it, so a policy learns to stand still.
+    The task is MountainCarContinuous-v0 with only the position observed. Every action has a cost,
+    and only reaching the summit earns a reward. Exploration with white noise never reaches the
+    summit, so a policy that explores this way learns to stand still.
 
     Source of the dynamics: gymnasium/envs/classic_control/continuous_mountain_car.py (Moore 1990).
     """

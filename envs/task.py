@@ -1,4 +1,4 @@
-"""The flags that choose a task, and the task of any Gymnasium environment."""
+"""Flags that choose a task, and the task class for Gymnasium environments."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from envs.vector.guards import end_process
 from rl_dist.errors import printable
 from rl_dist.flags import Field, Text, configuration, or_auto
 
-AUTO = -1  # env_workers: a training measures the best number; other commands use 0
+AUTO = -1  # env_workers auto: training measures the best number; other commands use 0
 
 
 @configuration
 class TaskConfig:
-    """The environment of a run, and how it is stepped."""
+    """Flags that choose the environment of a run and how it is stepped."""
 
     env: Text = TRADING_ID
     """Gymnasium id, or module:id to import a module first."""
@@ -53,7 +53,7 @@ class TaskConfig:
 
     @property
     def is_trading(self) -> bool:
-        """True for our trading task."""
+        """True if the environment is our trading task."""
         return self.env == TRADING_ID
 
     def kwargs(self) -> dict[str, Any]:
@@ -69,26 +69,26 @@ class TaskConfig:
         return arguments
 
 
-# flags that make_vector_env takes
+# flags that are passed to make_vector_env
 _OPTIONS = ["vectorization", "info_mask", "previous_action", "previous_reward"]
 _OPTIONS += ["env_timeout", "env_restarts"]
 
 
 @dataclass(frozen=True)
 class GymTask:
-    """The task of a Gymnasium environment, as TradingTask is that of trading."""
+    """Makes the environments of a run; TradingTask does the same for trading."""
 
     config: TaskConfig
-    end: Callable[[str], None] = end_process  # ends the process if an environment hangs for good
+    end: Callable[[str], None] = end_process  # ends the process if a hang cannot be interrupted
     heartbeat: Callable[[], None] = lambda: None  # called while environments make progress
 
     def __post_init__(self) -> None:
-        find_spec(self.config.env)  # refuses an unknown one
+        find_spec(self.config.env)  # raises if the environment is unknown
 
     def training_env(
         self, num_envs: int, env_offset: int = 0, device: str = "cpu", kind: str = "environment"
     ) -> Any:
-        """Make environments number `env_offset` and up; messages name them by `kind`."""
+        """Make environments numbered from `env_offset`; messages call them `kind`."""
         config = self.config
         options: dict[str, Any] = {name: getattr(config, name) for name in _OPTIONS}
         options |= {"env_id": config.env, "num_envs": num_envs, "env_kwargs": config.kwargs()}
@@ -102,11 +102,11 @@ class GymTask:
         return make_vector_env(end=self.end, **options)
 
     def evaluation_env(self, num_envs: int, env_offset: int = 0, device: str = "cpu") -> Any:
-        """Make environments that messages do not confuse with those of training."""
+        """Make environments that messages call "evaluation environment"."""
         return self.training_env(num_envs, env_offset, device, "evaluation environment")
 
     def probe_env(self) -> Any:
-        """Make one environment in this process, to read its spaces."""
+        """Make one environment in this process, so that its spaces can be read."""
         config = replace(self.config, env_workers=0)
         return replace(self, config=config).training_env(1)
 

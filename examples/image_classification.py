@@ -1,9 +1,10 @@
-"""Train a small CNN on generated images of waves, on one rank or many: the general-purpose API.
+"""Train a small CNN on generated images of waves with the general-purpose API.
 
     python examples/image_classification.py
     python examples/image_classification.py --num_gpus 2 --device cpu
 
-Every rank sees its share of the same batches, so the figures do not depend on the number of ranks.
+The batches are the same for any number of ranks, and each rank processes its share of every batch.
+Therefore the results do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installation
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ from rl_dist.supervised.fit import accuracy, evaluate, fit
 
 
 def make_images(count: int, seed: int) -> TensorDataset:
-    """Return noisy waves [count, 1, 16, 16], and the numbers of their 4 directions [count]."""
+    """Return noisy waves [count, 1, 16, 16] and their directions 0 to 3, [count]."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(4, (count,), generator=generator)
     shifts = 6.0 * torch.rand(count, 1, 1, generator=generator)
@@ -42,7 +43,7 @@ def make_images(count: int, seed: int) -> TensorDataset:
 
 
 def run_rank(fitting: FitConfig, launching: LaunchConfig, device: str) -> int:
-    """Train and test on this rank; the main process prints the test's figures."""
+    """Train and test on this rank; the main process prints the test metrics."""
     world = open_world(device)
     strategy = Strategy(launching.strategy_config, world)
     torch.manual_seed(fitting.seed)
@@ -52,7 +53,7 @@ def run_rank(fitting: FitConfig, launching: LaunchConfig, device: str) -> int:
         nn.Flatten(), nn.Linear(128, 4),
     )  # fmt: skip
     module = strategy.wrap(network.to(world.device))
-    loader = partial(DataLoader, batch_size=64)  # over all ranks
+    loader = partial(DataLoader, batch_size=64)  # 64 in all ranks together
     criterion, metrics = nn.CrossEntropyLoss(), {"accuracy": accuracy}
     result = fit(
         module,

@@ -1,12 +1,12 @@
-"""Search for settings with Optuna, which ends hopeless trainings early.
+"""Search for good settings with Optuna, which stops bad runs early.
 
     pip install 'clstm-ppo[optuna]'
     python examples/optuna_search.py
 
-Every evaluation is reported to the trial. If Optuna's pruner finds it worse than those of other
-trials at the same point, the callback returns False, and the training stops. Start it
-several times with one storage, on one machine or many, and they share the search. Confirm the
-winner with other seeds: the best of many trials looks better than it is.
+Every validation result is reported to the Optuna trial. If the result is worse than the median of
+other trials at the same step, the callback returns False and the training stops. Several copies of
+this script, on one machine or many, share one search if they use the same storage. Check the best
+settings again with other seeds: the best result of many trials is partly luck.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installation
 
 import optuna
 
@@ -23,7 +23,7 @@ from rl_dist.errors import UserError
 
 
 def objective(trial: optuna.Trial, total_steps: int, **fixed: object) -> float:
-    """Train with the settings of a trial; return the mean return without noise."""
+    """Train with a trial's settings; return the mean test return without noise."""
 
     def report(moment: Moment) -> bool:
         trial.report(moment.metrics["valid/return"], moment.metrics["global_step"])
@@ -44,7 +44,7 @@ def objective(trial: optuna.Trial, total_steps: int, **fixed: object) -> float:
 
 
 def main(trials: int = 20, total_steps: int = 20_000, **fixed: object) -> optuna.Study:
-    """Search, continuing the search that the storage holds."""
+    """Run trials; continue the search if the storage already holds one."""
     storage, pruner = "sqlite:///search.db", optuna.pruners.MedianPruner(n_startup_trials=4)
     how = {"storage": storage, "load_if_exists": True, "study_name": "cartpole"}
     study = optuna.create_study(direction="maximize", pruner=pruner, **how)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""An example environment: remember a cue, and name it when asked.
+"""An example of an environment: remember a cue and name it when asked.
 
-Run it from this folder, or copy it into yours:
+Run this command here, or copy this file into your own folder and run it there:
 
     python ../train_distributed.py --env own_environment:Cue-v0 --total_steps 20000
 """
@@ -17,9 +17,9 @@ DELAY = 4  # steps between the cue and the question
 
 
 class CueEnv(gymnasium.Env[np.ndarray, np.int64]):
-    """The first observation shows a cue; the answer to it earns 1 after a delay."""
+    """A task that shows a cue and, after a delay, rewards naming the cue with 1."""
 
-    observation_space = spaces.Box(0.0, 1.0, (3,), np.float32)  # two cues, and the question
+    observation_space = spaces.Box(0.0, 1.0, (3,), np.float32)  # one-hot cue, question flag
     action_space = spaces.Discrete(2)
 
     def reset(
@@ -32,7 +32,7 @@ class CueEnv(gymnasium.Env[np.ndarray, np.int64]):
         return self._observation(), {}
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Reward the right answer, which ends the episode."""
+        """Advance one step; after the question, reward the right answer and end."""
         asked = self.age == DELAY
         reward = float(asked and action == self.cue)
         self.age += 1

@@ -1,9 +1,9 @@
-"""A core whose memory is not learned: fixed rotations keep the last steps as they were.
+"""A recurrent core with fixed memory: oscillators store the latest inputs.
 
-Each channel drives `hidden_size` oscillators of different, fixed speeds, as in a linear recurrent
-unit (Orvieto et al., ICML 2023) with fixed eigenvalues that are spread over the unit circle.
-Together their phases hold the last 2 * hidden_size inputs: only writing and reading are trained.
-All steps of a sequence are computed together.
+Each channel drives `hidden_size` oscillators with different fixed frequencies, like a linear
+recurrent unit (Orvieto et al., ICML 2023) with fixed eigenvalues spread over the unit circle.
+Together their phases store the last 2 * hidden_size inputs. Only the layers that write to and read
+from this memory are trained. All steps of a sequence are computed in parallel.
 
 python train_distributed.py --env popgym:popgym-RepeatPreviousMedium-v0 --preset memory \
     --policy own --core examples.phase_core:PhaseCore --bptt_steps 128 --gamma 0
@@ -20,7 +20,7 @@ CHANNELS = 4
 
 
 class PhaseCore(nn.Module):
-    """`CHANNELS` channels of complex states, and a layer that reads them."""
+    """A core with `CHANNELS` channels of complex states and a layer that reads them."""
 
     num_states = 2 * CHANNELS  # real and imaginary parts
 
@@ -28,21 +28,22 @@ class PhaseCore(nn.Module):
         super().__init__()
         if num_layers != 1:
             raise ValueError(f"num_layers must be 1, got {num_layers}")
-        self.window = 2 * hidden_size  # steps until a state has fallen to 1/e
+        self.window = 2 * hidden_size  # steps in which a state decays to 1/e
         self.write = nn.Linear(num_inputs, CHANNELS)
         self.read = nn.Linear(num_inputs + self.num_states * hidden_size, hidden_size)
 
     def powers(self, length: int, like: Tensor) -> Tensor:
-        """Return the eigenvalues to the power of 1 to `length`, [length, H] complex."""
+        """Return the powers 1 to `length` of the eigenvalues, [length, H] complex."""
         times = torch.arange(1, length + 1, device=like.device, dtype=like.dtype)[:, None]
         speeds = torch.arange(self.window // 2, device=like.device, dtype=like.dtype) + 0.5
         angles = times * speeds * (2 * math.pi / self.window)
         return torch.polar(torch.exp(-times / self.window).expand_as(angles), angles)
 
     def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Map inputs [L, N, F] and a state [2 * CHANNELS, N, H] to outputs [L, N, H] and a state.
+        """Return outputs [L, N, H] and the new state, for inputs [L, N, F].
 
-        h_t = a^t (h_0 + the sum of u_s / a^s over s <= t), which is h_t = a h_(t-1) + u_t.
+        The state is [2 * CHANNELS, N, H]. The recurrence h_t = a h_(t-1) + u_t is computed as
+        h_t = a^t (h_0 + the sum of u_s / a^s over s <= t).
         """
         powers = self.powers(len(inputs), state)[:, None, None]  # [L, 1, 1, H]
         written = self.write(inputs)[..., None] / math.sqrt(self.window)  # [L, N, CHANNELS, 1]

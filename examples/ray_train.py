@@ -2,8 +2,8 @@
 
     python examples/ray_train.py --workers 2 --max_failures 3 --run_dir /shared/run
 
-All other flags are those of the training. Every node needs this checkout at the same path, the
-same Python environment with the extra `ray`, and the run directory.
+All other flags are passed to train_distributed.py. Every node needs this checkout at the same path,
+the same Python environment with the extra `ray`, and access to the run directory.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ SCRIPT = Path(__file__).resolve().parents[1] / "train_distributed.py"
 
 
 def train_as_rank(config: dict[str, Any]) -> None:
-    """Train as the rank that Ray's variables name, in a new process.
+    """Run one rank in a new process; Ray's environment variables name the rank.
 
-    Ray has opened a process group in this process. Here it only shares a free port, at which the
-    ranks of the training meet.
+    Ray has opened a process group in this process. It is only used to send a free port to all
+    ranks, where the training processes connect to each other.
     """
     import torch
     import torch.distributed as dist
@@ -34,12 +34,12 @@ def train_as_rank(config: dict[str, Any]) -> None:
     variables = os.environ | {"MASTER_PORT": str(port.item())}
     argv = [sys.executable, config["script"], *config["flags"]]
     code = subprocess.run(argv, env=variables).returncode
-    if code:  # Ray then ends the other ranks, and restarts all of them
+    if code:  # Ray then ends the other ranks and restarts all ranks
         raise RuntimeError(f"rank {variables['RANK']} ended with code {code}")
 
 
 def main() -> None:
-    """Start the ranks and wait for their end."""
+    """Start the ranks and wait until they have ended."""
     about = __doc__.partition("\n")[0]
     parser = argparse.ArgumentParser(
         description=about,

@@ -1,1 +1,1 @@
-"""Daily stock trading: data, features, accounting, environment, baselines."""
+"""Daily stock trading: data, features, accounting, environment and baselines."""

@@ -1,7 +1,7 @@
-"""Rules that trade without learning: equal weight, a reference, no memory.
+"""Rules without learning: equal weight, a reference, and a memoryless rule.
 
-Each is called as rule(env, obs, episode_start) with a TradingVectorEnv in evaluation mode, uses the
-environment only, and returns actions [B, n].
+Each rule is called as rule(env, obs, episode_start) with a TradingVectorEnv in evaluation mode. It
+reads only the environment and returns actions [B, n].
 """
 
 from __future__ import annotations
@@ -27,27 +27,29 @@ from envs.trading.simulated_market import (
     TAIL_DEGREES,
 )
 
-LEVEL_DAYS = 20  # the usual volume is the median over this many earlier days
-SURPRISE_NOISE = 0.30  # sd of log volume minus that median on an ordinary day
-BLUNDER = 1e-4  # added to densities, so that one strange volume excludes no state
+LEVEL_DAYS = 20  # the usual log volume is the median of this many earlier days
+SURPRISE_NOISE = 0.30  # sd of (log volume - usual log volume) on days without an event
+BLUNDER = 1e-4  # added to densities, so that one unlikely volume rules out no state
 VOLATILITY_MEMORY = 0.94  # decay of the exponentially weighted variance (RiskMetrics)
-FIRST_VARIANCE = 3e-4  # variance of daily returns before the first one is known
-DIRECTIONS = np.array([[-1.0], [0.0], [1.0]])  # drought, no event, surge; or down, none, up
-WARM_UP_DAYS = 60  # after a few announcements, the filter no longer depends on its start
-BAND = 0.01  # share of the value; smaller differences to the target are not traded
-OUTLOOK_DAYS = 4  # the reference looks ahead, because orders of 5 % take days to reach a target
-HURDLE = 0.30  # the reference holds stocks with an expected move above this share of the edge
-WEAK_EDGE = 15.0  # bps; below it, the market's drift is worth more than avoiding falls
+FIRST_VARIANCE = 3e-4  # variance of daily returns until the first return is known
+DIRECTIONS = np.array([[-1.0], [0.0], [1.0]])  # drought, no event, surge; or down, no drift, up
+WARM_UP_DAYS = 60  # a few announcements: enough to make the filter's start state irrelevant
+BAND = 0.01  # smaller differences from the target weights are not traded
+OUTLOOK_DAYS = 4  # look ahead so far, because with orders of 5 % a target takes days
+HURDLE = 0.30  # the reference holds stocks whose expected move, in edges, is above this
+WEAK_EDGE = 15.0  # bps; at or below this, holding earns more than avoiding expected falls
 
 
-# The announcements of a stock that still matter, newest first: age in days, and a value. It is 1
-# for a surge and -1 for a drought; on the day of its denial -2 or 2, and 0 afterwards.
+# The announcements of one stock that still matter, newest first, as pairs (age in days, value). The
+# value is 1 for a surge and -1 for a drought. If the announcement is denied, the value is -2
+# (surge) or 2 (drought) on the day of the denial, and 0 afterwards.
 State = tuple[tuple[int, int], ...]
 
 
 def _followers(state: State) -> dict[State, float]:
-    """Return the states of the next day with their probabilities."""
-    # all are a day older, a denied one no longer counts, and those with a past drift are forgotten
+    """Return the possible states of the next day with their probabilities."""
+    # Age every announcement by a day, set the value of denied ones to 0, and drop those whose drift
+    # is over.
     older = [(age + 1, value if abs(value) < 2 else 0) for age, value in state]
     newest, *others = older
     others = [item for item in others if item[0] < DELAY_DAYS + MOVE_DAYS]
@@ -58,7 +60,7 @@ def _followers(state: State) -> dict[State, float]:
         return {denied: DENIAL_CHANCE, quiet: 1.0 - DENIAL_CHANCE}
     if age < GAP_DAYS[0]:
         return {quiet: 1.0}
-    # probability that the next announcement comes today, as gaps are uniform
+    # probability that the next announcement comes today; gaps are uniformly distributed
     due = 1.0 / (GAP_DAYS[1] - age + 1)
     followers: dict[State, float] = {((0, kind), *quiet): due / 2.0 for kind in (1, -1)}
     if due < 1.0:
@@ -67,7 +69,7 @@ def _followers(state: State) -> dict[State, float]:
 
 
 def _expected_move(state: State, ahead: int) -> float:
-    """Return the expected move, in edges, some days after the day of a state."""
+    """Return the expected move, in edges, `ahead` days after the day of a state."""
     return sum(
         value * (1.0 - DENIAL_CHANCE if age < DENIAL_DAYS else 1.0)
         for age, value in state
@@ -76,21 +78,21 @@ def _expected_move(state: State, ahead: int) -> float:
 
 
 def _event_of(state: State) -> int:
-    """Return the event of the day that ends in this state, -1, 0 or 1."""
+    """Return the event on the day that ends in this state: -1, 0 or 1."""
     age, value = state[0]
     if age == 0:
         return value
-    return value // 2 if abs(value) == 2 else 0  # a denial
+    return value // 2 if abs(value) == 2 else 0  # 2 or -2: the denial is today
 
 
 def news_model() -> tuple[np.ndarray, ...]:
-    """Return the generator as a hidden Markov model of one stock with S states.
+    """Return the simulator's news as a hidden Markov model of one stock, S states.
 
     Returns:
-        Transition [S, S]: probability of a state (column) on the day after another one (row).
-        Start [S]: how often each state occurs.
-        Event [S] and move [S], -1, 0 or 1, of the day that ends in a state.
-        Outlook [S, OUTLOOK_DAYS]: expected moves of the next days, in edges.
+        Transition [S, S]: probability of the next day's state (column) given today's state (row).
+        Start [S]: long-run frequency of each state.
+        Event [S] and move [S]: event and move, -1, 0 or 1, on the day that ends in a state.
+        Outlook [S, OUTLOOK_DAYS]: expected moves on the next days, in edges.
     """
     states: list[State] = [((0, 1),)]
     for state in states:  # the list grows during the loop
@@ -98,7 +100,7 @@ def news_model() -> tuple[np.ndarray, ...]:
     rows = [_followers(state) for state in states]
     transition = np.array([[row.get(state, 0.0) for state in states] for row in rows])
     start = np.full(len(states), 1.0 / len(states))
-    for _ in range(500):  # converges to the same frequencies from any start
+    for _ in range(500):  # converges to the long-run frequencies from any start
         start = start @ transition
     event = np.array([_event_of(state) for state in states])
     move = np.array([round(_expected_move(state, 0)) for state in states])
@@ -108,44 +110,44 @@ def news_model() -> tuple[np.ndarray, ...]:
 
 
 def volume_surprise(volume: np.ndarray) -> np.ndarray:
-    """Return log volume [D, k] minus its median of the LEVEL_DAYS before."""
+    """Return log volume [D, k] minus its median over the LEVEL_DAYS days before."""
     log_volume = pd.DataFrame(np.log(np.maximum(volume, 1.0)))
     usual = log_volume.rolling(LEVEL_DAYS).median().shift()
     return (log_volume - usual).fillna(0.0).to_numpy()  # 0 on the first days
 
 
 def _return_likelihood(close: np.ndarray, edge: float) -> np.ndarray:
-    """Return the likelihoods of each day's return under each move, [D, 3, k]."""
+    """Return the likelihood of each day's return for each move, [D, 3, k]."""
     returns = np.zeros_like(close)
     returns[1:] = close[1:] / close[:-1] - 1.0
     squares = pd.DataFrame(returns**2)
     squares.iloc[0] = FIRST_VARIANCE
     smoothed = squares.ewm(alpha=1.0 - VOLATILITY_MEMORY, adjust=False).mean()
-    variance = smoothed.shift(fill_value=FIRST_VARIANCE).to_numpy()  # before each day
+    variance = smoothed.shift(fill_value=FIRST_VARIANCE).to_numpy()  # known before the day
     surprise = returns[:, None] - edge * DIRECTIONS
-    # density of Student's t with the trailing variance, up to a factor
+    # density of Student's t distribution with the trailing variance, up to a constant factor
     unit = surprise**2 / (variance[:, None] * (TAIL_DEGREES - 2.0))
     return (1.0 + unit) ** (-0.5 * (TAIL_DEGREES + 1.0))
 
 
 def planted_outlook(bars: Market, first: int, market_edge: float) -> np.ndarray:
-    """Return the expected moves of the next days, by a Bayes filter of news_model().
+    """Return expected moves of the next days, from a Bayes filter of news_model().
 
-    Day d uses closes and volumes up to day d only. The filter treats stocks one by one. It is exact
-    but for its densities: log volumes with normal noise, and returns with Student's t distribution
-    and the trailing volatility.
+    The result for day d uses only closes and volumes up to day d. Stocks are filtered separately.
+    Only the densities are approximations: normal noise of log volumes, and Student's t distribution
+    of returns with the trailing volatility.
 
     Args:
-        bars: days of k stocks.
-        first: first day of the result; the filter warms up on some days before.
+        bars: daily bars of k stocks.
+        first: first day of the result; the filter warms up on up to WARM_UP_DAYS earlier days.
 
     Returns:
-        [days, k, OUTLOOK_DAYS], each from -1 to 1, in edges.
+        Expected moves [days, k, OUTLOOK_DAYS] in edges, from -1 to 1.
     """
     transition, frequency, event, move, outlook_of = news_model()
     start = max(0, first - WARM_UP_DAYS)
     close = bars.close[start:]
-    # likelihoods of each day's volume under each event, and of its return under each move
+    # likelihood of each day's volume for each event, and of its return for each move
     surprise = volume_surprise(bars.volume)[start:, None]
     distance = (surprise - EVENT_SIZE * DIRECTIONS) / SURPRISE_NOISE
     by_event = np.exp(-0.5 * distance**2) + BLUNDER  # [days, 3, k]
@@ -174,8 +176,8 @@ def follow(choose: Callable[[Market, int], np.ndarray]) -> Callable[..., Tensor]
     """Return a rule that holds 1/n of the value in each chosen stock.
 
     Args:
-        choose: called with bars of k stocks and a first day; returns for every day from that one
-            on 1 to hold a stock, 0 to sell it and NaN to trade nothing, [days, k].
+        choose: called with the bars of k stocks and a first day. Returns [days, k] for the days
+            from the first day on: 1 to hold a stock, 0 to sell it, NaN not to trade it.
     """
 
     @cache
@@ -193,11 +195,11 @@ def follow(choose: Callable[[Market, int], np.ndarray]) -> Callable[..., Tensor]
 
 
 def reference(bars: Market, first: int, market_edge: float) -> np.ndarray:
-    """Choose stocks that the generator's filter expects to rise, [days, k].
+    """Choose the stocks that the Bayes filter expects to rise, [days, k].
 
-    Their mean expected move over the next OUTLOOK_DAYS is above HURDLE edges. At a small edge, the
-    drift of the market is worth more: then all stocks are chosen that are not expected to fall. At
-    edge 0 all stocks are chosen.
+    A stock is chosen if its mean expected move over the next OUTLOOK_DAYS is above HURDLE edges. At
+    an edge of at most WEAK_EDGE, the market's own drift matters more. Then all stocks are chosen
+    whose mean is above -HURDLE. At edge 0 all stocks are chosen.
     """
     outlook = planted_outlook(bars, first, market_edge).mean(2)
     hurdle = HURDLE if market_edge > WEAK_EDGE else -HURDLE
@@ -205,12 +207,12 @@ def reference(bars: Market, first: int, market_edge: float) -> np.ndarray:
 
 
 def memoryless(bars: Market, first: int) -> np.ndarray:
-    """Choose by today's event alone, [days, k].
+    """Choose stocks by today's event only, [days, k].
 
-    Every surge leads to one purchase and every drought to one sale, each of at most one order, so
-    holdings are a slow count of past events. This use of holdings as a memory gains about a quarter
-    of what real memory gains. Of 42 rules on today's event and the holdings, this one had the best
-    Sharpe ratio after costs, on 16 training worlds at market_edge 120.
+    Every surge triggers one buy order and every drought one sell order. The holdings thereby count
+    past events slowly and act as a memory, which gains about a quarter of what real memory gains.
+    42 rules that use today's event and the holdings were compared on 16 training worlds at
+    market_edge 120; this rule had the best Sharpe ratio after costs.
     """
     surprise = volume_surprise(bars.volume)[first:]
     return np.where(np.abs(surprise) > 0.5 * EVENT_SIZE, surprise > 0, np.nan)

@@ -13,7 +13,7 @@ SPAN_DATES = ("train_start", "train_end", "valid_start", "valid_end", "test_star
 
 @configuration
 class DataConfig:
-    """Choose the market data, and its training, validation and test spans."""
+    """Choose the market data and the training, validation and test spans."""
 
     data: Text = "simulated"
     """simulated, or a CSV or CSV.gz file of daily bars
@@ -37,7 +37,7 @@ class DataConfig:
     test_end: Text = ""
     """Last test day; none: the last day of the data."""
 
-    data_digest: Text = ""  # hash of the file at the start of the run
+    data_digest: Text = ""  # hash of the data file when the run started
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in SPAN_DATES if getattr(self, name)}
@@ -65,7 +65,7 @@ class SimulatedMarketConfig:
     """Simulated markets to train on."""
 
 
-MAX_INITIAL_CASH_USD = 1e8  # money stays exact up to 80 times this, see features.GRID
+MAX_INITIAL_CASH_USD = 1e8  # amounts up to 80 times this are exact, see features.GRID
 Observation = Literal["relative", "paper"]
 
 

@@ -1,4 +1,4 @@
-"""Trade stocks daily, in batches of portfolios, in torch on CPU or CUDA."""
+"""Vector environment that trades stocks daily, in torch on CPU or CUDA."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from envs.vector.layout import Layout
 from envs.vector.tensors import TensorVectorEnv
 
 REWARD_SCALE = 1e-4  # reward per USD
-# Everything that the next steps of an environment depend on
+# names of the attributes (with a leading underscore) that make up a snapshot
 STATE = ("keys", "episode", "row", "end_row", "cash", "value", "shares", "risk")
-RUIN_SHARE = 0.1  # an episode terminates below this part of the initial cash
-AHEAD = 32  # episodes drawn in one call for each environment, which costs as much as one episode
+RUIN_SHARE = 0.1  # an episode terminates if the value falls below this share of the initial cash
+AHEAD = 32  # episodes whose starts are drawn in one call; the call costs as much as for one
 
 
 def fill_orders(
@@ -34,10 +34,11 @@ def fill_orders(
 ) -> tuple[Tensor, Tensor]:
     """Fill sells up to the shares held, then buys while cash lasts.
 
-    Buys are filled from the largest priority down, ties in the order of the stocks. The first buy
-    that the cash cannot pay for is cut to the whole shares that it can pay for, and later ones are
-    not filled. If prices are multiples of 1 / GRID, all sums are exact: cash never becomes negative
-    by rounding, and the result equals that of a loop over the stocks to the last bit.
+    Buys are filled in the order of falling priority; ties are filled in the order of the stocks.
+    The first buy that the cash cannot fully pay for is cut to the affordable number of whole
+    shares, and all later buys are skipped. If prices are multiples of 1 / GRID, all sums are exact:
+    rounding never makes cash negative, and a loop over the stocks would give exactly the same
+    result.
 
     Returns:
         Cash after the fills [B, 1], and shares traded [B, n], negative if sold.
@@ -45,44 +46,45 @@ def fill_orders(
     orders = torch.maximum(orders, -shares)
     sold = orders.clamp_max(0.0)
     funds = cash - (sold * sell_price).sum(1, keepdim=True)
-    # Sort buys by falling priority. Floats that are not negative have the order of their bits,
-    # which sort a fifth faster. Sells may come anywhere, as they cost nothing.
+    # Sort buys by falling priority. Floats >= 0 can be compared as integers with the same bits,
+    # and sorting integers is a fifth faster. Sells may be anywhere, as they need no cash.
     ranking = torch.sort(priority.view(torch.int32), dim=1, descending=True, stable=True).indices
-    flow = (sold - orders).mul_(buy_price)  # [B, n] USD: minus the cost of a buy, 0 for a sell
-    flow_so_far = flow.gather(1, ranking).cumsum(1)  # in the order of the ranking
-    # Each buy can spend the funds minus the cost of the buys before it. That is negative after the
-    # first buy that is cut, so the clamp below fills nothing there.
+    flow = (sold - orders).mul_(buy_price)  # [B, n] USD: -cost of a buy, 0 for a sell
+    flow_so_far = flow.gather(1, ranking).cumsum(1)  # columns are ranks
+    # A buy can spend the funds minus the cost of all buys ranked before it. This is negative after
+    # the first buy that is cut, so that the clamp below fills nothing there.
     spendable = (funds - flow).scatter_add_(1, ranking, flow_so_far)
     affordable = spendable.div_(buy_price, rounding_mode="trunc")
     trades = torch.clamp(affordable, min=sold, max=orders)  # for a sell, both bounds are equal
     spent = trades.clamp_min(0.0).mul_(buy_price).sum(1, keepdim=True)
-    # The clamp changes nothing below 2**33 USD; above, it removes a rounding error.
+    # Below 2**33 USD the clamp changes nothing. Above, it removes a rounding error.
     return funds.sub_(spent).clamp_min_(0.0), trades
 
 
 class TradingVectorEnv(TensorVectorEnv):
     """B portfolios of n stocks, one trading day per step, on one or several markets.
 
-    On day d the agent has seen the close of d. Its actions, Box(-1, 1, (n,)), become orders of
-    whole shares (see `fill_orders`), which fill at the open of d + 1 or at the close of d
-    (`execution`). The plain reward is the change of the portfolio's value from close to close,
-    times REWARD_SCALE. An observation is the share of cash (or the cash) and then the blocks of
-    `features.feature_blocks`.
+    A step on day d: the agent sees the close of day d. Its actions, Box(-1, 1, (n,)), become orders
+    of whole shares (see `fill_orders`). The orders are filled at the open of day d + 1 or at the
+    close of day d (`execution`). The plain reward is the change of the portfolio's value from close
+    to close, times REWARD_SCALE. An observation starts with the share of cash (or the amount of
+    cash), followed by the blocks of `features.feature_blocks`.
 
-    Training: an episode lasts `episode_days` steps. Its market and first day are functions of the
-    environment's seed and the number of the episode. The first episode after a seed ends early, at
-    a random age. A value below RUIN_SHARE of the initial cash terminates. `info["raw_rewards"]`
-    holds plain rewards. The rewards to train on may be a less noisy form with the same best policy
-    (Ng, Harada and Russell 1999, "Policy invariance under reward transformations"):
-    "attributed" adds discount * potential(next) - potential(now), where the potential is the
-    discounted later profit of the shares held, so a trade's profit counts when the trade is made;
-    "excess" subtracts what an equal-weight portfolio of the initial cash earns on that day.
-    What either form adds to an episode does not depend on the actions.
+    Training: an episode lasts `episode_days` steps. Its market and first day depend only on the
+    environment's seed and the number of the episode. The first episode after seeding is shortened
+    to a random length, so that environments do not end in step. An episode terminates if the value
+    falls below RUIN_SHARE of the initial cash. `info["raw_rewards"]` holds the plain rewards. The
+    returned rewards can have less noise and the same best policy (Ng, Harada and Russell 1999,
+    "Policy invariance under reward transformations"):
+    - "attributed" adds discount * potential(next) - potential(now). The potential is the discounted
+      later profit of the shares held, so the profit of a trade is rewarded when the trade is made.
+    - "excess" subtracts what an equal-weight portfolio of the initial cash earns on that day.
+    The sum that either form adds to an episode does not depend on the actions.
 
     Evaluation (`evaluation=True`, one environment per market): every episode is one pass from
     span.first to span.last.
 
-    Everything is a tensor on `device`. A step never waits for a GPU or loops over environments.
+    All data are tensors on `device`. A step never waits for a GPU or loops over environments.
     """
 
     can_snapshot = True
@@ -111,11 +113,11 @@ class TradingVectorEnv(TensorVectorEnv):
         self.evaluation = evaluation
         self.span = span
         self.device = torch.device(device)
-        self.reads_steps = self.device.type == "cpu"  # reading a step on a GPU would wait for it
+        self.reads_steps = self.device.type == "cpu"  # reading from a GPU would block
         self.markets = markets
         self.tickers = markets[0].tickers
         self._episode_days = self.num_days - 1 if evaluation else config.episode_days
-        # tables for the steps
+        # tables that the steps read
         num_stocks = len(self.tickers)
         tables = market_tables(markets, span, config, train_span, discount)
         self._portfolio_column = portfolio_columns(config.observation, num_stocks).start
@@ -145,17 +147,17 @@ class TradingVectorEnv(TensorVectorEnv):
 
     @property
     def row(self) -> Tensor:
-        """Rows of the market tables, [B]: market * num_days + day - span.first."""
+        """Current row in the market tables, [B]: market * num_days + day - span.first."""
         return self._row.clone()
 
     @property
     def portfolio_value(self) -> Tensor:
-        """Cash and stocks in USD at the last close, [B] float64."""
+        """Value of cash and stocks at the last close, [B] float64 in USD."""
         return self._value.squeeze(1).clone()
 
     @property
     def weights(self) -> Tensor:
-        """Share of the value held in each stock at the last close, [B, n]."""
+        """Fraction of the portfolio's value in each stock at the last close, [B, n]."""
         closes = self._prices[:, 0].index_select(0, self._row)
         return self._shares * closes / self._value
 
@@ -165,8 +167,9 @@ class TradingVectorEnv(TensorVectorEnv):
         """Start an episode in every environment.
 
         Args:
-            seed: one integer per environment, or s for s, s + 1, ...; None: the next episodes.
-            options: {"random_age": False} makes the first episodes full ones.
+            seed: one integer per environment; an integer s means s, s + 1, ...; None: start the
+                next episodes of the current seeds.
+            options: {"random_age": False} gives these episodes their full length.
         """
         if seed is not None or self._keys is None:
             self._keys = seed_keys(seed, self.num_envs).to(self.device)
@@ -180,7 +183,7 @@ class TradingVectorEnv(TensorVectorEnv):
         return obs, {}
 
     def _draw_starts(self) -> None:
-        """Draw the first rows of the current episodes and the next AHEAD ones."""
+        """Draw the start rows of the current episodes and of the next AHEAD episodes."""
         assert self._keys is not None
         self._drawn_from = self._episode
         self._restarts_left = AHEAD
@@ -198,10 +201,10 @@ class TradingVectorEnv(TensorVectorEnv):
         """Trade one day in every environment; start the next episode if one ended.
 
         Returns:
-            obs [B, F] float32, rewards [B] float64, terminated [B], truncated [B] and info. Its
-            "final_obs" [B, F] is the last observation of an ended episode, otherwise equal to obs.
-            In training it also holds the plain "raw_rewards" [B]; in evaluation rewards are plain,
-            and it holds what `_report` returns.
+            obs [B, F] float32, rewards [B] float64, terminated [B], truncated [B] and info.
+            info["final_obs"] [B, F] holds the last observation of each episode that ended; its
+            other rows equal obs. In training, info["raw_rewards"] [B] holds the plain rewards. In
+            evaluation, the rewards are plain, and info also holds the result of `_report`.
         """
         assert self._keys is not None, "reset the environment before its first step"
         # trade and compute rewards
@@ -209,11 +212,11 @@ class TradingVectorEnv(TensorVectorEnv):
         position_usd, solvent, lost_usd, info = self._trade_one_day(actions)
         rewards = (self._value - value_before).squeeze(1).mul_(REWARD_SCALE)
         if self.evaluation:
-            info = {name: amount.clone() for name, amount in info.items()}  # ordinary tensors
+            info = {name: amount.clone() for name, amount in info.items()}  # no inference tensors
         else:
             info["raw_rewards"] = rewards
             rewards = self._training_rewards(rewards, lost_usd, position_usd, solvent)
-        # observe the market, and write the portfolio into its columns
+        # look up the market's features and fill in the columns of the portfolio
         self._row = self._row + 1
         info["final_obs"] = final_obs = self._features.index_select(0, self._row)
         cash_column = final_obs.narrow(1, 0, 1)
@@ -224,11 +227,11 @@ class TradingVectorEnv(TensorVectorEnv):
         else:
             cash_column.copy_(self._cash)
             portfolio.copy_(self._shares)
-        # start the next episode where one ended
+        # start the next episode in environments whose episode ended
         terminated = ~solvent.squeeze(1)
         truncated = self._row == self._end_row
         ended = terminated | truncated
-        # skipping this on a CPU if no episode ended saves a seventh of a step
+        # on a CPU, skipping _restart when no episode ended saves a seventh of a step
         if self.reads_steps and not ended.any():
             obs = final_obs.clone()
         else:
@@ -240,13 +243,13 @@ class TradingVectorEnv(TensorVectorEnv):
         """Fill the orders and compute the portfolio's value at the next close.
 
         Returns:
-            Positions [B, n] in USD; whether the value is above ruin [B, 1]; by how much the
-            potential falls [B] in USD; and in evaluation what `_report` returns.
+            Positions [B, n] in USD; whether the portfolio is not ruined [B, 1]; the decrease of
+            the potential [B] in USD; and the result of `_report`, which is empty in training.
         """
         prices = self._prices.index_select(0, self._row)
         close, sell, buy, next_close, gains, next_gains = prices.unbind(1)  # each [B, n]
         actions = actions.clamp(-1.0, 1.0).to(torch.float32)
-        # whole shares wanted, truncated toward zero
+        # ordered whole shares, truncated toward zero
         if self.config.order_unit == "value":
             limit_usd = self._value * self.config.max_order
             orders = (actions * limit_usd).div_(close, rounding_mode="trunc")
@@ -260,7 +263,7 @@ class TradingVectorEnv(TensorVectorEnv):
         self._shares = self._shares + trades
         position_usd = self._shares * next_close
         self._value = self._cash + position_usd.sum(1, keepdim=True)
-        # after ruin, no later profit is left
+        # After ruin the episode ends, so there is no later profit.
         solvent = self._value >= RUIN_SHARE * self._initial_usd
         lost_usd.addcmul_(self._shares * next_gains, solvent, value=-1.0)
         info = self._report(trades, sell, buy, position_usd) if self.evaluation else {}
@@ -269,11 +272,11 @@ class TradingVectorEnv(TensorVectorEnv):
     def _report(
         self, trades: Tensor, sell: Tensor, buy: Tensor, position_usd: Tensor
     ) -> dict[str, Tensor]:
-        """Return figures of a day, float64: [B], and of each stock [B, n].
+        """Return the figures of one day as float64: [B], or [B, n] per stock.
 
-        "weights" are shares of the portfolio's value, "trades_usd" are negative if sold.
+        "weights" are fractions of the portfolio's value; "trades_usd" are negative for sales.
         """
-        trades_usd = trades * (sell + buy) / 2  # the fill price is midway between the two
+        trades_usd = trades * (sell + buy) / 2  # the fill price is halfway between the two
         return {
             "portfolio_value": self._value.squeeze(1),
             "traded_usd": trades_usd.abs().sum(1),
@@ -287,11 +290,12 @@ class TradingVectorEnv(TensorVectorEnv):
     def _training_rewards(
         self, plain: Tensor, lost_usd: Tensor, position_usd: Tensor, solvent: Tensor
     ) -> Tensor:
-        """Return the rewards [B] to train on, given the plain ones.
+        """Return the training rewards [B], computed from the plain rewards.
 
-        With `risk_aversion`, the change of the price of risk is subtracted. The risk of a day is
-        risk_aversion / 2 * value * variance of the portfolio's return, by the covariance of the
-        span. Its price is the discounted sum over all later days: 1 / (1 - discount) times it.
+        With `risk_aversion`, the change of the price of risk since the last day is subtracted. The
+        risk of a day is risk_aversion / 2 * value * variance of the portfolio's return, with the
+        covariance of returns over the span. The price of risk is the discounted sum of this risk
+        over all later days, which is the risk of one day divided by (1 - discount).
         """
         if self.config.reward == "attributed":
             rewards = torch.sub(plain, lost_usd, alpha=REWARD_SCALE)
@@ -309,7 +313,7 @@ class TradingVectorEnv(TensorVectorEnv):
             before = self._risk
             variance_usd = (spread * position_usd).sum(1) / self._value.squeeze(1)
             self._risk = variance_usd * self._risk_scale
-            # there is no risk after ruin; multiplying by 0 or 1 is exact
+            # no risk remains after ruin; multiplying by `solvent`, 0 or 1, is exact
             rewards += torch.addcmul(before, self._risk, solvent.squeeze(1), value=-1.0)
         return rewards
 
@@ -330,11 +334,11 @@ class TradingVectorEnv(TensorVectorEnv):
         return torch.where(ended, self._features.index_select(0, start), final_obs)
 
     def get_state(self) -> dict[str, Tensor]:
-        """Return a snapshot: tensors with one row for each environment."""
+        """Return a complete snapshot: tensors with one row per environment."""
         return {name: getattr(self, f"_{name}").clone() for name in STATE}
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue exactly where `get_state` was called, on the same markets."""
+        """Restore a snapshot; the markets must be the same as in `get_state`."""
         for name in STATE:
             setattr(self, f"_{name}", state[name].to(self.device, copy=True))
         self._draw_starts()

@@ -1,7 +1,7 @@
-"""Tabulate markets: observations and fill prices of every day.
+"""Compute tables of observations and fill prices for every day of a market.
 
-Indicators use no later day, and are NaN until they are warm. Arrays are [D, n] with one column for
-each stock, so M markets can stand side by side as [D, M*n].
+An indicator never uses later days. It is NaN until it is warm, that is, until it has enough earlier
+days. Arrays are [D, n] with one column per stock, so M markets can be joined to [D, M*n].
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from envs.trading.market_data import Market, Span
 # are then exact in float64 while a portfolio is worth less than 2**33 USD (8.6 billion).
 GRID = 2.0**20  # steps per USD; the other 33 of float64's 53 bits hold whole dollars
 INDICATOR_DAYS = 30
-CORRELATION_RIDGE = 1e-9  # keeps the correlation matrix invertible if two stocks move as one
-MIN_STD = 1e-12  # a smaller deviation of daily returns is rounding noise around a constant
+CORRELATION_RIDGE = 1e-9  # keeps the correlation matrix invertible if two stocks move identically
+MIN_STD = 1e-12  # smaller standard deviations of daily returns are only rounding noise
 
 
 # ---- indicators
 
 
 def by_column(function: Callable[..., np.ndarray], days: int, *arrays: np.ndarray) -> np.ndarray:
-    """Apply a TA-Lib function of 1-D arrays to each column of [D, n] arrays."""
+    """Apply a TA-Lib function for 1-D arrays to each column of [D, n] arrays."""
     columns = []
     for stock in range(arrays[0].shape[1]):
         series = [np.ascontiguousarray(array[:, stock]) for array in arrays]  # each [D]
@@ -66,10 +66,10 @@ def trailing_mean(values: np.ndarray) -> np.ndarray:
 def turbulence(close: np.ndarray, days: int = 252) -> np.ndarray:
     """Return the squared Mahalanobis distance of each day's returns from the past.
 
-    Mean and covariance are those of the `days` daily returns before that day. A stock without any
-    move in that window has no scale and is omitted on that day.
+    Mean and covariance are computed from the `days` daily returns before that day. A stock whose
+    returns do not vary in that window is omitted on that day.
 
-    Returns: [D], warm from day `days + 1` on; about n in ordinary times, for n stocks.
+    Returns: [D], warm from day `days + 1` on; in ordinary times about n for n stocks.
     Raises: ValueError: there are too many stocks for a covariance over `days` returns.
     Source: Kritzman and Li, "Skulls, Financial Turbulence, and Risk Management" (2010), but not
         divided by n.
@@ -85,13 +85,13 @@ def turbulence(close: np.ndarray, days: int = 252) -> np.ndarray:
 
 
 def _squared_distance(today: np.ndarray, past: np.ndarray) -> float:
-    """Return the squared Mahalanobis distance of today [n] from the past [days, n]."""
+    """Return today's [n] squared Mahalanobis distance from the past [days, n]."""
     std = past.std(axis=0, ddof=1)
     moved = std > MIN_STD  # [n]
     today, past, std = today[moved], past[:, moved], std[moved]
     scaled_past = (past - past.mean(axis=0)) / std
     scaled_today = (today - past.mean(axis=0)) / std
-    # With correlations instead of covariances, the ridge is the same for calm and wild stocks.
+    # Correlations have the same scale for calm and volatile stocks, so one ridge fits all.
     correlation = scaled_past.T @ scaled_past / (len(past) - 1)
     correlation += CORRELATION_RIDGE * np.eye(len(std))
     return scaled_today @ np.linalg.solve(correlation, scaled_today)
@@ -100,12 +100,12 @@ def _squared_distance(today: np.ndarray, past: np.ndarray) -> float:
 # ---- observations
 
 
-PORTFOLIO_BLOCK = {"paper": 1, "relative": 2}  # index of the block that the environment fills in
+PORTFOLIO_BLOCK = {"paper": 1, "relative": 2}  # index of the block that the environment fills
 
 
 def feature_blocks(bars: Market, observation: str) -> list[np.ndarray]:
     """Return the blocks of an observation in order, each [D, n]."""
-    portfolio = np.zeros_like(bars.close)  # the environment writes weights or shares here
+    portfolio = np.zeros_like(bars.close)  # filled by the environment with weights or shares
     if observation == "paper":
         return [bars.close, portfolio, macd(bars), rsi(bars), cci(bars), adx(bars)]
     log_volume = np.log1p(bars.volume)
@@ -122,15 +122,15 @@ def feature_blocks(bars: Market, observation: str) -> list[np.ndarray]:
 
 
 def portfolio_columns(observation: str, num_stocks: int) -> slice:
-    """Return the columns of an observation that hold weights or shares."""
+    """Return the observation columns that hold the weights or the shares held."""
     first = 1 + num_stocks * PORTFOLIO_BLOCK[observation]
     return slice(first, first + num_stocks)
 
 
 def side_by_side(markets: Sequence[Market], num_days: int) -> Market:
-    """Join the first days of M markets to one market with arrays [num_days, M*n].
+    """Join the first days of M markets into one market with arrays [num_days, M*n].
 
-    Opens, dates and tickers are those of the first market.
+    The name, opens, dates and tickers are copied from the first market.
     """
     joined: dict[str, Any] = {
         name: np.concatenate([getattr(market, name)[:num_days] for market in markets], axis=1)
@@ -140,9 +140,10 @@ def side_by_side(markets: Sequence[Market], num_days: int) -> Market:
 
 
 def feature_table(markets: Sequence[Market], observation: str, span: Span) -> np.ndarray:
-    """Return the observations of a span, [M, days, F] float32, without a portfolio.
+    """Return a span's observations [M, days, F] float32 with an empty portfolio.
 
-    Cash and portfolio are 0. Indicators also use days before the span; they are NaN until warm.
+    The columns of cash and portfolio are 0. Indicators also use the days before the span and are
+    NaN until they are warm.
     """
     bars = side_by_side(markets, span.last + 1)
     shape = span.last - span.first + 1, len(markets), len(markets[0].tickers)
@@ -152,13 +153,13 @@ def feature_table(markets: Sequence[Market], observation: str, span: Span) -> np
 
 
 def first_tradable_day(market: Market, config: TradingConfig) -> int:
-    """Return the first day from which on all features in use are warm, as an index."""
+    """Return the index of the first day from which on all used features are warm."""
     num_days = len(market.dates)
     table = feature_table([market], config.observation, Span(0, num_days - 1))
     warm = np.isfinite(table[0]).all(axis=1)
     if config.turbulence_quantile > 0:
         warm &= np.isfinite(turbulence(market.close))
-    first = num_days - int(warm[::-1].argmin())  # the day after the last one that is not warm
+    first = num_days - int(warm[::-1].argmin())  # the day after the last day that is not warm
     if first == num_days:
         raise ValueError(
             f"no day is left after the indicators' warm-up: {num_days} days are too few, use a "
@@ -176,21 +177,22 @@ def to_grid(usd: Tensor) -> Tensor:
 
 
 def net_prices(fill: Tensor, fee_bps: float) -> tuple[Tensor, Tensor]:
-    """Return the USD received per share sold and paid per share bought, with fees."""
+    """Return the USD received per share sold and paid per share bought, after fees."""
     fee = to_grid(fill * (fee_bps * 1e-4))
     return fill - fee, fill + fee
 
 
 @dataclass(frozen=True, kw_only=True)
 class MarketTables:
-    """What a step looks up, one row for each market and day.
+    """Tables that an environment step reads, with one row per market and day.
 
     Row = market * days of the span + day - span.first.
     """
 
     features: Tensor  # [rows, F] float32, the observation of a portfolio that is all cash
-    # [rows, 6, n] float64 USD per share: today's close, received if sold, paid if bought,
-    # tomorrow's close, and the discounted gain after today's close and after tomorrow's
+    # [rows, 6, n] float64 USD per share: today's close, amount received if sold, amount paid if
+    # bought, tomorrow's close, discounted gain after today's close, and the discount times the
+    # discounted gain after tomorrow's close
     prices: Tensor
     turbulent: Tensor | None  # [rows] bool; None: turbulence_quantile is 0
 
@@ -202,7 +204,7 @@ def market_tables(
     train_span: Span | None,
     discount: float,
 ) -> MarketTables:
-    """Tabulate the days of a span, on which every indicator must be warm."""
+    """Compute the tables of a span; every indicator must be warm on its first day."""
     days = slice(span.first, span.last + 1)
     close = torch.from_numpy(np.stack([market.close[days] for market in markets]))  # [M, days, n]
     fill = close
@@ -234,12 +236,12 @@ def market_tables(
 def _tomorrow(values: Tensor) -> Tensor:
     """Return the next day's values, [M, days, n].
 
-    The last day keeps its own values: no step starts there.
+    The last day keeps its own values, because no step starts on it.
     """
     return torch.cat([values[:, 1:], values[:, -1:]], dim=1)
 
 
 def _turbulent_days(market: Market, quantile: float, train_span: Span) -> np.ndarray:
-    """Mark days [D] whose turbulence exceeds a quantile of the training span's."""
+    """Mark the days [D] with turbulence above a quantile of the training span."""
     values = turbulence(market.close)
     return values > np.quantile(values[train_span.first : train_span.last + 1], quantile)

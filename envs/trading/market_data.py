@@ -16,12 +16,12 @@ _LOGGER = logging.getLogger(__name__)
 PRICES = ["open", "high", "low", "close", "adj_close"]
 NUMBERS = [*PRICES, "volume"]
 COLUMNS = ["date", "tic", *NUMBERS]
-BLANKS = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")  # text that means no number
-ROUNDING = 1e-3  # relative error of prices in files, which round each price of a bar separately
+BLANKS = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")  # text that means a missing number
+ROUNDING = 1e-3  # tolerated relative error: files round each price of a bar separately
 MAX_MISSING_CALENDAR_DAYS = 10  # the longest holidays of an exchange (Shanghai, New Year)
 MAX_DROPPED_SHARE = 0.05
 
-MIN_SPAN_DAYS = 2  # a step needs two days: it decides on one, and orders fill on the next
+MIN_SPAN_DAYS = 2  # a step needs 2 days: one to decide and the next to fill the orders
 SHARES = (0.60, 0.15, 0.25)  # shares of the days for training, validation and test
 
 
@@ -57,16 +57,17 @@ class Spans:
 
 
 class MarketDataError(ValueError):
-    """Error: market data cannot be used; names the place, the problem and the fix."""
+    """Error: market data cannot be used; the message names place, problem and fix."""
 
 
 def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -> Spans:
-    """Return the training, validation and test span.
+    """Return the training, validation and test spans.
 
-    Dates that the configuration gives are moved inward to tradable days. Otherwise training starts
-    at `first_tradable`, the test ends on the last day, and neighbouring spans touch. A border with
-    no given date on either side divides days in proportion to SHARES. If no date of validation is
-    given, and training and test leave too few days for it, `valid` is None.
+    Dates in the configuration are moved inward to tradable days. Without dates, training starts at
+    `first_tradable`, the test span ends on the last day, and each span starts on the day after the
+    previous one. If neither date at a border is given, the days are divided in proportion to
+    SHARES. If no validation date is given, and training and test leave too few days for
+    validation, `valid` is None.
 
     Raises: MarketDataError: a span is too short, or outside the data.
     """
@@ -79,11 +80,11 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
             days[name] = max(first_tradable, next_day - is_end)
     first = days.setdefault("train_start", first_tradable)
     last = days.setdefault("test_end", len(dates) - 1)
-    # the side before a border with a given start
+    # ends that follow from the given start of the next span
     for end, start in (("train_end", "valid_start"), ("valid_end", "test_start")):
         if start in days:
             days.setdefault(end, days[start] - 1)
-    # borders whose date is not given, and starts that follow an end
+    # borders without a date, and starts that follow from the end of the previous span
     train, valid, test = SHARES
     if "train_end" not in days:
         share = train / (train + valid) if "valid_end" in days else train
@@ -107,15 +108,15 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
 
 
 def _end_of_share(first: int, last: int, share: float) -> int:
-    """Return the last day of a leading share of the days first .. last."""
+    """Return the last day of the leading `share` of the days first .. last."""
     return first + round((last - first + 1) * share) - 1
 
 
 def load_market(path: str | Path, *, missing: str = "error") -> Market:
-    """Load a CSV or CSV.gz file of daily bars, in any order; check and adjust it.
+    """Load, check and adjust the daily bars of a CSV or CSV.gz file, in any order.
 
     Open, high, low and close are multiplied by adj_close / close. With missing="drop", days on
-    which a ticker has no bar are dropped, at most 5 % of all days.
+    which any ticker has no bar are dropped, but at most 5 % of all days.
 
     Raises: MarketDataError: names the first wrong ticker and date, and counts the others.
     """
@@ -143,13 +144,13 @@ def load_market(path: str | Path, *, missing: str = "error") -> Market:
 
 def _read(path: Path) -> pd.DataFrame:
     """Return the rows of a file as text."""
-    if not path.is_file():  # pandas would wait for the writer of a pipe
+    if not path.is_file():  # pandas would block on a pipe
         raise MarketDataError(
             "no such file: give the path of a CSV or CSV.gz, or use --data simulated"
         )
     try:
         frame = pd.read_csv(path, dtype=str, encoding="utf-8-sig", keep_default_na=False)
-    except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: parser errors
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: also parser errors
         raise MarketDataError(
             f"cannot be read as CSV ({one_line(error, named=False)}): check or download it again"
         ) from None
@@ -164,11 +165,11 @@ def _read(path: Path) -> pd.DataFrame:
 
 
 def _parse(text: pd.DataFrame) -> pd.DataFrame:
-    """Return bars with dates and numbers, NaN for a blank; refuse wrong bars."""
+    """Convert text to dates and numbers (NaN for a blank); refuse invalid bars."""
     text = text.apply(lambda column: column.str.strip())
     bars = text.copy()
     bars["date"] = pd.to_datetime(text["date"], format="%Y-%m-%d", errors="coerce")
-    _refuse(text, ~(bars["date"].dt.year > 0), "the date is not YYYY-MM-DD")  # there is no year 0
+    _refuse(text, ~(bars["date"].dt.year > 0), "the date is not YYYY-MM-DD")  # also refuses year 0
     _refuse(text, bars["tic"] == "", "blank ticker")
     for name in NUMBERS:
         bars[name] = pd.to_numeric(text[name], errors="coerce").astype(np.float64)
@@ -187,7 +188,7 @@ def _parse(text: pd.DataFrame) -> pd.DataFrame:
 def _refuse(
     bars: pd.DataFrame, bad: pd.Series, problem: str, fix: str = "correct the file"
 ) -> None:
-    """Raise an error that names the first bad row by date and ticker, if any."""
+    """Raise an error if any row is bad; name the first one by date and ticker."""
     if bad.any():
         row = bars[bad].sort_values(["date", "tic"]).iloc[0]
         values = ", ".join(f"{name} {row[name]}" for name in NUMBERS)
@@ -197,9 +198,9 @@ def _refuse(
 
 
 def _complete(bars: pd.DataFrame, missing: str, name: str) -> pd.DataFrame:
-    """Return the sorted days with a bar of every ticker; refuse or drop others.
+    """Sort the bars; refuse or drop days on which a ticker has no bar.
 
-    A gap between two dates that is too long for an exchange holiday is refused.
+    A gap between two dates that is longer than any exchange holiday is refused.
     """
     keys = ["date", "tic"]
     every_bar = pd.MultiIndex.from_product([sorted(set(bars[key])) for key in keys], names=keys)

@@ -1,16 +1,16 @@
-"""Simulate daily stock markets with a planted edge that only memory can use.
+"""Simulate daily stock markets with a planted edge that requires memory.
 
 SIMULATED: a test bed for memory, not a promise of profit. docs/data.md compares it with real
 prices.
 
-The edge is old news. Every GAP_DAYS[0] to GAP_DAYS[1] days a stock has an announcement: a day of
-unusual volume, either a surge or a drought with equal probability. After DELAY_DAYS, when newer
-announcements have come, the stock drifts for MOVE_DAYS days: by +market_edge a day after a surge,
-by -market_edge after a drought. One announcement in four is denied DENIAL_DAYS later by an event of
-the other kind, and then there is no drift.
+Prices follow old news. Every GAP_DAYS[0] to GAP_DAYS[1] days a stock has an announcement: a day of
+unusual volume, either a surge or a drought with equal probability. After DELAY_DAYS, when a newer
+announcement has already come, the stock drifts for MOVE_DAYS days: by +market_edge a day after a
+surge, by -market_edge a day after a drought. One announcement in four is denied: DENIAL_DAYS later
+an event of the opposite kind follows, and then there is no drift.
 
-A market ("world") is a function of its seed and the configuration. All values of market_edge have
-the same noise, so they can be compared world by world.
+A market ("world") depends only on its seed and the configuration. The noise of a world is the same
+for every market_edge, so results at different edges can be compared world by world.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ PURPOSES = ("train", "valid", "test")
 MAX_WORLDS = 10**8  # largest number of worlds per purpose
 
 # Events and drift. These values were chosen by measurements (docs/LOG.md) and are fixed.
-GAP_DAYS = (5, 7)  # from one announcement to the next, uniformly distributed
-DENIAL_DAYS = 2  # from an announcement to its denial
+GAP_DAYS = (5, 7)  # days between two announcements, uniformly distributed
+DENIAL_DAYS = 2  # days from an announcement to its denial
 DENIAL_CHANCE = 0.25
-DELAY_DAYS = 8  # from an announcement to the last day before its drift; above the longest gap
-MOVE_DAYS = 4  # the drift is on days DELAY_DAYS + 1 .. DELAY_DAYS + MOVE_DAYS
+DELAY_DAYS = 8  # days from an announcement to the day before its drift; above the longest gap
+MOVE_DAYS = 4  # the drift lasts from day DELAY_DAYS + 1 to day DELAY_DAYS + MOVE_DAYS
 EVENT_SIZE = 1.4  # in log volume: a surge has 4 times the usual volume, a drought a quarter
-VOLUME_NOISE = 0.25  # sd of daily noise in log volume
+VOLUME_NOISE = 0.25  # sd of the daily noise in log volume
 VOLUME_WAVE = (0.99, 0.15)  # AR(1) coefficient and stationary sd of the usual log volume
 VOLUME_ON_MOVE = 0.10  # added log volume per standard deviation of a stock's own daily move
 
-# Prices. Log volatility is the sum of a slow wave of the market and one of each stock.
-MARKET_DRIFT = 0.0006  # per day, which gives equal weight a Sharpe ratio of about 0.8
+# Prices. Log volatility is the sum of a slow market wave and a slow wave per stock.
+MARKET_DRIFT = 0.0006  # per day; an equal-weight portfolio then has a Sharpe ratio of about 0.8
 ANNUAL_VOLATILITY = 0.25  # volatility of each stock without the planted drift
-MARKET_SHARE = 0.62  # market's share of that variance; planted drifts lower the correlation
+MARKET_SHARE = 0.62  # the market's share of this variance; planted drifts lower the correlation
 COMMON_WAVE = (0.985, 0.50)  # AR(1) coefficient and stationary sd of log volatility
 OWN_WAVE = (0.95, 0.30)  # the same for each stock
 TAIL_DEGREES = 5.0  # degrees of freedom of Student's t distribution of returns
-OVERNIGHT_SHARE = 1.0 / 3.0  # share of a day's variance between the close and the next open
+OVERNIGHT_SHARE = 1.0 / 3.0  # share of the daily variance between close and next open
 
 
 def world_seeds(config: SimulatedMarketConfig, purpose: str, count: int) -> list[int]:
-    """Return the seeds of worlds 0, 1, ... of one purpose.
+    """Return the seeds of worlds 0, 1, ... for one purpose.
 
-    The decimal digits of a seed are market_seed, 1 to 3 for the purpose, and 8 digits for the
-    number of the world. So no two worlds share a seed.
+    The decimal digits of a seed are: market_seed, then 1 digit for the purpose (1 to 3), then 8
+    digits for the number of the world. Therefore no two worlds share a seed.
     """
     base = (config.market_seed * 10 + PURPOSES.index(purpose) + 1) * MAX_WORLDS
     return list(range(base, base + count))
 
 
 def simulate_markets(config: SimulatedMarketConfig, seeds: Sequence[int]) -> list[Market]:
-    """Simulate one market per seed, all with the same dates."""
+    """Simulate one market per seed; all markets have the same dates."""
     draws = [_draw_world(seed, config.num_stocks) for seed in seeds]
     noise = {name: np.stack([draw[name] for draw in draws]) for name in draws[0]}
     prices = _prices(noise, noise["moves"] * (config.market_edge * 1e-4))
-    # weekdays, without holidays
+    # all weekdays; there are no holidays
     dates = np.busday_offset(np.datetime64(FIRST_DATE, "D"), np.arange(NUM_DAYS))
     tickers = tuple(f"SIM{i + 1:02d}" for i in range(config.num_stocks))
     return [
@@ -98,10 +98,10 @@ def _draw_world(seed: int, num_stocks: int) -> dict[str, np.ndarray]:
 def draw_news(rng: np.random.Generator, num_stocks: int) -> tuple[np.ndarray, np.ndarray]:
     """Draw the events and moves of one world, [D, n] int8.
 
-    Events are 1 for a surge and -1 for a drought. Moves are the signs of the drift in each day's
-    return. No observation shows either.
+    Events are 1 for a surge and -1 for a drought. A move is the sign of the drift in a day's
+    return, or 0. Observations show neither events nor moves directly.
     """
-    # start some days before day 0, so that day 0 is like all others
+    # start some days before day 0, so that day 0 is statistically like all other days
     before = DELAY_DAYS + MOVE_DAYS + GAP_DAYS[1]
     size = ((NUM_DAYS + before) // GAP_DAYS[0] + 1, num_stocks)
     day = np.cumsum(rng.integers(GAP_DAYS[0], GAP_DAYS[1] + 1, size), axis=0) - before
@@ -115,7 +115,7 @@ def draw_news(rng: np.random.Generator, num_stocks: int) -> tuple[np.ndarray, np
 
 
 def _scatter(day: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Return an array [D, n] with values [K, n] at their days [K, n], else 0."""
+    """Place values [K, n] at their days [K, n] in an array [D, n] of zeros."""
     calendar = np.zeros((NUM_DAYS, day.shape[1]), dtype=np.int8)
     inside = (day >= 0) & (day < NUM_DAYS)
     stock = np.broadcast_to(np.arange(day.shape[1]), day.shape)
@@ -126,7 +126,7 @@ def _scatter(day: np.ndarray, value: np.ndarray) -> np.ndarray:
 def _wave(shocks: np.ndarray, coefficient: float, deviation: float) -> np.ndarray:
     """Return stationary AR(1) processes along axis 1 of shocks [M, D, n]."""
     wave = shocks * deviation
-    innovation = np.sqrt(1.0 - coefficient**2)  # keeps the deviation the same on all days
+    innovation = np.sqrt(1.0 - coefficient**2)  # keeps the deviation constant
     for day in range(1, wave.shape[1]):
         wave[:, day] = coefficient * wave[:, day - 1] + innovation * wave[:, day]
     return wave
@@ -136,10 +136,10 @@ def _prices(noise: dict[str, np.ndarray], drift: np.ndarray) -> tuple[np.ndarray
     """Return open, high, low and close, each [M, D, n].
 
     Args:
-        drift: planted simple return of each day.
+        drift: planted simple return of each day, [M, D, n].
     """
     # Daily volatility of the market part [M, D, 1] and of each stock's own part [M, D, n]. The
-    # mean square of exp(wave) is exp(2 * variance of the wave), so divide by its root.
+    # mean square of exp(wave) is exp(2 * variance of the wave), so divide by its square root.
     common = _wave(noise["common_wave"], *COMMON_WAVE)
     stock = _wave(noise["own_wave"], *OWN_WAVE)
     planned = ANNUAL_VOLATILITY**2 / 252.0
@@ -156,20 +156,21 @@ def _prices(noise: dict[str, np.ndarray], drift: np.ndarray) -> tuple[np.ndarray
     spread = np.sqrt(variance * OVERNIGHT_SHARE * (1.0 - OVERNIGHT_SHARE))
     overnight = OVERNIGHT_SHARE * move + spread * noise["overnight"]
     intraday = move - overnight
-    # Extremes of a Brownian path between open and close, at or beyond both of them
+    # Highest and lowest point of a Brownian path from open to close, relative to the open
     path_variance = 2.0 * variance * (1.0 - OVERNIGHT_SHARE)
     highest = 0.5 * (intraday + np.sqrt(intraday**2 + path_variance * noise["up"]))
     lowest = 0.5 * (intraday - np.sqrt(intraday**2 + path_variance * noise["down"]))
     open_ = close * np.exp(-intraday)
-    high = np.maximum(open_ * np.exp(highest), np.maximum(open_, close))  # not below, by rounding
+    high = np.maximum(open_ * np.exp(highest), np.maximum(open_, close))  # despite rounding
     low = np.minimum(open_ * np.exp(lowest), np.minimum(open_, close))
     return open_, high, low, close
 
 
 def _volumes(noise: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the whole shares traded, [M, D, n].
+    """Return the numbers of shares traded, whole numbers [M, D, n].
 
-    Log volume is the sum of a slow level, noise, a part for large moves, and the events.
+    Log volume is the sum of a slow wave, noise, a term that grows with the size of the stock's own
+    price move, and the events.
     """
     level = _wave(noise["volume_wave"], *VOLUME_WAVE)
     surprise = np.minimum(np.abs(noise["own"]), 4.0)  # a large move must not look like a surge

@@ -1,4 +1,4 @@
-"""Prepare markets and spans of a run, and make its trading environments."""
+"""Prepare the markets and spans of a run, and make its trading environments."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ NUM_TEST_WORLDS = 50
 
 @dataclass(frozen=True, kw_only=True)
 class TradingTask:
-    """Markets and spans of one run; it never trains on worlds of its evaluation."""
+    """Markets and spans of one run; training and evaluation use different worlds."""
 
     data: DataConfig
     simulated: SimulatedMarketConfig
     trading: TradingConfig
     spans: Spans
-    real: Market | None  # None: simulated
+    real: Market | None  # None: simulated markets
     discount: float  # the learner's gamma
 
     def markets(self, purpose: str, count: int | None = None) -> Sequence[Market]:
-        """Return the real market, or simulated ones for train, valid or test."""
+        """Return the real market, or simulated markets for train, valid or test."""
         if self.real is not None:
             return [self.real]
         counts = {"train": self.simulated.num_worlds, "valid": NUM_VALID_WORLDS}
@@ -44,7 +44,7 @@ class TradingTask:
     def env(
         self, num_envs: int, markets: Sequence[Market], span: Span, device: Any, **options: Any
     ) -> TradingVectorEnv:
-        """Make a batch of environments on some markets and days."""
+        """Make a batch of environments on the given markets and span."""
         options = {"config": self.trading, "discount": self.discount, **options}
         train_span = self.spans.train
         return TradingVectorEnv(
@@ -54,7 +54,7 @@ class TradingTask:
     def training_env(
         self, num_envs: int, env_offset: int = 0, device: str | torch.device = "cpu"
     ) -> TradingVectorEnv:
-        """Make a batch of training environments; seeds choose their episodes."""
+        """Make a batch of training environments; their seeds decide the episodes."""
         return self.env(num_envs, self.markets("train"), self.spans.train, device)
 
     def evaluation_env(
@@ -65,9 +65,9 @@ class TradingTask:
         held: bool = False,
         device: str | torch.device = "cpu",
     ) -> TradingVectorEnv:
-        """Make environments that pass once over each market.
+        """Make one environment per market; an episode runs through the whole span.
 
-        `held` lets one order buy any amount, for a rule that buys on the first day only.
+        `held` removes the limit of orders, for a rule that buys on the first day and then holds.
         """
         config = self.trading
         if held:
@@ -75,7 +75,7 @@ class TradingTask:
         return self.env(len(markets), markets, span, device, evaluation=True, config=config)
 
     def describe(self) -> str:
-        """Return a line about the data and a line about the days of each span."""
+        """Return one line about the data and one line about the days of each span."""
         market = self.real or self.markets("train", 1)[0]
         config = self.simulated
         if self.real:
@@ -119,12 +119,12 @@ def make_trading_vector_env(
     device: str | torch.device = "cpu",
     **options: Any,
 ) -> TradingVectorEnv:
-    """Make a batched environment from keyword arguments, for `gymnasium.make_vec`.
+    """Make a trading environment from keyword arguments, for `gymnasium.make_vec`.
 
     Args:
         split: train, valid or test.
-        options: fields of DataConfig, SimulatedMarketConfig and TradingConfig. By default rewards
-            are plain and risk_aversion is 0.
+        options: fields of DataConfig, SimulatedMarketConfig and TradingConfig. The defaults differ
+            from training in two fields: reward is "plain" and risk_aversion is 0.
     """
     sections = {
         "data": DataConfig(),
@@ -143,7 +143,7 @@ def make_trading_vector_env(
 class StockTradingEnv(gymnasium.Env):
     """One portfolio with numpy observations and actions, for `gymnasium.make`.
 
-    It takes the arguments of `make_trading_vector_env`. All its episodes have full length.
+    It accepts the arguments of `make_trading_vector_env`. All episodes have full length.
     """
 
     metadata = {"render_modes": []}
@@ -156,7 +156,7 @@ class StockTradingEnv(gymnasium.Env):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start an episode; a seed decides this episode and all later ones."""
+        """Start an episode; a seed determines this episode and all later episodes."""
         super().reset(seed=seed)
         episode_seed = int(self.np_random.integers(2**63))
         obs, _ = self.batch.reset(seed=[episode_seed], options={"random_age": False})
@@ -166,6 +166,6 @@ class StockTradingEnv(gymnasium.Env):
         """Trade one day; return observation [F], reward, terminated, truncated, {}."""
         actions = torch.as_tensor(np.asarray(action)[None], device=self.batch.device)
         _, reward, terminated, truncated, info = self.batch.step(actions)
-        # the last observation of an episode, not the first of the next one
+        # final_obs is the last observation of an episode that ended; the batch starts the next one
         obs = info["final_obs"][0].numpy(force=True)
         return obs, reward.item(), bool(terminated), bool(truncated), {}
