@@ -96,7 +96,7 @@ def normalize_advantages(
 ) -> Tensor:
     """Normalise advantages [T, B] to mean 0 and standard deviation 1 over all ranks.
 
-    `least` is a lower bound for the divisor. Where it applies, the result deviates less than 1.
+    `least` is a lower bound for the divisor. If it applies, the deviation is below 1.
     """
     mean, variance = _moments("advantages", sums)
     deviation = (variance.clamp(min=0.0).sqrt() + 1e-8).clamp(min=least)

@@ -194,12 +194,12 @@ class TrainConfig:
 
     @property
     def sequences_per_step(self) -> int:
-        """Return the sequences per gradient step; with weak scaling, of each rank."""
+        """Return the number of sequences per gradient step; with weak scaling, per rank."""
         return self.batch_size * self.grad_accumulation
 
     @property
     def named_metrics(self) -> dict[str, str]:
-        """Return the metric named by each flag; skip flags that name none."""
+        """Return the metric that each flag names, by flag; skip flags that name none."""
         named = {"stop_at": self.stop[0], "keep_best": self.keep_best}
         return {flag: name for flag, name in named.items() if name not in ("", "auto", "off")}
 
@@ -286,7 +286,7 @@ OWNERS = {name: heading for heading, section in SECTIONS.items() for name in var
 
 
 def with_threads(config: RunConfig) -> RunConfig:
-    """Set 1 thread if the network is small and the user chose no number of threads.
+    """Return a copy with threads=1 if the network is small and threads is not set.
 
     If the gates need fewer than 10 million multiplications per pass, one thread is as fast as two,
     and much faster if other programs use the CPU: see docs/performance.md.
@@ -307,7 +307,7 @@ def data_digest(config: DataConfig) -> str:
 
 
 def probe(task: TradingTask | GymTask) -> TorchEnv:
-    """Return the smallest environment of a task, already closed, to read its spaces."""
+    """Return the smallest environment of a task. It is closed: only read its spaces."""
     if isinstance(task, GymTask):
         env = task.probe_env()
     else:

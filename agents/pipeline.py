@@ -2,7 +2,7 @@
 
 The first rank of a pair trains the feature LSTM (stage 0), the second rank trains actor and critic
 (stage 1). Together they process the sequences of both ranks, cut into parts. The first rank sends
-the features of a part and computes those of the next part until it receives the gradient. The
+the features of a part; while it waits for their gradient, it computes the next part's features. The
 gradients of each stage are averaged over all pairs. In rollouts, every rank runs the whole policy,
 so the two ranks of a pair exchange the parameters of their stages after every update.
 """
@@ -103,7 +103,7 @@ class StageStrategy(Strategy):
                     copy_from(flat, parameters)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the `state_dict` with both stages. Every rank must call this."""
+        """Return the state of both stages' parameters. Every rank must call this."""
         with self.world.waiting("exchange of optimizer state"):
             # before the first step, the optimizer has no state
             for name, example in optimizer.state.get(self.local[0], {}).items():

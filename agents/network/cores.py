@@ -38,7 +38,7 @@ class LSTMCore(nn.LSTM, RememberingCore):
     def forward(  # type: ignore[override]
         self, inputs: Tensor, state: Tensor, resets: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """Run the core; see the module."""
+        """Run the core; the module docstring gives the shapes."""
         before = state.chunk(2)  # h and c of every layer
         if resets is None and len(inputs) == 1 and not torch.is_grad_enabled():
             # for a single step, torch.lstm_cell is faster
@@ -72,7 +72,7 @@ class GRUCore(nn.GRU, RememberingCore):
         return self.num_layers
 
     def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, State]:  # type: ignore[override]
-        """Run the core; see the module."""
+        """Run the core; the module docstring gives the shapes."""
         if len(inputs) > 1 or torch.is_grad_enabled():
             return super().forward(inputs, state)
         # for a single step, torch.gru_cell is faster
@@ -99,7 +99,7 @@ class MinGRUCore(nn.Module):
         self.num_states = num_layers
 
     def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the core; see the module."""
+        """Run the core; the module docstring gives the shapes."""
         outputs, after = inputs, []
         for layer, before in zip(self.layers, state, strict=True):
             gates, candidates = layer(outputs).to(state.dtype).chunk(2, dim=-1)  # each [L, N, H]
@@ -150,7 +150,7 @@ class TanhCore(nn.Sequential):
         super().__init__(*layers)
 
     def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Run the core; see the module."""
+        """Run the core; the module docstring gives the shapes."""
         return super().forward(inputs), state
 
 
@@ -162,7 +162,7 @@ class PassThrough(nn.Module):
     def forward(
         self, inputs: Tensor, state: Tensor, resets: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run the core; see the module."""
+        """Run the core; the module docstring gives the shapes."""
         return inputs, state
 
 

@@ -23,7 +23,7 @@ PACKING = 1.07  # time per step in packed rows, relative to padded rows
 
 @dataclass(frozen=True)
 class Plan:
-    """The dense calls for N sequences of T steps; an empty list if no cut is needed.
+    """Dense calls for N sequences of T steps; `calls` is empty if no cut is needed.
 
     A cell is one step of one sequence. The blocks of all calls are stored one after the other. The
     table has four parts:
@@ -85,7 +85,7 @@ def plan_pieces(
 
     # index of each piece's first cell in the stored blocks
     block = np.repeat(np.arange(len(num_rows)), num_rows)[row]
-    stride = num_rows[block]  # distance of two steps of a row
+    stride = num_rows[block]  # index distance between successive steps of a row
     sizes = block_steps * num_rows
     first_rows, first_cells = np.cumsum(num_rows) - num_rows, np.cumsum(sizes) - sizes
     first_places = first_cells[block] + begin * stride + row - first_rows[block]

@@ -79,7 +79,7 @@ def state_after(
         # One call: the last step before an episode resets the state, as its output is not needed.
         resets = torch.zeros_like(obs[..., :1])
         resets[:-1, :, 0] = episode_start[1:].to(obs.dtype)
-        obs = obs.masked_fill(resets > 0.5, 0.0)  # large inputs could open shut gates
+        obs = obs.masked_fill(resets > 0.5, 0.0)  # see `run_sequence`
         after: Tensor = network(obs, state * ~episode_start[0][:, None, None], resets)[1]
         return after
     # one call for each interval between the last episode starts of the sequences
