@@ -1,4 +1,4 @@
-"""Supervised training and evaluation of any module, with any DataLoader and loss.
+"""Train and evaluate any module with any DataLoader and loss on labelled data.
 
     strategy = Strategy(StrategyConfig(), world)
     module = strategy.wrap(net.to(world.device))
@@ -7,9 +7,9 @@
                  validation=valid_loader, metrics={"accuracy": accuracy})
     figures = evaluate(module, test_loader, nn.CrossEntropyLoss(), strategy, {"accuracy": accuracy})
 
-Batches are pairs of inputs and targets; the module maps inputs to outputs, the criterion maps
+A batch is a pair of inputs and targets. The module maps inputs to outputs, and the criterion maps
 outputs and targets to their mean loss. Batch sizes are totals over all ranks, every sample counts
-once, and all ranks call together. A criterion that weights samples differently (class weights,
-ignore_index) divides by the weights of one rank's share of a batch, so its loss and gradient depend
-on the number of ranks and on the batch size.
+once, and every rank must make the same calls. A criterion with unequal sample weights (class
+weights, ignore_index) divides by the sum of weights in one rank's share of a batch. Its loss and
+gradient therefore depend on the number of ranks and on the batch size.
 """

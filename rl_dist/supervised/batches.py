@@ -1,4 +1,4 @@
-"""Batches of a DataLoader, shared out over the ranks."""
+"""Distribute the batches of a DataLoader over ranks, and time a DataLoader."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from rl_dist.process_group.world import World
 
 
 class SharedLoader:
-    """This rank's share of a DataLoader whose batch size is a total over ranks.
+    """Loads this rank's share of each batch; the batch size is a total over ranks.
 
-    In training, batch k of an epoch holds the same samples on any number of ranks, and the
-    incomplete last batch is omitted. In evaluation, one rank sees each sample exactly once, and
-    all ranks have the same number of batches.
+    In training, batch k of an epoch consists of the same samples for any number of ranks, and an
+    incomplete last batch is omitted. In evaluation, exactly one rank sees each sample, and all
+    ranks have the same number of batches.
 
     Raises:
-        UserError: the sampler is not a plain one of torch, or a batch size does not divide.
+        UserError: the sampler is neither torch's SequentialSampler nor its RandomSampler without
+            replacement, the data has fewer samples than there are ranks, or the training batch
+            size is not divisible by the number of ranks or exceeds the number of samples.
     """
 
     def __init__(self, loader: DataLoader, world: World, *, training: bool, seed: int = 0) -> None:
@@ -57,9 +59,9 @@ class SharedLoader:
             largest_share = math.ceil(self.num_samples / world.size)
             full_batches = math.ceil(largest_share / max(1, size // world.size))
             self.num_batches = min(full_batches, self.num_samples // world.size)
-        # sample numbers of each batch of this rank; every epoch fills the list again
+        # sample indices of this rank's batches; refilled in every epoch
         self.numbers: list[list[int]] = []
-        self.generator = torch.Generator()  # keeps the global generator untouched
+        self.generator = torch.Generator()  # leaves the global random generator unchanged
         workers = loader.num_workers > 0
         # NCCL's threads do not survive a fork: docs.pytorch.org/docs/stable/distributed.html
         start = "forkserver" if workers and world.backend == "nccl" else None
@@ -78,9 +80,10 @@ class SharedLoader:
         )
 
     def batches(self, epoch: int = 0) -> Iterator[tuple[int, Any, Any]]:
-        """Yield the number of samples, the inputs and the targets of every batch.
+        """Yield (number of samples, inputs, targets) for each batch of this rank.
 
-        Tensors are on the device. The epoch decides the order of samples and all seeds.
+        The tensors are on the rank's device. `epoch` determines the order of the samples and the
+        seeds of the workers.
         """
         self.generator.manual_seed(epoch_seed(self.seed, epoch, self.world.rank))
         self.numbers[:] = self._numbers(epoch)
@@ -90,7 +93,7 @@ class SharedLoader:
             self.world.heartbeat()
 
     def _numbers(self, epoch: int) -> list[Any]:
-        """Return the sample numbers of each batch of this rank in an epoch."""
+        """Return the sample indices of each batch of this rank in an epoch."""
         rank, ranks = self.world.rank, self.world.size
         if not self.training:
             share = _cut(range(self.num_samples), ranks)[rank]
@@ -104,21 +107,21 @@ class SharedLoader:
 
 
 def _cut(numbers: Any, parts: int) -> list[Any]:
-    """Cut a sequence into consecutive parts of nearly the same length."""
+    """Split a sequence into consecutive parts of almost equal length."""
     bounds = [len(numbers) * part // parts for part in range(parts + 1)]
     return [numbers[first:last] for first, last in itertools.pairwise(bounds)]
 
 
 def epoch_seed(seed: int, epoch: int, rank: int) -> int:
-    """Return the seed of the random numbers of one rank in one epoch."""
+    """Return a random seed for one rank in one epoch."""
     return int(np.random.SeedSequence([seed, epoch, rank]).generate_state(1, np.uint64)[0]) >> 1
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch, however nested, with all its tensors on a device."""
+    """Move all tensors of a batch, which may be nested, to a device."""
 
     def can_move(value: Any) -> bool:
-        return hasattr(value, "to")  # a PackedSequence moves as a whole
+        return hasattr(value, "to")  # a PackedSequence is moved as a whole
 
     def move(value: Any) -> Any:
         return value.to(device, non_blocking=True) if can_move(value) else value
@@ -133,19 +136,21 @@ def check_loader(
     *,
     seconds: float = 2.0,
 ) -> dict[str, float]:
-    """Measure how long a training step takes, and how long it waits for a batch.
+    """Measure the mean time of a training step and of the wait for its batch.
 
         >>> check_loader(DataLoader(dataset, num_workers=2), step)
         {'wait_s': 0.0001, 'step_s': 0.02}
 
-    If waiting takes more than 5 % of the time, raise num_workers or make __getitem__ faster.
+    If more than 5 % of the time is waiting, raise num_workers or make __getitem__ faster.
 
     Args:
-        step: trains a copy of the model on a batch on `device`: forward, backward, optimizer.
-        seconds: length of the measurement after the first batch, for which workers start.
+        step: trains a copy of the model on a batch that is on `device`: forward, backward,
+            optimizer step.
+        seconds: length of the measurement. It begins after the first batch, which also includes
+            the start of the workers.
     """
     device = torch.device(device)
-    moments: list[float] = []  # alternately when a batch was loaded and when its step ended
+    moments: list[float] = []  # times, alternately of a loaded batch and of the end of its step
     with torch.random.fork_rng(devices=[]):
         for batch in loader:
             moments.append(time.perf_counter())

@@ -1,4 +1,4 @@
-"""Settings and result of a fit."""
+"""Settings and result of `fit`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rl_dist.flags import Field, configuration
 
 @configuration
 class FitConfig:
-    """Length and settings of a fit: FitConfig(epochs=20, patience=3)."""
+    """Settings of `fit`: FitConfig(epochs=20, patience=3)."""
 
     epochs: int = Field(10, ge=1, le=10**6)
     """Passes over the training data, at most."""
@@ -32,8 +32,9 @@ class FitConfig:
 
 @dataclass(frozen=True)
 class FitResult:
-    """The end of a fit."""
+    """The result of `fit`."""
 
-    history: list[dict[str, float]]  # one record per epoch: train/loss, valid/loss, ...
-    best_epoch: int  # the module has its weights; without validation it is the last epoch
-    signum: int = 0  # the signal that stopped the fit early; 0: none
+    history: list[dict[str, float]]  # one record per epoch with train/loss, valid/loss, ...
+    # epoch with the lowest validation loss, or the last epoch without validation
+    best_epoch: int
+    signum: int = 0  # signal that stopped training early; 0: none

@@ -1,4 +1,4 @@
-"""Fit a module, epoch by epoch, and evaluate it."""
+"""Train a module epoch by epoch, and evaluate it."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ from rl_dist.supervised.config import FitConfig, FitResult
 from rl_dist.telemetry.loggers import GuardedLogger, open_tensorboard
 from rl_dist.telemetry.metrics import without_nan
 
-STOP_EVERY = 10  # batches between two checks for a stop signal on any rank
+STOP_EVERY = 10  # number of batches between two checks for a stop signal on any rank
 SAVED = ("epoch", "best_epoch", "best_loss", "bad_in_a_row", "history", "extra")
 Metric = Callable[[Any, Any], Tensor]  # (outputs, targets) -> one or more values for each sample
-Criterion = Callable[[Any, Any], Tensor]  # (outputs, targets) -> mean loss of the batch
+Criterion = Callable[[Any, Any], Tensor]  # (outputs, targets) -> mean loss over the batch
 logger = logging.getLogger(__name__)
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return True where the largest output [N, C] is the one of the target class [N].
+    """Return, for each sample, whether the largest output is at the target class.
 
-    accuracy(torch.tensor([[0.1, 0.9]]), torch.tensor([1])) is tensor([True]).
+    Outputs are [N, C], targets [N]. For example,
+    accuracy(torch.tensor([[0.1, 0.9]]), torch.tensor([1])) returns tensor([True]).
     """
     return outputs.argmax(-1) == targets
 
@@ -51,11 +52,12 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 class Means:
-    """Means of the loss and the metrics over all samples of all ranks."""
+    """Accumulates the means of loss and metrics over all samples of all ranks."""
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
         self.metrics = metrics
-        self.sums: dict[str, Any] = defaultdict(float)  # float64, on the device
+        # float64 tensors on the device, and numbers of samples and values
+        self.sums: dict[str, Any] = defaultdict(float)
 
     @torch.no_grad()
     def add(self, num_samples: int, loss: Tensor, outputs: Any, targets: Any) -> None:
@@ -68,7 +70,7 @@ class Means:
             self.sums[f"count of {name}"] += values.numel()
 
     def read(self, world: World) -> dict[str, float]:
-        """Return the means, and the number of samples; all ranks call."""
+        """Return the means and the number of samples; every rank must call this."""
         totals = all_reduce_sum(self.sums, world)
         means = {"loss": float(totals["loss"] / totals["samples"])}
         for name in self.metrics:
@@ -79,7 +81,7 @@ class Means:
 def run_batch(
     module: nn.Module, criterion: Criterion, strategy: Strategy, inputs: Any, targets: Any
 ) -> tuple[Any, Tensor]:
-    """Return the outputs for a batch and their loss, in the strategy's precision."""
+    """Compute the outputs of a batch and their loss in the strategy's precision."""
     with strategy.autocast():
         outputs = module(inputs)
         return outputs, criterion(outputs, targets)
@@ -93,12 +95,14 @@ def evaluate(
     strategy: Strategy,
     metrics: Mapping[str, Metric] | None = None,
 ) -> dict[str, float]:
-    """Compute mean loss and metrics over all samples of all ranks, each counted once.
+    """Compute the mean loss and metrics over all samples of all ranks.
+
+    Every sample counts once, and every rank must call this.
 
         figures = evaluate(module, held_out, criterion, strategy, {"accuracy": accuracy})
 
     Returns:
-        "loss", each metric by its name, and "samples", the number of samples.
+        The entry "loss", one entry per metric, and the number of samples as "samples".
     """
     world = strategy.world
     means = Means(metrics or {})
@@ -119,7 +123,7 @@ def evaluate(
 
 @dataclass(kw_only=True)
 class Fitting:
-    """A fit in progress: its parts, and the state that a checkpoint holds."""
+    """Everything that `fit` works with, including the state that a checkpoint stores."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -128,25 +132,25 @@ class Fitting:
     metrics: Mapping[str, Metric]
     scheduler: Any
     config: FitConfig
-    extra: dict[str, Any]  # settings that must be the same after a resume
+    extra: dict[str, Any]  # settings that must be the same when resuming
     epoch: int = 0
     best_epoch: int = 0
     best_loss: float = math.inf
-    bad_in_a_row: int = 0  # steps skipped since the last good one
+    bad_in_a_row: int = 0  # steps skipped since the last step that was taken
     history: list[dict[str, float]] = field(default_factory=list)
     best_weights: dict[str, Tensor] | None = None
 
     def train_epoch(self, loader: SharedLoader) -> dict[str, float] | None:
-        """Train on every batch once; return the means, or None if a signal stopped it."""
+        """Train on each batch once; return means, or None if a signal stopped the epoch."""
         world = loader.world
         means = Means(self.metrics)
         epoch = self.epoch + 1
         world.set_phase(f"epoch {epoch}")
-        world.forget_waits()  # do not keep the marks of all epochs
+        world.forget_waits()  # otherwise the list of wait times grows in every epoch
         torch.manual_seed(epoch_seed(self.config.seed, epoch, world.rank))
         self.module.train()
         for number, (num_samples, inputs, targets) in enumerate(loader.batches(epoch)):
-            # An optimizer step takes several batches, its parts; the last step may have fewer.
+            # An optimizer step uses several batches as its parts; the last step may use fewer.
             part = number % self.config.grad_accumulation
             num_left = loader.num_batches - (number - part)
             num_parts = min(self.config.grad_accumulation, num_left)
@@ -167,13 +171,16 @@ class Fitting:
         return means.read(world)
 
     def evaluate(self, loader: SharedLoader) -> dict[str, float]:
-        """Return the means over held-out samples; all ranks call."""
+        """Return the means over held-out samples; every rank must call this."""
         return evaluate(self.module, loader, self.criterion, self.strategy, self.metrics)
 
     def _step(self) -> None:
-        """Take an optimizer step; refuse too many in a row that are not finite."""
+        """Take an optimizer step.
+
+        Raise UserError after too many steps in a row with a NaN or infinite loss or gradient.
+        """
         _, stepped = self.strategy.step(self.optimizer, self.config.max_grad_norm)
-        if self.strategy.overflowed:  # the step only showed that the loss scale was too large
+        if self.strategy.overflowed:  # the loss scale may have been too large: do not count it
             return
         self.bad_in_a_row = 0 if stepped else self.bad_in_a_row + 1
         if self.bad_in_a_row > self.config.max_bad_steps:
@@ -184,7 +191,10 @@ class Fitting:
             )
 
     def end_epoch(self, record: dict[str, float]) -> bool:
-        """Add the epoch's record; return True if it is the best so far; all ranks call."""
+        """Add the epoch's record; return True and keep the weights if it is the best.
+
+        Every rank must call this.
+        """
         if isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step(record["valid/loss"])
         elif self.scheduler is not None:
@@ -200,7 +210,10 @@ class Fitting:
         return improved
 
     def save(self, run: RunDir, improved: bool) -> None:
-        """Write the records so far and a checkpoint; all ranks call and fail together."""
+        """Write all records so far and a checkpoint.
+
+        Every rank must call this; if writing the checkpoint fails, every rank raises a UserError.
+        """
         world = self.strategy.world
         state: dict[str, Any] = {name: getattr(self, name) for name in SAVED}
         state["module"] = self.strategy.module_state()
@@ -223,7 +236,10 @@ class Fitting:
             raise UserError(problem, exit_code=1)
 
     def restore(self, run: RunDir, resume: bool) -> None:
-        """Continue from the newest valid checkpoint if there is one; all ranks call."""
+        """Load the newest valid checkpoint if there is one; every rank must call this.
+
+        Raise UserError if `resume` is False and the run directory holds checkpoints.
+        """
         newest = ""
         if self.strategy.world.is_main_process:
             check_layout(run.path)
@@ -236,13 +252,13 @@ class Fitting:
                 self._load(load_checkpoint(newest), run.checkpoints / BEST_FILE)
             except ValueError:
                 raise
-            except Exception as error:  # torch raises many kinds for other names and shapes
+            except Exception as error:  # torch's error type depends on the mismatch
                 problem = f"{newest} belongs to another module or optimizer: {one_line(error)}"
                 raise UserError(problem) from error
             logger.info("continuing from %s, epoch %d", newest, self.epoch)
 
     def _load(self, state: dict[str, Any], best_file: Path) -> None:
-        """Take over the state in a checkpoint, if its settings are the same."""
+        """Load a checkpoint's state; raise UserError if its settings differ."""
         for name, saved in state["extra"].items():
             if str(self.extra[name]) != str(saved):
                 now = self.extra[name]
@@ -253,8 +269,8 @@ class Fitting:
             self.scheduler.load_state_dict(state["scheduler"])
         for name in SAVED:
             setattr(self, name, state[name])
-        # A process that was killed while it saved may leave a best.pt of the next epoch. That
-        # epoch is now repeated, so best.pt is right again.
+        # A process that was killed while saving may have written best.pt for the next epoch. That
+        # epoch is repeated now, so the file becomes correct again.
         if self.best_epoch:
             self.best_weights = load_checkpoint(best_file)["module"]
 
@@ -274,27 +290,30 @@ def fit(
     resume: bool = False,
     extra: Mapping[str, Any] | None = None,
 ) -> FitResult:
-    """Fit a module that `strategy` wrapped; all ranks call together.
+    """Train a module that `strategy` has wrapped; every rank must call this.
 
         result = fit(module, loader, optimizer, criterion, strategy, validation=held_out)
 
-    Before every epoch, torch is seeded with `config.seed`, the epoch and the rank, so a resumed run
-    continues as if it had not stopped. A stop signal ends an epoch early, and resuming repeats it.
-    After an epoch, floating-point buffers are averaged over ranks.
+    Before every epoch, torch is seeded from `config.seed`, the epoch and the rank, so a resumed run
+    gives the same result as an uninterrupted one. A stop signal ends the current epoch early; a
+    resumed run repeats that epoch. After each epoch, floating-point buffers are averaged over
+    ranks. At the end, the module gets the weights of the best epoch, unless a signal stopped
+    training or there is no validation.
 
     Args:
         module: the result of `strategy.wrap`.
-        loader: training data; its batch_size is the total over ranks.
-        criterion: returns the mean loss of a batch over its samples.
-        validation: decides which epoch is the best, and when to stop (`patience`).
-        metrics: by name; their values are averaged over all samples.
-        scheduler: torch's, stepped after every epoch; ReduceLROnPlateau sees the validation loss.
+        loader: training data; its batch_size is the total over all ranks.
+        criterion: returns the mean loss over the samples of a batch.
+        validation: held-out data that determines the best epoch and when to stop (`patience`).
+        metrics: functions by name; their values are averaged over all samples.
+        scheduler: stepped after every epoch; ReduceLROnPlateau gets the validation loss.
         run_dir: directory for checkpoints, metrics.jsonl and TensorBoard events.
         resume: continue from the newest checkpoint in `run_dir`, if there is one.
-        extra: plain values to store in checkpoints; they must be the same after a resume.
+        extra: plain values to store in checkpoints; they must be the same when resuming.
 
     Raises:
-        UserError: bad sizes, a foreign checkpoint, or too many steps without a finite gradient.
+        UserError: wrong sizes, a checkpoint of another module, optimizer or settings, or too many
+            steps in a row with a NaN or infinite loss or gradient.
     """
     config = config or FitConfig()
     world = strategy.world
@@ -334,7 +353,7 @@ def fit(
 def fit_epochs(
     fitting: Fitting, train: SharedLoader, held_out: SharedLoader | None, run: RunDir | None
 ) -> int:
-    """Train, validate and save epoch by epoch; return the signal that ended it, or 0."""
+    """Train, validate and save in every epoch; return the stop signal, or 0."""
     config = fitting.config
     world = train.world
     board: GuardedLogger | None = None
@@ -368,9 +387,9 @@ def fit_epochs(
 
 
 def merge_buffers(module: nn.Module, world: World) -> None:
-    """Average buffers over ranks, such as BatchNorm's statistics.
+    """Average floating-point buffers, such as BatchNorm's statistics, over ranks.
 
-    Each rank saw only its share of every batch.
+    The buffers differ because each rank sees only its own share of every batch.
     """
     buffers = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
     if world.size > 1 and buffers:

@@ -1,1 +1,1 @@
-"""Reports of a run: metrics, progress, profile, use of the machine, events."""
+"""Report on a run: metrics, progress, profiles, hardware usage and events."""

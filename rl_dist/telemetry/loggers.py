@@ -1,6 +1,6 @@
-"""Loggers of metrics: TensorBoard, Weights & Biases, MLflow.
+"""Log metrics to TensorBoard, Weights & Biases and MLflow.
 
-TensorBoard is always written. `--loggers` names the others, which are imported only then.
+TensorBoard files are always written. The other loggers are imported only if `--loggers` names them.
 """
 
 from __future__ import annotations
@@ -16,34 +16,36 @@ from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
 from rl_dist.files import path_to_write, read_plain, write_whole
 
 logger = logging.getLogger(__name__)
-NO_SCALARS = ("iteration", "global_step", "rank", "epoch")  # positions, not measurements
-PROJECT = "clstm-ppo"  # name at Weights & Biases and MLflow, unless their variables set another
-Settings = Mapping[str, Any]  # values by section.name
-Write = Callable[[dict[str, float], int], object]  # gets scalars and their step
+# fields that say when and where a record was measured; they are not logged as scalars
+NO_SCALARS = ("iteration", "global_step", "rank", "epoch")
+# default project name; the environment variables of Weights & Biases and MLflow can change it
+PROJECT = "clstm-ppo"
+Settings = Mapping[str, Any]  # values by "section.name"
+Write = Callable[[dict[str, float], int], object]  # takes scalars by name and their step
 Finish = Callable[[], object]
 
 
 class GuardedLogger:
-    """A logger that ends with a warning when it fails: training continues."""
+    """A logger that stops with a warning when it fails, so that training continues."""
 
     def __init__(
         self, name: str, write: Write, finish: Finish, flush: Finish = lambda: None
     ) -> None:
-        """Guard the functions that write, finish and flush a record."""
+        """Guard a logger's functions that write scalars, finish the log, and flush it."""
         self.name = name
         self._write, self._finish, self._flush = write, finish, flush
         self._has_ended = False
 
     def write(self, record: Mapping[str, Any], step: int) -> None:
-        """Log the numbers of a record that holds no NaN and no infinity."""
+        """Log all numbers in a record; it must not hold NaN or infinity."""
         self._call(self._write, dict(_scalars_of(record)), step)
 
     def flush(self) -> None:
-        """Put everything written so far on the disk."""
+        """Flush everything written so far to disk."""
         self._call(self._flush)
 
     def close(self) -> None:
-        """Finish the record; safe to call twice."""
+        """Finish the log; a second call does nothing."""
         self._call(self._finish)
         self._has_ended = True
 
@@ -52,17 +54,22 @@ class GuardedLogger:
             return
         try:
             function(*args)
-        except FOREIGN_ERRORS as error:  # a disk, a network, foreign code: none may end a training
+        # an error of the disk, the network or a library must not stop training
+        except FOREIGN_ERRORS as error:
             self._has_ended = True
             logger.warning("%s's record ends here: %s", self.name, one_line(error))
 
 
 def open_tensorboard(folder: Path, *, purge_step: int | None) -> GuardedLogger:
-    """Open a new event file in a folder; see `MetricsWriter`."""
-    # start-up: 1,000 ms, on the main process only
+    """Open a new TensorBoard event file in a folder.
+
+    Args:
+        purge_step: TensorBoard hides what earlier event files hold from this step on.
+    """
+    # the import takes 1 s, so only the main process pays for it
     from torch.utils.tensorboard import SummaryWriter
 
-    # a thread writes the file every 10 s
+    # SummaryWriter's thread writes the file every 10 s
     board: Any = SummaryWriter(folder, purge_step=purge_step, flush_secs=10)  # type: ignore[no-untyped-call]
 
     def write(scalars: dict[str, float], step: int) -> None:
@@ -73,23 +80,23 @@ def open_tensorboard(folder: Path, *, purge_step: int | None) -> GuardedLogger:
 
 
 def open_wandb(run_dir: Path, settings: Settings) -> tuple[Write, Finish]:
-    """Open a run of Weights & Biases; its variables such as WANDB_MODE apply."""
+    """Open a Weights & Biases run; environment variables such as WANDB_MODE apply."""
     import wandb
 
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
         name=run_dir.resolve().name,
         id=_kept_id(run_dir, "wandb", lambda: secrets.token_hex(4)),
-        resume="allow",  # a resumed training stays one run
+        resume="allow",  # a resumed training run stays the same W&B run
         dir=str(run_dir),
         config=settings,
     )
-    # W&B ignores steps that it received before a resume
+    # After a resume, W&B ignores steps that it has already received.
     return lambda scalars, step: run.log(scalars, step=step), run.finish
 
 
 def open_mlflow(run_dir: Path, settings: Settings) -> tuple[Write, Finish]:
-    """Open a run of MLflow: at MLFLOW_TRACKING_URI, else in RUN_DIR/mlflow.db."""
+    """Open an MLflow run at MLFLOW_TRACKING_URI, or by default in RUN_DIR/mlflow.db."""
     from mlflow import MlflowClient
     from mlflow.entities import Metric
 
@@ -118,7 +125,7 @@ LOGGERS = {"wandb": open_wandb, "mlflow": open_mlflow}
 
 
 def named_loggers(text: str) -> list[str]:
-    """Return the names in a comma-separated list."""
+    """Split a comma-separated list of loggers; raise ValueError if one is unknown."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in LOGGERS]:
         raise ValueError(f"loggers {unknown[0]} is unknown: name some of {', '.join(LOGGERS)}")
@@ -126,7 +133,7 @@ def named_loggers(text: str) -> list[str]:
 
 
 def open_logger(name: str, run_dir: Path, config: Mapping[str, Mapping[str, Any]]) -> GuardedLogger:
-    """Open a logger by name, which shows the configuration of the run."""
+    """Open a logger by its name, and log the configuration of the run with it."""
     settings = {
         f"{section}.{key}": value
         for section, values in config.items()
@@ -136,13 +143,13 @@ def open_logger(name: str, run_dir: Path, config: Mapping[str, Mapping[str, Any]
         write, finish = LOGGERS[name](run_dir, settings)
     except ImportError as error:
         raise UserError(f"--loggers {name}: {error}; pip install 'clstm-ppo[{name}]'") from None
-    except FOREIGN_ERRORS as error:  # no login, no network, ...
+    except FOREIGN_ERRORS as error:  # for example no login or no network
         raise UserError(f"--loggers {name}: {one_line(error)}", exit_code=1) from error
     return GuardedLogger(name, write, finish)
 
 
 def _scalars_of(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield tag and value of each number; those of rank N are below rank_N/."""
+    """Yield the tag and value of each number; tags of rank N begin with rank_N/."""
     for key, value in record.items():
         if isinstance(value, bool | int | float) and key not in NO_SCALARS:
             yield prefix + key, float(value)
@@ -151,7 +158,10 @@ def _scalars_of(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def _kept_id(run_dir: Path, name: str, make: Callable[[], str]) -> str:
-    """Return the run's id at a service: make it once, then read it from its file."""
+    """Return the run's id at a logging service.
+
+    The first call makes the id and saves it in a file; later calls, also of resumed runs, read it.
+    """
     path = path_to_write(run_dir, f"{name}_run_id")
     if not path.exists():
         write_whole(path, make())

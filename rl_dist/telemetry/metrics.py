@@ -1,4 +1,4 @@
-"""Write the files of a training, its logs and its progress."""
+"""Write the metrics, logs and progress of a training run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rl_dist.telemetry.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-STATE_EVERY_S = 1.0  # between two records that update state.json
+STATE_EVERY_S = 1.0  # shortest time between two records that update state.json
 LOG_FORMAT = "%(asctime)s %(levelname)s rank {} %(name)s: %(message)s"
 
 
@@ -31,7 +31,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s rank {} %(name)s: %(message)s"
 
 
 class NullWriter:
-    """The writer on ranks other than the main one: it ignores everything."""
+    """The writer for all ranks except the main one; it writes nothing."""
 
     def write(self, record: Mapping[str, Any], *, done: int) -> None:
         """Write the metrics of one iteration."""
@@ -40,17 +40,17 @@ class NullWriter:
         """Print a line for the user."""
 
     def update_state(self, **changes: Any) -> None:
-        """Change fields of the run's state, see `rl_dist.run_dir.JobState`."""
+        """Change fields of the run's state, which `rl_dist.run_dir.JobState` lists."""
 
     def flush(self) -> None:
-        """Put everything written so far on the disk."""
+        """Flush everything written so far to disk."""
 
     def close(self) -> None:
-        """Finish; safe to call twice."""
+        """Close all files; a second call does nothing."""
 
 
 class MetricsWriter(NullWriter):
-    """Writes a record per iteration to all files and the progress display."""
+    """Writes one record per iteration to all files and to the progress display."""
 
     def __init__(
         self,
@@ -63,17 +63,17 @@ class MetricsWriter(NullWriter):
         loggers: Sequence[str] = (),
         config: Mapping[str, Mapping[str, Any]] = {},
     ) -> None:
-        """Open the files of a run, and append to metrics.jsonl.
+        """Open the files of a run; new lines are appended to metrics.jsonl.
 
         Args:
-            run: nothing more is written once its directory is deleted or replaced.
-            total: `done` at the end of the run.
-            unit: of `done`, such as "episodes".
-            start: `done` at the start, above 0 on resume.
-            purge_step: the first `global_step` to come. TensorBoard hides what earlier writers
-                wrote from there on.
-            loggers: names of loggers beside TensorBoard, see `loggers.LOGGERS`.
-            config: the run's settings by section, which loggers show.
+            run: the run to write to; writing ends once its directory is deleted or replaced.
+            total: value of `done` at the end of the run.
+            unit: unit of `done`, such as "episodes".
+            start: value of `done` at the start, above 0 in a resumed run.
+            purge_step: the first `global_step` that this writer will write. From there on,
+                TensorBoard hides what earlier writers wrote.
+            loggers: names of loggers in addition to TensorBoard, see `loggers.LOGGERS`.
+            config: the run's settings by section, which the loggers show.
         """
         try:
             run.path.mkdir(parents=True, exist_ok=True)
@@ -84,10 +84,10 @@ class MetricsWriter(NullWriter):
         self._loggers += [open_logger(name, run.path, config) for name in loggers]
         self._progress = Progress(total, unit, start)
         self._run = run
-        self._state_s = -math.inf  # time when a record last changed state.json
-        self._unwritten: dict[str, Any] = {}  # changes that are not in state.json yet
+        self._state_s = -math.inf  # time when a record last updated state.json
+        self._unwritten: dict[str, Any] = {}  # changes not yet in state.json
         self._ranks: list[RankEntry] = []
-        with suppress(OSError, UserError):  # a foreign state.json stays as it is
+        with suppress(OSError, UserError):  # leave a state.json of another program as it is
             state = run.state()
             self._ranks = state.ranks if state else []
 
@@ -95,8 +95,8 @@ class MetricsWriter(NullWriter):
         """Write the metrics of one iteration.
 
         Args:
-            record: numbers by name, with "iteration", "global_step" and optionally "ranks", a
-                list of one such mapping per rank. NaN and infinities become null.
+            record: numbers by name. It must have "iteration" and "global_step", and may have
+                "ranks", a list with one mapping per rank. NaN and infinities become null.
             done: progress so far, in the writer's unit.
 
         Raises:
@@ -104,7 +104,7 @@ class MetricsWriter(NullWriter):
         """
         plain = without_nan(record)
         if not self._run.is_in_place():
-            self._loggers.clear()  # they would write into another folder
+            self._loggers.clear()  # the loggers would write into another folder
             problem = "was deleted or replaced during training: nothing more is saved there"
             raise UserError(f"{self._run.path} {problem}", exit_code=1)
         self._lines.write(json.dumps(plain, allow_nan=False))
@@ -127,7 +127,10 @@ class MetricsWriter(NullWriter):
             self._state_s = now_s
 
     def update_state(self, **changes: Any) -> None:
-        """Write changes to state.json now, and the next record as well."""
+        """Write changes to state.json immediately.
+
+        The next record also updates the file, without waiting for STATE_EVERY_S.
+        """
         self._run.update_state(**self._unwritten | changes)
         self._unwritten = {}
         self._state_s = -math.inf
@@ -137,13 +140,13 @@ class MetricsWriter(NullWriter):
         print(text, flush=True)
 
     def flush(self) -> None:
-        """Put everything written so far on the disk, before a checkpoint."""
+        """Flush everything written so far to disk; call this before a checkpoint."""
         self._lines.flush()
         for metrics_logger in self._loggers:
             metrics_logger.flush()
 
     def close(self) -> None:
-        """Finish the files and the progress; safe to call twice."""
+        """Close the files and the progress display; safe to call twice."""
         if self._unwritten:
             self.update_state()
         self._progress.close()
@@ -153,12 +156,15 @@ class MetricsWriter(NullWriter):
 
 
 def open_writer(run: RunDir, world: World, total: int, unit: str, **options: Any) -> NullWriter:
-    """Return a `MetricsWriter` on the main process, a `NullWriter` on others."""
+    """Return a `MetricsWriter` on the main process and a `NullWriter` on others."""
     return MetricsWriter(run, total, unit, **options) if world.is_main_process else NullWriter()
 
 
 class _LineFile:
-    """Appends whole lines; lines that a full disk refuses wait in memory until there is room."""
+    """Appends whole lines to a file.
+
+    Lines that do not fit on a full disk wait in memory until there is space.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -170,22 +176,22 @@ class _LineFile:
         self._append()
 
     def _append(self) -> None:
-        """Append the waiting lines: all of them or none."""
+        """Append either all waiting lines or none."""
         end = self._file.seek(0, os.SEEK_END)
         left = self._waiting
         try:
-            while left:  # a full disk may take a part; the next call then raises
+            while left:  # a full disk may accept a part; the next write then fails
                 left = left[self._file.write(left) :]
             self._waiting = b""
         except OSError as error:
-            # training continues: only a checkpoint that cannot be saved may end it
+            # Training continues: only a checkpoint that cannot be saved may stop it.
             with suppress(OSError):
                 self._file.truncate(end)
             log_once(f"cannot write {self._path}: {error.strerror}; its lines wait in memory")
 
     def flush(self) -> None:
         self._append()
-        with suppress(OSError):  # a full disk: reported by `write`
+        with suppress(OSError):  # `_append` already reports a full disk
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -198,7 +204,7 @@ class _LineFile:
 
 
 def without_nan(value: Any) -> Any:
-    """Convert numbers of torch and numpy to JSON types, NaN and infinities to None."""
+    """Convert torch and numpy numbers to JSON types, and NaN and infinity to None."""
     if isinstance(value, Mapping):
         return {str(key): without_nan(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -213,7 +219,7 @@ _handlers: list[logging.Handler] = []  # added by `setup_logging`
 
 
 class _Console(logging.Handler):
-    """Prints warnings on stderr, but not the failures that `launch` prints itself."""
+    """Prints warnings on stderr, except failures that `launch` prints by itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name != "rl_dist.launch.ranks":
@@ -221,9 +227,9 @@ class _Console(logging.Handler):
 
 
 def setup_logging(run_dir: str | Path, rank: int) -> None:
-    """Log INFO and above to logs/rank_N.log; rank 0 prints warnings, too.
+    """Log INFO and above to logs/rank_N.log; rank 0 also prints warnings.
 
-    Handlers of an earlier call are removed.
+    This removes the handlers of an earlier call.
     """
     close_logging()
     name = f"logs/rank_{rank}.log"
@@ -242,12 +248,12 @@ def setup_logging(run_dir: str | Path, rank: int) -> None:
     for handler in _handlers:
         root.addHandler(handler)
     logging.captureWarnings(True)
-    logging.raiseExceptions = False  # a full disk cuts a log short, without a traceback per line
+    logging.raiseExceptions = False  # no traceback for each line that a full disk refuses
     threading.excepthook = _log_end_of_thread
 
 
 def _log_end_of_thread(args: threading.ExceptHookArgs) -> None:
-    """Log in one line that a thread failed, as TensorBoard's does on a full disk."""
+    """Log a failed thread in one line; TensorBoard's thread fails on a full disk."""
     if args.exc_value and args.thread:
         logger.warning("thread %s ended: %s", args.thread.name, one_line(args.exc_value))
 

@@ -1,6 +1,6 @@
-"""Sample the use of this rank's GPU, CPU and memory in a thread.
+"""Sample the GPU, CPU and memory usage of this rank in a background thread.
 
-`Monitor.take` never waits for the thread; the values of a source that fails or hangs are None.
+`Monitor.take` never waits for the thread. If a source fails or hangs, its values are None.
 """
 
 from __future__ import annotations
@@ -17,33 +17,36 @@ from rl_dist.errors import one_line
 from rl_dist.files import log_once
 from rl_dist.machine import GIB, host_memory, read_gpu
 
-CLOSE_S = 1.0  # longest wait for a thread that hangs in a driver
+CLOSE_S = 1.0  # longest wait for the thread, which may hang in a driver
 GPU_FIELDS = (
     *("utilization_percent", "memory_allocated_gib", "memory_reserved_gib", "memory_peak_gib"),
     *("memory_free_gib", "temperature_c", "power_w"),
 )
-SCHEDSTAT = Path(
-    "/proc/self/schedstat"
-)  # ns of the main thread on a core, ns in which it waited for one
+# nanoseconds that the main thread ran on a core, and that it waited for a core
+SCHEDSTAT = Path("/proc/self/schedstat")
 Values = dict[str, float | None]
 Source = Callable[[], Values]
 
 
 class Monitor:
-    """Samples sources every `every_s` seconds until `close`; 0 disables it."""
+    """Samples its sources every `every_s` seconds until `close`; 0 disables sampling."""
 
     def __init__(self, sources: Sequence[Source], every_s: float) -> None:
         self._sources = sources
         self._every_s = every_s
-        self._samples: list[Values] = []  # since the last `take`, which replaces the list
-        self._names: Values = {}  # names of all values so far
+        self._samples: list[Values] = []  # samples since the last `take`, which replaces the list
+        self._names: Values = {}  # names of all values seen so far; only the keys matter
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         if sources and every_s:
             self._thread.start()
 
     def take(self) -> Values:
-        """Return means since the last call, but the highest peak and the least free."""
+        """Return the mean of each value since the last call.
+
+        For names with "peak", return the maximum; for names with "free", the minimum. A value
+        without samples is None.
+        """
         samples, self._samples = self._samples, []
         merged: Values = {}
         for name in list(self._names):
@@ -53,7 +56,7 @@ class Monitor:
         return merged
 
     def close(self) -> None:
-        """End the thread; safe to call twice."""
+        """Stop the thread; safe to call twice."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_S)
@@ -64,7 +67,7 @@ class Monitor:
             for read in self._sources:
                 try:
                     sample |= read()
-                except Exception as error:  # no failure of a driver ends the run
+                except Exception as error:  # a failing driver must not stop the run
                     log_once(f"monitor: {one_line(error)}")
             self._names |= sample
             self._samples.append(sample)
@@ -72,20 +75,23 @@ class Monitor:
 
 
 def sources_of(device: torch.device) -> list[Source]:
-    """Return the sources to sample for a rank on this device."""
+    """Return the sources to sample on a rank that uses this device."""
     process = psutil.Process()
-    process.cpu_percent()  # later calls count from here
+    process.cpu_percent()  # the next call measures from here
     before_ns = [0, 0]
 
     def read_host() -> Values:
         return {
-            "cpu/percent": process.cpu_percent(),  # 100: one core is busy
+            "cpu/percent": process.cpu_percent(),  # 100 means one busy core
             "ram/used_gib": process.memory_info().rss / GIB,
             "ram/free_gib": host_memory().available / GIB,
         }
 
     def read_core_wait() -> Values:
-        """Return the share of time in which the main thread had work, but no core."""
+        """Return how long the main thread waited for a core.
+
+        The unit is percent of the time in which the thread ran or waited for a core.
+        """
         now_ns = [int(text) for text in SCHEDSTAT.read_text().split()[:2]]
         ran_ns, waited_ns = (now - before for now, before in zip(now_ns, before_ns, strict=True))
         before_ns[:] = now_ns

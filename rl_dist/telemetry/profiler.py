@@ -1,4 +1,4 @@
-"""Measure how long each part of a training loop takes: clock and torch.profiler.
+"""Measure the time of each part of a training loop by clock and torch.profiler.
 
     profiler = Profiler(run_dir, world)
     for iteration in ...:
@@ -6,9 +6,10 @@
         ...  # with section("collect"): ...
         profiler.end(say=print)
 
-Each process profiles its first 5 iterations: it skips 1, times 2 by the clock alone (tracing slows
-short operators down), warms the tracer up in 1 and traces the last. A shorter training has none.
-Every rank writes RUN_DIR/profile/rank_N.txt and a trace that TensorBoard, Chrome and Perfetto open.
+Each process profiles its first 5 iterations: it skips iteration 1, times iterations 2 and 3 with
+the clock only (tracing slows short operators down), warms the tracer up in iteration 4 and traces
+iteration 5. A shorter training run gets no profile. Every rank writes RUN_DIR/profile/rank_N.txt
+and a trace for TensorBoard, Chrome or Perfetto.
 """
 
 from __future__ import annotations
@@ -36,20 +37,22 @@ from rl_dist.process_group.world import World
 
 logger = logging.getLogger(__name__)
 FOLDER = "profile"
-WINDOW = 5  # iterations
-TIMED = (2, 3)  # iterations of the window that the clock times
+WINDOW = 5  # number of profiled iterations
+TIMED = (2, 3)  # numbers of the iterations that are timed with the clock
 WHOLE = "whole iteration"
-GRADIENTS = "waiting for gradients of other ranks"  # part of the sections' times
-WAITING = "waiting for other ranks elsewhere"  # part of the sections' times
+# The waiting times are also included in the times of the sections.
+GRADIENTS = "waiting for gradients of other ranks"
+WAITING = "waiting for other ranks elsewhere"
 TOTALS = (WHOLE, GRADIENTS, WAITING)
-NUM_OPERATORS = 12  # shown in the report; the trace holds all
+NUM_OPERATORS = 12  # number of operators in the report; the trace has all
 Say = Callable[[str], None]
 
 
 class SectionTimes:
-    """A listener that adds up seconds by path, such as "collect/environment".
+    """A section listener that sums seconds by path, such as "collect/environment".
 
-    It waits for the GPU at both ends of a section, so that work counts where it was started.
+    It waits for the GPU at the start and end of each section, so that GPU work counts for the
+    section that started it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,32 +73,32 @@ class SectionTimes:
             self._path = outer
 
     def now(self) -> float:
-        """Return the time in seconds after all work of the GPU is done."""
+        """Wait until the GPU has finished its work, then return the time in seconds."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
 
 class Profiler:
-    """Measures one window of iterations of this rank, then reports it."""
+    """Measures the first WINDOW iterations of this rank, then reports their times."""
 
     def __init__(self, run_dir: Path, world: World) -> None:
         self._run_dir, self._world = run_dir, world
-        self._number = 0  # number of the iteration, from 1
+        self._number = 0  # counts the iterations of this process from 1
         self._times = SectionTimes(world.device)
-        self._totals = dict.fromkeys(TOTALS, 0.0)  # seconds during TIMED
+        self._totals = dict.fromkeys(TOTALS, 0.0)  # seconds in the TIMED iterations
         on_gpu = world.device.type == "cuda"
         self._sort_by = f"self_{'device' if on_gpu else 'cpu'}_time_total"
-        # keep the tracer from reporting its start and stop on stderr
+        # keep the tracer from printing its start and stop on stderr
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._trace = profile(
             activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu],
             schedule=schedule(wait=WINDOW - 2, warmup=1, active=1, repeat=1),
-            acc_events=True,  # without it torch 2.11 warns about a second window
+            acc_events=True,  # otherwise torch 2.11 warns about a second window
         )
 
     def begin(self, iteration: int) -> None:
-        """Begin an iteration, before its work."""
+        """Begin to measure an iteration; call this before the iteration's work."""
         self._number += 1
         if self._number == 1:
             self._first = iteration
@@ -109,7 +112,7 @@ class Profiler:
             listen(record_function)
 
     def end(self, say: Say) -> None:
-        """End an iteration; at the end of the window, `say` gets the report."""
+        """End an iteration; after the last profiled one, pass the report to `say`."""
         listen(None)
         if self._number in TIMED:
             self._add_clocks(+1)
@@ -123,7 +126,7 @@ class Profiler:
         self._totals[WAITING] += sign * self._world.sync_seconds
 
     def _report(self) -> str:
-        """Write this rank's files; return the text for the user."""
+        """Write this rank's profile files and return the report for the user."""
         totals = self._times.seconds | self._totals
         seconds = {name: total_s / len(TIMED) for name, total_s in totals.items()}
         operators = self._trace.key_averages().table(
@@ -143,7 +146,7 @@ class Profiler:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{text}\n", encoding="utf-8")
             tensorboard_trace_handler(str(folder), f"rank_{rank}", use_gzip=True)(self._trace)
-        except OSError as error:  # training is worth more than its profile
+        except OSError as error:  # a profile that cannot be written must not stop training
             logger.warning("the profile cannot be written to %s: %s", folder, error)
         self._world.heartbeat()
         opened = "chrome://tracing, ui.perfetto.dev or TensorBoard with torch-tb-profiler"
@@ -151,7 +154,7 @@ class Profiler:
 
 
 def section_table(seconds: Mapping[str, float]) -> str:
-    """Return a table of sections by path, with their shares of the whole iteration."""
+    """Format the sections as a table with their shares of the whole iteration."""
     names = sorted(seconds, key=lambda name: (name in TOTALS, name))
     whole = seconds[WHOLE]
     rows = [(name, f"{seconds[name]:.4f}", f"{seconds[name] / whole:.1%}") for name in names]

@@ -1,4 +1,4 @@
-"""The progress of a training: a bar on terminals, lines elsewhere."""
+"""Show training progress: a bar on a terminal, otherwise single lines."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-# tqdm's own lock holds a semaphore, which a rank that fails would leak with a warning.
+# tqdm's own lock uses a semaphore. A failing rank would leak it and print a warning.
 tqdm.set_lock(threading.RLock())
-tqdm.monitor_interval = 0  # no watcher thread: every iteration refreshes the bar
+tqdm.monitor_interval = 0  # no monitor thread, because every iteration refreshes the bar
 
 LINE_EVERY_S = 5.0
 LINE = "{n}/{total}{unit} ({percentage:.0f}%){postfix} | {remaining} left"
@@ -22,15 +22,15 @@ SHOWN = ("time/sps", "episode/return", "valid/sharpe", "valid/return")
 
 
 class Progress:
-    """Shows how far a training is, its latest figures and the time left, on stderr."""
+    """Shows progress, the latest metrics and the remaining time on stderr."""
 
     def __init__(self, total: int, unit: str, start: int) -> None:
-        """Begin at `start`, above 0 on resume."""
-        self._figures: dict[str, str] = {}  # the latest of SHOWN
+        """Begin at `start`, which is above 0 in a resumed run."""
+        self._figures: dict[str, str] = {}  # latest values of the metrics in SHOWN
         self._printed_s = -math.inf
-        self._line = ""  # not printed yet
+        self._line = ""  # latest line, if it is not printed yet
         self._on_terminal = sys.stderr.isatty()
-        # Without a terminal the bar only formats the line.
+        # Without a terminal, the bar only formats the text of a line.
         self._bar = tqdm(
             total=total,
             unit=f" {unit}",
@@ -41,13 +41,13 @@ class Progress:
         )
 
     def show(self, record: Mapping[str, Any], done: int) -> None:
-        """Take an iteration's metrics."""
+        """Show the progress and metrics of an iteration."""
         for name in SHOWN:
             if (value := record.get(name)) is not None:
                 self._figures[name] = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
         figures = ", ".join(f"{name} {text}" for name, text in self._figures.items())
         self._bar.set_postfix_str(figures, refresh=False)
-        # The last iteration exceeds the budget.
+        # The last iteration may exceed the total.
         self._bar.update(min(done, self._bar.total) - self._bar.n)
         if self._on_terminal:
             self._bar.refresh()
@@ -63,6 +63,6 @@ class Progress:
         self._line = ""
 
     def close(self) -> None:
-        """Print the last line; safe to call twice."""
+        """Close the bar and print a pending line; safe to call twice."""
         self._bar.close()
         self._print()
