@@ -1,4 +1,4 @@
-"""Flags that are auto in real runs, and runs that have too little memory."""
+"""Flags set to auto in real runs, and runs that do not have enough memory."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ TINY = shlex.split(
     "--env Recall-v0 --num_steps 16 --bptt_steps 8 --hidden_size 8 --device cpu --eval_episodes 2 "
     "--validate_every 0 --update_epochs 1 --checkpoint_every 1"
 )
-SIZES = ["--num_envs", "16", "--total_steps", "768"]  # 32 sequences in a rollout; 3 iterations
+SIZES = ["--num_envs", "16", "--total_steps", "768"]  # 32 sequences per rollout, 3 iterations
 SLOW = "--env benchmarks.slow_env:Waiting-v0"
 
 
@@ -39,7 +39,7 @@ def fail():
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
 
 
-# ---- auto
+# ---- flags set to auto
 
 
 @pytest.mark.parametrize("scaling", ["strong", "weak"])
@@ -73,7 +73,8 @@ def test_auto_trains_as_its_value_would_writes_it_down_and_resumes_with_it(
     section, name = field.split(".")
     monkeypatch.setattr(auto, "cpu_has_bf16", lambda: True)
     monkeypatch.setattr(auto, "available_cores", lambda: 2)
-    monkeypatch.setattr(auto, "strategy_modes", lambda *_: ("none", "ddp"))  # both work on one rank
+    # offer two strategies that both work on one rank
+    monkeypatch.setattr(auto, "strategy_modes", lambda *_: ("none", "ddp"))
     run_dir = tmp_path / "auto"
 
     def chosen():
@@ -86,7 +87,7 @@ def test_auto_trains_as_its_value_would_writes_it_down_and_resumes_with_it(
     assert differences(result_of(tmp_path / "named"), result_of(run_dir)) == []
     if flag == "precision":
         assert json.loads((run_dir / "state.json").read_text())["precision"] == value
-    again = [] if flag == "env_workers" else [f"--{flag}", "auto"]  # workers may change
+    again = [] if flag == "env_workers" else [f"--{flag}", "auto"]  # auto may choose other workers
     capsys.readouterr()
     assert train_here(monkeypatch, "--resume", run_dir, *again, "--total_steps", "1024") == 0
     assert f"{flag} auto" not in capsys.readouterr().out and chosen() == value
@@ -123,9 +124,9 @@ def test_cpu_ranks_share_the_memory_in_which_their_rollouts_must_fit(ranks, refu
         limits.check_rollouts(config, torch.device("cpu"), ranks)
 
 
-FAILURES = {  # phase: the function that fails, in which call, and what the error advises
+FAILURES = {  # phase: (owner and name of the failing function, number of the call, advice)
     "start-up": (rank, "Training", 1, "--num_envs"),
-    "collect": (agents.trainer, "collect", 4, "--num_envs"),  # the first is the normalisers'
+    "collect": (agents.trainer, "collect", 4, "--num_envs"),  # call 1 is the warm-up
     "update": (PPO, "step", 6, "--grad_accumulation"),
     "final evaluation": (final, "evaluate_last_and_best", 1, "python -m agents.evaluate"),
 }

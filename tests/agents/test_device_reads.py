@@ -1,4 +1,4 @@
-"""Reads of device values by the host; each one empties a GPU's queue of work."""
+"""Count how often the host reads device values: each read waits for all GPU work."""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select")
 
 @contextmanager
 def counted_reads():
-    """Count, by operator or method, what would wait for a GPU."""
+    """Count reads that would wait for a GPU, by operator or tensor method."""
     counts = Counter()
 
     class Mode(TorchDispatchMode):
@@ -39,11 +39,11 @@ def counted_reads():
 
 @pytest.mark.parametrize("name", ["trading, clstm", "trading, mlp"])
 def test_the_host_reads_once_after_a_rollout_and_once_after_an_update(name, tmp_path):
-    """Nothing is read in a vector step or a gradient step."""
+    """No vector step and no gradient step reads a device value."""
     with world_of_one() as world:
         training = Training(make_job(name, tmp_path, iterations=1), world)
         training.warm_up_normalizers()
-        # without the branches of a CPU, which may read
+        # Switch off the branches for the CPU, which may read values.
         training.env.reads_steps = False
         with mock.patch.object(strategy, "step_if", lambda finite, optimizer: optimizer.step()):
             with counted_reads() as collecting:

@@ -1,4 +1,4 @@
-"""Training on environments in worker processes: the same run, in one group or in two."""
+"""Test that environment workers, in 1 or 2 groups, do not change training."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def test_two_groups_train_as_one_to_rounding_and_alike_on_any_number_of_workers(
     torch.testing.assert_close(parameters_of(two), parameters_of(one), rtol=0, atol=1e-12)
     for mine, others in zip(two.rollouts, one.rollouts, strict=True):
         for field, value in vars(mine).items():
-            if field != "episodes":  # episodes have a column for each group
+            if field != "episodes":  # `episodes` has one column per group
                 torch.testing.assert_close(value, getattr(others, field), rtol=0, atol=1e-10)
     again, state_again = trained(in_workers(job, 1, groups=2), world)
     assert torch.equal(parameters_of(again), parameters_of(two))

@@ -1,4 +1,4 @@
-"""The evaluation command: worlds, days, episodes, a film, refusals."""
+"""Test the evaluation command: simulated and real prices, episodes, videos."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ NO_VALIDATION = ["--train_end", "2019-01-04", "--test_start", "2019-01-07"]
 
 
 class FadingEnv(gymnasium.Env):
-    """Episodes of random lengths; the picture grows brighter with the age of the episode."""
+    """Environment with random episode lengths; its image gets brighter at each step."""
 
     observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
     action_space = spaces.Discrete(2)
@@ -51,7 +51,7 @@ for name, kwargs in (("Fading-v0", {}), ("FadingNan-v0", {"nan_at": 2})):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Four finished runs, in one folder with the bars they need."""
+    """Train four small runs in one folder, which also holds their price file."""
     folder = tmp_path_factory.mktemp("runs")
     daily_bars(5).to_csv(folder / "five.csv", index=False)
     csv = [*SIZES, "--num_episodes", "40", "--data", folder / "five.csv", "--episode_days", "20"]
@@ -70,7 +70,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def evaluated(runs, tmp_path, monkeypatch, capsys):
-    """Calls the command: (what it printed, its figures)."""
+    """Return a function that evaluates a run and returns (stdout, figures)."""
 
     def call(run, *flags):
         file = tmp_path / "figures.json"
@@ -122,7 +122,7 @@ def test_every_look_at_the_test_span_of_real_prices_is_kept(runs, evaluated, mon
     path, config = runs / "csv" / LOOKS, json.loads((runs / "csv" / "config.json").read_text())
     assert (runs / "csv" / "checkpoints" / "best.pt").exists()
     text, figures = evaluated("csv", "--open_test")
-    assert "/iteration_" in text.splitlines()[0]  # the last, not the best by its validation
+    assert "/iteration_" in text.splitlines()[0]  # the last checkpoint, not the best
     assert "look number 1 " in text and list(figures) == ["test"]
     with monkeypatch.context() as patched:
         patched.setattr(markets, "evaluate_markets", None)
@@ -132,7 +132,7 @@ def test_every_look_at_the_test_span_of_real_prices_is_kept(runs, evaluated, mon
         for look in looks:
             assert look["data_digest"] == config["data"]["data_digest"] and look["iteration"] > 0
 
-        # a look that cannot be recorded does not begin
+        # The command refuses to open the test span if it cannot record that.
         capsys.readouterr()
         path.unlink()
         path.mkdir()
@@ -154,7 +154,7 @@ def test_daily_figures_on_real_bars_give_those_of_the_table_and_equal_weight_the
     assert weights.sum(1).mean() == pytest.approx(figures["exposure"], rel=1e-5)
     assert (usd != 0).sum() == figures["num_trades"] and usd.shape[1] == 5
     assert abs(usd).sum() * 1e-3 == pytest.approx(figures["fees_usd"], rel=1e-4)
-    # bought at the first open, less the fee
+    # Equal weight buys at the first open price and pays a fee of 0.1 %.
     bars = pd.read_csv(runs / "five.csv")
     stocks = bars[bars["date"].between(days["date"].iloc[0], summary["days"][1])].groupby("tic")
     expected = (stocks["close"].last() / stocks["open"].first()).mean() / 1.001 - 1
@@ -165,7 +165,7 @@ def test_daily_figures_on_real_bars_give_those_of_the_table_and_equal_weight_the
 def test_a_run_does_not_continue_with_prices_that_have_changed(runs, monkeypatch, capsys):
     prices = runs / "five.csv"
     before = prices.read_text()
-    prices.write_text(before.rsplit("\n", 6)[0] + "\n")  # without the last day
+    prices.write_text(before.rsplit("\n", 6)[0] + "\n")  # drop the last day
     try:
         assert train_here(monkeypatch, "--resume", runs / "csv") == 2
     finally:
@@ -189,7 +189,7 @@ def test_policies_are_compared_and_a_copied_checkpoint_is_drawn_where_it_lies(
     assert (tmp_path / "mine.png").exists()
     plots.rename(tmp_path / "kept")
     plots.symlink_to(tmp_path / "kept")
-    assert evaluate_here(monkeypatch, copy) == 2  # nothing is drawn through a link
+    assert evaluate_here(monkeypatch, copy) == 2  # refuses to write plots through a link
 
 
 def test_a_film_shows_every_step_of_the_first_episode_that_is_evaluated(
@@ -248,7 +248,7 @@ def test_a_stop_signal_ends_an_evaluation_in_one_line(signum, runs, monkeypatch,
         assert train_here(monkeypatch, "--resume", run_dir) == 128 + signum
         last = capsys.readouterr().out.splitlines()[-1]
         assert f"stopped by {signum.name}" in last and f"--resume {run_dir}" in last
-    # a damaged best checkpoint leaves the last one evaluated
+    # If the best checkpoint is damaged, only the last one is evaluated.
     (run_dir / "checkpoints" / "best.pt").write_bytes(b"torn")
     assert train_here(monkeypatch, "--resume", run_dir) == 0
     assert json.loads((run_dir / "summary.json").read_text()) == summary

@@ -1,4 +1,7 @@
-"""Evaluation by hand: every market and episode once, on any number of ranks; figures, intervals."""
+"""Compare evaluation with hand-made cases: each market and episode counts once.
+
+Also test the figures and their confidence intervals.
+"""
 
 import functools
 import math
@@ -27,9 +30,10 @@ from rl_dist.process_group.world import World
 
 
 class Paths:
-    """Markets whose portfolio values follow given paths; an account holds the number of its day.
+    """Market environments with given paths of portfolio values, [markets, days].
 
-    A value below 10 terminates the episode; the next value of the path starts a new one.
+    All other account figures equal the number of the day. A value below 10 terminates the episode;
+    the next value of the path belongs to a new episode.
     """
 
     def __init__(self, paths):
@@ -56,7 +60,7 @@ def idle(env, obs, episode_start):
 
 
 def over_ranks(call, size, monkeypatch):
-    """Return the results of `call(world)` on `size` ranks, all in this process."""
+    """Return the results of `call(world)` on `size` ranks, simulated in this process."""
     worlds = [World(rank, rank, size, torch.device("cpu"), "gloo") for rank in range(size)]
     sent = []
 
@@ -89,12 +93,15 @@ def test_every_market_counts_once_on_any_number_of_ranks_and_ruin_ends_trading(
             assert list(records) == ["one", "two"]
             for record in records.values():
                 assert record["values"].tolist() == [[100, 5, 5, 5], *paths[1:]]
-                for account in ACCOUNTS:  # the ruinous day still counts
+                for account in ACCOUNTS:  # the day of the ruin still counts
                     assert record[account].tolist() == [[1, 0, 0], *[[1, 2, 3]] * (count - 1)]
 
 
 class Numbered(ScriptedEnv):
-    """Plain rewards are global numbers; environment 1 is restarted in step 2, 3 after its end."""
+    """Environments whose plain reward is their global number.
+
+    Environment 1 is restarted in step 2, during its episode; environment 3 in step 5, after it.
+    """
 
     made: list = []
     restarts = ()
@@ -125,7 +132,8 @@ class Numbered(ScriptedEnv):
 
 
 def test_every_episode_counts_once_and_is_repeated_after_a_restart(monkeypatch):
-    # return, length, restarts; the second ends in step 5: two steps of its first try, then three
+    # (return, length, restarts) per episode. Row 1 counts only the last 3 of 5 steps: the restart
+    # discards the first 2.
     expected = [[0, 3, 0], [3, 3, 1], [2, 1, 0], [12, 4, 0], [8, 2, 0]]
     call = functools.partial(
         evaluate_episodes, SimpleNamespace(evaluation_env=Numbered), idle, 5, 1
@@ -134,7 +142,7 @@ def test_every_episode_counts_once_and_is_repeated_after_a_restart(monkeypatch):
         Numbered.made.clear()
         results = over_ranks(call, size, monkeypatch)
         assert [rows.tolist() for rows in results] == [expected] * size
-        del Numbered.made[: len(Numbered.made) // 2]  # every rank was called twice
+        del Numbered.made[: len(Numbered.made) // 2]  # `over_ranks` calls each rank twice
         seeds = [seed for env in Numbered.made for seed in env.seeds]
         assert seeds == stream_seeds(1, EVALUATION_STREAM, 0, 5)
         assert all(env.closed for env in Numbered.made)
@@ -149,7 +157,7 @@ def test_a_controller_forgets_where_an_episode_starts_and_with_zeroed_state_alwa
     observations = torch.randn(6, 2, 4)
 
     def answers(first, *restarts, **options):
-        """Actions from a step on; row 0 starts an episode in the steps of `restarts`, too."""
+        """Return actions from step `first` on; row 0 also starts episodes at `restarts`."""
         controller = PolicyController(policy, Normalizer(4, enabled=False), **options)
         starts = [torch.tensor([t == first or t in restarts, t == first]) for t in range(6)]
         steps = zip(observations[first:], starts[first:], strict=True)
@@ -165,14 +173,14 @@ def test_a_controller_forgets_where_an_episode_starts_and_with_zeroed_state_alwa
 
 
 def record_of(returns, account=0.0):
-    """The record of daily returns [M, D], with the same account every day."""
+    """Return the record of daily returns [M, D]; all account figures equal `account`."""
     values = 100.0 * np.cumprod(np.insert(1.0 + returns, 0, 1.0, axis=1), axis=1)
     return {"values": values} | dict.fromkeys(ACCOUNTS, np.full_like(returns, account))
 
 
 @pytest.mark.parametrize(("repeats", "period"), [(1, 3), (19, 57), (20, 252)])
 def test_figures_are_those_of_a_year_or_of_a_span_below_60_days(repeats, period):
-    """Daily returns 10 %, -10 %, 6 %: mean 2 %, downside deviation sqrt(0.01 / 3)."""
+    """Daily returns of 10 %, -10 %, 6 %: mean 2 %, downside deviation sqrt(0.01 / 3)."""
     returns = np.tile([0.1, -0.1, 0.06], repeats)
     deviation, days, growth = returns.std(ddof=1), 3 * repeats, 1.0494**repeats
     record = record_of(returns[None], account=0.5)
@@ -206,7 +214,7 @@ def test_intervals_hold_the_differences_and_repeat(num_markets):
         value, low, high = difference(*records, name)
         assert [value, low, high] == difference(*records, name)
         assert value == pytest.approx(differences.mean()) and low < value < high
-        if num_markets > 1:  # 1.96 standard errors
+        if num_markets > 1:  # half the width is 1.96 standard errors
             half = 1.96 * differences.std(ddof=1) / math.sqrt(num_markets)
             assert high - value == pytest.approx(half)
             assert value - low == pytest.approx(half)

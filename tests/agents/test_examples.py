@@ -1,4 +1,4 @@
-"""Every example runs, here with small budgets; others have tests of their own files."""
+"""Run examples with small budgets; some other examples have separate test files."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ TINY = {"num_envs": 4, "num_steps": 16, "bptt_steps": 8, "batch_size": 4, "hidde
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # for runs/
+    monkeypatch.chdir(tmp_path)  # the examples write to runs/ in the current folder
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
@@ -48,5 +48,5 @@ def test_a_search_ends_trials_that_the_pruner_gives_up(lower, state, count):
     study.optimize(lambda trial: optuna_search.objective(trial, 256, **tiny), 1)
     (trial,) = study.trials
     assert trial.state.name == state and len(trial.intermediate_values) == count
-    for trials in (1, 2):  # the storage is found again
+    for trials in (1, 2):  # the second search continues the first one
         assert len(optuna_search.main(trials=1, total_steps=64, **tiny).trials) == trials

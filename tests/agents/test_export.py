@@ -1,4 +1,4 @@
-"""Exported policies equal the trained ones, for all forms of policies and spaces."""
+"""Test that exported policies equal the trained ones, for all kinds and spaces."""
 
 import json
 import sys
@@ -31,7 +31,7 @@ MASKED = spaces.Dict(action_mask=spaces.MultiBinary(7), place=VECTOR)
 NESTED = spaces.Dict(
     left=spaces.Box(-2.0, 3.0, (2,)), right=spaces.Tuple([spaces.Box(0.0, np.inf, (1, 1))])
 )
-# form: (configuration, observations, actions)
+# name: (policy configuration, observation space, action space)
 ALL = {name: (config, VECTOR, BOUNDED) for name, config in FORMS.items()} | {
     "start of choices": (small(), VECTOR, spaces.Discrete(3, start=5)),
     "several masked choices": (small(), MASKED, spaces.MultiDiscrete([4, 3])),
@@ -41,18 +41,18 @@ ALL = {name: (config, VECTOR, BOUNDED) for name, config in FORMS.items()} | {
     "images": (small(policy="gru"), IMAGES, spaces.Discrete(4)),
     "windows of images": (small(feature_window=3), IMAGES, BOUNDED),
 }
-QUICK = ("clstm", "own")  # tracing takes seconds, so the others are slow tests
+QUICK = ("clstm", "own")  # tracing takes seconds: other forms are slow tests
 TRACED = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ALL]
 
 
 def agent_of(form, folder, extras=()):
-    """An agent as if it had been loaded, with random weights and statistics."""
+    """Return an agent with random weights and statistics, as if loaded from a run."""
     torch.manual_seed(4)
     config, observation, action = ALL[form]
     decoder = ActionDecoder(action, "here")
     parts = ObservationEncoder(observation, "here", decoder.sizes).parts
     policy = Policy(config, Layout((*parts, *extras)), decoder.space)
-    torch.nn.init.normal_(policy.actor_head.weight, std=1.0)  # actions that differ visibly
+    torch.nn.init.normal_(policy.actor_head.weight, std=1.0)  # so that actions clearly differ
     normalizer = observation_normalizer(policy.layout, True)
     columns = policy.layout.columns("vector")
     normalizer.moments.mean[columns] = 3.0 * torch.randn(len(columns), dtype=torch.float64)
@@ -64,7 +64,10 @@ def agent_of(form, folder, extras=()):
 
 
 def difference(agent, change=lambda *inputs: inputs, step=None):
-    """The largest difference of a step that runs in torch, since tracing takes seconds."""
+    """Return the largest difference between an agent and its export, run in torch.
+
+    `change` alters the inputs of the exported step. Tracing to ONNX is skipped: it takes seconds.
+    """
     step = step or ExportedStep(agent)
 
     @torch.no_grad()
@@ -117,7 +120,7 @@ def test_large_values_may_differ_by_their_rounding(form, tmp_path):
     weight = agent.policy.actor_head.weight.data  # [A, H]
     noise = 1 + 1e-6 * torch.randn_like(weight)
     torch.nn.init.normal_(weight, std=1e6)
-    weight[1::2] = (weight[:-1:2] * noise[:-1:2])[: len(weight[1::2])]  # equal to the choice before
+    weight[1::2] = (weight[:-1:2] * noise[:-1:2])[: len(weight[1::2])]  # near ties of choices
     other = ExportedStep(agent)
     other.policy.actor_head.weight.mul_(noise)
     assert 1e-8 < difference(agent, step=other) <= TOLERANCE
@@ -126,16 +129,16 @@ def test_large_values_may_differ_by_their_rounding(form, tmp_path):
 
 
 def test_bounds_hold_to_the_last_bit(tmp_path):
-    """Even those of a float64 space, which float32 cannot hold."""
+    """Float32 actions stay inside bounds of a float64 space, which float32 rounds."""
     space = spaces.Box(np.array([0.1]), np.array([0.3]), dtype=np.float64)
     step = ExportedStep(replace(agent_of("clstm", tmp_path), spaces_json=to_json(VECTOR, space)))
     for bound in (step.low, step.high):
         assert space.contains(bound.double().numpy())
-    assert not space.contains(np.array([0.3], np.float32).astype(np.float64))  # rounded up
+    assert not space.contains(np.array([0.3], np.float32).astype(np.float64))  # rounded up: outside
 
 
 def test_the_contract_says_how_values_become_rows(tmp_path):
-    """Rows built from the contract alone equal those of the training's encoder."""
+    """Rows built only from the contract equal the rows of the training encoder."""
     agent = agent_of("images", tmp_path, [Part("previous_reward", "vector", (1,))])
     contract = make_contract(agent, ExportedStep(agent))
     IMAGES.seed(1)
@@ -169,7 +172,7 @@ def test_a_run_is_exported_by_the_command(tmp_path, monkeypatch, untraced):
 
 
 def test_a_missing_runtime_is_one_line(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)  # pretend that it is not installed
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)  # as if it were not installed
     monkeypatch.setattr(command, "load_agent", lambda *_, **__: agent_of("clstm", tmp_path))
     arguments = [tmp_path, "--output", tmp_path / "out"]
     assert run_here(command.main, arguments, monkeypatch) == 2

@@ -1,4 +1,4 @@
-"""Own cores and callbacks, the best checkpoint, and initial weights."""
+"""Test user-defined cores and callbacks, the best checkpoint and initial weights."""
 
 import json
 import shutil
@@ -58,7 +58,7 @@ def test_the_last_policy_and_the_best_are_evaluated_in_episodes_that_chose_neith
     assert "checkpoints/best.pt" in capsys.readouterr().out
     last = evaluated(monkeypatch, finished, tmp_path / "json", "--which", "last")
     assert last == summary["test"]
-    # Another seed has other episodes, and validation has others than the last evaluation.
+    # Another seed gives other episodes. Validation and final evaluation also use different ones.
     assert evaluated(monkeypatch, finished, tmp_path / "json", "--seed", 2) != best
     chosen_by = records(finished)[-1]
     assert any(chosen_by[f"valid/{name}"] != last[name] for name in ("return", "return_std"))

@@ -1,4 +1,4 @@
-"""Heads: several choices, masks and squashed actions, against known distributions."""
+"""Compare heads with known distributions: choices, masks and squashed actions."""
 
 import math
 
@@ -20,11 +20,11 @@ SMALL = PolicyConfig(hidden_size=8)
 WINDOWS = PolicyConfig(hidden_size=8, feature_window=2)
 MASK = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0]
 ALL = [1.0] * 9
-COUNTS = [3, 2, 4]  # choices of SEVERAL
+COUNTS = [3, 2, 4]  # number of options of each choice in SEVERAL
 
 
 def one_step(policy, mask, num_envs=1):
-    """The same step of several environments: observations with this mask, states, starts."""
+    """Return observations with a mask, states and starts, equal in all environments."""
     torch.manual_seed(1)
     row = torch.cat([torch.randn(1, policy.num_obs - len(mask)), torch.tensor([mask])], dim=1)
     start = torch.zeros(num_envs, dtype=torch.bool)
@@ -32,7 +32,7 @@ def one_step(policy, mask, num_envs=1):
 
 
 def choices_of(policy, obs, state, mask):
-    """The logits of each choice, and which of them are allowed."""
+    """Return a list of (logits, allowed options) for each choice."""
     logits = policy.network(obs[None, :1], state[:1])[0][0][0, 0].detach()
     allowed = torch.tensor(mask or ALL, dtype=torch.bool)
     return list(zip(logits.split(COUNTS), allowed.split(COUNTS), strict=True))

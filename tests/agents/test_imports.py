@@ -1,4 +1,4 @@
-"""A plain training loads only the modules that it needs."""
+"""Test that a plain training run loads only the modules that it needs."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ import sys
 import pytest
 from train_runs import RECALL, REPO, records
 
-# wanted by flags that a plain training lacks, or by another task
+# Modules that only other flags or other tasks need.
 NOT_LOADED = (
     "agents.export",
     "agents.pretrain",
@@ -45,14 +45,13 @@ def trained(tmp_path_factory):
 def test_an_environment_in_the_current_directory_is_found_by_all_ranks(trained):
     for line in records(trained / "run"):
         assert len(line["ranks"]) == 2
-        # the metric is that of all ranks; an answer of this task is an episode
+        # The metric covers all ranks. In this task each episode has exactly one answer.
         assert line["env/right_answers"] == pytest.approx(line["episode/return"])
 
 
 def test_a_plain_training_loads_nothing_that_it_does_not_need(trained):
-    lists = [
-        path.read_text().split() for path in trained.glob("[0-9]*")
-    ]  # one list for each process
+    # one list per process
+    lists = [path.read_text().split() for path in trained.glob("[0-9]*")]
     assert len(lists) == 4
     for names in lists:
         until = names.index(AT_THE_END) if AT_THE_END in names else len(names)

@@ -1,4 +1,4 @@
-"""The dialogue in this process, with typed lines in place of a terminal."""
+"""Test the interactive dialogue in this process, with prepared lines as input."""
 
 import io
 import json
@@ -17,7 +17,7 @@ CARTPOLE = ["--env", "CartPole-v1", "--eval_episodes", "2", *SIZES[2:], "--devic
 
 
 class Keyboard(io.StringIO):
-    """Lines that a user types, and then the end of input or Ctrl-C."""
+    """Standard input with prepared lines, then end of file or Ctrl-C."""
 
     interrupts = False
 
@@ -32,7 +32,7 @@ class Keyboard(io.StringIO):
 
 
 def converse(monkeypatch, lines, *flags, interrupts=False):
-    """Return the exit code of the command in a dialogue."""
+    """Run the command with these input lines; return its exit code."""
     keyboard = Keyboard("".join(f"{line}\n" for line in lines))
     keyboard.interrupts = interrupts
     monkeypatch.setattr(sys, "stdin", keyboard)

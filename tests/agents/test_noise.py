@@ -1,4 +1,4 @@
-"""Counter-based numbers, their distributions and seeds; running statistics."""
+"""Test counter-based random numbers, their seeds, and running statistics."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ def box(num_actions):
     return spaces.Box(-1.0, 1.0, (num_actions,), np.float32)
 
 
-KINDS = {  # space and colour
+KINDS = {  # name: (action space, noise colour)
     "one number": (box(1), 0.0),
     "nine numbers": (box(9), 0.0),
     "pink": (box(3), 1.0),
@@ -25,7 +25,7 @@ KINDS = {  # space and colour
 
 
 def test_words_are_those_of_the_known_answers():
-    """Lines `philox4x32 10` of Random123's kat_vectors: counter, key, words."""
+    """Source: lines `philox4x32 10` (counter, key, words) of Random123's kat_vectors."""
     pi = "243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0"
     known = {
         "00000000 " * 6: "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
@@ -39,7 +39,7 @@ def test_words_are_those_of_the_known_answers():
 
 
 def test_no_number_comes_twice():
-    numbers = action_noise(spaces.Discrete(5), 7, 0, 64, 2**32 - 50, 100)  # over the end of 32 bits
+    numbers = action_noise(spaces.Discrete(5), 7, 0, 64, 2**32 - 50, 100)  # steps pass 2**32
     assert len(numbers.unique()) == numbers.numel() == 64 * 100 * 5
 
 
@@ -55,7 +55,7 @@ def test_noise_does_not_depend_on_how_environments_and_steps_are_grouped(kind):
         starts = range(0, 16, length)
         parts = [action_noise(space, 3, 0, 8, 32 + t, min(length, 16 - t)) for t in starts]
         assert torch.equal(torch.cat(parts), white)
-    assert torch.equal(together, white) == (kind != "pink")  # choices keep their noise
+    assert torch.equal(together, white) == (kind != "pink")  # colour does not affect choices
     assert torch.equal(action_noise(space, 3, 0, 8, 32, 1, color=color), white[:1])
 
 
@@ -63,9 +63,9 @@ def test_noise_does_not_depend_on_how_environments_and_steps_are_grouped(kind):
 def test_noise_of_boxes_is_standard_normal_with_the_spectrum_asked_for(exponent):
     pairs = action_noise(box(2), 7, 0, 2000, 0, 64, color=exponent).numpy()  # [64, 2000, 2]
     numbers = pairs.reshape(64, -1)
-    assert abs(numbers.var(axis=1) - 1.0).max() < 0.12  # 4000 each: a deviation of 0.022
+    assert abs(numbers.var(axis=1) - 1.0).max() < 0.12  # of 4000 numbers: standard error 0.022
     assert abs(numbers.mean()) < 0.03 and abs((numbers**4).mean() - 3.0) < 0.3
-    power = (abs(np.fft.rfft(numbers, axis=0)) ** 2).mean(axis=1)[1:-1]  # power by frequency
+    power = (abs(np.fft.rfft(numbers, axis=0)) ** 2).mean(axis=1)[1:-1]  # per frequency
     slope = np.polyfit(np.log(np.arange(1, 32)), np.log(power), 1)[0]
     assert slope == pytest.approx(-exponent, abs=0.05)
 
@@ -107,7 +107,7 @@ def test_statistics_of_all_ranks_and_rollouts_equal_one_pass(offset, scale):
 
     def merged(num_ranks):
         moments = RunningMoments(3)
-        for _ in range(2):  # the second pass is around the mean, whatever the offset
+        for _ in range(2):  # pass 2 sums around the mean of pass 1, so large offsets do no harm
             moments.restart()
             moments.merge(sum(map(moments.sums, warm_up.chunk(num_ranks, dim=1))))
         for rollout in rollouts:
@@ -127,9 +127,9 @@ def test_statistics_of_all_ranks_and_rollouts_equal_one_pass(offset, scale):
 @pytest.mark.parametrize(
     ("seen", "center", "given", "expected"),
     [
-        ([2.0, 6.0], False, [0.0, 3.0], [0.0, 1.5]),  # rewards are not shifted; variance 4
+        ([2.0, 6.0], False, [0.0, 3.0], [0.0, 1.5]),  # not centred, as rewards; variance 4
         ([-1.0, 1.0], True, [1e6, -1e6], [10.0, -10.0]),  # outliers are clipped
-        ([1e6 / 3] * 100, True, [1e6 / 3 + 1000.0], [10.0]),  # a constant has no variance below 0
+        ([1e6 / 3] * 100, True, [1e6 / 3 + 1000.0], [10.0]),  # constant: variance not below 0
     ],
 )
 def test_values_are_shifted_scaled_and_clipped(seen, center, given, expected):

@@ -1,4 +1,4 @@
-"""examples/phase_core.py: the recurrence that it states, a memory that can be read, and learns."""
+"""Test examples/phase_core.py: it is a valid core, and its state keeps inputs."""
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ def test_every_input_of_the_window_can_be_read_from_the_state():
     torch.nn.init.ones_(core.write.weight)
     inputs = torch.randn(2 * 16, 400, 1, dtype=torch.float64)
     _, state = core(inputs, torch.zeros(core.num_states, 400, 16, dtype=torch.float64))
-    state = state.reshape(2, CHANNELS, 400, 16)[:, 0].transpose(0, 1).flatten(1)  # one channel
+    state = state.reshape(2, CHANNELS, 400, 16)[:, 0].transpose(0, 1).flatten(1)  # of channel 0
     state = np.concatenate([state.detach().numpy(), np.ones((400, 1))], axis=1)
     answers = inputs[:, :, 0].T.numpy()  # [400, steps]
     read = np.linalg.lstsq(state[:300], answers[:300], rcond=None)[0]

@@ -1,4 +1,4 @@
-"""The pipeline: two stages on pairs of ranks train as replicas do, and checkpoints pass over."""
+"""Test that pipeline training on pairs of ranks equals ddp, also after a resume."""
 
 import math
 
@@ -43,7 +43,7 @@ def test_two_stages_train_as_two_replicas_do(pair, label):
     check_curve(pair, label)
 
 
-@pytest.mark.slow  # more processes
+@pytest.mark.slow  # starts more processes
 @pytest.mark.parametrize(("num_ranks", "labels"), [(2, REST), (4, BRIEFLY)])
 def test_pairs_of_stages_train_as_replicas_do_in_every_form(num_ranks, labels, tmp_path):
     assert launch(exercise, (str(tmp_path), labels), num_ranks) == 0
@@ -95,7 +95,7 @@ def test_a_policy_without_a_cascade_and_one_rank_are_refused():
         Strategy(FORMS["pipeline"], world).wrap(nn.Linear(2, 2))
 
 
-@pytest.mark.slow  # three runs with two ranks each
+@pytest.mark.slow  # starts 2 ranks 3 times
 @pytest.mark.timeout(900)
 def test_the_command_trains_in_two_stages_and_continues_as_ddp_and_in_stages_again(tmp_path):
     run_dir = tmp_path / "run"

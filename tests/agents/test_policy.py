@@ -1,4 +1,4 @@
-"""The policy: sequences equal single steps, windows hold the right days, known densities."""
+"""Test the policy: sequences equal single steps, windows, and known densities."""
 
 import math
 
@@ -29,7 +29,7 @@ CASES = ROWS | {
     for name, config in FORMS.items()
     for space in (BOX, DISCRETE, SEVERAL)
 }
-WITHOUT_EFFECT = {  # parameters of forms that remember nothing
+WITHOUT_EFFECT = {  # parameters without gradient in policies without memory
     FORMS["window of 1"]: ["feature_core.weight_hh_l0"],
     FORMS["no memory"]: [f"{name}_core.weight_hh_l0" for name in ("feature", "actor", "critic")],
 }
@@ -87,7 +87,7 @@ def test_a_window_is_read_from_its_oldest_observation_to_its_newest_from_zero_st
 
 @pytest.mark.parametrize("size", [2, 4, 7])
 def test_row_t_of_a_window_holds_the_observation_of_that_very_day(size):
-    """Zeros stand before the start, no row crosses an episode, and rollouts continue windows."""
+    """Windows start with zeros, stay within an episode, and continue over rollouts."""
     policy = make_policy(PolicyConfig(hidden_size=8, feature_window=size))
     normalizer = Normalizer(NUM_OBS)
     normalizer.moments.merge(normalizer.moments.sums(torch.linspace(-9, 11, 40).view(10, NUM_OBS)))

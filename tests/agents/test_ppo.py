@@ -1,4 +1,4 @@
-"""Advantages, the loss and the update, against numbers by hand."""
+"""Compare advantages, losses and updates with values computed by hand."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ from rl_dist.process_group.world import StopFlag
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import NullWriter
 
-# ---- advantages: rewards 1 2 3, values 0.5 1 1.5
+# ---- advantages for rewards 1, 2, 3 and values 0.5, 1, 1.5
 
 
 @pytest.mark.parametrize(
@@ -29,10 +29,10 @@ from rl_dist.telemetry.metrics import NullWriter
     [
         # deltas: 1 + 0.9 - 0.5 = 1.4; 2 + 1.35 - 1 = 2.35; 3 + 1.8 - 1.5 = 3.3; decay 0.72
         ([1.0, 1.5, 2.0], [0, 0, 0], 0.9, 0.8, [4.80272, 4.726, 3.3]),
-        # truncated, terminated: the last step looks at its own successor alone
+        # An episode ends in the second step: truncated (next value 5) or terminated (next value 0).
         ([1.0, 5.0, 2.0], [0, 1, 0], 0.9, 0.8, [1.4 + 0.72 * 5.5, 5.5, 3.3]),
         ([1.0, 0.0, 2.0], [0, 1, 0], 0.9, 0.8, [1.4 + 0.72 * 1.0, 1.0, 3.3]),
-        # lambda 1: discounted rewards and the bootstrap, less the value
+        # lambda 1: discounted rewards plus bootstrap value, minus the value
         ([1.0, 1.5, 2.0], [0, 0, 0], 0.5, 1.0, [3.0 - 0.5, 4.0 - 1.0, 4.0 - 1.5]),
     ],
 )
@@ -52,7 +52,7 @@ def test_advantages_are_those_computed_by_hand_and_environments_do_not_mix(
 @pytest.mark.parametrize(("least", "deviation"), [(0.0, 3.5**0.5), (1.8, 3.5**0.5), (7.0, 7.0)])
 def test_advantages_are_normalised_by_their_deviation_or_by_the_least(least, deviation):
     advantages, zeros = torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.zeros(2, 2)
-    # population variance: squares (4 + 1 + 0 + 9) / 4
+    # The deviation uses the population variance: (4 + 1 + 0 + 9) / 4.
     found = normalize_advantages(advantages, rollout_sums(advantages, zeros, zeros), least)
     torch.testing.assert_close(found, (advantages - 3.0) / deviation)
     equal = torch.full((2, 2), 5.0)
@@ -62,7 +62,7 @@ def test_advantages_are_normalised_by_their_deviation_or_by_the_least(least, dev
 @pytest.mark.parametrize(
     ("values", "returns", "explained"),
     [
-        ([-4.0, -3.0, -2.0, 1.0], [1.0, 2.0, 3.0, 6.0], 1.0),  # an offset is no variance
+        ([-4.0, -3.0, -2.0, 1.0], [1.0, 2.0, 3.0, 6.0], 1.0),  # a constant error does not count
         ([-1.0, -2.0, -3.0, -6.0], [1.0, 2.0, 3.0, 6.0], -3.0),
         ([1.0, 2.0, 3.0, 6.0], [1.0] * 4, 0.0),
     ],
@@ -77,7 +77,7 @@ def test_explained_variance_is_1_for_a_perfect_critic(values, returns, explained
 
 
 def loss_of(ratios=(1.0,), values=0, entropy=0, old_values=0, advantages=0, returns=0, **ppo):
-    """The loss of one row of steps whose probabilities changed by these ratios."""
+    """Return the loss of one row of steps with these probability ratios."""
 
     def row(numbers):
         return torch.tensor([numbers or [0.0] * len(ratios)], dtype=torch.float64)
@@ -97,7 +97,7 @@ def loss_of(ratios=(1.0,), values=0, entropy=0, old_values=0, advantages=0, retu
     return ppo_loss(evaluation, minibatch, PPOConfig(**ppo))
 
 
-MOVED = {"values": (1.0,), "old_values": (0.0,), "returns": (2.0,)}  # towards the return
+MOVED = {"values": (1.0,), "old_values": (0.0,), "returns": (2.0,)}  # the value nears the return
 AWAY = {"values": (-1.0,), "old_values": (0.0,), "returns": (2.0,)}
 MANY = (1.0, 1.5, 0.7, 1.1)
 
@@ -107,14 +107,14 @@ MANY = (1.0, 1.5, 0.7, 1.1)
     [
         ({"ratios": (1.0,), "advantages": (2.0,)}, "policy", -2.0),
         ({"ratios": (1.1,), "advantages": (2.0,)}, "policy", -2.2),
-        ({"ratios": (1.5,), "advantages": (2.0,)}, "policy", -2.4),  # no more to gain beyond 1.2
-        ({"ratios": (0.5,), "advantages": (2.0,)}, "policy", -1.0),  # less likely: not forgiven
-        ({"ratios": (0.5,), "advantages": (-2.0,)}, "policy", 1.6),  # no more to gain below 0.8
+        ({"ratios": (1.5,), "advantages": (2.0,)}, "policy", -2.4),  # gain clipped at ratio 1.2
+        ({"ratios": (0.5,), "advantages": (2.0,)}, "policy", -1.0),  # losses are not clipped
+        ({"ratios": (0.5,), "advantages": (-2.0,)}, "policy", 1.6),  # gain clipped at ratio 0.8
         ({"ratios": (1.5,), "advantages": (-2.0,)}, "policy", 3.0),
         ({"ratios": (1.0, 1.5), "advantages": (2.0, 2.0)}, "policy", -(2.0 + 2.4) / 2),
         (MOVED, "value", 0.5 * 1.0),
-        (MOVED | {"clip_vloss": True}, "value", 0.5 * 1.8**2),  # at most 0.2 counts
-        (AWAY | {"clip_vloss": True}, "value", 0.5 * 9.0),  # the full error counts
+        (MOVED | {"clip_vloss": True}, "value", 0.5 * 1.8**2),  # value change clipped to 0.2
+        (AWAY | {"clip_vloss": True}, "value", 0.5 * 9.0),  # not clipped: the error grew
         ({"ratios": MANY}, "clip_fraction", 0.5),
         ({"ratios": MANY}, "approx_kl", sum(r - 1.0 - math.log(r) for r in MANY) / 4),
         ({"ratios": (1.0,)}, "approx_kl", 0.0),
@@ -144,17 +144,17 @@ def test_the_learning_rate_rises_falls_and_scales(config, iteration, remaining, 
     assert learning_rate(config, iteration, remaining, factor) == pytest.approx(rate, rel=1e-12)
 
 
-# ---- the update, in whole trainings
+# ---- updates in whole training runs
 
 
 def changed_losses(change):
-    """Replace `ppo_loss` by one whose parts change with the number of the call, from 1."""
+    """Replace the result of `ppo_loss` by change(number of the call from 1, result)."""
     numbers = itertools.count(1)
     return mock.patch("agents.ppo.ppo_loss", lambda *args: change(next(numbers), ppo_loss(*args)))
 
 
 def bad_at(calls):
-    """Make the total NaN in these calls, and approx_kl 0.03 in all."""
+    """Make the total loss NaN in these calls, and approx_kl 0.03 in every call."""
 
     def change(number, parts):
         total = parts.total * (math.nan if number in calls else 1.0)
@@ -164,13 +164,13 @@ def bad_at(calls):
 
 
 def training_of(world, name="recall, clstm", iterations=1, sizes=None, **ppo):
-    """A training of two minibatches an epoch."""
+    """Return a Recording with, by default, two minibatches per epoch."""
     job = make_job(name, iterations=iterations, ppo=PPOConfig(**ppo), **(sizes or {}))
     return Recording(job, world)
 
 
 def trained(training, probe=None):
-    """Train with a probe in the place of `PPO.step`; return the losses of every iteration."""
+    """Train with `probe` instead of `PPO.step`; return the losses of each iteration."""
     with mock.patch.object(training.ppo, "step", probe or training.ppo.step):
         train(training, NullWriter(), StopFlag())
     return training.losses
@@ -212,9 +212,9 @@ def test_bad_steps_are_skipped_and_counted_until_there_are_too_many(world, tmp_p
 
 
 def test_bad_steps_in_a_row_are_counted_on_after_a_resume(world):
-    """A run resumed with more of them than it allows stops at the next one only."""
+    """A resumed run that already exceeds its limit ends only at its next bad step."""
     training = training_of(world, update_epochs=2, max_bad_steps=3)
-    with bad_at((2, 3, 4)):  # three of the four steps
+    with bad_at((2, 3, 4)):  # the last three of four steps
         trained(training)
     for calls, refused in (((1,), pytest.raises(UserError, match="4 steps")),
                            ((2,), nullcontext())):  # fmt: skip
@@ -249,7 +249,7 @@ def test_from_the_second_epoch_on_sequences_begin_at_states_of_the_network_of_no
     batches, used, expected = [], [], []
 
     def probe(minibatch, plans):
-        if len(used) % training.sizes.num_minibatches == 0:  # an epoch begins
+        if len(used) % training.sizes.num_minibatches == 0:  # first step of an epoch
             expected.append(refreshed_states(training.policy, batches[0]))
         used.append(minibatch.lstm_state)
         return step(minibatch, plans)
@@ -257,7 +257,7 @@ def test_from_the_second_epoch_on_sequences_begin_at_states_of_the_network_of_no
     training.ppo.update = lambda batch: batches.append(batch) or update(batch)
     trained(training, probe)
     stored = batches[0].sequences.lstm_state
-    torch.testing.assert_close(expected[0], stored, rtol=0, atol=1e-12)  # nothing learned yet
+    torch.testing.assert_close(expected[0], stored, rtol=0, atol=1e-12)  # epoch 1: same weights
     assert len(expected) == 3 and (expected[2] - stored).abs().max() > 1e-3
     for states, wanted in zip(torch.cat(used).chunk(3), expected, strict=True):
         sums, wanted_sums = (part.flatten(1).sum(1).sort().values for part in (states, wanted))
@@ -266,7 +266,7 @@ def test_from_the_second_epoch_on_sequences_begin_at_states_of_the_network_of_no
 
 @pytest.mark.parametrize("name", JOBS)
 def test_the_ratio_is_1_before_the_first_gradient_step_of_every_iteration(name, world):
-    """So the normaliser is frozen, and states and inputs are the stored ones."""
+    """This shows that normalisers, states and inputs are those of the rollout."""
     training = Recording(make_job(name, iterations=3), world)
     step, first_parts, counts = training.ppo.step, {}, set()
 
@@ -279,5 +279,5 @@ def test_the_ratio_is_1_before_the_first_gradient_step_of_every_iteration(name, 
     trained(training, probe)
     for parts in first_parts.values():
         assert abs(parts.approx_kl.item()) < 1e-14 and parts.clip_fraction.item() == 0.0
-    # merged once per iteration, after its update; the warm-up's 128 samples came before the first
+    # Each update adds the 128 samples of its rollout at its end; the warm-up added the first 128.
     assert counts == {(1, 128.0), (2, 256.0), (3, 384.0)}

@@ -1,4 +1,4 @@
-"""Inputs that `predict` refuses in one line, and actions that it draws."""
+"""Test inputs that `predict` refuses in one line, and actions that it samples."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from rl_dist.errors import UserError
 
 IMAGE = {"camera": np.zeros((2, 13, 12, 3), np.uint8), "speed": np.zeros(4), "gear": 1}
 PLACE = np.zeros(4)
-STATE = np.zeros((1, 6, 8), np.float32)  # the cascade's state for one observation
+STATE = np.zeros((1, 6, 8), np.float32)  # state of policy clstm for one observation
 NAN_STATE, ONE_STATE = (
     {"state": (state, np.zeros((1, 0, 4)), np.zeros((1, 0)))} for state in (STATE * np.nan, STATE)
 )
@@ -42,7 +42,7 @@ def test_what_does_not_fit_is_refused_in_one_line(form, observation, arguments, 
     assert "\n" not in str(refused.value)
 
 
-ALLOWED = [1, 0, 0], [0, 1]  # one allowed action for each of the two choices
+ALLOWED = [1, 0, 0], [0, 1]  # a mask for each choice; one option is allowed
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,10 @@ def test_a_policy_that_read_its_observations_in_another_way_is_refused(tmp_path)
 
 
 def test_sampled_actions_are_white_noise_of_no_training(tmp_path):
-    """By the same seed the first environment of a training would draw other numbers."""
+    """Training with the same seed draws other noise in its first environment."""
     agent = agent_of("clstm", tmp_path)
     policy = LoadedPolicy(agent, seed=7)
-    with torch.no_grad():  # in the middle of the bounds, the deviation a tenth of their width
+    with torch.no_grad():  # mean: middle of the bounds; deviation: a tenth of their width
         agent.policy.actor_head.weight.zero_()
         agent.policy.log_std.fill_(np.log(0.2))
     obs = np.zeros((1, 4))

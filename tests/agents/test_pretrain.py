@@ -1,4 +1,4 @@
-"""Pre-training of the feature LSTM: its targets, what it may see, and PPO after it."""
+"""Test pre-training of the feature LSTM: targets, inputs, and PPO after it."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def run(monkeypatch, run_dir, *flags):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A pre-training of two epochs."""
+    """Pre-train for two epochs; return the run directory."""
     run_dir = tmp_path_factory.mktemp("pretrain") / "run"
     with pytest.MonkeyPatch.context() as patch:
         assert run(patch, run_dir, "--epochs", "2") == 0
@@ -61,7 +61,7 @@ def trained(tmp_path_factory):
 def test_targets_are_the_moves_of_the_days_after_each_day():
     inputs, targets = windows(scale=(0.0, 1.0))
     assert inputs.shape == (8, 20, 17) and targets.shape == (8, 20, 2, 2)
-    first, close = SPAN.first + 10, MARKETS[1].close  # window 5 is the second of the second market
+    first, close = SPAN.first + 10, MARKETS[1].close  # window 5 is window 1 of market 1
     for day in (0, 7, 19):
         coming = np.diff(np.log(close[first + day : first + day + VOLATILITY_DAYS + 1]), axis=0)
         volatility = np.log(np.sqrt((coming**2).mean(0)) + SMALLEST_MOVE)

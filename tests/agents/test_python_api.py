@@ -1,4 +1,4 @@
-"""The Python interface: train, watch a training, use its policy elsewhere."""
+"""Test the Python interface: train, watch the training, use the policy elsewhere."""
 
 import json
 import math
@@ -34,12 +34,12 @@ FLAGS = [f"--{name}={value}" for name, value in TINY.items()]
 
 
 def stop_on_rank_1(moment):
-    """Ask for a stop on one rank only."""
+    """Callback that requests a stop in iteration 2, on rank 1 only."""
     return np.bool_(moment.rank != 1 or moment.metrics["iteration"] != 2)
 
 
 def raise_value_error(moment):
-    """Raise a ValueError."""
+    """Callback that raises a ValueError."""
     return int("seven")
 
 
@@ -52,7 +52,7 @@ def one_thread(monkeypatch):
 
 @pytest.fixture(scope="module")
 def pendulum(tmp_path_factory):
-    """Train in Python on actions with bounds."""
+    """Train on Pendulum-v1, which has bounded actions, from Python."""
     run_dir = tmp_path_factory.mktemp("api") / "pendulum"
     return train("Pendulum-v1", total_steps=256, run_dir=run_dir, **TINY)
 
@@ -77,7 +77,7 @@ def test_python_trains_what_the_command_trains(pendulum, tmp_path, monkeypatch):
         ({"policy": "own", "core": Decay}, "core"),
         ({"stop_at": "valid/return"}, "stop_at"),
         ({"stop_at": "valid/sharpe 1"}, "valid/sharpe"),
-        ({"stop_at": "optim/loss_scale 1"}, "optim/loss_scale"),  # a metric of fp16 only
+        ({"stop_at": "optim/loss_scale 1"}, "optim/loss_scale"),  # exists only with fp16
         ({"keep_best": "rank"}, "valid/return"),
     ],
 )
@@ -111,7 +111,7 @@ def test_ranks_of_a_script_that_calls_train_without_a_guard_are_one_line(tmp_pat
     err = start(script).communicate()[1]
     (line,) = re.findall("^error: .*", err, re.MULTILINE)
     assert '`if __name__ == "__main__":`' in line and not run_dir.exists()
-    assert err.count("Traceback") == 1  # the one of the script's call
+    assert err.count("Traceback") == 1  # only from the script's call of train
 
 
 # ---- policies
@@ -161,7 +161,7 @@ def test_masks_last_actions_and_rewards_reach_a_loaded_policy(env_id, tmp_path):
     settings = CASES[env_id]
     run = train(env_id, total_steps=64, run_dir=tmp_path / "run", **settings, **TINY)
     policy, agent = load_policy(run.run_dir, "last"), load_agent(run.run_dir, which="last")
-    with torch.no_grad():  # larger weights: actions depend on every input
+    with torch.no_grad():  # larger weights make the actions depend on every input
         for parameter in agent.policy.parameters():
             parameter.mul_(3.0)
         policy.agent.policy.load_state_dict(agent.policy.state_dict())
@@ -207,7 +207,7 @@ def test_stable_baselines3_evaluates_a_policy_as_it_acts_from_fresh_states(pendu
 
 
 class OwnBox(spaces.Box):
-    """A subclass, which is read back as its kind."""
+    """Subclass of Box, which is read back as a Box."""
 
 
 SPACES = [
@@ -224,7 +224,7 @@ SPACES = [
 def test_spaces_survive_json(space):
     text = to_json(space, spaces.Discrete(2))
     assert from_json(text) == (space, spaces.Discrete(2)) and len(text) < 400
-    assert str(from_json(text)[0]) == str(space)  # in the same order
+    assert str(from_json(text)[0]) == str(space)  # keys keep their order
 
 
 # ---- callbacks and early stops
@@ -289,7 +289,7 @@ def test_an_update_without_a_gradient_step_has_no_losses_to_watch():
 def test_a_metric_that_no_environment_gives_is_a_warning_and_one_that_it_gives_stops(
     tmp_path, monkeypatch, capsys
 ):
-    """A name below env/ is unknown at the start, because an environment may add it later."""
+    """A metric env/... is no error at the start: an environment may add it later."""
     monkeypatch.syspath_prepend(REPO / "examples")
     cue = TINY | {"env": "own_environment:Cue-v0", "total_steps": 256}
     both = {"stop_at": "env/right_answer 2", "keep_best": "env/right"}
@@ -313,7 +313,7 @@ def test_the_interval_holds_the_mean_of_the_scores():
 @pytest.mark.slow
 def test_several_seeds_are_trained_and_reported(tmp_path, monkeypatch, capfd):
     flags = [*FLAGS, "--env=CartPole-v1", "--total_steps=64", "--run_dir", tmp_path]
-    for _ in range(2):  # the second time only evaluates
+    for _ in range(2):  # the second call does not train again
         assert train_here(monkeypatch, *flags, "--seeds", 1, 2) == 0
         assert "95 % interval" in capfd.readouterr().out
         report = json.loads((tmp_path / "seeds.json").read_text())

@@ -1,4 +1,4 @@
-"""Rollouts of scripted episodes, whose numbers are known."""
+"""Test rollouts of scripted episodes, for which all numbers are known."""
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ from agents.rollout import collect, fresh_carry
 
 SCRIPTS = [
     [(3, TERMINATED), (5, TRUNCATED)],
-    [(8, TRUNCATED)],  # ends exactly with the rollout
-    [(1, TRUNCATED), (1, TERMINATED), (1, BOTH)],  # every step is an end
+    [(8, TRUNCATED)],  # the episode ends at the end of the rollout
+    [(1, TRUNCATED), (1, TERMINATED), (1, BOTH)],  # an episode ends in every step
     [(100, TERMINATED)],
 ]
 NUM_STEPS, GAMMA = 8, 0.5
@@ -24,7 +24,7 @@ def make_policy(**options):
 
 
 def collected(policy, normalizer, count=1, num_steps=NUM_STEPS):
-    """Rollouts one after the other, the carry after them, and the environment."""
+    """Collect rollouts in sequence; return them, the final carry and the environment."""
     env = ScriptedEnv(SCRIPTS)
     carry = fresh_carry(policy, env.reset()[0])
     generator = torch.Generator().manual_seed(5)
@@ -53,7 +53,7 @@ def test_episode_starts_are_about_inputs_and_ends_about_steps(policy, normalizer
     (first, second), _, _ = collected(policy, normalizer, count=2)
     assert steps_of(first.episode_start[:, 0]) == steps_of(second.episode_start[:, 0]) == [0, 3]
     assert (steps_of(first.terminated[:, 0]), steps_of(first.truncated[:, 0])) == ([2], [7])
-    # a rollout's start is no episode's
+    # In environment 3, an episode continues over the start of the second rollout.
     assert second.episode_start[0].tolist() == [True, True, True, False]
     assert steps_of(first.terminated[:, 2]) == [1, 2, 4, 5, 7] and first.episode_start[:, 2].all()
     assert steps_of(first.truncated[:, 2]) == [0, 2, 3, 5, 6]
@@ -72,7 +72,7 @@ def test_observations_and_rewards_stand_beside_the_action_they_belong_to(policy,
 
 def test_sums_of_episodes_go_on_over_rollouts_and_stop_at_their_ends(policy, normalizer):
     (first, second), carry, _ = collected(policy, normalizer, count=2)
-    # episodes of 3 and 5, 8, and eight of 1 steps; plain rewards are twice those the learner sees
+    # The episodes have lengths 3 and 5; 8; and eight times 1. A plain reward is twice the reward.
     plain = [6, 120, 2 * 828, sum(2 * (200 + 10 * episode) for episode in range(8))]
     assert first.episodes.flatten().tolist() == [11, sum(plain), 24]
     assert second.episodes[0].item() == 11 and second.episodes[2].item() == 24
@@ -81,13 +81,13 @@ def test_sums_of_episodes_go_on_over_rollouts_and_stop_at_their_ends(policy, nor
     discounted = torch.cat([first.discounted_returns, second.discounted_returns])
     assert discounted[:5, 0].tolist() == [0, 1, 2.5, 10, 16]
     total = 0.0
-    for age, found in enumerate(discounted[:, 3].tolist()):  # this episode goes on
+    for age, found in enumerate(discounted[:, 3].tolist()):  # no end in env. 3
         total = GAMMA * total + 300.0 + age
         assert found == pytest.approx(total)
 
 
 def states_after(policy, rollout, column):
-    """The recurrent state after every step of a column, by acting again from the start."""
+    """Return the state after every step of a column; act again from the start."""
     state, states = policy.initial_state(1), []
     for obs, start in zip(rollout.obs[:, column], rollout.episode_start[:, column], strict=True):
         state = policy.act(obs[None], state, start[None])[3]
@@ -105,7 +105,7 @@ def test_the_next_value_is_that_of_the_true_successor(policy, normalizer):
 @pytest.mark.parametrize(
     ("window", "column", "step", "rows"),
     [
-        # not the next episode's first, and with the state of its own episode
+        # The value uses the final observation and state of the episode, not those of the next one.
         (0, 1, 7, [[1.0, 0.0, 8.0, 1.0]]),
         *((0, 2, t, [[2.0, episode, 1.0, 1.0]]) for t, episode in ((0, 0.0), (3, 3.0), (6, 6.0))),
         (3, 1, 7, [[1.0, 0, 6, 1], [1.0, 0, 7, 1], [1.0, 0, 8, 1]]),
@@ -122,7 +122,7 @@ def test_a_truncated_step_looks_at_its_final_observation(normalizer, window, col
 
 @pytest.mark.parametrize("window", [0, 3])
 def test_bootstrap_values_leave_no_trace_in_states_and_windows(normalizer, window):
-    """Two rollouts of 8 (a bootstrap value of every environment between) equal one of 16."""
+    """Two rollouts of 8 steps, with bootstrap values between them, equal one of 16."""
     policy = make_policy(feature_window=window)
     halves, carry, _ = collected(policy, normalizer, count=2)
     (whole,), whole_carry, _ = collected(policy, normalizer, num_steps=16)
@@ -135,5 +135,5 @@ def test_bootstrap_values_leave_no_trace_in_states_and_windows(normalizer, windo
     for column in range(len(SCRIPTS)):
         state = states_after(policy, whole, column)[-1]
         torch.testing.assert_close(carry.lstm_state[column], state)
-    if window:  # the end of an episode empties it
+    if window:  # the history is cleared at the end of an episode
         assert carry.history[1].abs().max() == 0 and carry.history[3].abs().min() > 0

@@ -1,4 +1,4 @@
-"""run_sequence cuts, pads, groups and packs; run_stepwise is the plain truth it must equal."""
+"""Compare `run_sequence`, which cuts and packs sequences, with single steps."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,10 @@ SHAPES = [(1, 1), (1, 7), (2, 1), (3, 2), (5, 4), (8, 1), (16, 6), (17, 3), (32,
 
 
 def make_network(dtype=torch.float64):
-    """An LSTM with two outputs: (obs, state [N, 2, H]) -> ((outputs, ...), state)."""
+    """Return an LSTM network and its parameters.
+
+    The network maps (obs, state [N, 2, H]) to ((hidden outputs, values), new state).
+    """
     torch.manual_seed(0)
     core = LSTMCore(FEATURES, HIDDEN).to(dtype)
     head = nn.Linear(HIDDEN, 1).to(dtype)
@@ -35,7 +38,7 @@ def make_inputs(num_steps, num_columns, dtype=torch.float64):
 
 
 def patterns(num_steps, num_columns):
-    """Resets by name: none, all, one, staircases, and random ones of every density."""
+    """Return reset patterns by name: none, all, one, staircases, random densities."""
     t, n = np.indices((num_steps, num_columns))
     rng = np.random.default_rng(7)
     resets = {
@@ -64,7 +67,7 @@ def run_packed(*given):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_sequence_equals_its_single_steps_for_any_pattern_of_resets(shape):
-    """Outputs, gradients (so none crosses an episode start), and the state after it."""
+    """Compare outputs, gradients (none may cross an episode start) and last state."""
     network, parameters = make_network()
     for name, starts in patterns(*shape).items():
         results = []
@@ -110,6 +113,6 @@ def test_pieces_are_packed_where_that_takes_fewer_steps(density, packed):
 
 
 def test_sequences_are_steps_of_one_environment_in_order():
-    values = torch.arange(6 * 2 * 1).view(6, 2, 1)  # [T, B, 1]; t * 2 + b
+    values = torch.arange(6 * 2 * 1).view(6, 2, 1)  # [T, B, 1], values t * 2 + b
     columns = to_sequences(values, 3)[:, :, 0].T.tolist()  # [L, K * B, 1]
     assert columns == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]  # (k, b) is column k * B + b

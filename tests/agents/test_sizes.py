@@ -1,4 +1,4 @@
-"""Sizes are shared out over ranks, and every size that a refusal proposes works."""
+"""Test that sizes divide over ranks, and that sizes proposed in errors work."""
 
 import contextlib
 import math
@@ -66,7 +66,7 @@ def test_random_sizes_work_or_every_proposal_does(num_ranks):
 
 
 def test_minibatches_of_all_ranks_together_are_those_of_one_rank():
-    """Try random sizes and skip those that are refused."""
+    """Check 400 random sizes; sizes that are refused do not count."""
     rng = np.random.default_rng(5)
     strata, checked = set(), 0
     while checked < 400:
@@ -81,18 +81,18 @@ def test_minibatches_of_all_ranks_together_are_those_of_one_rank():
             epoch = int(rng.integers(3))
             whole = global_sequences(alone, key, epoch)
             shares = [global_sequences(rank, key, epoch) for rank in ranks]
-            # all shares have the same size
+            # all ranks have equally large shares
             assert {len(share[0]) for share in shares} == {batch_size // num_ranks}
             for minibatch, parts in zip(whole, zip(*shares, strict=True), strict=True):
                 assert sorted(np.concatenate(parts)) == sorted(minibatch)
-            assert sorted(whole.ravel()) == list(range(num_envs * steps))  # every sequence once
+            assert sorted(whole.ravel()) == list(range(num_envs * steps))  # each exactly once
             strata.add(alone.num_minibatches // math.gcd(alone.num_minibatches, steps))
             checked += num_ranks > 1
     assert len(strata) > 4, strata
 
 
 def global_sequences(rank, key, epoch):
-    """Return the global numbers of a rank's sequences: [num_minibatches, sequences]."""
+    """Return global numbers of this rank's sequences, [num_minibatches, sequences]."""
     share = (rank.env_offset, rank.num_envs, rank.sequences_per_env, rank.num_minibatches)
     time, env = np.divmod(sequence_orders(key, 3, *share)[epoch], rank.num_envs)
     return time * rank.global_num_envs + rank.env_offset + env

@@ -1,4 +1,4 @@
-"""The benchmarks of speed run, in small, and print what they promise."""
+"""Run the speed benchmarks with small sizes and check their output."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import pytest
 from time_to_solve import Goal, Moment, solved_at
 from train_runs import run_benchmark as run
 
-PEERS = os.environ.get("PEERS_PYTHON", sys.executable)  # a Python that has other trainers
+PEERS = os.environ.get("PEERS_PYTHON", sys.executable)  # Python with other trainers installed
 pytestmark = pytest.mark.timeout(1000)
 
 
@@ -35,10 +35,10 @@ def test_every_trainer_at_hand_takes_turns_with_ours(ranks):
 
 
 def test_a_task_is_solved_when_its_mean_comes_to_the_goal_to_stay():
-    def solved(*means):  # each is the mean of two episodes
+    def solved(*means):  # each value is the mean return of two episodes
         moments = [Moment(0.0, n, mean, 2 * bool(mean)) for n, mean in enumerate(means)]
         return solved_at(moments, Goal(475.0, 4))
 
-    assert solved(500, 500, 500) is None  # not yet for 4 more episodes
+    assert solved(500, 500, 500) is None  # 4 more episodes are needed
     assert solved(500, None, 500, 500, None, 500).steps == 2
-    assert solved(500, 500, 400, 500, 500, 490, 490).steps == 4  # the mean fell in between
+    assert solved(500, 500, 400, 500, 500, 490, 490).steps == 4  # it fell to 400 before

@@ -1,4 +1,4 @@
-"""The main command: files of a run, metrics, resume, refusals, help and presets."""
+"""Test the training command: run files, metrics, resume, errors, help, presets."""
 
 import contextlib
 import json
@@ -54,7 +54,7 @@ def read(run_dir, name):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_leaves_all_that_is_promised(finished, ranks):
     run_dir, out, err = finished[ranks]
-    # a busy machine may have stragglers
+    # On a busy machine, a straggler warning is no problem.
     said = "\n".join(line for line in err.splitlines() if "straggler" not in line).lower()
     assert "error" not in said and "warning" not in said and "traceback" not in said, err
     assert out.count("data: ") == 1 and "SIMULATED" in out and str(run_dir) in out
@@ -66,7 +66,7 @@ def test_a_run_leaves_all_that_is_promised(finished, ranks):
     assert names(run_dir / "logs") == [f"rank_{rank}.log" for rank in range(ranks)]
     assert ("scaling" in read(run_dir, "summary")) == (ranks == 2) == ("scaling: 2 ranks" in out)
 
-    # Each iteration has one record with all ranks, until the budget is reached.
+    # Until the budget is reached, each iteration writes one record that covers all ranks.
     lines = records(run_dir)
     numbers = [line["iteration"] for line in lines]
     assert numbers == list(range(1, len(lines) + 1)) and len(lines) > 3
@@ -101,7 +101,7 @@ def test_two_ranks_train_and_evaluate_as_one(finished):
     for ranks in (1, 2):
         run_dir = finished[ranks][0]
         summary = read(run_dir, "summary")
-        del summary["parameter_sha256"]  # sums are rounded in another order
+        del summary["parameter_sha256"]  # other rounding on two ranks
         summary.pop("scaling", None)
         policy = load_checkpoint(latest_checkpoint(run_dir))["policy"]
         keys = ("episode/return", "episode/count", "loss/policy", "optim/grad_norm")
@@ -148,7 +148,7 @@ def test_the_first_stop_signal_is_answered_before_the_iteration_ends(tmp_path, m
 def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, monkeypatch, capsys):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    # the state after a kill before the first checkpoint
+    # This is the state of a run that was killed before its first checkpoint.
     (run_dir / "metrics.jsonl").write_text('{"iteration": 1}\n')
     flags = [*CARTPOLE, "--checkpoint_every", "1", "--run_dir", run_dir, "--resume", "auto"]
     assert train_here(monkeypatch, *flags, "--num_episodes", "2") == 0, capsys.readouterr().err
@@ -166,7 +166,7 @@ def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, monkeypatch, c
 # ---- bad input
 
 
-REFUSED = [  # flags, and the field, value and fix that the line must name
+REFUSED = [  # (flags; parts of the error line, such as the field, the value and the fix)
     ("--num_epsodes 8", ["--num_epsodes", "--num_episodes"]),
     ("--num_envs -4", ["num_envs", "'-4'", "0"]),
     ("--num_steps 33", ["num_steps 33", "bptt_steps"]),
@@ -296,7 +296,7 @@ def test_help_shows_the_fifteen_flags_that_matter(capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "kind", "changes"),  # changes of the preset
+    ("flags", "kind", "changes"),  # kind: the preset; changes: values that differ from it
     [
         ("", "trading", {}),
         ("--preset paper --quick", "paper", QUICK),
@@ -315,10 +315,10 @@ def test_a_preset_follows_from_the_task_and_flags_win(flags, kind, changes, tmp_
     values = config.values
     expected = PRESETS[kind] | {"chosen_preset": kind} | changes
     if "env" in flags:
-        expected.pop("num_worlds", None)  # it has no effect
+        expected.pop("num_worlds", None)  # has no effect with --env
     assert {name: values[name] for name in expected} == expected
     shard_sizes(config.train, 0, 1)
-    # A saved configuration and its flags mean the same configuration.
+    # Reading the saved configuration or parsing its flags gives the same configuration again.
     run = RunDir(tmp_path)
     run.config_path.write_text(json.dumps(config.to_dict()))
     assert RunConfig.from_dict(run.config()) == config

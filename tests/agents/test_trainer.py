@@ -1,4 +1,4 @@
-"""The training loop: what it counts, saves, resumes and reports."""
+"""Test the training loop: counts, checkpoints, resume and metrics."""
 
 import json
 from dataclasses import replace
@@ -31,7 +31,7 @@ from rl_dist.telemetry.metrics import NullWriter
 
 
 class Listening(NullWriter):
-    """Keeps what a writer gets; with `stop_at` n, a stop signal arrives during iteration n."""
+    """Writer that keeps all records; sets a stop signal during iteration `stop_at`."""
 
     def __init__(self, stop_at=0):
         self.stop, self.stop_at = StopFlag(), stop_at
@@ -45,7 +45,7 @@ class Listening(NullWriter):
 
 
 def run(job, world, stop_at=0, restore_from=None):
-    """Train a job (from a checkpoint); returns the training and what its writer got."""
+    """Train a job, optionally from a checkpoint; return the Training and its writer."""
     training, writer = Recording(job, world), Listening(stop_at)
     if restore_from is not None:
         training.restore(load_checkpoint(restore_from))
@@ -59,12 +59,12 @@ SCRIPTS = [[(5, TERMINATED)], [(16, TRUNCATED)], *LONG * (NUM_ENVS - 2)]
 
 
 def scripted(job, scripts=SCRIPTS, env=ScriptedEnv):
-    """Return the job with a scripted environment."""
+    """Return the job with a scripted environment in place of its own."""
     return replace(job, make_env=lambda num_envs, env_offset: env(scripts))
 
 
 def assert_same_state(one, other):
-    """Bit for bit, whatever is nested in them."""
+    """Assert that two nested states are equal bit for bit."""
     leaves, form = tree_flatten(one)
     others, other_form = tree_flatten(other)
     assert form == other_form
@@ -83,7 +83,7 @@ def test_a_short_training_changes_all_parameters_and_times_its_phases(world, tmp
         assert not torch.equal(value, before[key]), key
         assert torch.isfinite(value).all()
     for record in writer.records:
-        json.dumps(record)  # numbers, not tensors
+        json.dumps(record)  # fails if a value is a tensor
         assert record["time/sps"] > 0 and record["time/collect_s"] > 0
         phases = [record[f"time/{name}_s"] for name in ("forward", "backward", "optimizer")]
         own, whole = record["time/update_own_s"], record["time/update_s"]
@@ -105,7 +105,7 @@ def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not_bit_for_bit(
     assert resumed.iteration == 4
     assert torch.equal(parameters_of(resumed), parameters_of(whole))
     assert not torch.equal(parameters_of(resumed), parameters_of(first))
-    # carry, environments, optimizer, normalisers, counters
+    # The state holds the carry, environments, optimizer, normalisers and counters.
     assert_same_state(resumed.state(), whole.state())
     for part, wanted in zip(resumed.rollouts, whole.rollouts[3:], strict=True):
         assert_same_state(vars(part), vars(wanted))
@@ -129,12 +129,12 @@ def test_the_warm_up_is_not_counted_and_all_environments_reset_after_it(world, t
     assert float(training.normalizers.rewards.moments.count) == STEPS_PER_ITERATION
     first = training.collect(lifetime_step=NUM_STEPS)
     assert torch.equal(first.raw_obs[0], before["obs"])
-    # other noise than the warm-up's
+    # The first rollout does not reuse the noise of the warm-up.
     assert not torch.equal(first.actions[0], training.rollouts[0].actions[0])
 
 
 def advantages_of(world, steps, **options):
-    """The advantages that updates learn from, and the warm-up's deviation of returns."""
+    """Return advantages passed to updates, and the warm-up's deviation of returns."""
     ppo = PPOConfig(**{"min_adv_std": 100.0} | options.pop("ppo", {}))
     training = Training(make_job("trading, mlp", ppo=ppo, **options), world)
     training.warm_up_normalizers()
@@ -151,7 +151,7 @@ def test_the_least_deviation_of_advantages_is_a_part_of_that_of_returns(scaled, 
     (divided,), deviation = advantages_of(world, 1, normalize_rewards=scaled)
     torch.testing.assert_close(divided, (raw - raw.mean()) / (100.0 * deviation))
 
-    # before returns were seen, by their own deviation
+    # Without normalisers no returns are known in update 1, so it uses the advantages' deviation.
     nothing = {"normalize_obs": False, "normalize_rewards": False}
     (first, second), _ = advantages_of(world, 2, **nothing)
     assert first.std(correction=0) == pytest.approx(1.0) and second.std(correction=0) < 0.1
@@ -161,11 +161,11 @@ def test_plain_rewards_and_episodes_are_counted_until_there_are_enough(world, tm
     job = scripted(make_job("trading, clstm", tmp_path, total_steps=0, num_episodes=5))
     _, writer = run(job, world)
     first, second = writer.records
-    # environment 0 ends after 5, 10 and 15 steps; plain rewards are 2 * (10 * episode + age)
+    # Environment 0 has episodes of 5 steps; a plain reward is 2 * (10 * episode + age).
     returns = [2 * (5 * 10 * episode + 10) for episode in (0, 1, 2)]
-    returns.append(2 * (16 * 100 + 120))  # environment 1 ends after 16 steps
+    returns.append(2 * (16 * 100 + 120))  # environment 1 has one episode of 16 steps
     assert first["episode/return"] == pytest.approx(np.mean(returns))
-    for record in (first, second):  # counted over the rollouts' border
+    for record in (first, second):  # an episode that began in rollout 1 counts in rollout 2
         assert record["episode/count"] == 4
         assert record["episode/length"] == pytest.approx((3 * 5 + 16) / 4)
     assert writer.done == [first["episode/total"], second["episode/total"]] == [4, 8]
@@ -185,12 +185,12 @@ def test_environments_that_cannot_be_saved_start_other_episodes_at_every_resume(
     path = tmp_path / "checkpoints" / "iteration_00000002.pt"
     assert load_checkpoint(path)["environments"] is None
     fresh_run = seeds.copy()
-    assert fresh_run == [fresh_run[0]] * 2  # at the start, and again after the warm-up
+    assert fresh_run == [fresh_run[0]] * 2  # reset at the start and after the warm-up
     resumed, _ = run(job, world, restore_from=path)
     assert resumed.rollouts[0].episode_start[0].all()
     again, _ = run(job, world, restore_from=path)
     lives = seeds[2:]
-    assert lives[1] == lives[3] != fresh_run[0]  # the same at every resume from there
+    assert lives[1] == lives[3] != fresh_run[0]  # every resume has the same new seeds
     assert set(lives[1]).isdisjoint(fresh_run[0])
     assert torch.equal(parameters_of(resumed), parameters_of(again))
 
@@ -209,7 +209,7 @@ def test_validation_runs_when_asked_and_its_figures_join_the_metrics(world, tmp_
         3: None,
         4: 5.0 * 128,
         5: 6.0 * 128,
-    }  # each one that is due, and the last
+    }  # every second iteration and the last
 
 
 def test_a_checkpoint_of_another_shape_is_refused_in_one_line_that_names_it(world, tmp_path):
@@ -221,7 +221,7 @@ def test_a_checkpoint_of_another_shape_is_refused_in_one_line_that_names_it(worl
 
 
 def test_learning_learns(world, tmp_path):
-    """A reward for the sign of the action, which needs no memory: found in a few iterations."""
+    """Training finds within 12 iterations that a larger action gives a larger reward."""
 
     class Sign(ScriptedEnv):
         def step(self, actions):
@@ -232,4 +232,4 @@ def test_learning_learns(world, tmp_path):
     job = make_job("trading, clstm", tmp_path, iterations=12, ppo=PPOConfig(learning_rate=0.01))
     _, writer = run(scripted(job, [[(8, TRUNCATED)]] * NUM_ENVS, Sign), world)
     returns = [record["episode/return"] for record in writer.records]
-    assert returns[0] < 3.0 and returns[-1] > 6.0  # the best is 8
+    assert returns[0] < 3.0 and returns[-1] > 6.0  # the highest possible return is 8

@@ -1,4 +1,4 @@
-"""The same training on any number of ranks, over gloo."""
+"""Test that training gives the same results on any number of ranks, over gloo."""
 
 import functools
 from dataclasses import replace
@@ -26,10 +26,10 @@ from rl_dist.launch.ranks import launch
 from rl_dist.process_group.world import StopFlag
 from rl_dist.telemetry.metrics import NullWriter
 
-pytestmark = pytest.mark.timeout(600)  # the first test of a plan waits for its job, on any machine
+pytestmark = pytest.mark.timeout(600)  # the first test of a plan waits until all ranks have trained
 ALWAYS = [*JOBS, *MORE_JOBS]
 ON_FOUR = ["trading, clstm", "recall, mlp, KL stop"]
-PLANS = {  # cases that one launched job trains, by number of ranks
+PLANS = {  # each plan is one launch: {number of ranks: names of cases}
     "default": {4: ON_FOUR, 3: [*TWELVE], 2: [*ALWAYS, "weak"]},
     "slow": {4: [*(set(ALWAYS) - set(ON_FOUR)), *SLOW_JOBS], 2: [*SLOW_JOBS]},
 }
@@ -46,13 +46,13 @@ TRAINED = [
 
 @pytest.fixture(scope="module")
 def one_rank(world):
-    """Gives the record of a case trained by one rank, in this process."""
+    """Return a function that trains a case on one rank and returns its record."""
     return functools.cache(lambda name: agents_ranks.record_of(name, world))
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """Gives the directory where the ranks of a plan have left their records."""
+    """Return a function that launches a plan and returns the folder with its records."""
 
     @functools.cache
     def launched(plan):
@@ -65,7 +65,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks_of(directory):
-    """Gives the records of all ranks of a world."""
+    """Return a function that returns the records of all ranks of a world."""
 
     @functools.cache
     def load(plan, num_ranks):
@@ -82,29 +82,32 @@ def two(ranks_of):
 
 @pytest.fixture(scope="module")
 def run_dir(directory):
-    """Metrics and checkpoints that two ranks wrote."""
+    """Return the run directory with metrics and checkpoints that two ranks wrote."""
     return directory("default") / WITH_FILES
 
 
 def together(ranks, name, what):
-    """[iterations, T, B of all ranks, ...] from the ranks' shares."""
+    """Join the shares of all ranks to a tensor [iterations, T, B of all ranks, ...]."""
     return torch.cat([rank[name][what] for rank in ranks], dim=2)
 
 
 @pytest.mark.parametrize(("plan", "name", "num_ranks"), TRAINED)
 def test_a_training_is_that_of_one_rank(plan, name, num_ranks, one_rank, ranks_of):
-    """Data, losses, rates, statistics; parameters, equal by hash after every gradient step."""
+    """Compare data, losses, learning rates, statistics and parameters.
+
+    Parameters must have the same hash on all ranks after every gradient step.
+    """
     ranks, alone, case = ranks_of(plan, num_ranks), one_rank(name), CASES[name]
     single = case.dtype == torch.float32
     assert torch.equal(together(ranks, name, "ends"), alone["ends"])
     if case.iterations == ITERATIONS:
-        assert alone["ends"].any(0).any(0).all()  # episodes ended in every environment
+        assert alone["ends"].any(0).any(0).all()  # every environment ends episodes
     actions = together(ranks, name, "actions")
     tolerance = {"rtol": 0, "atol": 1e-5 if single else 1e-10}
     torch.testing.assert_close(actions, alone["actions"], **tolerance)
 
     assert (alone["parameters"][1:] != alone["parameters"][:-1]).any(1).all()
-    if "total_steps" not in case.options:  # the others stop by episodes
+    if "total_steps" not in case.options:  # other cases stop by num_episodes
         assert len(alone["parameters"]) == case.iterations
     hashes = ranks[0][name]["hashes"]
     assert len(set(hashes)) == len(hashes) >= 4
@@ -131,7 +134,7 @@ def test_a_training_is_that_of_one_rank(plan, name, num_ranks, one_rank, ranks_o
 def test_all_ranks_stop_their_epochs_together_at_the_kl_of_all_ranks(one_rank, ranks_of):
     name = "recall, mlp, KL stop"
     steps = [losses["optim/steps"] for losses in one_rank(name)["losses"]]
-    assert min(steps) < 8 and max(steps) > 2, steps  # stopped early, but not always in step 1
+    assert min(steps) < 8 and max(steps) > 2, steps  # early stops, not always in epoch 1
     for num_ranks in (2, 4):
         for rank in ranks_of("default", num_ranks):
             assert [losses["optim/steps"] for losses in rank[name]["losses"]] == steps
@@ -139,13 +142,13 @@ def test_all_ranks_stop_their_epochs_together_at_the_kl_of_all_ranks(one_rank, r
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_rollouts_differ_from_rank_to_rank_and_environment_to_environment(num_ranks, ranks_of):
-    """The seed changes the data path, not only the noise."""
+    """Environments have different observations, not only different action noise."""
     for name in ON_FOUR if num_ranks == 4 else ALWAYS:
-        # the first rollout, before any training
+        # rollout 0, before any gradient step
         obs = together(ranks_of("default", num_ranks), name, "obs")[0]
         columns = obs.movedim(1, 0).flatten(1)
         assert len(columns.unique(dim=0)) == NUM_ENVS, name
-        assert len(obs[0].unique(dim=0)) > 1, name  # at the very first step, before any action
+        assert len(obs[0].unique(dim=0)) > 1, name  # already before any action
 
 
 def test_the_main_process_alone_writes_metrics_and_checkpoints(run_dir, two):
@@ -155,7 +158,7 @@ def test_the_main_process_alone_writes_metrics_and_checkpoints(run_dir, two):
 
 
 def gone_on(name, path, world, tmp_path):
-    """Resume from a checkpoint on one rank; return what it records."""
+    """Resume from a checkpoint on one rank; return the record."""
     training = Recording(make_job(name, tmp_path), world)
     training.restore(load_checkpoint(path))
     train(training, NullWriter(), StopFlag())
@@ -165,7 +168,7 @@ def gone_on(name, path, world, tmp_path):
 def test_a_checkpoint_of_two_ranks_goes_on_with_one_as_if_nothing_had_happened(
     run_dir, one_rank, two, world, tmp_path
 ):
-    """Test also that it holds what one rank would have written, in global order."""
+    """The checkpoint must equal one written by one rank, in global environment order."""
     alone = one_rank(WITH_FILES)
     record = gone_on(WITH_FILES, run_dir / "checkpoints" / "iteration_00000003.pt", world, tmp_path)
     assert len(record["parameters"]) == ITERATIONS - 3
@@ -179,7 +182,8 @@ def test_weak_scaling_on_two_ranks_is_one_rank_with_twice_the_sizes_and_the_scal
     one_rank, two, world
 ):
     rates = two[0]["weak"]["rates"]
-    assert rates == pytest.approx([6e-3, 4.5e-3, 3e-3, 1.5e-3])  # twice 3e-3, annealed
+    # linear scaling doubles 3e-3, annealing lowers it
+    assert rates == pytest.approx([6e-3, 4.5e-3, 3e-3, 1.5e-3])
     sizes = {"scaling": "strong", "lr_scaling": "none", "num_envs": NUM_ENVS, "batch_size": 16}
     twice = replace(CLIPPED, learning_rate=6e-3)
     alone = agents_ranks.record_of("weak", world, ppo=twice, **sizes)
