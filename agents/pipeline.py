@@ -103,7 +103,7 @@ class StageStrategy(Strategy):
                     copy_from(flat, parameters)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the state of both stages' parameters. Every rank must call this."""
+        """Return the optimizer state of both stages. Every rank must call this."""
         with self.world.waiting("exchange of optimizer state"):
             # before the first step, the optimizer has no state
             for name, example in optimizer.state.get(self.local[0], {}).items():

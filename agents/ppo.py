@@ -157,7 +157,7 @@ class Tally:
         zeros = partial(torch.zeros, dtype=torch.float64, device=device)
         self.losses = zeros(len(METRICS))
         self.epoch_kl = zeros(2)  # in this epoch: sum of approx_kl, number of steps taken
-        # numbers of steps: taken, skipped, bad, currently bad in a row, longest row of bad steps
+        # numbers of steps: taken, skipped, bad, bad in a row up to now, most bad in a row
         self.counts = zeros(5)
         self.counts[3] = bad_in_a_row
 
