@@ -1,4 +1,4 @@
-"""Skip tests without a GPU, and write the report that a user can send back."""
+"""Skip GPU tests without a GPU, and write a report that a user can send back."""
 
 import os
 import platform
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def gpus():
-    """Free the memory of a test before the next one."""
+    """Free unused GPU memory after each test."""
     yield
     torch.cuda.empty_cache()
 
@@ -40,7 +40,7 @@ def world(gpus):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Write results, figures and the machine to the file that GPU_REPORT names."""
+    """Write a table of the results and the machine to the file named by GPU_REPORT."""
     path = os.environ.get("GPU_REPORT")
     if not path:
         return

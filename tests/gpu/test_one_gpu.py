@@ -1,4 +1,7 @@
-"""One GPU trains as the CPU does; the figures go into the report of `make test-gpu`."""
+"""One GPU gives the same training as the CPU.
+
+The recorded figures go into the report of `make test-gpu`.
+"""
 
 import json
 import math
@@ -28,16 +31,16 @@ from agents.trainer import Training
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.strategies.precision import set_tf32
 
-PRECISIONS = {  # largest part by which the value loss may differ from that of fp32
+PRECISIONS = {  # largest relative difference of the value loss from fp32
     "tf32": 0.1,
     "bf16": 0.1,
-    "fp16": 0.5,  # steps that overflow are not in the mean
+    "fp16": 0.5,  # the mean omits steps that overflow
 }
 
 
 @pytest.fixture
 def training(world, tmp_path):
-    """A training of the trading task that has not begun."""
+    """Return a trading task's Training before its first iteration."""
     return Training(job_on(DEVICE, TRADING, tmp_path), world)
 
 
@@ -49,7 +52,7 @@ def test_a_training_gives_the_numbers_of_the_cpu(name, tmp_path, record_property
             options = {"iterations": ITERATIONS, "run_dir": tmp_path / device}
             parameters.append(parameters_on_cpu(trained(world, name=name, **options)))
     record_property("largest difference", largest_difference(*parameters))
-    # a GPU rounds differently by 1e-16; Adam amplifies that in 12 steps
+    # a GPU rounds differently by about 1e-16, which Adam amplifies in 12 steps
     torch.testing.assert_close(*parameters, rtol=1e-6, atol=1e-8)
 
 
@@ -109,7 +112,8 @@ def test_vector_steps_do_not_wait_for_the_device(training):
     noise = action_noise(training.action_space, 1, 0, sizes.num_envs, 0, sizes.num_steps)
     steps = []
 
-    def on_step():  # from the end of the first step to the end of the last one
+    # forbid waiting from the end of the first step to the end of the last one
+    def on_step():
         steps.append(None)
         mode = "error" if len(steps) < sizes.num_steps else "default"
         torch.cuda.set_sync_debug_mode(mode)

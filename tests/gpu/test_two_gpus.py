@@ -1,4 +1,4 @@
-"""Two GPUs train as one, over NCCL."""
+"""Two GPUs over NCCL give the same training as one GPU."""
 
 import pytest
 import torch
@@ -8,14 +8,14 @@ from train_runs import REPO, start
 from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.ranks import launch
 
-STRATEGIES = {  # fields of StrategyConfig, and the largest difference to one GPU
+STRATEGIES = {  # name: (fields of StrategyConfig, bound of the difference from one GPU)
     "ddp": ({"mode": "ddp"}, 1e-6),
     "ddp, bf16 gradients": ({"mode": "ddp", "gradient_compression": "bf16"}, 0.1),
     "hybrid": ({"mode": "hybrid"}, 1e-6),
     "hybrid, two stages": ({"mode": "hybrid", "hybrid_form": "pipeline"}, 1e-6),
-    "dp": ({"mode": "dp", "device_ids": (0, 1)}, 1e-6),  # in one process
+    "dp": ({"mode": "dp", "device_ids": (0, 1)}, 1e-6),  # dp runs in one process
 }
-FAULTS = {  # functions of gpu_jobs.py, and the words of the report
+FAULTS = {  # function in gpu_jobs.py: words that the error must contain
     "fail": ("rank 1", "the roof is on fire"),
     "hang": ("rank 1", "update"),
 }

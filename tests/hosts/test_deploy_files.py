@@ -1,4 +1,4 @@
-"""The files of deploy: valid by the published models, and their commands train."""
+"""Files in deploy/: fields match the published models, and the commands train."""
 
 import json
 import os
@@ -26,13 +26,16 @@ def documents(name):
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FILES.glob("*.yaml")))
 def test_every_field_is_known_and_has_its_type(name):
-    """A type that is forbidden raises; a field that is unknown disappears."""
+    """`from_dict` raises for a wrong type and silently drops an unknown field."""
     for kind, document in documents(name).items():
         assert getattr(models, MODELS[kind]).from_dict(document).to_dict() == document
 
 
 def trainjob():
-    """Command and environment of the TrainJob, with what Kubeflow's controller adds."""
+    """Return the TrainJob's command, its env entries, and variables to add.
+
+    On a cluster Kubeflow's controller adds these variables.
+    """
     trainer = documents("trainjob.yaml")["TrainJob"]["spec"]["trainer"]
     added = {"PET_NNODES": str(trainer["numNodes"]), "PET_MASTER_PORT": "29400"}
     added["PET_MASTER_ADDR"] = "clstm-ppo-node-0-0.clstm-ppo"
@@ -40,7 +43,10 @@ def trainjob():
 
 
 def indexed_job():
-    """Command and environment of the Job; the id comes from a label of the pod."""
+    """Return the Job's command, its env entries, and no variables to add.
+
+    On a cluster PET_RDZV_ID comes from a label of the pod.
+    """
     spec = documents("indexed-job.yaml")["Job"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
     nodes = str(spec["completions"])
@@ -58,14 +64,14 @@ def indexed_job():
     ],
 )
 def test_the_command_trains_over_two_pods_and_continues_with_a_new_one(job, names, tmp_path):
-    """One CPU rank for each pod, and a folder of the test in the place of /runs."""
+    """Each pod has one CPU rank, and a temporary folder replaces /runs."""
     command, entries, environment = job()
     environment |= {entry["name"]: entry.get("value", "from a label") for entry in entries}
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = [word.replace("/runs/", f"{tmp_path}/") for word in command]
     command += [*RECALL, "--total_steps", 64 * 30, "--checkpoint_every", 2]
     run_dir = tmp_path / "clstm-ppo"
-    # pods have such names by the service
+    # the service gives pods these names
     pods = [f"{name}.clstm-ppo {name}" for name in names]
     with connected_or_skip(tmp_path, *pods) as network:
 
@@ -97,7 +103,7 @@ def test_the_command_trains_over_two_pods_and_continues_with_a_new_one(job, name
 def test_a_slurm_job_is_finished_by_what_it_did_and_not_by_an_earlier_summary(
     leaves, code, expected, says, tmp_path
 ):
-    """With a scontrol that prints, and an srun that leaves this in the run directory."""
+    """A fake srun runs `leaves` in the run directory; scontrol prints its arguments."""
     (tmp_path / "checkpoints").mkdir()
     for name in ("summary.json", "checkpoints/iteration_00000001.pt"):
         (tmp_path / name).touch()

@@ -1,6 +1,6 @@
 """examples/ray_train.py on a Ray cluster of two nodes, started on this machine.
 
-Ray is no dependency of the tests: pip install 'ray[train]' into an environment of your own.
+The tests do not depend on Ray. To run this one, pip install 'ray[train]' in a separate environment.
 """
 
 import json
@@ -22,7 +22,7 @@ def address(monkeypatch):
     from ray.cluster_utils import Cluster
 
     cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})  # one thread for each rank
+    os.sched_setaffinity(0, {min(cores)})  # one core, so each rank uses one thread
     monkeypatch.setenv("RAY_DISABLE_DASHBOARD", "1")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:

@@ -1,6 +1,6 @@
-"""Training over several hosts: the same result, and what happens when one fails.
+"""Training over several hosts gives the same result, even if a host fails.
 
-The hosts are network namespaces of this machine.
+The hosts are simulated with namespaces on this machine.
 """
 
 import json
@@ -82,7 +82,7 @@ def test_a_host_with_other_code_is_refused_by_name_and_not_started_again(network
 def test_a_killed_host_is_replaced_and_the_run_continues_from_its_checkpoint(
     shared_disk, network, tmp_path, uninterrupted
 ):
-    """Test one shared disk, and one disk per host under the same path."""
+    """Test a disk that both hosts share, and separate disks under the same path."""
     (tmp_path / "disk").mkdir()
 
     def start_host(name):
@@ -135,13 +135,16 @@ def test_of_one_to_two_hosts_one_may_come_and_leave_and_the_curve_is_that_of_one
 def test_a_lost_first_host_ends_the_ranks_and_a_new_start_continues(
     network, tmp_path, uninterrupted
 ):
-    """It holds the store of all torchruns; theirs may then hang for minutes."""
+    """The first host holds the store that every torchrun uses.
+
+    Without it, torchrun on the second host may hang for minutes.
+    """
     run_dir, flags = tmp_path / "run", ["--collective_timeout", "20"]
     first, second = on_both(network, run_dir, *flags)
     wait_until(lambda: saved(run_dir) >= 6, first.process)
     network.hosts["first"].kill()
     wait_until(lambda: "it may be lost" in second.text, within_s=60)
-    for name in network.names:  # as a scheduler does
+    for name in network.names:  # a scheduler would restart both hosts
         network.hosts[name].kill()
         network.start(name)
     for job in on_both(network, run_dir, *flags):

@@ -23,12 +23,15 @@ from train_runs import (
 from rl_dist.checkpoint.store import latest_checkpoint
 from rl_dist.process_group.join import free_port
 
-ITERATION = 4 * 16  # steps
-SMALL = [*RECALL[2:], "--validate_every", 0, "--eval_episodes", 4]  # flags for any environment
+ITERATION = 4 * 16  # steps of an iteration
+SMALL = [*RECALL[2:], "--validate_every", 0, "--eval_episodes", 4]  # RECALL without --env
 
 
 def finish(job):
-    """Exit code, error lines and stderr of a job, once it and all its processes have ended."""
+    """Wait for a job to end; return its exit code, error lines and stderr.
+
+    None of its processes may be left, and stderr must contain no traceback.
+    """
     _, stderr = job.communicate(timeout=240)
     assert_nobody_left(job.pid)
     assert "Traceback" not in stderr, stderr
@@ -40,16 +43,16 @@ def log(folder, rank=0):
     return (folder / "logs" / f"rank_{rank}.log").read_text()
 
 
-# ---- faults that a rank survives, in one job
+# ---- faults that a rank survives
 
 
 def test_environments_that_misbehave_begin_again_as_on_one_rank(ranks, ranks_folder, tmp_path):
-    """The ranks themselves assert how they survive other faults: tests/faults_ranks.py."""
+    """The ranks also check other faults themselves: see tests/faults_ranks.py."""
     with world_of_one() as world:
         alone = faults_ranks.restarts(world, tmp_path)
     assert ranks[0]["counts"] == ranks[1]["counts"] == alone["counts"] == [0, 5, 0]
     assert log(ranks_folder / "restarts", 1).count("made again, 1 of 1") == 3
-    # step 20 of a life is index 3 of iteration 2's rollout; an episode has 7 steps
+    # step 20 of an environment is index 3 of the second rollout; episodes have 7 steps
     undisturbed = [t for t in range(16) if (t + 17) % 7 == 0]
     disturbed = [t for t in undisturbed if t < 3] + [t for t in range(3, 16) if (t - 3) % 7 == 0]
     for column in range(8):
@@ -68,7 +71,7 @@ def test_environments_that_misbehave_begin_again_as_on_one_rank(ranks, ranks_fol
 
 
 def misbehaving(run_dir, misdeeds, at, *flags, stream="environment", ranks=2):
-    """Start a run of which some environments misbehave at a step."""
+    """Start a run in which `misdeeds` {environment: misdeed} happen at step `at`."""
     kwargs = json.dumps({"misdeeds": misdeeds, "at": at, "stream": stream})
     env = ["--env", "misbehaving_envs:Misbehaving-v0", "--env_kwargs", kwargs]
     return start_training(*env, "--run_dir", run_dir, *SMALL, "--num_gpus", ranks, *flags)
@@ -93,7 +96,7 @@ def test_a_fault_of_an_environment_ends_the_job_and_names_rank_number_and_step(
     job = misbehaving(tmp_path / "run", {3: misdeed}, at, *flags, stream=stream)
     code, (line,), _ = finish(job)
     where = f"rank 1: .*environment misbehaving_envs:Misbehaving-v0 number 3 at its step {at}: "
-    # gloo's thread may end the process before the error line is written
+    # gloo's thread may end the process before rank 1 writes its error line
     by_gloo = misdeed == "close descriptors" and "rank 1 (process" in line
     assert code == 1 and (by_gloo or re.search(f"{where}.*{problem}", line)), line
     assert [record["iteration"] for record in records(tmp_path / "run")] == [1]
@@ -145,7 +148,7 @@ def test_a_signal_during_the_evaluation_ends_the_run_and_the_users_command_hears
     job = misbehaving(run_dir, {3: "hang"}, 5, *flags, stream="evaluation", ranks=ranks)
     path = run_dir / "logs" / "rank_0.log"
     wait_until(lambda: path.exists() and "trained to iteration 1" in log(run_dir), job)
-    time.sleep(0.5)  # during the evaluation; earlier moments end in the same way
+    time.sleep(0.5)  # wait for the evaluation to begin; before it the run ends the same way
     rank = psutil.Process(job.pid).children(recursive=True)[-1]
     (job if to == "launcher" else rank).send_signal(signum)
     code, _, stderr = finish(job)
@@ -154,7 +157,7 @@ def test_a_signal_during_the_evaluation_ends_the_run_and_the_users_command_hears
     assert latest_checkpoint(run_dir).name == "iteration_00000001.pt"
 
 
-# ---- a callback, core or logger of the user's that leaves or hangs
+# ---- a user's callback, core or logger exits or hangs
 
 
 ODD = {
@@ -170,7 +173,7 @@ ON_2 = ["--num_gpus", 2]
     [
         ("callback exit -1", [], "callback odd_code:call raised SystemExit: 0"),
         ("core exit 0", [*ON_2, "--max_restarts", 1], "rank 0 failed with SystemExit: 0"),
-        ("logger exit -1", [], ""),  # only its record is lost
+        ("logger exit -1", [], ""),  # only the logger's records are lost
         ("callback hang -1", [], "rank 0: made no progress for 3 s in iteration callback"),
         ("logger hang -1", [], "rank 0: made no progress for 3 s in loggers"),
         ("core hang 1", ON_2, "rank 1"),
@@ -193,20 +196,20 @@ def test_code_of_the_user_that_leaves_or_hangs_ends_the_job_as_a_failure_and_is_
     assert (tmp_path / "event").read_text() == ("failed\n" if says else "finished\n")
 
 
-# ---- ranks that were started differently
+# ---- ranks that were started with different settings
 
 
 @pytest.mark.parametrize(
     ("last", "says"),
     [
         (["--gamma", 0.9], "has gamma 0.9, but rank 0 on host .* has 0.99"),
-        pytest.param(["--threads", 1], "", marks=pytest.mark.slow),  # may differ
+        pytest.param(["--threads", 1], "", marks=pytest.mark.slow),  # ranks may differ in --threads
     ],
 )
 def test_ranks_with_other_settings_end_together_and_name_the_difference(
     last, says, tmp_path, monkeypatch
 ):
-    """Start ranks as another launcher would, the last one with other flags besides."""
+    """Start 2 ranks as another launcher would; the last one gets extra flags."""
     flags = [*RECALL, "--total_steps", ITERATION, "--eval_episodes", 2]
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     variables |= dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE"], 2)

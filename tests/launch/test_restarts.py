@@ -1,4 +1,4 @@
-"""Ranks die: the job names them and ends, or starts again and ends as if nothing had happened."""
+"""Dead ranks: the job names them, then ends or restarts with the same result."""
 
 import json
 import os
@@ -25,12 +25,15 @@ from rl_dist.resume_check import differences, result_of
 SIZES = [*RECALL, "--num_envs", 6, "--batch_size", 6, "--eval_episodes", 2, "--validate_every", 0]
 SIX = [*SIZES, "--total_steps", 6 * 6 * 16, "--checkpoint_every", 2, "--keep_checkpoints", 100]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
-PATIENCE_S = 300  # whole runs on a busy machine
+PATIENCE_S = 300  # enough for whole runs on a busy machine
 pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
 
 
 def dying(monkeypatch, die, *flags, before=(), folder=None):
-    """Start a training in which a rank ends; with a folder it says `here` and waits for `go`."""
+    """Start training in which a rank dies: `die` is place, rank, iteration and way.
+
+    With `folder`, return when the rank is about to die; it waits for a file `go` there.
+    """
     monkeypatch.setenv("DIE", die)
     if folder:
         monkeypatch.setenv("DIE_FOLDER", str(folder))
@@ -41,7 +44,7 @@ def dying(monkeypatch, die, *flags, before=(), folder=None):
 
 
 def end_of(job, code=0):
-    """The stderr of a job that ends with this code and leaves nobody behind."""
+    """Wait for a job to end with `code` and without processes; return its stderr."""
     out, err = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == code, out + err
     assert_nobody_left(job.pid)
@@ -50,7 +53,10 @@ def end_of(job, code=0):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Runs on some number of ranks in which nobody dies."""
+    """Return a function that trains on a number of ranks, none of which dies.
+
+    It returns the run directory, and trains only once for each number.
+    """
     runs = {}
 
     def run(num_ranks):
@@ -70,7 +76,7 @@ def assert_as_if_nothing_had_happened(run_dir, reference):
     for folder in (run_dir, reference):
         summary = json.loads((folder / "summary.json").read_text())
         config = json.loads(load_checkpoint(latest_checkpoint(folder))["config"])
-        summary.pop("scaling", None)  # times
+        summary.pop("scaling", None)  # measured times differ
         del config["launch"]
         names = {path.name for path in (folder / "checkpoints").iterdir()}
         facts.append((summary, config, names, seen(folder, "loss/policy")))
@@ -85,9 +91,9 @@ def test_a_killed_rank_costs_a_line_and_an_event_and_the_end_is_the_same_bit_for
     monkeypatch.setenv("TMPDIR", str(temporary))
     note = f"cat >> {tmp_path}/events; echo >> {tmp_path}/events"
     flags = [*SIX, "--num_gpus", 2, "--run_dir", run_dir, "--max_restarts", 2, "--on_event", note]
-    flags += ["--env_workers", "auto"]  # measured before the restart
+    flags += ["--env_workers", "auto"]  # measured only before the restart
     job = dying(monkeypatch, "update 1 3 SIGKILL", *flags, folder=tmp_path)
-    # while two ranks train, nobody listens beyond loopback, nor can anybody else join them
+    # while two ranks train, they listen only on loopback, and other users cannot join them
     sockets = [socket for p in session(job.pid) for socket in p.net_connections("inet")]
     addresses = {socket.laddr.ip for socket in sockets if socket.laddr and not socket.raddr}
     assert addresses and addresses <= {"127.0.0.1", "::1"}
@@ -118,7 +124,7 @@ def test_a_killed_rank_costs_a_line_and_an_event_and_the_end_is_the_same_bit_for
         (2, "update 1 1 SIGKILL", "SIGKILL.*from iteration 0"),
         (2, "update 1 3 error", "RuntimeError: the roof.*from iteration 2"),
         (3, "update 1 3 SIGKILL", "SIGKILL.*from iteration 2"),
-        (2, "update 1 3 SIGKILL", ""),  # torchrun restarts it
+        (2, "update 1 3 SIGKILL", ""),  # torchrun restarts the rank
     ],
 )
 def test_whenever_and_however_a_rank_dies_the_end_is_the_same(
@@ -158,7 +164,7 @@ def test_a_killed_launcher_leaves_no_orphan_and_resume_auto_continues(tmp_path, 
     run_dir = tmp_path / "run"
     flags = [*SIZES, "--checkpoint_every", 1, "--run_dir", run_dir]
     endless = ["--num_gpus", 2, "--total_steps", 10**9]
-    # one rank hangs
+    # rank 1 hangs: it waits for a file `go` that never appears
     job = dying(monkeypatch, "update 1 4 SIGKILL", *flags, *endless, folder=tmp_path)
     assert len(session(job.pid)) >= 4
     os.kill(job.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Starting, stopping and failing: whatever happens, one clear message and no process left."""
+"""Start, stop and failure of ranks: one clear message, and no process is left."""
 
 import multiprocessing
 import os
@@ -21,7 +21,7 @@ from rl_dist.process_group.world import stop_flag
     ("way", "victim", "signals", "code", "saved"),
     [
         ("", "group", ["SIGINT"], 130, "2"),
-        ("", "launcher", ["SIGKILL"], -9, "15"),  # the ranks then get SIGTERM
+        ("", "launcher", ["SIGKILL"], -9, "15"),  # each rank then gets SIGTERM
         ("evaluation", "rank 1", ["SIGTERM"], 143, ""),
         pytest.param("", "rank 1", ["SIGUSR1"], 138, "10", marks=pytest.mark.slow),
         pytest.param("hang", "group", ["SIGINT", "SIGTERM"], 130, "", marks=pytest.mark.slow),
@@ -48,12 +48,12 @@ def test_a_signal_to_anybody_ends_all_ranks_after_they_have_saved(
 @pytest.mark.parametrize(
     ("work", "args", "ranks", "code", "says", "tracebacks"),
     [
-        # rank 1 is the cause, although rank 0 misses it first and fails, too
+        # rank 0 misses rank 1 and fails too, but the error names rank 1 as the cause
         ("loop", ["fail slowly"], 2, 1, "rank 1 failed with RuntimeError: the roof", 1),
         ("loop", ["fail at length"], 2, 1, "rank 1 failed with RuntimeError: the roof", 0),
         ("loop", ["mistake"], 2, 2, "num_envs must be at least 1, got 0", 0),
         ("loop", ["exit"], 2, 1, "ended with code 0", 0),
-        # if no report names a cause, the one that names a rank is shown
+        # no rank reports the cause, so the report that names a rank is shown
         ("halt", [], 3, 1, "rank 1: waited .* for rank 2", 0),
         pytest.param(
             "loop", ["fail while others hang"], 2, 1, "rank 1 failed", 1, marks=pytest.mark.slow
@@ -66,7 +66,7 @@ def test_a_rank_that_fails_or_dies_ends_the_job_and_is_named_in_one_line(
 ):
     monkeypatch.setattr("rl_dist.launch.ranks.FAILED_GRACE_S", 2.0)
     function, arguments = getattr(rl_dist_ranks, work), (str(tmp_path), *args)
-    restarts = code - 1  # with code 2, a mistake of the user, there is none
+    restarts = code - 1  # a user's mistake (code 2) is not restarted, even if restarts are allowed
     assert launch(function, arguments, num_ranks=ranks, max_restarts=restarts) == code
     stderr = capfd.readouterr().err
     (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]

@@ -1,4 +1,4 @@
-"""The variables of torchrun and other launchers, and where their ranks meet."""
+"""Environment variables of torchrun and other launchers, and how ranks meet."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ def environment(monkeypatch):
         (TORCHRUN | {"MASTER_ADDR": None}, "MASTER_ADDR is not"),
         (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT must be .* 1..65535, got '70000'"),
         (TORCHRUN | {"RANK": None}, "WORLD_SIZE is 2, but RANK is not set"),
-        # copies of a command that know no ranks
+        # a launcher that starts copies of the command without telling them their ranks
         ({"SLURM_NTASKS": "2"}, "SLURM_NTASKS is 2.*deploy/slurm.sbatch.*unset SLURM_NTASKS"),
         ({"PET_NNODES": "1:4"}, "PET_NNODES is 1:4.*unset PET_NNODES"),
         (TORCHRUN, ""),
@@ -78,7 +78,8 @@ def test_ranks_that_may_be_on_several_machines_are_not_bound_to_loopback(
     with pytest.raises(ValueError, match="nobody there"):
         world.open_world("cpu")
     world.close_world()
-    # programs started from here, such as torchrun from a notebook, may need other machines
+    # child processes must not inherit the loopback setting: torchrun from a notebook, for example,
+    # may need other machines
     assert not set(BOUND) & os.environ.keys()
     assert bound == (["lo", "lo"] if local_size == "2" else ["", ""])
 
@@ -104,7 +105,7 @@ def test_of_torchruns_ranks_the_first_prints_a_mistake_and_the_others_only_what_
         return capsys.readouterr().err
 
     (tmp_path / "attempt_0").mkdir()
-    assert only_error(printed_by(1, 0.01))  # the first has not failed
+    assert only_error(printed_by(1, 0.01))  # rank 0 has printed nothing yet
     assert only_error(printed_by(0, 1e6))
     assert printed_by(1, 1e6) == ""
 
@@ -127,7 +128,7 @@ def test_torchrun_with_restarts_needs_a_name_for_the_run(
     assert not list(tmp_path.iterdir())
 
 
-# ---- where to meet
+# ---- how ranks meet in the store
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -137,11 +138,11 @@ def test_a_rank_that_meets_nobody_says_where_it_looked(environment, rank, capfd)
     says = f"rank {rank} .*MASTER_ADDR 127.0.0.1, MASTER_PORT {port} within 1 s"
     with pytest.raises(ValueError, match=says):
         open_store(rank, 2, 1.0)
-    assert capfd.readouterr().err == ""  # torch adds nothing
+    assert capfd.readouterr().err == ""  # torch prints nothing
 
 
 def test_a_rank_that_meets_the_others_but_never_connects_is_named(environment):
-    """Rank 1 meets rank 0 in the store, and then hangs."""
+    """Rank 1 joins the store of rank 0, but never opens its connections."""
     variables = TORCHRUN | {"MASTER_PORT": str(free_port())}
     environment(**variables | {"RANK": "0", "LOCAL_RANK": "0"})
     opening = "world.open_world('cpu', startup_timeout_s=2)"
@@ -161,7 +162,7 @@ def test_ranks_share_a_part_of_the_store_that_no_dead_rank_has_written_to():
     def meet(rank):
         parts[rank] = part_of_this_start(store, rank, size, time.monotonic() + 60)
 
-    for turn in range(2):  # the second start finds everything that the first has left
+    for turn in range(2):  # the second start finds all keys of the first one in the store
         ranks = [threading.Thread(target=meet, args=(rank,)) for rank in reversed(range(size))]
         for rank in ranks:
             rank.start()
@@ -183,7 +184,10 @@ sys.exit(launch(stop, (), 1))
 
 
 def test_a_rank_that_others_have_stopped_waits_for_the_signal_of_its_own_torchrun(environment):
-    """Else torchrun would count a restart, or give up, where a host has only come or gone."""
+    """Torchrun would take an exit before its signal for a failure.
+
+    It would count a restart or end the job, although a host has only joined or left.
+    """
     environment(RANK="0", WORLD_SIZE="1", TORCHELASTIC_RUN_ID="job")
     job = start("-c", STOPPED)
     assert job.stdout.readline() == "stopped\n"

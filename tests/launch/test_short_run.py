@@ -1,4 +1,4 @@
-"""Short runs and reductions as children: what they measure and refuse, and that none is left."""
+"""Short runs and reductions in child processes: results, refusals, cleanup."""
 
 import psutil
 import pytest
@@ -9,7 +9,7 @@ from rl_dist.launch import child
 from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.child import ChildError, ChildTimeoutError, measure_short_runs, without
 
-TINY = RECALL[:-2]  # without --device
+TINY = RECALL[:-2]  # without --device cpu
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_each_copy_has_one_of_the_visible_gpus(visible, gpus, monkeypatch):
     assert taken == (gpus or visible.split(","))
 
 
-@pytest.mark.slow  # tests/setup_check/ covers it by default
+@pytest.mark.slow  # tests/setup_check/ checks it by default
 def test_every_size_is_timed_on_two_ranks():
     seconds = time_reductions(2, [4, 1024, 2**20])
     assert list(seconds) == [4, 1024, 2**20] and all(1e-6 < s < 5.0 for s in seconds.values())

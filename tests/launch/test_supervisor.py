@@ -1,4 +1,4 @@
-"""However a supervised process dies, its supervisor prints it and leaves nobody behind."""
+"""The supervisor reports each death of its process and leaves no process."""
 
 import signal
 import subprocess
@@ -27,13 +27,16 @@ print(os.getpid(), flush=True)
 
 
 def supervise(code, before_training=""):
-    """Start a supervised program; and the process that runs `code`."""
+    """Start a supervised program; return its job and the process id of its child.
+
+    The child runs `code`.
+    """
     job = start("-c", SUPERVISED.format(before_training=before_training) + code, cwd=REPO)
     return job, int(job.stdout.readline() or 0)
 
 
 def end_of(job):
-    """The exit code of a program, and what it wrote to stderr."""
+    """Wait for a program to end; return its exit code and stderr."""
     _, stderr = job.communicate(timeout=PATIENCE_S)
     return job.returncode, stderr
 
@@ -48,10 +51,10 @@ def end_of(job):
         ("sys.exit(3)", 3, ""),
         ("1 / 0", 1, "ZeroDivisionError"),
         ("os.closerange(3, 256); leave(5)", 5, ""),
-        ("report(exit_code=0); os.abort()", 0, ""),  # reported before
-        # the exit of its fork is not its own report
+        ("report(exit_code=0); os.abort()", 0, ""),  # it reported success first
+        # the exit of a process that it forked does not count as its report
         ("if os.fork() == 0: sys.exit(0)\nos.wait(); os._exit(0)", 1, "code 0"),
-        # a thread that never ends keeps nobody waiting
+        # a thread that never ends does not delay the exit
         ("threading.Thread(target=time.sleep, args=(1000,)).start(); report(exit_code=0)", 0, ""),
     ],
 )
@@ -71,10 +74,10 @@ LEAVE = "signal.signal({0}, lambda *_: leave(128 + {0}))\n"
     [
         (["SIGTERM"], LEAVE.format(15), 143, ""),
         (["SIGHUP"], LEAVE.format(1), 129, ""),
-        (["SIGSTOP", "SIGCONT", "SIGTERM"], "", 143, "SIGTERM"),  # Ctrl-Z and fg
-        # schedulers announce an end by USR1 before they ask for it by TERM
+        (["SIGSTOP", "SIGCONT", "SIGTERM"], "", 143, "SIGTERM"),  # Ctrl-Z, then fg
+        # schedulers send USR1 as a warning before TERM
         (["SIGUSR1", "SIGTERM"], f"{LEAVE.format(15)}signal.signal(10, lambda *_: 0)\n", 143, ""),
-        # a second stop signal ends even a process that ignores it
+        # a second stop signal ends even a process that blocks stop signals
         (["SIGTERM", "SIGINT"], "signal.pthread_sigmask(0, [2, 15])\n", 143, "SIGTERM"),
         (["SIGINT"], "signal.signal(2, signal.default_int_handler)\n", 130, "SIGINT"),
     ],
@@ -131,7 +134,7 @@ def test_quick_presses_of_ctrl_c_insist(monkeypatch):
     monkeypatch.setattr(process_ends, "time", SimpleNamespace(monotonic=lambda: now[0]))
     stop = StopFlag()
     for pressed in range(3):
-        for _ in range(2):  # from the terminal, and passed on
+        for _ in range(2):  # one press arrives twice: from the terminal and from the supervisor
             stop.count(signal.SIGINT)
         now[0] += 0.6 * SAME_KEYPRESS_S
         assert stop.insists == (pressed == 2)

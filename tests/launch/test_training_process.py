@@ -1,4 +1,4 @@
-"""Training started from Python, and the functions that the package offers."""
+"""Training started from Python, and the public functions of rl_dist."""
 
 import ctypes
 import importlib
@@ -91,7 +91,7 @@ def test_every_function_the_package_offers_is_there_with_an_example(name):
 
 
 def test_a_child_loads_no_library_before_it_becomes_another_program(tmp_path, monkeypatch):
-    # between fork and exec it can deadlock, where there are threads
+    # loading a library between fork and exec can deadlock if the process has threads
     monkeypatch.setattr(ctypes, "CDLL", None)
     assert Child(["-c", ""], tmp_path).job.wait(60) == 0
 

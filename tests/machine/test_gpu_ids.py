@@ -1,4 +1,7 @@
-"""Flags, machine and torchrun decide the number of ranks and their GPUs; uses no GPU."""
+"""How flags, machine and torchrun decide the number of ranks and their GPUs.
+
+The GPUs are faked.
+"""
 
 import pytest
 from fake_gpus import pretend_gpus
@@ -14,7 +17,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Pretend that this machine has GPUs, and that torchrun started this process if asked."""
+    """Return a function that fakes GPUs and, with `ranks`, torchrun's variables."""
 
     def with_gpus(count, ranks=0, local_rank=0):
         pretend_gpus(monkeypatch, count)
@@ -79,7 +82,7 @@ def test_what_the_machine_or_torchrun_does_not_have_is_refused(
     ("visible", "gpus", "gpu_ids", "taken"),
     [
         (None, 4, (0, 3), "cuda:3"),
-        ("3", 1, (), "cuda:0"),  # the only visible GPU
+        ("3", 1, (), "cuda:0"),  # index 0 is the only visible GPU
         (None, 1, (0, 3), "needs GPU 3"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Facts and use of GPUs, some of which do not answer."""
+"""Facts and figures of GPUs, also of GPUs that do not answer."""
 
 from dataclasses import asdict
 
@@ -20,8 +20,8 @@ WHOLE = {
     [
         ({}, {}),
         ({"power_draw": LOST}, {"power_w": None, "error": "GPU is lost"}),
-        ({"device_memory_used": LOST}, {"error": "GPU is lost"}),  # torch knows it, too
-        # a device that this process does not use is not opened
+        ({"device_memory_used": LOST}, {"error": "GPU is lost"}),  # torch reports this value too
+        # mem_get_info would open a device that this process does not use, so it is not called
         ({"memory_stats": {}, "mem_get_info": LOST},
          {"memory_allocated_gib": 0, "memory_reserved_gib": 0, "memory_peak_gib": 0,
           "memory_free_gib": 50}),
@@ -33,7 +33,7 @@ WHOLE = {
     ],
 )  # fmt: skip
 def test_a_value_that_fails_is_none_and_the_others_are_there(monkeypatch, answers, changed):
-    # a first GPU that does not answer hides no other
+    # a first GPU that does not answer must not hide the second one
     pretend_gpus(monkeypatch, **{"utilization": [LOST, 50]} | answers)
     assert asdict(get_multi_gpu_status()[1]) == WHOLE | changed
 

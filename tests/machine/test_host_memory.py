@@ -1,4 +1,4 @@
-"""Control groups of both versions limit the memory of a container."""
+"""Memory limits of containers, from control groups of version 1 and 2."""
 
 from types import SimpleNamespace
 
@@ -14,9 +14,9 @@ WHOLE = (10_000, 8_000)
     ("cgroup", "groups", "expected"),
     [
         ("0::/", {}, WHOLE),
-        # the group of a container is mounted at the top; files read once do not count as used
+        # a container sees its own group at the top; inactive file cache does not count as used
         ("0::/its/name/outside", {"": (1000, 900, 500)}, (1000, 600)),
-        # the tightest parent group counts, even if other jobs use its memory
+        # the smallest figures of all parent groups count, even if other jobs use that memory
         ("0::/slice/job/step",
          {"slice/job/step": ("max", 100, 0), "slice/job": (5000, 4900, 0), "slice": (4000, 3000, 0),
           "slice/other": (10, 10, 0)},

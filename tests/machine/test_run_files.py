@@ -1,4 +1,4 @@
-"""Plain files of a sane size in a run directory are read; others are refused."""
+"""Only regular files of a limited size are read from a run directory."""
 
 import pytest
 from hostile import ODD_FILES
@@ -15,7 +15,7 @@ def test_what_is_no_plain_file_is_refused_at_once(tmp_path, odd):
 
 @pytest.mark.parametrize("odd", ["pipe", "socket", "device", "link to nowhere", "link to itself"])
 def test_no_path_to_write_leads_through_what_is_no_plain_file_or_folder(tmp_path, odd):
-    (tmp_path / "run").symlink_to(tmp_path)  # a link of the user
+    (tmp_path / "run").symlink_to(tmp_path)  # users may link the run directory
     assert path_to_write(tmp_path / "run", "new/file") == tmp_path / "run/new/file"
     ODD_FILES[odd](tmp_path / "odd")
     for name in ("odd", "odd/file"):

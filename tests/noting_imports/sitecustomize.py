@@ -1,4 +1,7 @@
-"""First on the path of a process: notes what modules of ours it imports, in their order."""
+"""Python imports this file first: it notes which modules a process imports.
+
+The names of modules in PACKAGES are written to a file in their order.
+"""
 
 import os
 import sys
@@ -8,7 +11,7 @@ PACKAGES = ("agents", "envs", "rl_dist", "matplotlib", "pandas", "talib", "tenso
 
 
 class Noting:
-    """Finds no module, but is asked for every one first."""
+    """Import finder that only notes names; the next finders find the modules."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):

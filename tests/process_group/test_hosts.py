@@ -1,4 +1,4 @@
-"""Ranks of one job: the same software, code and settings; no more threads than cores."""
+"""Ranks of a job: equal software, code and settings; a warning if cores are few."""
 
 import os
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ def test_the_version_of_the_code_follows_every_module(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("threads", "warnings"), [(1, 0), (500, 1)])
 def test_ranks_that_share_cores_are_warned_of(threads, warnings, monkeypatch, caplog):
-    """Each of several torchruns on one machine gives its rank all cores."""
+    """If several torchruns run on one machine, each gives its rank all cores."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(hosts.torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(hosts, "all_gather_json", lambda own, _: [own, own])

@@ -1,4 +1,4 @@
-"""Verdicts of the watchdog on statuses that the test plays, two real cases, and stragglers."""
+"""Watchdog verdicts on made-up statuses, two real cases, and stragglers."""
 
 import json
 import re
@@ -21,9 +21,10 @@ GATHERING = RankStatus("start-up", 1, "gather", 1)
 
 
 def verdict(own, play, looks=25, **options):
-    """Return rank 0's verdict, and the tenth of its 600 s timeout when it came.
+    """Return rank 0's verdict and the number of the look that gave it, or ("", 0).
 
-    `play(number)` is the status of rank 1; None: it has not come; "lost": the store is silent.
+    The watchdog looks every 60 s, a tenth of its timeout. `play(number)` returns the status of rank
+    1 at that look; None: rank 1 has not come; "lost": the store does not answer.
     """
     verdicts = Verdicts(0, 2, 600.0, 600.0, **options)
     for number in range(1, looks + 1):
@@ -60,7 +61,10 @@ def test_a_slow_rank_that_makes_progress_is_waited_for():
 
 @pytest.mark.parametrize(("looks", "watches", "hangs"), [(121, 1, 1), (120, 1, 0), (121, 0, 0)])
 def test_own_work_that_hangs_ends_by_the_time_that_the_process_ran(looks, watches, hangs):
-    """A look stands for 5 s; by the clock they are 60 s apart, as while the process is halted."""
+    """Each look counts as 5 s, although the clock shows 60 s between two looks.
+
+    So time in which the process is halted does not count.
+    """
     own = RankStatus("callback", 5)
     problem, _ = verdict(own, lambda number: None, looks, watches_work=bool(watches))
     assert ("made no progress for 600 s in callback" in problem) == hangs
@@ -68,7 +72,7 @@ def test_own_work_that_hangs_ends_by_the_time_that_the_process_ran(looks, watche
 
 @pytest.fixture
 def ended(monkeypatch):
-    """Why the watchdogs of this process have ended it, if they had."""
+    """Return a list of the messages with which watchdogs would end this process."""
     problems = []
     monkeypatch.setattr(watchdog, "end_rank", lambda message, **_: problems.append(message))
     return problems
@@ -87,7 +91,10 @@ time.sleep(1000)
 
 
 def test_a_rank_that_waits_ends_in_time_when_the_machine_of_the_store_vanishes(ended):
-    """No connection breaks: nobody answers, for as long as the store's own timeout."""
+    """The connection stays open, but the halted store answers nothing.
+
+    Without the watchdog the rank would wait for the store's own timeout of 100 s.
+    """
     port = free_port()
     host = start_command("-c", HOST_OF_STORE.format(port=port))
     assert host.stdout.readline() == "ready\n"
@@ -116,8 +123,8 @@ def test_a_rank_learns_from_a_file_where_another_hangs(tmp_path, ended):
     ("slow_s", "iterations", "lines"),
     [
         (1.0, "sss", 1),
-        (1.0, "ss.ss.ss", 0),  # never IN_A_ROW
-        (1.0, "sssssssss", 1),  # once
+        (1.0, "ss.ss.ss", 0),  # never slow IN_A_ROW times
+        (1.0, "sssssssss", 1),  # reported only once
         (1.0, "sss.sss", 2),
         (0.25, "sssssssss", 0),  # not much slower than the others
     ],

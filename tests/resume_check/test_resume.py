@@ -25,7 +25,10 @@ TINY += ["--env", "misbehaving_envs:Misbehaving-v0", "--scaling", "weak"]
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """A run of an environment that cannot be saved, as a kill after iteration 2 of 4 leaves it."""
+    """Return a run as a kill after iteration 2 of 4 would leave it.
+
+    Its environment cannot be saved.
+    """
     run_dir = tmp_path_factory.mktemp("killed") / "run"
     flags = [*TINY, "--checkpoint_every", "2", "--run_dir", run_dir]
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -37,7 +40,7 @@ def killed(tmp_path_factory):
 
 @pytest.fixture
 def run_dir(killed, tmp_path):
-    """A copy of it."""
+    """Return a copy of the `killed` run."""
     return shutil.copytree(killed, tmp_path / "run")
 
 
@@ -49,7 +52,10 @@ def tree_hash(folder, without=()):
 
 @pytest.fixture
 def refusal(monkeypatch, capsys):
-    """The line of a resume that is refused, and changes no byte."""
+    """Return a function that checks a refused resume and returns its error line.
+
+    The resume must not change any file of the run.
+    """
 
     def resume(run_dir, *flags, resume=None):
         before = tree_hash(run_dir)
@@ -74,11 +80,11 @@ def test_an_environment_without_the_protocol_is_announced_and_resumes_determinis
     assert differences(result_of(once), result_of(again)) == []
     assert records(once)[:2] == records(killed)[:2]
     assert [line["iteration"] for line in records(once)] == [1, 2, 3, 4]
-    # other episodes than before
+    # the resumed run draws other episodes
     assert records(once)[2]["loss/value"] != records(killed)[2]["loss/value"]
 
 
-# ---- what differs is refused, and nothing is touched
+# ---- changed settings are refused, and no file is touched
 
 
 def test_all_that_differs_is_named_in_one_line_and_nothing_is_overwritten(
@@ -123,10 +129,10 @@ def test_output_that_nobody_reads_any_more_is_no_error(monkeypatch):
     with pytest.raises(BrokenPipeError):
         print("lost", flush=True)
     outlive_readers()
-    print("lost, too" * 10_000, flush=True)  # more than a buffer holds
+    print("lost, too" * 10_000, flush=True)  # more text than a buffer holds
 
 
-# ---- a disk that is full, results that are out of date
+# ---- a full disk, and results that are outdated
 
 
 @pytest.mark.parametrize("refuses", ["config.json", "summary.json"])
@@ -166,7 +172,7 @@ def test_a_finished_run_that_continues_no_longer_says_that_it_has_finished(run_d
         if name.startswith("policy/"):
             digest.update(tensor.contiguous().numpy().tobytes())
     assert json.loads(summary)["parameter_sha256"] == digest.hexdigest()
-    assert train_here(monkeypatch, "--resume", run_dir) == 0  # nothing to train: evaluated again
+    assert train_here(monkeypatch, "--resume", run_dir) == 0  # only evaluates again
     assert (run_dir / "summary.json").read_text() == summary
 
     def killed_while_training(*_):

@@ -1,4 +1,4 @@
-"""The command that proves exact resume, on an environment in a user's module."""
+"""The command that proves exact resume, used with a user's environment."""
 
 import json
 import os
@@ -13,12 +13,12 @@ from train_runs import PATIENCE_S, REPO, output_in, records, start, wait_until
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
 from rl_dist.resume_check import check, compare, differences, main, parameter_sha256, parse
 
-pytestmark = pytest.mark.timeout(600)  # three starts of training on a machine that may be busy
+pytestmark = pytest.mark.timeout(600)  # starts 3 training runs, perhaps on a busy machine
 SMALL = ["--device=cpu", "--hidden_size=8", "--num_steps=16"]
 
 
 def begin(folder, *flags):
-    """Start the command with its files below `folder`."""
+    """Start the command; its temporary files are created in `folder`."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TMPDIR", str(folder))
         return start("-m", "rl_dist.resume_check", *SMALL, *flags, cwd=REPO)
@@ -26,7 +26,10 @@ def begin(folder, *flags):
 
 @pytest.fixture(scope="module")
 def proof(tmp_path_factory):
-    """Three iterations, a kill, three more against six: both run directories."""
+    """Compare 6 iterations without a stop with 3, a kill and 3 more.
+
+    Return both run directories.
+    """
     folder = tmp_path_factory.mktemp("proof")
     args = parse([*SMALL, "--env", "misbehaving_envs:SavedWithLimit-v0", "--iterations", "3"])
     with pytest.MonkeyPatch.context() as patch, output_in(folder):
@@ -55,7 +58,7 @@ def test_the_tensor_or_the_metric_that_differs_is_named(proof, tmp_path, capsys)
     run_dir = shutil.copytree(killed, tmp_path / "killed")
     lines = records(killed)
     lines[4]["loss/value"] += 1.0
-    lines[5]["time/sps"] += 1.0  # a time is no difference
+    lines[5]["time/sps"] += 1.0  # times may differ
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert not compare(straight, run_dir, 0.0)
     assert "different: metrics, iteration 5/loss/value: " in capsys.readouterr().out
@@ -72,7 +75,7 @@ def test_the_budget_follows_from_the_sizes_and_bad_ones_are_one_line(capsys):
     assert main(["--iterations", "0"]) == main(["--num_envs", "0"]) == 2
     assert all("at least 1" in line for line in capsys.readouterr().err.splitlines())
     flags = parse(["--num_steps=64", "--batch_size", "4", "--iterations=3"]).flags
-    assert flags.index("--batch_size=8") < flags.index("--batch_size")  # the user's come later
+    assert flags.index("--batch_size=8") < flags.index("--batch_size")  # the user's flag wins
     assert {"--num_envs=8", "--checkpoint_every=3", f"--total_steps={2 * 3 * 8 * 64}"} <= {*flags}
 
 
@@ -85,7 +88,7 @@ def test_the_budget_follows_from_the_sizes_and_bad_ones_are_one_line(capsys):
         ("Recall-v0 --num_gpus 3 --num_envs 6 --batch_size 6", "bit-identical: all "),
         ("Recall-v0 --num_gpus 4 --strategy hybrid --shard_size 2", "bit-identical: all "),
         ("Recall-v0 --num_gpus 4 --strategy hybrid --hybrid_form pipeline", "bit-identical: all "),
-        # one rank does not take the strategy
+        # the resumed run on one rank does not use --strategy ddp
         ("Recall-v0 --num_gpus 2 --resume_on 1 --precision fp64 --strategy ddp", "within 0.0001"),
     ],
 )
@@ -94,7 +97,7 @@ def test_lstm_and_mlp_resume_exactly_on_one_rank_and_several(flags, expected, tm
     try:
         out, err = job.communicate(timeout=500)
     finally:
-        job.terminate()  # SIGTERM also ends the runs that it started
+        job.terminate()  # SIGTERM also ends the training runs that the command started
     assert job.returncode == 0 and expected in out, out + err
     assert not list(tmp_path.iterdir())
 

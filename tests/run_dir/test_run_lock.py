@@ -1,4 +1,4 @@
-"""One training holds one lock, from the choice of its checkpoint to the end of its last rank."""
+"""The lock of a run, held from the choice of its checkpoint until all ranks end."""
 
 import multiprocessing
 
@@ -28,7 +28,7 @@ def test_a_lock_goes_along_to_a_new_process_and_ends_with_the_last(tmp_path):
 def test_two_runs_never_begin_in_one_directory_unless_the_first_was_removed(tmp_path):
     with RunDir(tmp_path).hold_new(), pytest.raises(UserError, match="in use"):
         RunDir(tmp_path).hold_new()
-    assert not list(tmp_path.iterdir())  # let go before a configuration was written
+    assert not list(tmp_path.iterdir())  # no config was written, so nothing stays
     with RunDir(tmp_path).hold_new() as run:
         run.write_config({})
     with pytest.raises(UserError, match="holds a run already"):
@@ -52,7 +52,7 @@ def test_two_starts_and_two_resumes_at_once_repeat_no_iteration(ranks, tmp_path)
     assert sorted(code for _, code in ended) == [0, 2] and is_locked and not times_free
     only_error(next(err for (_, err), code in ended if code == 2))
     more = [start_training("--resume", tmp_path, "--total_steps", 640) for _ in range(2)]
-    for job in more:  # the second one waits, and finds the run at its end
+    for job in more:  # one waits for the other, then finds the run finished
         assert (job.communicate(timeout=120), job.returncode)[1] in (0, 2)
     assert [line["iteration"] for line in records(tmp_path)] == list(range(1, 21))
 

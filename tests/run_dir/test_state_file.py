@@ -1,4 +1,4 @@
-"""state.json: written whole, read with care, right however a run continues or ends."""
+"""state.json: written atomically, checked when read, correct after any exit."""
 
 import json
 import os
@@ -37,7 +37,8 @@ def test_records_update_counters_and_peaks_now_and_then_and_at_the_end(run):
         counters = {"iteration": iteration, "global_step": iteration, "episode/total": 5}
         writer.write(counters | {"ranks": ranks}, done=iteration)
         seen.add(run.state().iteration)
-    assert 1 in seen and len(seen) < 20  # the first record ends the validation
+    # the first record is written immediately, as it ends the validation; later ones are rarer
+    assert 1 in seen and len(seen) < 20
     writer.close()
     state = run.state()
     assert (state.phase, state.iteration, state.episodes) == ("training", 100, 5)
@@ -51,11 +52,11 @@ def test_it_is_never_written_through_what_lies_in_its_place(tmp_path, kind):
     run = RunDir(tmp_path)
     run.begin_state(**BEGUN)
     assert run.state().num_ranks == 2 and not run.state_path.is_symlink()
-    # a disk that refuses it ends no training
+    # training continues even if the file cannot be written
     (tmp_path / "state.json.tmp").mkdir()
     run.update_state(iteration=3)
     RunDir(tmp_path / "nowhere").begin_state(**BEGUN)
-    assert run.state().iteration == 0  # the last that was whole
+    assert run.state().iteration == 0  # the last complete file
 
 
 @pytest.mark.parametrize(
@@ -64,13 +65,13 @@ def test_it_is_never_written_through_what_lies_in_its_place(tmp_path, kind):
         ("training", 0, 0, "done", None),
         ("training", 143, 0, "stopped", "SIGTERM"),
         ("training", 1, signal.SIGKILL, "failed", "SIGKILL"),
-        # ranks that have stopped before the death of their launcher is seen stay stopped
+        # ranks that stopped before anybody noticed their launcher's death still count as stopped
         ("stopped", 1, signal.SIGKILL, "stopped", "SIGKILL"),
     ],
 )
 def test_the_exit_is_recorded_once(run, before, code, signum, phase, name):
     run.update_state(phase=before)
-    run.record_exit(os.getpid() + 1, 1)  # another launcher's exit
+    run.record_exit(os.getpid() + 1, 1)  # ignored: another launcher's exit
     run.record_exit(os.getpid(), code, "first\n\x1b[31mline", signum)
     run.record_exit(os.getpid(), 2, "second")
     state = run.state()
@@ -96,7 +97,7 @@ def test_a_torn_or_hostile_file_is_one_clear_line(run):
         contents += [json.dumps(json.loads(whole) | {name: value}).encode() for value in values]
     for content in contents:
         run.state_path.write_bytes(content)
-        run.update_state(iteration=1)  # leaves it as it is
+        run.update_state(iteration=1)  # does not touch a damaged file
         with pytest.raises(UserError, match=r"state\.json") as raised:
             run.state()
         assert "\n" not in str(raised.value) and len(str(raised.value)) < 300
@@ -128,7 +129,7 @@ def test_a_whole_run_a_resumed_one_and_a_failed_start(tmp_path, monkeypatch):
     state = run.state()
     assert (state.iteration, state.target, state.exit.code) == (6, 384, 0)
     assert state.started > first.started and phases[0] == "starting" and "warm_up" not in phases
-    # a start that fails leaves nothing
+    # a start that fails leaves no directory
     assert train_here(monkeypatch, *TINY, "--hidden_size", 0, "--run_dir", tmp_path / "x") == 2
     assert not (tmp_path / "x").exists()
 
@@ -137,7 +138,7 @@ def test_a_whole_run_a_resumed_one_and_a_failed_start(tmp_path, monkeypatch):
     ("victim", "signum", "phase", "code"),
     [
         ("rank", signal.SIGKILL, "failed", 1),
-        ("launcher", signal.SIGKILL, "stopped", None),  # the ranks still save
+        ("launcher", signal.SIGKILL, "stopped", None),  # the ranks still save a checkpoint
         ("launcher", signal.SIGTERM, "stopped", 143),
     ],
 )

@@ -1,4 +1,4 @@
-"""The setup checker: its rules on facts and figures, and the command as a user runs it."""
+"""The setup checker: rules for facts and measured figures, and the command."""
 
 import json
 import os
@@ -42,7 +42,10 @@ GOOD = {"nvidia_gpus": 2, "cores": 8, "load": 0.1, "memory_total_gib": 64, "shm_
 
 @pytest.fixture
 def facts_with(monkeypatch, tmp_path):
-    """Facts of two idle GPUs, read where the run would be; by default they break no rule."""
+    """Return a function that reads the facts of a machine with two fake idle GPUs.
+
+    Its arguments change facts; without changes no rule is broken.
+    """
 
     def facts(**changes):
         answers = {name: changes.pop(name) for name in list(changes) if hasattr(torch.cuda, name)}
@@ -55,7 +58,7 @@ def facts_with(monkeypatch, tmp_path):
 
 
 def complaints(checks):
-    """Return the verdicts that are not ok, by name; only these checks have a fix."""
+    """Return {name: verdict} of the checks that are not ok; only these have a fix."""
     checks = list(checks)
     assert all(bool(check.fix) == (check.verdict != "ok") for check in checks)
     return {check.name: check.verdict for check in checks if check.verdict != "ok"}
@@ -69,16 +72,16 @@ def complaints(checks):
         (CPU, {"load": 7.0}, {"cores": "warning"}),
         (CPU, {"disk_error": "Read-only file system"}, {"disk": "problem"}),
         (CPU, {"disk_free_gib": 0.5}, {"disk": "warning"}),
-        (CUDA, {"shm_free_gib": 0.1}, {"/dev/shm": "warning"}),  # enough for one rank
+        (CUDA, {"shm_free_gib": 0.1}, {"/dev/shm": "warning"}),  # too little for two ranks
         (ONE, {"shm_free_gib": 0.1}, {}),
         (CUDA, {"temperature": [90, 40]}, {"GPU 0": "warning"}),
         (CUDA, {"utilization": [RuntimeError("NVML is silent"), 0]}, {"GPU 0": "warning"}),
         (CUDA, {"utilization": [0, 60]}, {"GPU 1": "warning"}),
-        (ONE, {"utilization": [0, 60]}, {}),  # GPU 1 is not needed
+        (ONE, {"utilization": [0, 60]}, {}),  # one rank does not use GPU 1
         (SECOND, {"utilization": [60, 60]}, {"GPU 1": "warning"}),
         (CPU, {"utilization": [60, 60]}, {}),
         (CUDA, {"get_device_properties": [CARD, OTHER]}, {"models": "warning"}),
-        (CPU, {"init": RuntimeError("no driver")}, {"GPUs": "warning"}),  # the driver lists some
+        (CPU, {"init": RuntimeError("no driver")}, {"GPUs": "warning"}),  # the driver lists 2 GPUs
     ],
 )
 def test_every_fact_has_its_verdict(facts_with, plan, changes, expected):
@@ -89,7 +92,7 @@ def test_every_fact_has_its_verdict(facts_with, plan, changes, expected):
 
 
 def record(number, **changes):
-    """Return metrics of an iteration on two ranks: 1000 steps in a second."""
+    """Return the metrics of iteration `number` on two ranks: 1,000 steps in 1 s."""
     return {
         "iteration": number, "global_step": 1000 * number, "time/sps": 1000.0, "episode/count": 20,
         "time/collect_s": 0.3, "time/idle_share": 0.1,
@@ -105,7 +108,7 @@ FULL_GPU = {"gpu/memory_peak_gib": 70.0, "gpu/memory_free_gib": 5.0}
 @pytest.mark.parametrize(
     ("complaint", "budget", "total_s", "last", "changes"),
     [
-        (None, BUDGET, 100.0, 5, {}),  # 2,000 episodes of 50 steps
+        (None, BUDGET, 100.0, 5, {}),  # 2,000 episodes of 50 steps at 1,000 steps/s
         (None, (5000, "steps"), 5.0, 5, {}),
         ("training", BUDGET, None, 5, {"episode/count": 0}),
         ("memory", BUDGET, 100.0, 5, {"ranks": [FULL]}),
@@ -119,7 +122,7 @@ FULL_GPU = {"gpu/memory_peak_gib": 70.0, "gpu/memory_free_gib": 5.0}
             None,
             3,
             {"time/sps": 300.0, "time/collect_s": 0.1},
-        ),  # from the second record on
+        ),  # the changes apply from the second record on
     ],
 )
 def test_every_figure_has_its_verdict_and_no_time_is_guessed(
@@ -136,7 +139,7 @@ def test_every_figure_has_its_verdict_and_no_time_is_guessed(
 
 
 def check_here(monkeypatch, capfd, *argv):
-    """Run the command in this process."""
+    """Run the command in this process; return exit code, stdout and stderr."""
     code = run_here(check_gpu_setup.main, argv, monkeypatch)
     return code, *capfd.readouterr()
 
@@ -163,7 +166,7 @@ def test_what_it_measured_is_what_was_asked_and_as_documented(tmp_path, monkeypa
     measured = found["measured"]
     used, free = measured["memory_gib"]["memory"]
     assert 0.05 < used < 50 and free > 0 and 0 < measured["rollout_share"] < 1
-    # a busy machine gets no time
+    # on a busy machine no total time is estimated
     total_s = pytest.approx(128 / measured["steps_per_second"])
     assert measured["total_s"] == (total_s if is_steady(measured["rates"]) else None)
 
@@ -222,6 +225,6 @@ def test_a_signal_ends_it_in_one_line_and_leaves_nothing(signum, moment, tmp_pat
     os.kill(job.pid, signum)
     _, err = job.communicate(timeout=PATIENCE_S)
     assert job.returncode == 128 + signum and "Traceback" not in err
-    # the cache of torch may stay
+    # torch's compiler cache may stay
     assert [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor_")] == []
     wait_until(lambda: not any(lives(process.pid) for process in family))

@@ -1,6 +1,7 @@
-"""deploy/slurm.sbatch on a SLURM cluster of two nodes, which are namespaces of this machine.
+"""deploy/slurm.sbatch on a SLURM cluster of two simulated nodes.
 
-Debian's packages are unpacked into a folder of the test; nothing is installed.
+The nodes are namespaces on this machine. Debian's SLURM packages are unpacked into a temporary
+folder; nothing is installed.
 """
 
 import json
@@ -33,7 +34,7 @@ def command(*argv, **options):
 
 @pytest.fixture
 def packages(tmp_path):
-    """Debian's SLURM, unpacked."""
+    """Download Debian's SLURM packages; return the folder with their files."""
     folder = tmp_path / "packages"
     folder.mkdir()
     try:
@@ -47,7 +48,7 @@ def packages(tmp_path):
 
 
 class Cluster:
-    """A controller and two nodes that are up."""
+    """Starts a SLURM controller and two nodes, and waits until both are idle."""
 
     def __init__(self, network, folder, packages):
         self.folder = folder
@@ -57,7 +58,7 @@ class Cluster:
         for word, value in {"FOLDER": folder, "PACKAGES": packages, "MULTIARCH": MULTIARCH}.items():
             text = text.replace(word, str(value))
         (folder / "slurm.conf").write_text(text)
-        # `ip netns` and the like hide the cgroups that slurmd looks for
+        # tools such as `ip netns` hide the cgroups from which slurmd would find the version
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         libraries = f"{packages}/usr/lib/{MULTIARCH}"
         self.variables = {
@@ -74,13 +75,13 @@ class Cluster:
         self.wait(lambda: "idle 2" in self.run("sinfo", "--noheader", "--format=%t %D"))
 
     def run(self, *argv, **variables):
-        """Run a command on the controller in the checkout; return its output."""
+        """Run a command on the controller's host; return its stdout and stderr."""
         argv, variables = self.control.command(*argv), os.environ | self.variables | variables
         done = subprocess.run(argv, env=variables, capture_output=True, text=True, timeout=60)
         return done.stdout.strip() + done.stderr.strip()
 
     def job(self, number):
-        """Facts about a job."""
+        """Return the fields that `scontrol show job` prints."""
         text = self.run("scontrol", "show", "job", number)
         return dict(re.findall(r"(\S+?)=(\S*)", text))
 
@@ -114,13 +115,13 @@ def test_a_job_over_two_nodes_is_requeued_and_ends_as_if_it_had_not_been(cluster
     ranks = json.loads((run_dir / "state.json").read_text())["ranks"]
     assert [rank["host"] for rank in ranks] == ["node1", "node2"]
 
-    # two minutes before the time limit
+    # SLURM sends this signal two minutes before the time limit
     cluster.run("scancel", "--signal=USR1", "--batch", job)
     cluster.wait(lambda: cluster.job(job)["Restarts"] == "1")
     assert cluster.job(job)["JobState"] == "PENDING"
     assert 10 <= saved() < ITERATIONS
-    # SLURM would wait two minutes before it starts the job again; nodes refuse it in the second in
-    # which they ended it ("Job credential revoked")
+    # SLURM would wait two minutes before it restarts the job, so set its start time to now. First
+    # sleep, as nodes reject a job in the second in which they ended it ("Job credential revoked").
     time.sleep(3)
     cluster.wait(lambda: not cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now"))
     cluster.wait(lambda: cluster.job(job)["JobState"] == "COMPLETED")

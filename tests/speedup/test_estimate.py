@@ -23,20 +23,21 @@ TINY = [
     "--env", "Recall-v0", "--num_envs", "8", "--num_steps", "16", "--bptt_steps", "8",
     "--batch_size", "8", "--hidden_size", "8",
 ]  # fmt: skip
-STEPS = 360_000  # length of a training
+STEPS = 360_000  # steps of a training run
 
 
 def test_training_makes_as_many_small_collectives_as_are_modelled(ranks_folder):
-    """The reduction of each gradient step is a call, too, and does not count here."""
+    """Subtract the reduction of gradients, which is one call for each step."""
     for rank in range(2):
         calls, steps = json.loads((ranks_folder / f"calls_{rank}").read_text())
         assert calls - steps == SMALL_COLLECTIVES
 
 
 class Machine:
-    """A machine of any size that remembers the measurements and returns plausible records.
+    """Fakes a machine: notes what is measured and returns plausible records.
 
-    A rank collects for 0.05 s and learns for 0.05 s, and for 0.4 s times its share of the job.
+    In an iteration a rank collects for 0.05 + 0.05 * share seconds and updates for
+    0.05 + 0.35 * share seconds; `share` is its share of 64 environments.
     """
 
     def __init__(self, monkeypatch, cores=2, gpus=0, byte_s=1e-11, rates=(1.0, 1.0), episodes=32):
@@ -69,13 +70,13 @@ class Machine:
 
 
 def rows_of(*gpus, scaling="strong", **options):
-    """Return the rows of a report by number of ranks."""
+    """Estimate the speedup; return {number of ranks: row of the report}."""
     report = estimate_training_speedup(gpus=gpus, scaling=scaling, **options)
     json.dumps(asdict(report), allow_nan=False)
     return {row["gpus"]: row for row in report.rows}
 
 
-# ---- measured and modelled
+# ---- measured and modelled rows
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def rows_of(*gpus, scaling="strong", **options):
     [
         ({"gpus": 2}, [2, 8], [(1, 64), (2, 32), (2, 8)], [2]),
         ({"gpus": 1}, [8], [(1, 64), (1, 8)], []),
-        ({"cores": 2}, [64], [(1, 64), (2, 1)], [2]),  # no more copies than cores
+        ({"cores": 2}, [64], [(1, 64), (2, 1)], [2]),  # at most one copy for each core
         ({"cores": 1}, [2], [(1, 64), (1, 32)], [2]),
     ],
 )
@@ -112,7 +113,7 @@ def test_ranks_that_share_cores_take_as_many_times_longer_and_cards_share_none(m
 
 def test_sizes_that_do_not_divide_are_a_note(monkeypatch):
     Machine(monkeypatch)
-    report = estimate_training_speedup(gpus=[2, 3])  # 64 environments
+    report = estimate_training_speedup(gpus=[2, 3])  # 64 environments do not divide over 3 ranks
     ways = {(row["gpus"], row["scaling"]) for row in report.rows}
     assert (3, "strong") not in ways and (3, "weak") in ways
     assert any("3 ranks" in note and "--scaling weak" in note for note in report.notes)
@@ -144,7 +145,7 @@ def test_rows_hold_speedup_time_cost_and_source_and_the_text_shows_them(monkeypa
     text = as_text(report)
     shown = f"{two['steps_per_s']:,.0f}", f"{two['cost']:.2f}", two["fix"]
     assert all(part in text for part in (*COLUMNS, *shown, "1.67x", "83%", "0.00366"))
-    # weak and strong scaling share the row of one rank
+    # weak and strong scaling share the row for one rank
     assert text.count("| 1  ") == 1 and text.count("| 2  ") == 2
 
 
@@ -168,7 +169,7 @@ def test_what_is_not_known_is_none(monkeypatch, episodes, options, known):
 
 
 def test_a_rate_that_is_given_sets_time_and_cost(monkeypatch):
-    """Reductions take as long as before, so faster ranks spend a larger share on them."""
+    """Reductions do not get faster, so faster ranks spend a larger share on them."""
     Machine(monkeypatch, byte_s=0.0125 / 4e6)
     rows = rows_of(2, scaling="weak", sps=81920.0)
     assert rows[1]["steps_per_s"] == pytest.approx(81920.0)
@@ -181,7 +182,7 @@ def test_a_rate_that_is_given_sets_time_and_cost(monkeypatch):
 
 
 def error_of(argv, capsys):
-    """Return the one line that wrong usage prints."""
+    """Run the command with wrong arguments; return its error line."""
     try:
         code = speedup.main(argv)
     except SystemExit as leaving:
@@ -217,9 +218,9 @@ def test_what_is_no_run_of_this_version_is_refused(content, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_command_measures_and_prints_one_short_report(tmp_path):
-    """Measure real short runs and reductions of a tiny job, for four numbers of ranks.
+    """Measure real short runs and reductions of a tiny job for 1 to 8 ranks.
 
-    A rate is given, so that a busy machine passes.
+    --sps gives the rate, so that the test also passes on a busy machine.
     """
     flags = "--gpus 1 2 4 8 --num_episodes 1000 --price_per_hour 1 --sps 90000 --json"
     with (tmp_path / "stdout").open("w") as out, contextlib.redirect_stdout(out):

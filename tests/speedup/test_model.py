@@ -1,4 +1,4 @@
-"""The scaling model: closed forms, simulated machines, published measurements, finished runs."""
+"""The scaling model against formulas, simulated machines and published figures."""
 
 import math
 from dataclasses import replace
@@ -26,15 +26,17 @@ WORK = RankCost(env_steps=1000, gradient_steps=10, collect_s=1.0, update_s=1.0)
 @pytest.mark.parametrize(
     ("count", "expected"), [(1, 0.0), (2, 1 / math.sqrt(math.pi)), (3, 0.84628), (100, 2.50759)]
 )
-def test_expected_maximum_of_normal_numbers(count, expected):  # order statistics, Teichroew 1956
+def test_expected_maximum_of_normal_numbers(count, expected):  # from Teichroew (1956)
     assert expected_maximum(count) == pytest.approx(expected, rel=0.02, abs=1e-9)
 
 
 def test_rings_trees_and_machines():
     link = Link(base_s=1e-5, hop_s=1e-6, bytes_per_s=1e9)
     assert link.all_reduce_s(8e6, 1) == 0.0
-    assert link.all_reduce_s(8e6, 8) == pytest.approx(1e-5 + 14e-6 + 14e-3)  # a ring: bandwidth
-    assert link.all_reduce_s(8, 128) == pytest.approx(1e-5 + 14e-6 + 16e-9)  # a tree: latency
+    # large: a ring, limited by bandwidth
+    assert link.all_reduce_s(8e6, 8) == pytest.approx(1e-5 + 14e-6 + 14e-3)
+    # small: a tree, limited by latency
+    assert link.all_reduce_s(8, 128) == pytest.approx(1e-5 + 14e-6 + 16e-9)
     slow = replace(link, bytes_per_s=1e8)
     both = Network(link, 8, slow)
     two_levels = link.all_reduce_s(8e6, 8) + slow.all_reduce_s(1e6, 2)
@@ -42,15 +44,18 @@ def test_rings_trees_and_machines():
     assert both.iteration_s(10, 8e6, 16) > 10 * two_levels and both.iteration_s(10, 8e6, 1) == 0.0
 
 
-# ---- a simulated machine: its constants come back
+# ---- the constants of a simulated machine are recovered
 
 STEPS, ENV_STEPS = 8, 4096
 REDUCTION_S, SMALL_S = 0.002, 0.01
-COLLECT, STEP = (0.8, 0.05), (0.1, 0.01)  # mean and standard deviation
+COLLECT, STEP = (0.8, 0.05), (0.1, 0.01)  # seconds: mean, standard deviation
 
 
 def record(iteration, collect_s, steps_s, **figures):
-    """Return metrics of one iteration: seconds of rollouts [R] and of steps [STEPS, R]."""
+    """Return the metrics of an iteration from the measured seconds of R ranks.
+
+    `collect_s` [R] is the time of rollouts, `steps_s` [STEPS, R] that of gradient steps.
+    """
     ranks = {
         "time/collect_s": collect_s,
         "time/update_own_s": steps_s.sum(0),
@@ -69,7 +74,10 @@ def record(iteration, collect_s, steps_s, **figures):
 
 
 def simulated(ranks, iterations=100, first=1):
-    """Yield records of ranks that meet after the rollout and in every gradient step."""
+    """Yield records of ranks that wait for each other.
+
+    They do so after the rollout and in every gradient step.
+    """
     rng = np.random.default_rng(1)
     for iteration in range(first, first + iterations):
         collect_s = rng.normal(*COLLECT, ranks)
@@ -102,7 +110,10 @@ def test_latency_and_bandwidth_are_recovered(ranks):
 
 
 def test_cores_of_two_speeds_that_last_for_an_iteration_are_predicted():
-    """On a shared host whole updates are slow or fast, and a median would show only one kind."""
+    """On a shared host a core is slow or fast for a whole iteration.
+
+    A median would show only one of the two speeds.
+    """
     rng = np.random.default_rng(4)
     collect, speed = 0.8 * np.where(rng.random((2, 8000, 2)) < 0.45, 1.7, 1.0)
     steps = rng.normal(0.05, 0.002, (8000, STEPS, 2)) * speed[:, None] / 0.8
@@ -113,20 +124,21 @@ def test_cores_of_two_speeds_that_last_for_an_iteration_are_predicted():
     assert found.iteration_s == pytest.approx(own_s + talk_s, rel=0.02)
 
 
-# ---- published scaling, from published inputs; no constant is fitted to what is reproduced
+# ---- published scaling, predicted from published inputs; no constant is fitted to the results
 
 # Isaac Lab, "Performance Benchmarks", https://isaac-sim.github.io/IsaacLab/main/source/overview/
-# reinforcement-learning/performance_benchmarks.html (read 2026-11): frames/s of rollouts on one
-# L40, of training on one, of rollouts alone on N ranks, which do not communicate, and of training
-# on N. Numbers of environments are per rank (weak scaling). Network sizes and steps are from
-# agents/*.yaml and *_cfg.py of the tasks. An L40 has PCIe 4 and no NVLink; 100 Gbit/s Ethernet
-# between machines is assumed. The model misses three more published points, because the published
-# inputs lack some costs: cartpole with camera on 16 ranks (it predicts 101 %, published 77 %),
-# cartpole on 4 (103 %, 91 %) and on 16 (98 %, 84 %). DD-PPO (arXiv 1911.00357), the DDP paper
-# (arXiv 2006.15704) and rl_games do not publish the inputs of their figures.
+# reinforcement-learning/performance_benchmarks.html (read 2026-11). It gives the frames/s of
+# rollouts on one L40, of training on one L40, of rollouts alone on N ranks (which do not
+# communicate), and of training on N ranks. Numbers of environments are per rank (weak scaling).
+# Network sizes and numbers of steps are from agents/*.yaml and *_cfg.py of the tasks. An L40 has
+# PCIe 4 and no NVLink; we assume 100 Gbit/s Ethernet between machines. The published inputs lack
+# some costs, so the model misses three more published points: cartpole with camera on 16 ranks
+# (predicted efficiency 101 %, published 77 %), cartpole on 4 ranks (103 %, 91 %) and on 16 ranks
+# (98 %, 84 %). DD-PPO (arXiv 1911.00357), the DDP paper (arXiv 2006.15704) and rl_games do not
+# publish the inputs that a prediction needs.
 ISAAC_LAB = {
-    # name: (envs, horizon, gradient steps, parameters, rollout 1, train 1, {ranks: (rollouts alone,
-    # trained)})
+    # task: (environments, horizon, gradient steps, parameters, frames/s of rollouts on one rank,
+    # frames/s of training on one rank, {ranks: (frames/s of rollouts alone, frames/s of training)})
     "Isaac-Reorient-Cube-Shadow-Direct": (
         8192, 16, 20, 0.52e6, 140_000, 120_000,
         {4: (420_000, 390_000), 16: (2_300_000, 1_800_000)}),
@@ -138,18 +150,18 @@ ISAAC_LAB = {
 
 
 PCIE = Link(8.4e-6, 5.7e-6, 0.8 * 32e9)
-ETHERNET = Link(30e-6, 30e-6, 0.8 * 12.5e9 / 4)  # one port for the 4 cards of a machine
+ETHERNET = Link(30e-6, 30e-6, 0.8 * 12.5e9 / 4)  # the 4 cards of a machine share one port
 
 
 def isaac_lab_efficiencies(name, ranks):
-    """Return the predicted and the published efficiency on L40s, four in a machine."""
+    """Return predicted and published efficiency on machines with four L40 cards."""
     envs, horizon, steps, parameters, rollout, train, many = ISAAC_LAB[name]
     rollouts_of_many, trained = many[ranks]
     frames = envs * horizon
     update_s = frames / train - frames / rollout
     sizes = {"env_steps": frames, "gradient_steps": steps}
     alone = RankCost(**sizes, collect_s=frames / rollout, update_s=update_s)
-    # rollouts are slower beside other ranks
+    # rollouts are slower while other ranks run on the same machine
     beside = replace(alone, collect_s=frames * ranks / rollouts_of_many)
     talk_s = steps * Network(PCIE, 4, ETHERNET).all_reduce_s(4 * parameters, ranks)
     many = predict(beside, ranks, talk_s)
@@ -165,14 +177,15 @@ def test_published_scaling_of_isaac_lab(name, ranks):
 
 
 def test_published_scaling_of_two_rtx_5090():
-    """Two RTX 5090 of mjlab, https://github.com/mujocolab/mjlab/pull/330 (2025-11).
+    """Source: mjlab, https://github.com/mujocolab/mjlab/pull/330 (2025-11).
 
-    125K frames/s on one with 4096 environments, 245K on two with 4096 each. 24 steps, 4
-    minibatches, 5 epochs: its tasks/tracking/config/g1/rl_cfg.py; 0.7 million parameters: our count
+    One card trains 125K frames/s with 4096 environments, two cards 245K with 4096 each. The sizes
+    (24 steps, 4 minibatches, 5 epochs) are from mjlab's tasks/tracking/config/g1/rl_cfg.py. We
+    counted 0.7 million parameters.
     """
     frames = 4096 * 24
     work = RankCost(env_steps=frames, gradient_steps=20, collect_s=0.0, update_s=frames / 125_000)
-    # no peer access on RTX cards
+    # like the RTX 4090, this card has no peer access
     reduction_s = CARDS["RTX 4090"].network.all_reduce_s(4 * 0.7e6, 2)
     two, one = predict(work, 2, 20 * reduction_s), predict(work, 1, 0.0)
     assert two.steps_per_s / one.steps_per_s / 2 == pytest.approx(245 / 125 / 2, abs=0.10)
@@ -221,7 +234,7 @@ def test_ranks_that_meet_as_the_model_says_are_predicted(ranks):
         (
             [*simulated(4, 10), *simulated(2, 6, first=11)],
             4,
-        ),  # only records with the last number of ranks
+        ),  # only the 6 records with the last number of ranks count
         ([{"iteration": 3, "global_step": 3, "ranks": [{}, {}]}] * 5, None),
     ],
 )

@@ -1,4 +1,4 @@
-"""The status command: every state of a run, every figure, every kind of damage, and following."""
+"""The status command: states of a run, figures, damaged files, and --follow."""
 
 import json
 import random
@@ -20,13 +20,13 @@ SAVED = {"path": "checkpoints/iteration_00000001.pt", "iteration": 1}
 
 
 def record(iteration, **figures):
-    """Ten steps and one episode an iteration, a tenth of a second each."""
+    """Return the metrics of an iteration: 10 steps and 1 episode in 0.1 s."""
     counters = {"iteration": iteration, "global_step": 10 * iteration, "episode/total": iteration}
     return counters | {"time/sps": 100.0, "episode/return": None, "ranks": []} | figures
 
 
 class Run(RunDir):
-    """A run directory that a test fills."""
+    """A run directory with a config, whose other files the test writes."""
 
     def __init__(self, path):
         super().__init__(path)
@@ -55,7 +55,7 @@ def test_a_run_whose_lock_is_held_is_running_and_has_its_figures(run, monkeypatc
     )
     run.set_state(checkpoint=SAVED)
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
-    monkeypatch.chdir(run.path.parents[1])  # the newest run below runs/ is meant
+    monkeypatch.chdir(run.path.parents[1])  # without a path, the newest run in runs/ is shown
     with run.hold():
         assert status.main(["--json"]) == 0
         found = json.loads(capsys.readouterr().out)
@@ -111,7 +111,7 @@ def test_lock_phase_and_exit_give_the_state_and_the_exit_code(
     found = read_status(run.path)
     run.release()
     assert found["state"] == state and reason in found["reason"]
-    if not locked:  # the run is over, so --follow ends
+    if not locked:  # the run has ended, so --follow returns
         assert status.main([str(run.path), "--follow"]) == (state in ("failed", "dead"))
         assert f" | {state}" in capsys.readouterr().out
         run.write_summary({})
@@ -119,7 +119,7 @@ def test_lock_phase_and_exit_give_the_state_and_the_exit_code(
 
 
 def damaged(data, rng):
-    """Bytes with other ones in the place of a key, of a value or of more."""
+    """Return the bytes with a key, a value or a longer part replaced by odd ones."""
     at, to = rng.choice([*re.finditer(rb"[^,:{}\[\]]+", data)]).span()
     ends = [to, len(data), rng.randrange(at, len(data))]
     odd = [b"", b"null", b"-1", b"1e999", b"NaN", b"{}", b"[" * 3000, b"9" * 400, b"\x1b\xff"]
@@ -145,7 +145,7 @@ def test_whatever_is_wrecked_it_is_shown_or_refused_in_one_line(run):
             assert path == run.state_path and "\n" not in str(error)
             refused += 1
         path.write_bytes(whole[path])
-    assert 10 < refused <= 100  # number among 100 damaged states
+    assert 10 < refused <= 100  # 100 of the damaged files are state.json
 
 
 @pytest.mark.parametrize("argv", [[], ["nowhere"], ["empty"], ["file"], ["empty", "--every"]])

@@ -18,7 +18,7 @@ def test_two_ranks_accumulate_to_the_same_training_and_reduce_once_a_step(name, 
         torch.testing.assert_close(parameters, alone.parameters[-1], rtol=1e-6, atol=1e-6)
         for one, other in zip(losses, alone.losses, strict=True):
             assert one == pytest.approx(other, rel=1e-6, abs=1e-9)
-        # 2 iterations of 2 epochs of 2 steps
+        # 2 iterations, each with 2 epochs of 2 steps
         assert len(rank["record"]["hashes"]) == rank["sent"]["calls"] == 8
         assert rank["sent"]["bytes"] == 8 * rank["gradient_bytes"]
 
@@ -37,7 +37,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_both_and_halves_the_scale_of_both
         losses = rank["record"]["losses"]
         assert [each["optim/skipped_steps"] for each in losses] == [1, 0]
         assert [each["optim/loss_scale"] for each in losses] == [2**15] * 2
-        assert rank["bad_in_a_row"] == 0  # an overflow is no bad step
+        assert rank["bad_in_a_row"] == 0  # an overflow does not count as a bad step
 
 
 def test_compressed_gradients_take_half_the_bytes_and_leave_all_ranks_equal(ranks):
@@ -45,6 +45,6 @@ def test_compressed_gradients_take_half_the_bytes_and_leave_all_ranks_equal(rank
     first, second = (rank["compressed"] for rank in ranks)
     assert first["sent"]["bytes"] * 2 == plain["sent"]["bytes"]
     assert first["record"]["hashes"] == second["record"]["hashes"]
-    # compression rounds, and changes nothing else
+    # compression only rounds the gradients
     rounded, exact = (rank["record"]["losses"][0]["optim/grad_norm"] for rank in (first, plain))
     assert rounded != exact and rounded == pytest.approx(exact, rel=2**-7)

@@ -1,4 +1,4 @@
-"""Trials choose the fastest setting that fits, the same one on all ranks."""
+"""Trials choose the fastest setting that fits in memory, the same on all ranks."""
 
 import errno
 import weakref
@@ -35,7 +35,7 @@ def test_an_error_for_want_of_memory_is_known(error, exhausted):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Replace the clock by one that only steps advance."""
+    """Replace the clock by a number of seconds that only the test advances."""
     now = [0.0]
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
     return now
@@ -44,15 +44,15 @@ def clock(monkeypatch):
 @pytest.mark.parametrize(
     ("seconds_of", "cap", "sizes", "chosen", "largest_tried"),
     [
-        # throughput does not rise above 64
+        # sizes above 64 bring no more throughput
         (lambda size: 1e-3 * max(size, 64), 10**9, range(8, 10**12), 64, 285),
-        # the smallest within a twentieth of the fastest
+        # the smallest size that is at most 5 % slower than the fastest one
         (lambda size: {8: 0.10, 16: 0.19, 32: 0.37}.get(size, 1.0), 10**9, [8, 16, 32], 16, 36),
-        # larger sizes do not fit with a tenth of the memory to spare
+        # larger sizes would not leave a tenth of the memory free
         (lambda size: 1.0, 1000, range(8, 10**6, 8), 512, 1138),
-        # steps take long
+        # a step takes so long that no larger size is tried
         (lambda size: 11.0, 10**9, range(1, 10**6), 1, 2),
-        # each size is at least twice the one before
+        # each tried size is at least twice the previous one
         (lambda size: 1.0, 10**9, [2, 3, 5, 700], 700, 778),
     ],
 )
@@ -76,9 +76,9 @@ def test_the_batch_size_is_the_smallest_that_is_about_as_fast_as_any_that_fits(
 @pytest.mark.parametrize(
     ("ddp", "hybrid", "chosen"),
     [
-        ((9.0, 0.05), (9.0, 0.001), "hybrid"),  # the better turn counts
-        ((0.1, 9.0), (9.0, 0.0999), "ddp"),  # about as fast: the first one wins
-        ((1.0, 1.0), (0.1, -1.0), "ddp"),  # hybrid failed in one turn
+        ((9.0, 0.05), (9.0, 0.001), "hybrid"),  # the better of two turns counts
+        ((0.1, 9.0), (9.0, 0.0999), "ddp"),  # about equal: the first candidate wins
+        ((1.0, 1.0), (0.1, -1.0), "ddp"),  # hybrid fails in its second turn
         ((-1.0,), (3.0, 3.0), "hybrid"),
         ((-1.0,), (-1.0,), None),
     ],
@@ -124,7 +124,7 @@ def test_two_ranks_agree_where_a_candidate_fails_or_is_slow_on_one_of_them(ranks
     assert one["ddp"]["problem"] == "" and one["ddp"]["seconds"] > 0
     assert one["slow on rank 0"]["seconds"] >= 0.08
     assert one["chosen"] == "ddp"
-    assert one["size"] == 256  # rank 1 holds 300 samples
+    assert one["size"] == 256  # rank 1 has memory for 300 samples
     assert one["groups left behind"] == 0
 
 

@@ -1,4 +1,4 @@
-"""--precision: matrix products have fewer bits, and training follows that in fp32."""
+"""--precision: matrix products are rounded, and training stays close to fp32."""
 
 import math
 
@@ -16,7 +16,7 @@ from rl_dist.strategies.precision import autocast, check_precision, set_tf32
 from rl_dist.telemetry.metrics import NullWriter
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}  # relative error of one number
+ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}  # relative rounding error of one number
 
 
 # ---- the policy
@@ -25,7 +25,7 @@ ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}  # relative error of one number
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", LOW)
 def test_acting_and_evaluating_agree_to_the_rounding_of_the_precision(name, form):
-    """Then the ratio before the first gradient step is 1, up to some roundings."""
+    """The ratio of probabilities is then 1 before the first gradient step."""
     policy = make_policy(FORMS[form], BOX if name == "bf16" else DISCRETE).float()
     obs, state, starts, noise = (
         x.float() if x.is_floating_point() else x for x in make_inputs(policy)
@@ -44,7 +44,7 @@ def test_acting_and_evaluating_agree_to_the_rounding_of_the_precision(name, form
     ratio = (evaluation.logprobs - logprobs).exp()
     torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0, atol=tolerance)
     torch.testing.assert_close(evaluation.values, values, rtol=tolerance, atol=tolerance)
-    # the values do have fewer bits
+    # low precision does change the values
     assert 0 < (evaluation.values - full.values).abs().max() < 16 * ROUNDING[name]
 
 
@@ -69,13 +69,13 @@ def test_training_follows_fp32(name, world):
     assert trained(world, dtype=SINGLE, precision="auto").hashes == full.hashes
     low = trained(world, dtype=SINGLE, precision=name)
     assert low.hashes[0] != full.hashes[0]
-    # eight Adam steps of 0.003 each
+    # 8 Adam steps change each parameter by about 0.003 each
     torch.testing.assert_close(low.parameters[-1], full.parameters[-1], rtol=0, atol=0.02)
     for metric in (
         "loss/value",
         "loss/entropy",
         "optim/grad_norm",
-    ):  # the loss scale is in none of them
+    ):  # none of these metrics includes the loss scale
         assert low.losses[0][metric] == pytest.approx(full.losses[0][metric], rel=0.02)
     kept = {tensor.dtype for tensor in low.replicated().values()}
     assert kept <= {torch.float32, torch.float64, torch.int64}
@@ -110,7 +110,7 @@ def test_a_resumed_run_has_the_scale_it_was_saved_with(world):
     assert [each.losses[-1]["optim/loss_scale"] for each in (resumed, straight)] == [2**14] * 2
 
 
-# ---- what is refused
+# ---- GPUs without support, and TF32
 
 
 def test_a_gpu_that_would_emulate_the_precision_is_refused(monkeypatch):
@@ -125,7 +125,7 @@ def test_a_gpu_that_would_emulate_the_precision_is_refused(monkeypatch):
 
 @pytest.mark.parametrize(("name", "tf32"), [("fp32", False), ("tf32", True), ("bf16", False)])
 def test_fp32_on_a_gpu_is_not_rounded_to_tf32_unless_asked(name, tf32):
-    """The switches exist without a GPU; tests/gpu shows their effect."""
+    """The switches can be set without a GPU; tests/gpu checks their effect."""
     cudnn = torch.backends.cudnn
     kept = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     try:

@@ -1,4 +1,4 @@
-"""Replicas: bucket order of DDP, different devices, and our DataParallel."""
+"""Replicas: DDP's bucket order, devices that round differently, DataParallel."""
 
 import ordered_ranks
 import pytest
@@ -18,7 +18,7 @@ from rl_dist.strategies.replicas import DataParallel, OrderedDDP
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.slow  # the cause is tested below
+@pytest.mark.slow  # faster tests below check the causes
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_a_first_step_and_a_resumed_training_or_fit_are_bit_for_bit_those_of_one_that_went_on(
     num_ranks, tmp_path
@@ -38,7 +38,7 @@ def test_adam_without_the_compiler_steps_and_resumes_bit_for_bit_as_torchs():
         net = nn.Linear(3, 2)
         optimizer = kind(net.parameters(), lr=0.01, eps=1e-5)
         for step in range(6):
-            if step == 3:  # resumed
+            if step == 3:  # continue with a new optimizer
                 saved = optimizer.state_dict()
                 optimizer = kind(net.parameters(), lr=0.5)
                 optimizer.load_state_dict(saved)
@@ -51,7 +51,7 @@ def test_adam_without_the_compiler_steps_and_resumes_bit_for_bit_as_torchs():
 
 @pytest.mark.parametrize("unused", [False, True])
 def test_buckets_are_ordered_before_the_first_step_the_last_parameters_first(unused):
-    """A failure means that this torch has changed the private parts that OrderedDDP uses."""
+    """OrderedDDP uses private parts of torch; a failure means that they changed."""
     net = nn.Sequential(nn.Linear(40, 60), nn.Linear(60, 50), nn.Linear(50, 7))
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     steps = []
@@ -100,7 +100,7 @@ def test_ranks_that_leave_right_after_a_gradient_step_do_not_hang():
 def test_ranks_whose_devices_round_differently_stay_equal(ranks):
     first, second = ranks
     assert first["True"] == second["True"]
-    assert first["False"] != second["False"]  # without a common norm they drift apart
+    assert first["False"] != second["False"]  # without a common norm the ranks drift apart
 
 
 @pytest.mark.parametrize(
@@ -108,14 +108,14 @@ def test_ranks_whose_devices_round_differently_stay_equal(ranks):
     [("clstm", BOX), ("clstm", DISCRETE), ("window of 4", BOX), ("mlp", DISCRETE)],
 )
 def test_slots_cut_into_parts_are_evaluated_as_all_together(form, space, monkeypatch):
-    """Cut and join by hand: torch runs the parts on several GPUs, which are not here."""
+    """Split and join by hand, because torch needs several GPUs to run the parts."""
     monkeypatch.setattr(replicas, "scatter", lambda x, devices, axis: x.chunk(len(devices), axis))
     policy = make_policy(FORMS[form], space)
     obs, state, starts, noise = make_inputs(policy, num_envs=7)
     actions = torch.randint(3, starts.shape) if space is DISCRETE else noise
     inputs = obs, actions, state, starts
     whole, parallel = policy(*inputs), DataParallel(policy, [0, 1])
-    assert all(map(torch.equal, parallel(*inputs), whole))  # nothing is cut without GPUs
+    assert all(map(torch.equal, parallel(*inputs), whole))  # nothing is split without GPUs
     parts, options = parallel.scatter(inputs, {}, [0, 1, 2])
     assert len(parts) == len(options) == 3
     outputs = [policy(*part) for part in parts]

@@ -1,4 +1,4 @@
-"""Mode hybrid on real ranks over gloo, which are started once."""
+"""Strategy hybrid on real ranks over gloo, which are started once."""
 
 import pytest
 import sharding_ranks
@@ -47,7 +47,7 @@ def test_a_training_is_that_of_one_process_also_in_parts(ranks, tmp_path):
         for one, other in zip(hybrid["records"], single["records"], strict=True):
             assert one == pytest.approx(other, rel=1e-6, abs=1e-9, nan_ok=True)
         assert hybrid["evaluated"] == single["evaluated"]
-        # one reduction in each step, also in a step of several parts
+        # one reduction in each step, even if the step has several parts
         assert hybrid["reductions"] == parts["reductions"] == rank["ddp"]["reductions"]
     assert len({rank["hybrid"]["hash"] for rank in ranks}) == 1
 
@@ -76,10 +76,10 @@ def test_checkpoints_of_hybrid_and_ddp_stand_for_each_other(ranks, folder, tmp_p
 
 
 def test_ranks_start_equal_skip_a_nan_together_and_refuse_what_would_part_them(ranks):
-    start = parameter_hash(make_module(seed=0))  # the weights of rank 0
+    start = parameter_hash(make_module(seed=0))  # weights of rank 0
     for rank in (rank["refusals"] for rank in ranks):
         assert rank["hashes"] == [start, start] and not rank["stepped"]
-        assert "early optimizer" not in rank  # the early optimizer was refused
+        assert "early optimizer" not in rank  # refused: it was made before wrap
         assert "rank 0 in 'gradient reduction'" in rank["other calls"]
         assert "rank 1 in 'agreement on a number'" in rank["other calls"]
 

@@ -1,4 +1,4 @@
-"""Every strategy and precision of a CPU learns recall, a task that needs memory."""
+"""Every strategy and precision available on a CPU learns the memory task Recall."""
 
 import json
 
@@ -32,4 +32,4 @@ def test_recall_is_learnt_to_the_same_score(way, tmp_path):
     assert job.returncode == 0, out + err
     evaluated = json.loads((run_dir / "summary.json").read_text())["test"]
     print(way, json.dumps(evaluated))
-    assert evaluated["return"] >= 0.99  # chance: 0.25; best: 1
+    assert evaluated["return"] >= 0.99  # guessing scores 0.25, the maximum is 1

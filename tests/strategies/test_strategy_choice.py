@@ -1,4 +1,4 @@
-"""Refused strategies, and the choices of auto and fallback, which a resumed run keeps."""
+"""Refused strategies; choices of auto and fallback, which a resumed run keeps."""
 
 import json
 import math
@@ -50,7 +50,7 @@ def test_what_cannot_work_is_refused(options, hardware, field):
         check_strategy(StrategyConfig(**options), *hardware)
 
 
-# ---- auto
+# ---- --strategy auto
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,10 @@ def test_what_cannot_work_is_refused(options, hardware, field):
     [
         (CHOSEN, (), "ddp"),
         (CHOSEN, ("--strategy", "auto"), "ddp"),
-        (CHOSEN, ("--num_gpus", "1"), "auto"),  # other ranks: measured again
+        (CHOSEN, ("--num_gpus", "1"), "auto"),  # other number of ranks: measure again
         (CHOSEN, ("--shard_size", "2"), "auto"),
         (CHOSEN, ("--gradient_compression", "bf16"), "auto"),
-        # fallback had chosen one rank
+        # --fallback had chosen one rank
         (replace(TWO, chosen_strategy="none", chosen_on="1 rank on cpu"), (), "none"),
     ],
 )
@@ -96,7 +96,7 @@ def test_ranks_that_start_again_find_their_choices_in_the_configuration(tmp_path
         assert choose(run, world).config == chosen
 
 
-# ---- stepping down
+# ---- --fallback to one rank
 
 
 @pytest.fixture
@@ -113,9 +113,9 @@ def test_ranks_that_cannot_work_together_step_down_to_one(strategy, broken, monk
     config, resolved, note = resolve_launch(asked)
     assert (resolved.num_ranks, config.chosen_strategy) == (1, "none")
     assert note.count("NCCL error") == (2 if strategy == "hybrid" else 1)
-    assert config.num_gpus == 2  # the requested number is kept
+    assert config.num_gpus == 2  # the requested number of ranks is kept
     assert resolve_launch(config)[0] == config
-    monkeypatch.setattr(fallback, "time_reductions", lambda *_, **__: None)  # the ranks work
+    monkeypatch.setattr(fallback, "time_reductions", lambda *_, **__: None)  # ranks work again
     assert resolve_launch(asked)[0] == asked
 
 

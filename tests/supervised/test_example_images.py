@@ -1,4 +1,4 @@
-"""The example of the general-purpose API, run as a user runs it."""
+"""examples/image_classification.py, run as a user runs it."""
 
 import json
 

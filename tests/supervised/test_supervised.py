@@ -1,4 +1,4 @@
-"""Supervised training: the same on any number of ranks, resumed as if never stopped."""
+"""Supervised training: same result on any number of ranks and after a resume."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ def equal(left, right):
 
 
 def shares(loader, size, *, training, epoch=0):
-    """Return the sample numbers of each batch of each rank in an epoch."""
+    """Return the sample numbers of an epoch: for each rank a list of batches."""
     return [
         [
             inputs.tolist()
@@ -137,7 +137,7 @@ def test_waiting_and_stepping_are_measured_apart_and_draw_no_random_numbers():
 
 @pytest.fixture(scope="module")
 def ranks(ranks_folder, tmp_path_factory):
-    """Return the results of rank 0 and 1 of two, and of one rank."""
+    """Return the results of two ranks that train together, and of one rank alone."""
     alone = tmp_path_factory.mktemp("one")
     exercise(str(alone))
     paths = [ranks_folder / "rank_0.pt", ranks_folder / "rank_1.pt", alone / "rank_0.pt"]
@@ -151,7 +151,7 @@ def test_two_ranks_fit_and_evaluate_as_one_does(ranks):
         assert record == pytest.approx(alone, abs=1e-12)
     assert one["history"][-1]["train/loss"] < one["history"][0]["train/loss"]
     assert left["test"] == right["test"] and left["test"]["samples"] == 41
-    assert left["test"]["accuracy"] == one["test"]["accuracy"]  # to the last sample
+    assert left["test"]["accuracy"] == one["test"]["accuracy"]  # every sample counts once
 
 
 def test_resumed_ranks_end_bit_for_bit_as_uninterrupted_ones(ranks):
@@ -205,7 +205,7 @@ def test_fitting_stops_when_validation_gets_no_better_and_keeps_the_best(world, 
     again = evaluate(whole.module, held_out, CRITERION, whole.strategy, METRICS)
     assert again["loss"] == losses[best - 1]
 
-    # resumed where nothing is left to do; the best weights are nowhere but in best.pt
+    # resume a finished fit: only best.pt still holds the best weights
     resumed = Fitted(world, tmp_path, **options)
     assert equal(resumed.weights, whole.weights) and resumed.history == whole.history
     best_file.unlink()
@@ -219,7 +219,7 @@ def test_a_stop_signal_ends_an_epoch_early_and_resuming_repeats_it(world, tmp_pa
 
     def counting(outputs, targets):
         steps.append(1)
-        if len(steps) == 60:  # in the second epoch: an epoch has 33 batches, validation 16
+        if len(steps) == 60:  # in epoch 2: each has 33 training and 16 validation batches
             stop_flag.signum = signal.SIGTERM
         return METRICS["accuracy"](outputs, targets)
 
@@ -243,7 +243,7 @@ def test_steps_without_a_finite_gradient_end_training(world):
     assert equal(net.state_dict(), make_net().state_dict())
 
 
-@pytest.mark.slow  # fp16 is emulated
+@pytest.mark.slow  # CPUs emulate fp16
 def test_a_loss_scale_is_resumed(world, tmp_path):
     points, labels = blobs(67).tensors
     loader = DataLoader(TensorDataset(points.float(), labels), batch_size=12, shuffle=True)
@@ -291,7 +291,7 @@ class TwoHeads(nn.Module):
 
 
 def thawed(parameters, lr):
-    """Make an optimizer that also holds parameters that were frozen when they were wrapped."""
+    """Unfreeze HALF_FROZEN after it was wrapped; return an optimizer for it."""
     return torch.optim.SGD([p.requires_grad_() for p in HALF_FROZEN.parameters()], lr=lr)
 
 

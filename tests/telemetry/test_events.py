@@ -1,4 +1,4 @@
-"""--on_event: the user's command is called for each event once, and can do the run no harm."""
+"""--on_event: the command runs once for each event and cannot harm the run."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ from rl_dist.telemetry import events
 
 @pytest.fixture
 def call(tmp_path, caplog):
-    """Calls a command for events; returns the warnings that its calls left behind."""
+    """Return a function that calls a command for events and returns the warnings."""
 
     def call_for(command, *sent, wait_s=100.0):
         caplog.set_level(logging.WARNING, logger="rl_dist.telemetry.events")
@@ -38,7 +38,7 @@ def test_an_event_arrives_as_json_on_stdin_and_as_variables(call, tmp_path):
     expected = f"restarted|{message}|{tmp_path}/run|2\nfinished||{tmp_path}/run|\n"
     assert (tmp_path / "variables").read_text() == expected
     events.configure("", tmp_path / "run")
-    assert call("", ("failed", "", {})) == []  # without a command nothing is called
+    assert call("", ("failed", "", {})) == []  # without a command nothing runs
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The files, loggers and progress lines of the main process."""
+"""Files, loggers and progress lines that the main process writes."""
 
 import logging
 import math
@@ -23,11 +23,11 @@ def record(iteration, **values):
 
 
 def write(run_dir, *lines, **options):
-    """Write lines with a MetricsWriter; return the records on disk."""
+    """Write `lines` with a MetricsWriter; return the records in the file."""
     writer = MetricsWriter(RunDir(run_dir), 10, "steps", **options)
     for line in lines:
         writer.write(line, done=line["iteration"])
-        assert records(run_dir)[-1]["iteration"] == line["iteration"]  # on disk before the end
+        assert records(run_dir)[-1]["iteration"] == line["iteration"]  # written immediately
     for _ in range(2):
         writer.close()
     return records(run_dir)
@@ -48,10 +48,10 @@ def test_records_and_scalars_hold_finite_numbers_by_global_step_and_rank(tmp_pat
 
 def test_a_resumed_run_continues_its_files_without_doubles(tmp_path):
     run = RunDir(tmp_path)
-    run.cut_records(5)  # there are none
+    run.cut_records(5)  # does nothing: no records yet
     write(tmp_path, *(record(n, x=float(n)) for n in (1, 2, 3)))
     with run.metrics_path.open("a") as file:
-        file.write('{"iteration": 4, "glob')  # torn by a kill
+        file.write('{"iteration": 4, "glob')  # a line cut off by a kill
     assert [line["iteration"] for line in run.records(last=2)] == [2, 3]
     run.cut_records(2)
     found = write(tmp_path, record(3, x=30.0), start=2, purge_step=201)
@@ -107,7 +107,7 @@ def test_an_unknown_or_missing_logger_is_one_line(tmp_path, monkeypatch):
 
 def test_mlflow_keeps_settings_and_metrics_in_the_run_directory_and_continues(tmp_path):
     mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
-    for iteration in (1, 2):  # the second writer continues
+    for iteration in (1, 2):  # the second writer continues the run
         line = record(iteration, ranks=[{"rank": 0, "time/sps": 5.0}], x=7.0)
         write(tmp_path, line, loggers=["mlflow"], config=CONFIG)
     client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
@@ -140,7 +140,7 @@ def test_progress_is_a_few_lines_or_a_bar(tmp_path, capsys, monkeypatch, on_term
         figures = {"valid/return": 0.5} if iteration == 1 else {"time/sps": 1000.0 * iteration}
         writer.write(record(iteration, **figures), done=9 * iteration)
     writer.close()
-    # 99 episodes have ended
+    # 99 episodes have ended, but the progress stops at 96
     shown = capsys.readouterr().err
     assert "time/sps 11,000" in shown and " 96/96 " in shown
     if on_terminal:

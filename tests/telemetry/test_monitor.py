@@ -1,4 +1,4 @@
-"""The thread that samples what a rank uses."""
+"""The thread that samples the use of CPU, memory and GPU by a rank."""
 
 import itertools
 import threading
@@ -12,7 +12,7 @@ from rl_dist.telemetry.monitor import Monitor, sources_of
 
 
 def taken(monitor, name):
-    """Return the values of a monitor after a sample of this name."""
+    """Wait until `name` has been sampled; return all values of the monitor."""
     return wait_until(lambda: (values := monitor.take()).get(name) is not None and values)
 
 
@@ -53,7 +53,7 @@ def test_a_source_that_fails_or_hangs_costs_its_figure_and_neither_training_nor_
     monitor.take()
     assert monitor.take() == {"a": None, "b": None}
     monitor.close()
-    assert threading.active_count() == before + 1  # nothing waited for the hung thread
+    assert threading.active_count() == before + 1  # close does not wait for the hung thread
     released.set()
     (line,) = caplog.messages
     assert "OSError: the GPU fell off the bus" in line

@@ -1,4 +1,4 @@
-"""Profiles of real trainings: what they find, what they leave, and that they change no number."""
+"""Profiles of training: their content and files, and no effect on any number."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ from rl_dist.telemetry.profiler import GRADIENTS, WAITING, Profiler
 
 
 class Keeping(NullWriter):
-    """Keeps what a writer gets."""
+    """Keeps all lines and records that it gets, without times and usage."""
 
     def __init__(self):
         self.lines, self.records = [], []
@@ -31,7 +31,7 @@ class Keeping(NullWriter):
 
 
 def trained(world, run_dir, *, profile):
-    """Train six iterations; return all numbers, and the lines for the user."""
+    """Train 6 iterations; return all numbers, and the lines printed for the user."""
     options = {"ppo": PPOConfig(update_epochs=1), "profile": profile}
     job = make_job("recall, clstm", run_dir, iterations=6, **options)
     training, writer = Training(job, world), Keeping()
@@ -40,7 +40,7 @@ def trained(world, run_dir, *, profile):
 
 
 def profiled(world, run_dir, iterations):
-    """Return the lines that a profiler prints for a loop that only adds."""
+    """Profile a loop that only adds; return the lines that the profiler prints."""
     profiler = Profiler(run_dir, world)
     lines = []
     for iteration in range(11, 11 + iterations):
@@ -52,7 +52,7 @@ def profiled(world, run_dir, iterations):
 
 
 def rows_of(text):
-    """The cells of a table, without its header."""
+    """Return the cells of a printed table, without its header."""
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 

@@ -1,4 +1,4 @@
-"""The clock of gradient steps: phases, waiting taken out, spread over steps."""
+"""The clock of gradient steps: phases without waiting, and the spread of steps."""
 
 import itertools
 
@@ -25,16 +25,16 @@ def test_phases_add_up_without_waiting(monkeypatch):
     ticking(monkeypatch, [100, 101, 104, 104.5, 110, 112, 115, 115.5])
     clock = StepClock(torch.device("cpu"))
     clock.start()
-    take_step(clock, 1.0)  # forward 1, backward 3 of which 1 waiting, optimizer 0.5
-    clock.mark("")  # 5.5 that belong to no phase
-    take_step(clock, 0.0)  # 2, 3, 0.5
+    take_step(clock, 1.0)  # forward 1 s, backward 3 s (1 s of it waiting), optimizer 0.5 s
+    clock.mark("")  # 5.5 s that belong to no phase
+    take_step(clock, 0.0)  # forward 2 s, backward 3 s, optimizer 0.5 s
     assert clock.read() == {
         "time/forward_s": 3.0,
         "time/backward_s": 5.0,
         "time/optimizer_s": 1.0,
         "time/gradient_wait_s": 1.0,
         "time/reduction_s": 0.0,
-        "time/step_spread_s": pytest.approx(2**0.5),  # two steps took 3.5 s and 5.5 s
+        "time/step_spread_s": pytest.approx(2**0.5),  # the steps took 3.5 s and 5.5 s
     }
 
 
