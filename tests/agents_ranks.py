@@ -179,7 +179,7 @@ class Brief(Saved):
 
 
 class Levers(Saved):
-    """Environment with three levers: each earns 1 in the position shown by its sign.
+    """Three levers; each earns 1 if it is set to the sign of its observed number.
 
     An action mask in info forbids one position of one lever.
     """
@@ -256,7 +256,7 @@ def make_job(name, run_dir="", *, dtype=None, iterations=0, ppo=None, **train_op
         "batch_size": case.batch_size,
     }
     options = sizes | case.options | train_options
-    # num_envs counts the environments of each rank under weak scaling, which two ranks train
+    # Under weak scaling num_envs counts the environments of each rank; two ranks train that case.
     num_envs = options["num_envs"] * (2 if options.get("scaling") == "weak" else 1)
     steps = (iterations or case.iterations) * num_envs * options["num_steps"]
     options = {"total_steps": steps, "checkpoint_every": 1000} | options

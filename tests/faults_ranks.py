@@ -97,10 +97,10 @@ def one_bad_step(world, folder):
 
 
 def many_bad_steps(world, folder):
-    """Check that 3 bad steps in a row end the run.
+    """Check that more than 3 bad steps in a row end the run.
 
     All gradient steps from the seventh on are bad. The newest checkpoint is that of iteration 2,
-    the last iteration before the limit was reached.
+    the last iteration before the limit was exceeded.
     """
     ppo = PPOConfig(update_epochs=2, max_bad_steps=3)
     options = {"iterations": 5, "checkpoint_every": 1, "ppo": ppo}

@@ -31,7 +31,7 @@ def search():
 
     step(1)
     limit_memory(128)
-    # the limit applies to this process alone: it is not divided between the sharers
+    # The address space limit belongs to this process alone: it is not divided by `sharers`.
     print(free_memory_bytes(torch.device("cpu"), sharers=2), end=" ")
     measure.HEADROOM = 0.7  # allocator and oneDNN also need memory
     clock = itertools.count()  # every step seems to take 1 s, so the largest batch is the fastest
@@ -39,7 +39,7 @@ def search():
     largest = measure.fastest_batch_size(step, range(8, 100_000, 8))
     step(largest)
     try:
-        # The search doubles sizes and keeps a reserve, so only 4 times the size surely fails.
+        # The search doubles sizes and keeps a reserve: twice the size may fit, 4 times cannot.
         step(4 * largest)
     except RuntimeError as error:
         print(type(error).__name__, end=" ")

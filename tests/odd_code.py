@@ -1,6 +1,6 @@
 """train_distributed.py with a callback, core or logger that exits or hangs.
 
-The variable ODD holds the part, what it does, and the rank, such as "callback exit 1"; rank -1
+The variable ODD names the part, its misdeed and the rank, such as "callback exit 1"; rank -1
 means every rank. Ranks import this script again and so also get the changed logger.
 """
 
@@ -37,7 +37,7 @@ def call(moment):
 
 class Core(Decay):
     def forward(self, inputs, state):
-        if torch.is_grad_enabled():  # only in gradient steps, not in the check before
+        if torch.is_grad_enabled():  # only in gradient steps, not when the core is checked
             act("core")
         return super().forward(inputs, state)
 

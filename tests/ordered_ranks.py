@@ -52,7 +52,7 @@ def first_steps(world, dtype, parts, **options):
 
 @saves_results
 def exercise(world, out):
-    """Record single gradients, training runs and supervised fits, each also repeated."""
+    """Record gradients, and training runs and fits, each both whole and resumed."""
     forms = {"": (torch.float32, 1), ", fp64 in parts": (torch.float64, 2)}
     results = {
         f"{name}{form}": first_steps(world, *how, **options)

@@ -40,7 +40,7 @@ class Prophet(Decay):
 
 
 class Forgetful(Decay):
-    """Return half of the state that the outputs were computed from."""
+    """Return only half of the correct new state."""
 
     def forward(self, inputs, state):
         outputs, after = super().forward(inputs, state)

@@ -105,7 +105,7 @@ def check_errors(world):
     ):
         with pytest.raises(UserError, match=says):
             call(values, world)
-    world.backend = "without announcements"  # NCCL does not announce calls either
+    world.backend = "without announcements"  # as over NCCL, where calls are not compared
     with pytest.raises(UserError, match="other names"):
         all_reduce_sum(name, world)
     world.backend = "gloo"

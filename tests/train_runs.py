@@ -150,7 +150,7 @@ def assert_nobody_left(leader):
 def wait_until(true, job=None, within_s=PATIENCE_S):
     """Wait until the function returns a true value, and return that value.
 
-    With `job`, fail if the process ends before.
+    With `job`, fail if this process ends first.
     """
     deadline_s = time.monotonic() + within_s
     while not (found := true()):

@@ -87,7 +87,7 @@ def test_auto_trains_as_its_value_would_writes_it_down_and_resumes_with_it(
     assert differences(result_of(tmp_path / "named"), result_of(run_dir)) == []
     if flag == "precision":
         assert json.loads((run_dir / "state.json").read_text())["precision"] == value
-    again = [] if flag == "env_workers" else [f"--{flag}", "auto"]  # auto may choose other workers
+    again = [] if flag == "env_workers" else [f"--{flag}", "auto"]  # workers may change on resume
     capsys.readouterr()
     assert train_here(monkeypatch, "--resume", run_dir, *again, "--total_steps", "1024") == 0
     assert f"{flag} auto" not in capsys.readouterr().out and chosen() == value

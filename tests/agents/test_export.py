@@ -120,7 +120,7 @@ def test_large_values_may_differ_by_their_rounding(form, tmp_path):
     weight = agent.policy.actor_head.weight.data  # [A, H]
     noise = 1 + 1e-6 * torch.randn_like(weight)
     torch.nn.init.normal_(weight, std=1e6)
-    weight[1::2] = (weight[:-1:2] * noise[:-1:2])[: len(weight[1::2])]  # near ties of choices
+    weight[1::2] = (weight[:-1:2] * noise[:-1:2])[: len(weight[1::2])]  # nearly equal logits
     other = ExportedStep(agent)
     other.policy.actor_head.weight.mul_(noise)
     assert 1e-8 < difference(agent, step=other) <= TOLERANCE

@@ -39,7 +39,7 @@ def test_words_are_those_of_the_known_answers():
 
 
 def test_no_number_comes_twice():
-    numbers = action_noise(spaces.Discrete(5), 7, 0, 64, 2**32 - 50, 100)  # steps pass 2**32
+    numbers = action_noise(spaces.Discrete(5), 7, 0, 64, 2**32 - 50, 100)  # step numbers pass 2**32
     assert len(numbers.unique()) == numbers.numel() == 64 * 100 * 5
 
 
@@ -65,7 +65,7 @@ def test_noise_of_boxes_is_standard_normal_with_the_spectrum_asked_for(exponent)
     numbers = pairs.reshape(64, -1)
     assert abs(numbers.var(axis=1) - 1.0).max() < 0.12  # of 4000 numbers: standard error 0.022
     assert abs(numbers.mean()) < 0.03 and abs((numbers**4).mean() - 3.0) < 0.3
-    power = (abs(np.fft.rfft(numbers, axis=0)) ** 2).mean(axis=1)[1:-1]  # per frequency
+    power = (abs(np.fft.rfft(numbers, axis=0)) ** 2).mean(axis=1)[1:-1]  # mean per frequency
     slope = np.polyfit(np.log(np.arange(1, 32)), np.log(power), 1)[0]
     assert slope == pytest.approx(-exponent, abs=0.05)
 

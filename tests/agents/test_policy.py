@@ -29,7 +29,7 @@ CASES = ROWS | {
     for name, config in FORMS.items()
     for space in (BOX, DISCRETE, SEVERAL)
 }
-WITHOUT_EFFECT = {  # parameters without gradient in policies without memory
+WITHOUT_EFFECT = {  # configuration: parameters that get no gradient, as nothing recurs
     FORMS["window of 1"]: ["feature_core.weight_hh_l0"],
     FORMS["no memory"]: [f"{name}_core.weight_hh_l0" for name in ("feature", "actor", "critic")],
 }

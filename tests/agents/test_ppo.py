@@ -108,7 +108,7 @@ MANY = (1.0, 1.5, 0.7, 1.1)
         ({"ratios": (1.0,), "advantages": (2.0,)}, "policy", -2.0),
         ({"ratios": (1.1,), "advantages": (2.0,)}, "policy", -2.2),
         ({"ratios": (1.5,), "advantages": (2.0,)}, "policy", -2.4),  # gain clipped at ratio 1.2
-        ({"ratios": (0.5,), "advantages": (2.0,)}, "policy", -1.0),  # losses are not clipped
+        ({"ratios": (0.5,), "advantages": (2.0,)}, "policy", -1.0),  # a loss is not clipped
         ({"ratios": (0.5,), "advantages": (-2.0,)}, "policy", 1.6),  # gain clipped at ratio 0.8
         ({"ratios": (1.5,), "advantages": (-2.0,)}, "policy", 3.0),
         ({"ratios": (1.0, 1.5), "advantages": (2.0, 2.0)}, "policy", -(2.0 + 2.4) / 2),
@@ -257,7 +257,8 @@ def test_from_the_second_epoch_on_sequences_begin_at_states_of_the_network_of_no
     training.ppo.update = lambda batch: batches.append(batch) or update(batch)
     trained(training, probe)
     stored = batches[0].sequences.lstm_state
-    torch.testing.assert_close(expected[0], stored, rtol=0, atol=1e-12)  # epoch 1: same weights
+    # Before the first gradient step, refreshed states equal the stored ones.
+    torch.testing.assert_close(expected[0], stored, rtol=0, atol=1e-12)
     assert len(expected) == 3 and (expected[2] - stored).abs().max() > 1e-3
     for states, wanted in zip(torch.cat(used).chunk(3), expected, strict=True):
         sums, wanted_sums = (part.flatten(1).sum(1).sort().values for part in (states, wanted))

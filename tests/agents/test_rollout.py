@@ -81,7 +81,7 @@ def test_sums_of_episodes_go_on_over_rollouts_and_stop_at_their_ends(policy, nor
     discounted = torch.cat([first.discounted_returns, second.discounted_returns])
     assert discounted[:5, 0].tolist() == [0, 1, 2.5, 10, 16]
     total = 0.0
-    for age, found in enumerate(discounted[:, 3].tolist()):  # no end in env. 3
+    for age, found in enumerate(discounted[:, 3].tolist()):  # its episode does not end
         total = GAMMA * total + 300.0 + age
         assert found == pytest.approx(total)
 

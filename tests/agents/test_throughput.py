@@ -41,4 +41,4 @@ def test_a_task_is_solved_when_its_mean_comes_to_the_goal_to_stay():
 
     assert solved(500, 500, 500) is None  # 4 more episodes are needed
     assert solved(500, None, 500, 500, None, 500).steps == 2
-    assert solved(500, 500, 400, 500, 500, 490, 490).steps == 4  # it fell to 400 before
+    assert solved(500, 500, 400, 500, 500, 490, 490).steps == 4  # the mean fell to 400 before

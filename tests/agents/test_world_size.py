@@ -101,7 +101,7 @@ def test_a_training_is_that_of_one_rank(plan, name, num_ranks, one_rank, ranks_o
     single = case.dtype == torch.float32
     assert torch.equal(together(ranks, name, "ends"), alone["ends"])
     if case.iterations == ITERATIONS:
-        assert alone["ends"].any(0).any(0).all()  # every environment ends episodes
+        assert alone["ends"].any(0).any(0).all()  # each environment ended an episode
     actions = together(ranks, name, "actions")
     tolerance = {"rtol": 0, "atol": 1e-5 if single else 1e-10}
     torch.testing.assert_close(actions, alone["actions"], **tolerance)
@@ -134,7 +134,7 @@ def test_a_training_is_that_of_one_rank(plan, name, num_ranks, one_rank, ranks_o
 def test_all_ranks_stop_their_epochs_together_at_the_kl_of_all_ranks(one_rank, ranks_of):
     name = "recall, mlp, KL stop"
     steps = [losses["optim/steps"] for losses in one_rank(name)["losses"]]
-    assert min(steps) < 8 and max(steps) > 2, steps  # early stops, not always in epoch 1
+    assert min(steps) < 8 and max(steps) > 2, steps  # stopped early, but not always in epoch 1
     for num_ranks in (2, 4):
         for rank in ranks_of("default", num_ranks):
             assert [losses["optim/steps"] for losses in rank[name]["losses"]] == steps
