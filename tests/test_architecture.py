@@ -20,11 +20,11 @@ MAX_LEARNER = 65  # lines of the methods `update` and `collect` in agents/
 # Lower these totals when you can; never raise them. Source is counted in tokens, because longer
 # lines do not lower that count.
 MAX_SIZES = {
-    "tokens of source": 140_600,
-    "tokens of tests": 159_000,
-    "tokens of benchmarks": 16_600,
+    "tokens of source": 123_600,
+    "tokens of tests": 128_200,
+    "tokens of benchmarks": 16_570,
     "lines of README.md": 150,
-    "tokens of the path to loss.backward()": 22_600,
+    "tokens of the path to loss.backward()": 20_200,
 }
 # files that a reader meets between the main function of a rank and loss.backward()
 READING_PATH = (
