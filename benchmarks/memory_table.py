@@ -49,8 +49,8 @@ SOURCES = {
     "Z": "[sb3/ppo_lstm-CartPoleNoVel-v1](https://huggingface.co/sb3/ppo_lstm-CartPoleNoVel-v1) of "
     "RL Zoo: tuned RecurrentPPO, 100,000 steps, one run",
     "M": "[MarcoMeter/recurrent-ppo-truncated-bptt]"
-    "(https://github.com/MarcoMeter/recurrent-ppo-truncated-bptt): the ends of 10 runs in its "
-    "event files",
+    "(https://github.com/MarcoMeter/recurrent-ppo-truncated-bptt); final returns of 10 runs, "
+    "read from its event files",
 }
 FROZEN_STEPS = 2  # steps for which PocMemory shows its signs
 END_PLACE = 5  # places on each side of the middle, 0.2 apart; the outermost are the ends
