@@ -303,7 +303,7 @@ def skrl(task: Task, args: argparse.Namespace) -> None:
     spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
 
     class Shared(mixin, DeterministicMixin, Model):
-        """A model for both roles; its LSTM runs once for the two of them."""
+        """A model that is both policy and value function; one LSTM pass serves both."""
 
         def __init__(self) -> None:
             Model.__init__(self, **spaces, device=torch.device("cpu"))

@@ -133,7 +133,7 @@ class Trials:
             raise UserError(f"{name} auto finds no value that works: {figures}", exit_code=1)
         if self.world.is_main_process:
             unit = "sequence" if growing else "step"
-            print(f"{name} auto: {best.name} (for each {unit} {figures})", flush=True)
+            print(f"{name} auto: {best.name} (time per {unit}: {figures})", flush=True)
         return config.changed({flag: best.name})
 
     def steps(self, config: RunConfig, together: bool = False) -> Iterator[None]:

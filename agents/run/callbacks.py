@@ -101,7 +101,7 @@ class Watch:
 
 
 def make_watch(config: TrainConfig, callbacks: Callbacks, world: World) -> Watch | None:
-    """Return the watch for --stop_at and callbacks; None if neither is used."""
+    """Return a Watch that handles --stop_at and callbacks; None if neither is used."""
     if config.callback:
         function = import_own("callback", config.callback)
         callbacks = dict.fromkeys(("iteration", "evaluation", "checkpoint"), function)

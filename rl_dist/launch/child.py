@@ -211,7 +211,7 @@ def as_flags(named: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class ShortRuns:
-    """Measurements of several copies of a training run, which trained side by side."""
+    """Measurements of several copies of a training run that ran side by side."""
 
     records: list[list[Record]]  # for each copy, the metrics of its measured iterations
     config: dict[str, Any]  # settings of the first copy, by section
@@ -323,7 +323,7 @@ def is_steady(rates: Sequence[float]) -> bool:
 def describe_rates(rates: Sequence[float]) -> str:
     """Describe rates that are not steady, for use in a message."""
     listed = ", ".join(f"{rate:,.0f}" for rate in rates)
-    return f"{listed} steps/s in rounds of the same work (more than {MAX_SPREAD}x apart)"
+    return f"{listed} steps/s in equal rounds (they differ by more than {MAX_SPREAD}x)"
 
 
 def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:

@@ -284,7 +284,7 @@ def _announce_restart(
 @contextmanager
 def _prepared_for_starts(threads: int) -> Iterator[None]:
     """Block stop signals and set OMP_NUM_THREADS while the block starts processes."""
-    resource_tracker.ensure_running()  # started later, it would unblock the signals
+    resource_tracker.ensure_running()  # a later start would unblock the signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     limit = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)

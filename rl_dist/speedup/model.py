@@ -260,9 +260,9 @@ def expected_maximum(count: int) -> float:
 
 
 def bottleneck(baseline: Prediction, many: Prediction) -> tuple[str, str]:
-    """Return where several ranks lose most time, and how to reduce the loss.
+    """Describe where several ranks lose most time, and how to reduce the loss.
 
-    Both texts are empty if the ranks lose less than 10 % to perfect scaling.
+    Both texts are empty if the ranks reach more than 90 % of perfect scaling.
     """
     if many.steps_per_s > 0.9 * many.ranks * baseline.steps_per_s:
         return "", ""

@@ -106,7 +106,7 @@ class Shards:
         optimizer: torch.optim.Optimizer,
         optimizer_state: dict[str, Any],
     ) -> None:
-        """Load whole weights and a whole optimizer state; keep only this rank's shards."""
+        """Load unsharded weights and optimizer state; keep only this rank's shards."""
         shards = self.module.state_dict()
         shards = {name: _shard_of(weights[name], shard) for name, shard in shards.items()}
         self.module.load_state_dict(shards)

@@ -1,4 +1,4 @@
-"""Run the user's command when something happens in a run, e.g. to send a mail.
+"""Run the user's command when something happens in a run, e.g. to send an email.
 
 The process that starts the ranks calls `configure`; the main rank does so too, for events during
 training. In other processes, or without a command, `notify` does nothing.

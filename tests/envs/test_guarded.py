@@ -215,7 +215,7 @@ def test_every_call_into_an_environment_and_every_making_reports_progress():
     beats = []
     options = {"vectorization": "sync", "heartbeat": lambda: beats.append(1)}
     env = make_vector_env("Recall-v0", 3, **options)
-    assert len(beats) == 3  # one for each environment made
+    assert len(beats) == 3  # one heartbeat per environment that is created
     env.reset(seed=[1, 2, 3])
     play(env, 2)
     assert len(beats) == 3 + 3 + 2 * 3

@@ -53,9 +53,9 @@ def end_of(job, code=0):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Return a function that trains on a number of ranks, none of which dies.
+    """Return a function that trains without faults on `num_ranks` and returns the run directory.
 
-    It returns the run directory, and trains only once for each number.
+    A second call with the same number returns the same run.
     """
     runs = {}
 

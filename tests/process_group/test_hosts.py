@@ -1,4 +1,4 @@
-"""Ranks of a job: equal software, code and settings; a warning if cores are few."""
+"""All ranks must have the same software, code and settings; few cores cause a warning."""
 
 import os
 from types import SimpleNamespace
