@@ -166,7 +166,7 @@ def test_a_call_that_hangs_in_c_is_ended_and_its_environments_begin_again(misdee
     truncated = play(make(3, {5: misdeed}, **guard), 3)[-1][3]
     assert truncated.tolist() == [False, False, True, True, False, False, False]
     assert "number 5 at its step 3: did not come back within 1 s (--env_timeout)" in caplog.text
-    assert misdeed != "hang in C" or len(beats) > 5
+    assert misdeed != "hang in C" or len(beats) > 1  # also while the rank waits
 
 
 def test_workers_end_with_their_rank_however_that_ends():
