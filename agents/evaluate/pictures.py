@@ -95,7 +95,7 @@ def film(agent: PolicyController, task: GymTask, folder: Path, seed: int, world:
     except Exception as error:  # environments may raise any error
         env_id = task.config.env
         raise UserError(
-            f"--video: {env_id} has no rgb_array to render: {one_line(error)}"
+            f"--video cannot render {env_id} as rgb_array: {one_line(error)}"
         ) from error
     if frames:  # only the rank that ran the episode has frames
         folder.mkdir(parents=True, exist_ok=True)

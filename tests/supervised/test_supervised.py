@@ -9,7 +9,6 @@ import pytest
 import torch
 from supervised_ranks import CRITERION, METRICS, Fitted, blobs, exercise, make_net
 from tensorboard_readers import seen
-from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import (
@@ -279,15 +278,6 @@ def test_checkpoints_are_not_written_through_a_link(world, tmp_path):
     with pytest.raises((ValueError, OSError), match="checkpoints"):
         Fitted(world, tmp_path / "run")
     assert not any(elsewhere.iterdir())
-
-
-class TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.idle = make_net(), make_net()
-
-    def forward(self, inputs):
-        return self.used(inputs)
 
 
 def thawed(parameters, lr):
