@@ -157,7 +157,7 @@ class TrainConfig:
     monitor_every: float = Field(1.0, ge=0, le=86_400)
     """Seconds between samples of each rank's use of GPU, CPU and memory; 0: off."""
     profile: bool = False
-    """Measure where the time of a few iterations goes; the report is in RUN_DIR/profile."""
+    """Measure where the time of an iteration goes; the report is in RUN_DIR/profile."""
 
     chosen_preset: Text = ""  # not a flag: the run records its preset here
 

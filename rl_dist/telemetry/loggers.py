@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 NO_SCALARS = ("iteration", "global_step", "rank", "epoch")
 # default project name; the environment variables of Weights & Biases and MLflow can change it
 PROJECT = "clstm-ppo"
-Settings = Mapping[str, Any]  # values by "section.name"
+Settings = Mapping[str, Mapping[str, Any]]  # values by section and name
 Write = Callable[[dict[str, float], int], object]  # takes scalars by name and their step
 Finish = Callable[[], object]
 
@@ -108,8 +108,9 @@ def open_mlflow(run_dir: Path, settings: Settings) -> tuple[Write, Finish]:
         known = client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else client.create_experiment(name)
         run = client.create_run(experiment, run_name=run_dir.resolve().name)
-        for key, value in settings.items():
-            client.log_param(run.info.run_id, key, str(value)[:500])
+        for section, values in settings.items():
+            for key, value in values.items():
+                client.log_param(run.info.run_id, f"{section}.{key}", value)
         return str(run.info.run_id)
 
     def write(scalars: dict[str, float], step: int) -> None:
@@ -117,7 +118,6 @@ def open_mlflow(run_dir: Path, settings: Settings) -> tuple[Write, Finish]:
         client.log_batch(run_id, metrics=metrics)
 
     run_id = _kept_id(run_dir, "mlflow", begin)
-    client.update_run(run_id, status="RUNNING")
     return write, lambda: client.set_terminated(run_id)
 
 
@@ -126,26 +126,19 @@ LOGGERS = {"wandb": open_wandb, "mlflow": open_mlflow}
 
 def named_loggers(text: str) -> list[str]:
     """Split a comma-separated list of loggers; raise ValueError if one is unknown."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = text.replace(",", " ").split()
     if unknown := [name for name in names if name not in LOGGERS]:
         raise ValueError(f"loggers {unknown[0]} is unknown: name some of {', '.join(LOGGERS)}")
     return names
 
 
-def open_logger(name: str, run_dir: Path, config: Mapping[str, Mapping[str, Any]]) -> GuardedLogger:
-    """Open a logger by its name, and log the configuration of the run with it."""
-    settings = {
-        f"{section}.{key}": value
-        for section, values in config.items()
-        for key, value in values.items()
-    }
+def open_logger(name: str, run_dir: Path, settings: Settings) -> GuardedLogger:
+    """Open a logger by its name, and log the settings of the run with it."""
     try:
-        write, finish = LOGGERS[name](run_dir, settings)
-    except ImportError as error:
-        raise UserError(f"--loggers {name}: {error}; pip install 'clstm-ppo[{name}]'") from None
-    except FOREIGN_ERRORS as error:  # for example no login or no network
-        raise UserError(f"--loggers {name}: {one_line(error)}", exit_code=1) from error
-    return GuardedLogger(name, write, finish)
+        return GuardedLogger(name, *LOGGERS[name](run_dir, settings))
+    except FOREIGN_ERRORS as error:  # for example no login, no network or no such package
+        fix = f"its package comes with pip install 'clstm-ppo[{name}]'"
+        raise UserError(f"--loggers {name}: {one_line(error)}; {fix}", exit_code=1) from error
 
 
 def _scalars_of(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -14,16 +15,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from rl_dist.errors import UserError, one_line, unwritable
 from rl_dist.files import log_once, path_to_write, plain_file
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import RankEntry, RunDir
 from rl_dist.telemetry.loggers import open_logger, open_tensorboard
-from rl_dist.telemetry.progress import Progress
 
 logger = logging.getLogger(__name__)
+# tqdm's own lock uses a semaphore. A failing rank would leak it and print a warning.
+tqdm.set_lock(threading.RLock())
+tqdm.monitor_interval = 0  # no monitor thread, because every iteration refreshes the bar
 
 STATE_EVERY_S = 1.0  # shortest time between two records that update state.json
+LINE_EVERY_S = 5.0  # shortest time between two lines of progress
+LINE = "{n}/{total}{unit} ({percentage:.0f}%){postfix} | {remaining} left"
+SHOWN = ("time/sps", "episode/return", "valid/sharpe", "valid/return")
 LOG_FORMAT = "%(asctime)s %(levelname)s rank {} %(name)s: %(message)s"
 
 
@@ -76,13 +84,12 @@ class MetricsWriter(NullWriter):
             config: the run's settings by section, which the loggers show.
         """
         try:
-            run.path.mkdir(parents=True, exist_ok=True)
             self._lines = _LineFile(path_to_write(run.path, run.metrics_path.name))
             self._loggers = [open_tensorboard(run.path, purge_step=purge_step)]
         except OSError as error:
             raise unwritable(f"run_dir {run.path}", error) from None
         self._loggers += [open_logger(name, run.path, config) for name in loggers]
-        self._progress = Progress(total, unit, start)
+        self._progress = _Progress(total, unit, start)
         self._run = run
         self._state_s = -math.inf  # time when a record last updated state.json
         self._unwritten: dict[str, Any] = {}  # changes not yet in state.json
@@ -107,7 +114,7 @@ class MetricsWriter(NullWriter):
             self._loggers.clear()  # the loggers would write into another folder
             problem = "was deleted or replaced during training: nothing more is saved there"
             raise UserError(f"{self._run.path} {problem}", exit_code=1)
-        self._lines.write(json.dumps(plain, allow_nan=False))
+        self._lines.append(json.dumps(plain, allow_nan=False) + "\n")
         for metrics_logger in self._loggers:
             metrics_logger.write(plain, plain["global_step"])
         self._progress.show(plain, done)
@@ -160,6 +167,38 @@ def open_writer(run: RunDir, world: World, total: int, unit: str, **options: Any
     return MetricsWriter(run, total, unit, **options) if world.is_main_process else NullWriter()
 
 
+class _Progress:
+    """Shows progress on stderr: a bar on a terminal, otherwise single lines."""
+
+    def __init__(self, total: int, unit: str, start: int) -> None:
+        self._figures: dict[str, str] = {}  # latest values of the metrics in SHOWN
+        self._printed_s = -math.inf
+        self._on_terminal = sys.stderr.isatty()
+        # Without a terminal, the bar only formats the text of a line.
+        self._bar = tqdm(
+            total=total,
+            unit=f" {unit}",
+            initial=min(start, total),
+            dynamic_ncols=self._on_terminal,
+            bar_format=None if self._on_terminal else LINE,
+            file=sys.stderr if self._on_terminal else io.StringIO(),
+        )
+        self.close = self._bar.close
+
+    def show(self, record: Mapping[str, Any], done: int) -> None:
+        """Show the progress and metrics of an iteration."""
+        for name in SHOWN:
+            if (value := record.get(name)) is not None:
+                self._figures[name] = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+        # The last iteration may exceed the total.
+        self._bar.update(min(done, self._bar.total) - self._bar.n)
+        self._bar.set_postfix(self._figures, refresh=self._on_terminal)
+        is_due = time.monotonic() - self._printed_s >= LINE_EVERY_S or done >= self._bar.total
+        if not self._on_terminal and is_due:
+            self._printed_s = time.monotonic()
+            print(f"iteration {record['iteration']} | {self._bar}", file=sys.stderr, flush=True)
+
+
 class _LineFile:
     """Appends whole lines to a file.
 
@@ -171,12 +210,9 @@ class _LineFile:
         self._waiting = b""
         self._file = open(path, "ab", buffering=0, opener=plain_file)  # noqa: SIM115
 
-    def write(self, line: str) -> None:
-        self._waiting += line.encode() + b"\n"
-        self._append()
-
-    def _append(self) -> None:
-        """Append either all waiting lines or none."""
+    def append(self, lines: str = "") -> None:
+        """Append these and all waiting lines, or none of them."""
+        self._waiting += lines.encode()
         end = self._file.seek(0, os.SEEK_END)
         left = self._waiting
         try:
@@ -190,17 +226,14 @@ class _LineFile:
             log_once(f"cannot write {self._path}: {error.strerror}; its lines wait in memory")
 
     def flush(self) -> None:
-        self._append()
-        with suppress(OSError):  # `_append` already reports a full disk
+        self.append()
+        with suppress(OSError):  # `append` already reports a full disk
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        if self._file.closed:
-            return
-        self._append()
-        if self._waiting:
-            logger.warning("%s lacks its last %d line(s)", self._path, self._waiting.count(b"\n"))
-        self._file.close()
+        if not self._file.closed:
+            self.append()
+            self._file.close()
 
 
 def without_nan(value: Any) -> Any:

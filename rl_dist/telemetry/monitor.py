@@ -38,7 +38,7 @@ class Monitor:
         self._names: Values = {}  # names of all values seen so far; only the keys matter
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
-        if sources and every_s:
+        if every_s:
             self._thread.start()
 
     def take(self) -> Values:

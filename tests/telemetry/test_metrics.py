@@ -142,10 +142,10 @@ def test_progress_is_a_few_lines_or_a_bar(tmp_path, capsys, monkeypatch, on_term
     writer.close()
     # 99 episodes have ended, but the progress stops at 96
     shown = capsys.readouterr().err
-    assert "time/sps 11,000" in shown and " 96/96 " in shown
+    assert "time/sps=11,000" in shown and " 96/96 " in shown
     if on_terminal:
         assert shown.count("\r") >= 11
     else:
         first, last = shown.splitlines()
-        assert first.startswith("iteration 1 | 9/96 episodes (9%), valid/return 0.5 | ")
-        assert last.endswith("time/sps 11,000 | 00:00 left")
+        assert first.startswith("iteration 1 | 9/96 episodes (9%), valid/return=0.5 | ")
+        assert last.endswith("time/sps=11,000 | 00:00 left")
