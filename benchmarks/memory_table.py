@@ -37,7 +37,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from envs.vector.batched import BatchedEnv, SingleEnv
+from envs.vector.batched import BatchedEnv, Outcome, SingleEnv
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = "--preset memory --num_gpus 1 --device cpu --threads 1 --validate_every 0"
@@ -71,13 +71,12 @@ class PocMemoryVectorEnv(BatchedEnv):
     with freeze=True as that project trains it.
     """
 
-    state_names = ("place", "right", "age")
+    state_names = ("place", "right")
 
     def __init__(self, num_envs: int = 1) -> None:
         super().__init__(num_envs, spaces.Box(-1.0, 1.0, (3,), np.float32), spaces.Discrete(2))
         self.place = np.zeros(num_envs, dtype=np.int64)  # from -END_PLACE to END_PLACE
         self.right = np.ones(num_envs, dtype=np.int64)  # sign of the right end
-        self.age = np.zeros(num_envs, dtype=np.int64)  # steps taken in this episode
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
         """Draw the start and the sign of the right end."""
@@ -88,22 +87,20 @@ class PocMemoryVectorEnv(BatchedEnv):
     def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
         """Start new episodes."""
         self.place[rows], self.right[rows] = draws.T.astype(np.int64)
-        self.age[rows] = 0
 
     def observe(self) -> np.ndarray:
         """Return the observations."""
-        signs = self.right * (self.age <= FROZEN_STEPS)
+        signs = self.right * (self.elapsed <= FROZEN_STEPS)
         return np.stack([-signs, self.place / END_PLACE, signs], axis=1).astype(np.float32)
 
-    def advance(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def advance(self, actions: np.ndarray) -> Outcome:
         """Walk left (0) or right (1)."""
-        walks = self.age >= FROZEN_STEPS
+        walks = self.elapsed >= FROZEN_STEPS
         self.place += np.where(actions == 1, 1, -1) * walks
-        self.age += 1
         over = np.abs(self.place) == END_PLACE
         at_good = np.sign(self.place) == self.right
         rewards = np.where(over, np.where(at_good, PRIZE, -PRIZE), -STEP_COST * walks)
-        return rewards, over, np.zeros(self.num_envs, dtype=bool)
+        return rewards, over
 
 
 class MemoryLengthVectorEnv(BatchedEnv):
@@ -116,14 +113,13 @@ class MemoryLengthVectorEnv(BatchedEnv):
     Source of the rules: google-deepmind/bsuite, bsuite/environments/memory_chain.py, with one bit.
     """
 
-    state_names = ("bit", "age")
+    state_names = ("bit",)
 
     def __init__(self, num_envs: int = 1, *, length: int = 30) -> None:
         low = np.array([0.0, 0.0, -1.0], np.float32)
         super().__init__(num_envs, spaces.Box(low, np.ones_like(low)), spaces.Discrete(2))
         self.length = length
         self.bit = np.zeros(num_envs, dtype=np.int64)
-        self.age = np.zeros(num_envs, dtype=np.int64)  # steps taken in this episode
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
         """Draw the bit."""
@@ -132,22 +128,20 @@ class MemoryLengthVectorEnv(BatchedEnv):
     def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
         """Start new episodes."""
         self.bit[rows] = draws[:, 0].astype(np.int64)
-        self.age[rows] = 0
 
     def observe(self) -> np.ndarray:
         """Return the observations: those of the step before, as in the source."""
-        shown = np.maximum(self.age - 1, 0)
+        shown = np.maximum(self.elapsed - 1, 0)
         obs = np.zeros((self.num_envs, 3), dtype=np.float32)  # one bit: the query is always 0
         obs[:, 0] = 1.0 - shown / self.length
         obs[:, 2] = np.where(shown == 0, 2 * self.bit - 1, 0)
         return obs
 
-    def advance(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def advance(self, actions: np.ndarray) -> Outcome:
         """Reward the action of the last step."""
-        over = self.age == self.length
+        over = self.elapsed == self.length
         rewards = np.where(actions == self.bit, 1.0, -1.0) * over
-        self.age += 1
-        return rewards, over, np.zeros(self.num_envs, dtype=bool)
+        return rewards, over
 
 
 BATCHES: dict[str, Any] = {

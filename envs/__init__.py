@@ -25,11 +25,6 @@ MEMORY_IDS = ("Recall-v0", "CartPolePositions-v1", "MountainCarPositions-v0")
 OUR_CART_POLE = "envs.memory_tasks:CartPoleVectorEnv"
 
 _LOGGER = logging.getLogger(__name__)
-gymnasium.register(
-    TRADING_ID,
-    entry_point="envs.trading.task:StockTradingEnv",
-    vector_entry_point="envs.trading.task:make_trading_vector_env",
-)
 for _env_id in MEMORY_IDS:
     _entry_point = f"envs.memory_tasks:{_env_id.partition('-')[0]}"
     gymnasium.register(
@@ -102,7 +97,10 @@ def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
             importlib.import_module(module)
         return gymnasium.spec(name)
     except gymnasium.error.Error as error:
-        fix = did_you_mean(name, gymnasium.registry) or "give a Gymnasium id or module:id"
+        fix = (
+            did_you_mean(name, {*gymnasium.registry, TRADING_ID})
+            or "give a Gymnasium id or module:id"
+        )
         raise ValueError(f"unknown environment {env_id!r}: {fix}") from error
     except BaseException as error:
         if not is_own_fault(error):

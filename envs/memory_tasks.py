@@ -30,7 +30,7 @@ class RecallVectorEnv(BatchedEnv):
     in [-1, 1], the query flag. An episode terminates after delay + 2 steps.
     """
 
-    state_names = ("cue", "age", "noise")
+    state_names = ("cue", "noise")
 
     def __init__(
         self, num_envs: int = 1, *, num_cues: int = 4, delay: int = 8, num_noise: int = 2
@@ -40,7 +40,6 @@ class RecallVectorEnv(BatchedEnv):
         self.num_cues = num_cues
         self.query_age = delay + 1
         self.cue = np.zeros(num_envs, dtype=np.int64)
-        self.age = np.zeros(num_envs, dtype=np.int64)  # steps taken in this episode
         self.noise = np.zeros((num_envs, delay + 2, num_noise))
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
@@ -51,36 +50,31 @@ class RecallVectorEnv(BatchedEnv):
         """Start new episodes with the drawn cues and noise."""
         self.cue[rows] = (draws[:, 0] * self.num_cues).astype(np.int64)
         self.noise[rows] = 2.0 * draws[:, 1:].reshape(len(rows), *self.noise.shape[1:]) - 1.0
-        self.age[rows] = 0
 
     def observe(self) -> np.ndarray:
         """Return the observations, which are zeros after the query."""
         obs = np.zeros(self.observation_space.shape or (), dtype=np.float32)
-        (fresh,) = np.nonzero(self.age == 0)
+        (fresh,) = np.nonzero(self.elapsed == 0)
         obs[fresh, self.cue[fresh]] = 1.0
-        (running,) = np.nonzero(self.age <= self.query_age)
-        obs[running, self.num_cues : -1] = self.noise[running, self.age[running]]
-        obs[:, -1] = self.age == self.query_age
+        (running,) = np.nonzero(self.elapsed <= self.query_age)
+        obs[running, self.num_cues : -1] = self.noise[running, self.elapsed[running]]
+        obs[:, -1] = self.elapsed == self.query_age
         return obs
 
     def advance(self, actions: np.ndarray) -> Outcome:
         """Reward the right answer to the query, and end the episode after the query."""
-        is_query = self.age == self.query_age
-        rewards = (is_query & (actions == self.cue)).astype(np.float64)
-        self.age += 1
-        return rewards, is_query, np.zeros(self.num_envs, dtype=bool)
+        is_query = self.elapsed == self.query_age
+        return (is_query & (actions == self.cue)).astype(np.float64), is_query
 
 
 class CartPoleVectorEnv(BatchedEnv):
     """CartPole-v1 as a batch, bit for bit equal to Gymnasium's single environment.
 
-    The environment applies the time limit itself, so that snapshots include the elapsed steps.
-
     Source of the dynamics: gymnasium/envs/classic_control/cartpole.py (Barto, Sutton, Anderson
     1983).
     """
 
-    state_names = ("state", "elapsed")
+    state_names = ("state",)
     observed = slice(None)  # observed columns of (x, x_dot, theta, theta_dot)
 
     def __init__(self, num_envs: int = 1, *, max_episode_steps: int = 500) -> None:
@@ -90,7 +84,6 @@ class CartPoleVectorEnv(BatchedEnv):
         super().__init__(num_envs, seen, spaces.Discrete(2))
         self.max_episode_steps = max_episode_steps
         self.state = np.zeros((num_envs, 4))  # x (m), x_dot (m/s), theta (rad), theta_dot (rad/s)
-        self.elapsed = np.zeros(num_envs, dtype=np.int64)
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
         """Draw the start state."""
@@ -99,7 +92,6 @@ class CartPoleVectorEnv(BatchedEnv):
     def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
         """Start new episodes from the drawn states."""
         self.state[rows] = draws
-        self.elapsed[rows] = 0
 
     def observe(self) -> np.ndarray:
         """Return the observed columns of the state."""
@@ -118,10 +110,9 @@ class CartPoleVectorEnv(BatchedEnv):
         x_acc = temp - physics.polemass_length * theta_acc * cos / physics.total_mass
         rates = np.stack([x_dot, x_acc, theta_dot, theta_acc], axis=1)
         self.state = self.state + physics.tau * rates
-        self.elapsed += 1
         terminated = np.abs(self.state[:, 0]) > physics.x_threshold
         terminated |= np.abs(self.state[:, 2]) > physics.theta_threshold_radians
-        return np.ones(self.num_envs), terminated, self.elapsed >= self.max_episode_steps
+        return np.ones(self.num_envs), terminated
 
 
 class CartPolePositionsVectorEnv(CartPoleVectorEnv):
@@ -143,7 +134,7 @@ class MountainCarPositionsVectorEnv(BatchedEnv):
     Source of the dynamics: gymnasium/envs/classic_control/continuous_mountain_car.py (Moore 1990).
     """
 
-    state_names = ("position", "velocity", "elapsed")
+    state_names = ("position", "velocity")
 
     def __init__(self, num_envs: int = 1, *, max_episode_steps: int = 999) -> None:
         self._physics = Continuous_MountainCarEnv()  # only its constants are used
@@ -153,7 +144,6 @@ class MountainCarPositionsVectorEnv(BatchedEnv):
         self.max_episode_steps = max_episode_steps
         self.position = np.zeros(num_envs)
         self.velocity = np.zeros(num_envs)
-        self.elapsed = np.zeros(num_envs, dtype=np.int64)
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
         """Draw the start position."""
@@ -163,7 +153,6 @@ class MountainCarPositionsVectorEnv(BatchedEnv):
         """Start new episodes at rest at the drawn positions."""
         self.position[rows] = draws[:, 0]
         self.velocity[rows] = 0.0
-        self.elapsed[rows] = 0
 
     def observe(self) -> np.ndarray:
         """Return the positions."""
@@ -180,12 +169,10 @@ class MountainCarPositionsVectorEnv(BatchedEnv):
         )
         stopped = (self.position == physics.min_position) & (velocity < 0)
         self.velocity = np.where(stopped, 0.0, velocity)
-        self.elapsed += 1
         terminated = (self.position >= physics.goal_position) & (
             self.velocity >= physics.goal_velocity
         )
-        rewards = _PRIZE * terminated - _COST * np.square(force)
-        return rewards, terminated, self.elapsed >= self.max_episode_steps
+        return _PRIZE * terminated - _COST * np.square(force), terminated
 
 
 RecallEnv = partial(SingleEnv, RecallVectorEnv)

@@ -101,7 +101,6 @@ class TradingVectorEnv(TensorVectorEnv):
         discount: float = 0.8,
         device: str | torch.device = "cpu",
     ) -> None:
-        assert not evaluation or num_envs == len(markets), "one environment for each market"
         self.num_days = span.last - span.first + 1
         if not evaluation and config.episode_days >= self.num_days:
             raise ValueError(
@@ -119,7 +118,7 @@ class TradingVectorEnv(TensorVectorEnv):
         self._episode_days = self.num_days - 1 if evaluation else config.episode_days
         # tables that the steps read
         num_stocks = len(self.tickers)
-        tables = market_tables(markets, span, config, train_span, discount)
+        tables = market_tables(markets, span, config, train_span or span, discount)
         self._portfolio_column = portfolio_columns(config.observation, num_stocks).start
         self._features = tables.features.to(self.device)  # [rows, F]
         self._prices = tables.prices.to(self.device)  # [rows, 6, n]
@@ -137,7 +136,7 @@ class TradingVectorEnv(TensorVectorEnv):
             centred = by_market - by_market.mean(1, keepdim=True)
             covariance = centred.transpose(1, 2) @ centred / max(centred.shape[1] - 1, 1)
             self._covariance = covariance.to(self.device)  # [M, n, n]
-        self._keys: Tensor | None = None
+        self._keys = torch.empty(0, dtype=torch.int64)  # filled by the first reset
         self._row = self._end_row = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
         self._risk = self._prices.new_zeros(num_envs)
         self._cash = self._value = self._prices.new_zeros(num_envs, 1)  # USD
@@ -162,29 +161,28 @@ class TradingVectorEnv(TensorVectorEnv):
         return self._shares * closes / self._value
 
     def reset(
-        self, *, seed: int | Sequence[int] | None = None, options: dict[str, Any] | None = None
+        self, *, seed: int | Sequence[int] | None = None, options: Any = None
     ) -> tuple[Tensor, dict[str, Any]]:
         """Start an episode in every environment.
 
         Args:
             seed: one integer per environment; an integer s means s, s + 1, ...; None: start the
                 next episodes of the current seeds.
-            options: {"random_age": False} gives these episodes their full length.
+            options: ignored.
         """
-        if seed is not None or self._keys is None:
+        if seed is not None or not len(self._keys):
             self._keys = seed_keys(seed, self.num_envs).to(self.device)
             self._episode = torch.full_like(self._keys, -1)  # [B]
             self._restarts_left = 0
         all_ended = torch.ones_like(self._keys, dtype=torch.bool)
         obs = self._restart(all_ended, self._features[:1])
-        if not self.evaluation and (options or {}).get("random_age", True):
+        if not self.evaluation:
             age = random_int63(self._keys, ~self._episode) % self._episode_days
             self._end_row = self._row + 1 + age
         return obs, {}
 
     def _draw_starts(self) -> None:
         """Draw the start rows of the current episodes and of the next AHEAD episodes."""
-        assert self._keys is not None
         self._drawn_from = self._episode
         self._restarts_left = AHEAD
         if self.evaluation:
@@ -206,7 +204,6 @@ class TradingVectorEnv(TensorVectorEnv):
             other rows equal obs. In training, info["raw_rewards"] [B] holds the plain rewards. In
             evaluation, the rewards are plain, and info also holds the result of `_report`.
         """
-        assert self._keys is not None, "reset the environment before its first step"
         # trade and compute rewards
         value_before = self._value
         position_usd, solvent, lost_usd, info = self._trade_one_day(actions)

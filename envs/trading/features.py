@@ -22,8 +22,7 @@ from envs.trading.market_data import Market, Span
 # are then exact in float64 while a portfolio is worth less than 2**33 USD (8.6 billion).
 GRID = 2.0**20  # steps per USD; the other 33 of float64's 53 bits hold whole dollars
 INDICATOR_DAYS = 30
-CORRELATION_RIDGE = 1e-9  # keeps the correlation matrix invertible if two stocks move identically
-MIN_STD = 1e-12  # smaller standard deviations of daily returns are only rounding noise
+SMALLEST_VARIANCE = 1e-9  # relative to the largest; what is smaller is only rounding noise
 
 
 # ---- indicators
@@ -31,11 +30,8 @@ MIN_STD = 1e-12  # smaller standard deviations of daily returns are only roundin
 
 def by_column(function: Callable[..., np.ndarray], days: int, *arrays: np.ndarray) -> np.ndarray:
     """Apply a TA-Lib function for 1-D arrays to each column of [D, n] arrays."""
-    columns = []
-    for stock in range(arrays[0].shape[1]):
-        series = [np.ascontiguousarray(array[:, stock]) for array in arrays]  # each [D]
-        columns.append(function(*series, days))
-    return np.stack(columns, axis=1)
+    columns = zip(*(np.ascontiguousarray(array.T) for array in arrays), strict=True)
+    return np.stack([function(*series, days) for series in columns], axis=1)
 
 
 def macd(bars: Market) -> np.ndarray:
@@ -66,35 +62,22 @@ def trailing_mean(values: np.ndarray) -> np.ndarray:
 def turbulence(close: np.ndarray, days: int = 252) -> np.ndarray:
     """Return the squared Mahalanobis distance of each day's returns from the past.
 
-    Mean and covariance are computed from the `days` daily returns before that day. A stock whose
-    returns do not vary in that window is omitted on that day.
+    Mean and covariance are computed from the `days` daily returns before that day. Directions in
+    which past returns do not vary are ignored: a stock that never moves, or the twin of another.
 
     Returns: [D], warm from day `days + 1` on; in ordinary times about n for n stocks.
-    Raises: ValueError: there are too many stocks for a covariance over `days` returns.
     Source: Kritzman and Li, "Skulls, Financial Turbulence, and Risk Management" (2010), but not
         divided by n.
     """
-    num_days, num_stocks = close.shape
-    if days <= num_stocks:
-        raise ValueError(f"turbulence needs fewer stocks than its {days} days, got {num_stocks}")
-    values = np.full(num_days, np.nan)
+    values = np.full(len(close), np.nan)
     returns = close[1:] / close[:-1] - 1.0  # [D-1, n]; returns[i] belongs to day i + 1
-    for day in range(days + 1, num_days):
-        values[day] = _squared_distance(returns[day - 1], returns[day - 1 - days : day - 1])
+    for day in range(days + 1, len(close)):
+        past = returns[day - 1 - days : day - 1]
+        centred = past - past.mean(axis=0)
+        apart = returns[day - 1] - past.mean(axis=0)
+        covariance = centred.T @ centred / (days - 1)
+        values[day] = apart @ np.linalg.lstsq(covariance, apart, rcond=SMALLEST_VARIANCE)[0]
     return values
-
-
-def _squared_distance(today: np.ndarray, past: np.ndarray) -> float:
-    """Return today's [n] squared Mahalanobis distance from the past [days, n]."""
-    std = past.std(axis=0, ddof=1)
-    moved = std > MIN_STD  # [n]
-    today, past, std = today[moved], past[:, moved], std[moved]
-    scaled_past = (past - past.mean(axis=0)) / std
-    scaled_today = (today - past.mean(axis=0)) / std
-    # Correlations have the same scale for calm and volatile stocks, so one ridge fits all.
-    correlation = scaled_past.T @ scaled_past / (len(past) - 1)
-    correlation += CORRELATION_RIDGE * np.eye(len(std))
-    return scaled_today @ np.linalg.solve(correlation, scaled_today)
 
 
 # ---- observations
@@ -201,7 +184,7 @@ def market_tables(
     markets: Sequence[Market],
     span: Span,
     config: TradingConfig,
-    train_span: Span | None,
+    train_span: Span,
     discount: float,
 ) -> MarketTables:
     """Compute the tables of a span; every indicator must be warm on its first day."""
@@ -223,8 +206,10 @@ def market_tables(
     table[:, :, 0] = 1.0 if config.observation == "relative" else config.initial_cash_usd
     turbulent = None
     if config.turbulence_quantile > 0:
-        assert train_span is not None
-        rows = [_turbulent_days(m, config.turbulence_quantile, train_span)[days] for m in markets]
+        values = [turbulence(market.close) for market in markets]
+        past = slice(train_span.first, train_span.last + 1)
+        limits = [np.quantile(column[past], config.turbulence_quantile) for column in values]
+        rows = [column[days] > limit for column, limit in zip(values, limits, strict=True)]
         turbulent = torch.from_numpy(np.concatenate(rows))
     return MarketTables(
         features=torch.from_numpy(table).flatten(0, 1),
@@ -239,9 +224,3 @@ def _tomorrow(values: Tensor) -> Tensor:
     The last day keeps its own values, because no step starts on it.
     """
     return torch.cat([values[:, 1:], values[:, -1:]], dim=1)
-
-
-def _turbulent_days(market: Market, quantile: float, train_span: Span) -> np.ndarray:
-    """Mark the days [D] with turbulence above a quantile of the training span."""
-    values = turbulence(market.close)
-    return values > np.quantile(values[train_span.first : train_span.last + 1], quantile)

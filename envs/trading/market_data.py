@@ -16,7 +16,6 @@ _LOGGER = logging.getLogger(__name__)
 PRICES = ["open", "high", "low", "close", "adj_close"]
 NUMBERS = [*PRICES, "volume"]
 COLUMNS = ["date", "tic", *NUMBERS]
-BLANKS = ("", "NA", "N/A", "NaN", "nan", "null", "NULL", "None")  # text that means a missing number
 ROUNDING = 1e-3  # tolerated relative error: files round each price of a bar separately
 MAX_MISSING_CALENDAR_DAYS = 10  # the longest holidays of an exchange (Shanghai, New Year)
 MAX_DROPPED_SHARE = 0.05
@@ -47,12 +46,12 @@ class Span:
     last: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Spans:
     """Disjoint spans in ascending order; `valid` is None if it has no days."""
 
     train: Span
-    valid: Span | None
+    valid: Span | None = None
     test: Span
 
 
@@ -69,7 +68,7 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
     SHARES. If no validation date is given, and training and test leave too few days for
     validation, `valid` is None.
 
-    Raises: MarketDataError: a span is too short, or outside the data.
+    Raises: MarketDataError: a span is too short, outside the data, or overlaps the one before it.
     """
     days: dict[str, int] = {}
     for name in SPAN_DATES:
@@ -78,32 +77,35 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
             side: Any = "right" if is_end else "left"
             next_day = int(np.searchsorted(dates, np.datetime64(text, "D"), side))
             days[name] = max(first_tradable, next_day - is_end)
-    first = days.setdefault("train_start", first_tradable)
-    last = days.setdefault("test_end", len(dates) - 1)
-    # ends that follow from the given start of the next span
-    for end, start in (("train_end", "valid_start"), ("valid_end", "test_start")):
-        if start in days:
-            days.setdefault(end, days[start] - 1)
-    # borders without a date, and starts that follow from the end of the previous span
+    first = days.get("train_start", first_tradable)
+    last = days.get("test_end", len(dates) - 1)
+    # a span ends before the next one starts; -1: neither date at this border is given
+    train_end = days.get("train_end", days.get("valid_start", 0) - 1)
+    valid_end = days.get("valid_end", days.get("test_start", 0) - 1)
     train, valid, test = SHARES
-    if "train_end" not in days:
-        share = train / (train + valid) if "valid_end" in days else train
-        days["train_end"] = _end_of_share(first, days.get("valid_end", last), share)
-    days.setdefault("valid_start", days["train_end"] + 1)
-    if "valid_end" not in days:
-        days["valid_end"] = _end_of_share(days["valid_start"], last, valid / (valid + test))
-    days.setdefault("test_start", days["valid_end"] + 1)
-    spans: dict[str, Any] = {}
-    for name in ("train", "valid", "test"):
-        spans[name] = Span(days[f"{name}_start"], days[f"{name}_end"])
-        num_days = spans[name].last - spans[name].first + 1
-        if num_days < MIN_SPAN_DAYS:
-            if name != "valid" or config.valid_start or config.valid_end:
-                raise MarketDataError(
-                    f"the {name} span has {max(num_days, 0)} trading days, needs {MIN_SPAN_DAYS}: "
-                    f"move --{name}_start, --{name}_end or their neighbours, or bring more data"
-                )
-            spans[name] = None
+    if train_end < 0:
+        end, rest = (last, 1.0) if valid_end < 0 else (valid_end, train + valid)
+        train_end = _end_of_share(first, end, train / rest)
+    valid_start = days.get("valid_start", train_end + 1)
+    if valid_end < 0:
+        valid_end = _end_of_share(valid_start, last, valid / (valid + test))
+    test_start = days.get("test_start", valid_end + 1)
+    spans: dict[str, Span] = {}
+    end_before = -1
+    for name, start, end in (
+        ("train", first, train_end),
+        ("valid", valid_start, valid_end),
+        ("test", test_start, last),
+    ):
+        num_days = end - start + 1
+        if num_days >= MIN_SPAN_DAYS and start > end_before:
+            spans[name] = Span(start, end)
+            end_before = end
+        elif name != "valid" or config.valid_start or config.valid_end:
+            raise MarketDataError(
+                f"the {name} span has {num_days} trading days; it needs {MIN_SPAN_DAYS} after the "
+                f"span before it: move --{name}_start, --{name}_end or their neighbours"
+            )
     return Spans(**spans)
 
 
@@ -165,23 +167,22 @@ def _read(path: Path) -> pd.DataFrame:
 
 
 def _parse(text: pd.DataFrame) -> pd.DataFrame:
-    """Convert text to dates and numbers (NaN for a blank); refuse invalid bars."""
-    text = text.apply(lambda column: column.str.strip())
+    """Convert text to dates and numbers; refuse bars that cannot be.
+
+    A cell without a finite number becomes NaN and counts as missing.
+    """
     bars = text.copy()
     bars["date"] = pd.to_datetime(text["date"], format="%Y-%m-%d", errors="coerce")
     _refuse(text, ~(bars["date"].dt.year > 0), "the date is not YYYY-MM-DD")  # also refuses year 0
-    _refuse(text, bars["tic"] == "", "blank ticker")
-    for name in NUMBERS:
-        bars[name] = pd.to_numeric(text[name], errors="coerce").astype(np.float64)
-        bad = bars[name].isna() & ~text[name].isin(BLANKS) | np.isinf(bars[name])
-        _refuse(text, bad, f"{name} is not a number")
-    outside = (bars["volume"] < 0) | (bars["high"] < bars["low"])
+    numbers = text[NUMBERS].apply(pd.to_numeric, errors="coerce")
+    bars[NUMBERS] = numbers.astype(np.float64).replace([np.inf, -np.inf], np.nan)
+    impossible = (bars[PRICES] <= 0).any(axis=1) | (bars["volume"] < 0)
     for name in ("open", "close"):
-        outside |= bars[name] < bars["low"] * (1 - ROUNDING)
-        outside |= bars[name] > bars["high"] * (1 + ROUNDING)
+        impossible |= bars[name] < bars["low"] * (1 - ROUNDING)
+        impossible |= bars[name] > bars["high"] * (1 + ROUNDING)
     _refuse(text, bars.duplicated(["date", "tic"]), "a second row for this ticker and date")
-    _refuse(text, (bars[PRICES] <= 0).any(axis=1), "a price is not positive")
-    _refuse(text, outside, "open or close is not between low and high, or volume is negative")
+    problem = "a price is not positive, open or close is not between low and high, or volume < 0"
+    _refuse(text, impossible, problem)
     return bars
 
 
@@ -192,9 +193,10 @@ def _refuse(
     if bad.any():
         row = bars[bad].sort_values(["date", "tic"]).iloc[0]
         values = ", ".join(f"{name} {row[name]}" for name in NUMBERS)
-        more = f" (and {bad.sum() - 1} more)" if bad.sum() > 1 else ""
         date = str(row["date"])[:10]
-        raise MarketDataError(f"{row['tic']} on {date}: {problem} ({values}){more}: {fix}")
+        raise MarketDataError(
+            f"{row['tic']!r} on {date}: {problem} ({values}), {bad.sum()} rows in all: {fix}"
+        )
 
 
 def _complete(bars: pd.DataFrame, missing: str, name: str) -> pd.DataFrame:
@@ -208,13 +210,13 @@ def _complete(bars: pd.DataFrame, missing: str, name: str) -> pd.DataFrame:
     blank = bars[NUMBERS].isna().any(axis=1)
     dropped, num_days = bars["date"][blank].unique(), bars["date"].nunique()
     if missing == "error" or len(dropped) > MAX_DROPPED_SHARE * num_days:
-        problem = f"no bar, or a blank one, on {len(dropped)} of {num_days} days with other bars"
+        problem = f"no complete bar; {len(dropped)} of {num_days} days are incomplete"
         fix = "fill it in, remove the ticker, or use --data_missing drop, which drops at most "
         _refuse(bars, blank, problem, f"{fix}{MAX_DROPPED_SHARE:.0%} of the days")
     if len(dropped):
         _LOGGER.warning(
             f"{name}: dropped {len(dropped)} of {num_days} days on which not every ticker has a "
-            f"clean bar, the first on {dropped[0]:%Y-%m-%d}"
+            f"complete bar, the first on {dropped[0]:%Y-%m-%d}"
         )
         bars = bars[~bars["date"].isin(dropped)]
     dates = np.unique(bars["date"]).astype("datetime64[D]")

@@ -13,6 +13,7 @@ example.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-Outcome = tuple[np.ndarray, np.ndarray, np.ndarray]  # rewards, terminated, truncated, each [B]
+Outcome = tuple[np.ndarray, np.ndarray]  # rewards and terminated, each [B]
 
 
 def has_snapshots(env: Any) -> bool:
@@ -53,17 +54,20 @@ def unpack_generator(generator: np.random.Generator, packed: np.ndarray) -> None
 class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     """Base of SAME_STEP vector environments with one generator per environment.
 
-    A subclass implements `draw`, `begin`, `observe` and `advance`. Its state
-    consists of the generators and the arrays [B, ...] named in `state_names`.
+    A subclass implements `draw`, `begin`, `observe` and `advance`. Its state consists of the
+    generators, `elapsed` and the arrays [B, ...] named in `state_names`. An episode that reaches
+    `max_episode_steps` is truncated; snapshots include the steps that have elapsed.
     """
 
     metadata: dict[str, Any] = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
     state_names: tuple[str, ...] = ()
+    max_episode_steps: float = math.inf
 
     def __init__(
         self, num_envs: int, observation_space: spaces.Box, action_space: spaces.Space
     ) -> None:
         self.num_envs = num_envs
+        self.elapsed = np.zeros(num_envs, dtype=np.int64)  # steps taken in this episode
         self.single_observation_space = observation_space
         self.single_action_space = action_space
         self.observation_space = batch_space(observation_space, num_envs)
@@ -83,10 +87,17 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         raise NotImplementedError
 
     def advance(self, actions: np.ndarray) -> Outcome:
-        """Take one step; return rewards, terminated and truncated."""
+        """Take one step; `elapsed` is counted later. Return rewards and terminated."""
         raise NotImplementedError
 
+    def advance_all(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Take one step and count it; return rewards, terminated and truncated."""
+        rewards, terminated = self.advance(actions)
+        self.elapsed += 1
+        return rewards, terminated, self.elapsed >= self.max_episode_steps
+
     def _begin_episodes(self, rows: np.ndarray) -> None:
+        self.elapsed[rows] = 0
         self.begin(rows, np.stack([self.draw(self.generators[row]) for row in rows]))
 
     def reset(
@@ -105,7 +116,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         self, actions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         """Step all environments; info["final_obs"] holds observations before autoreset."""
-        rewards, terminated, truncated = self.advance(np.asarray(actions))
+        rewards, terminated, truncated = self.advance_all(np.asarray(actions))
         final_obs = obs = self.observe()
         ended = terminated | truncated
         if ended.any():
@@ -115,14 +126,14 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Return a complete snapshot as copied arrays [B, ...]."""
-        state = {name: getattr(self, name).copy() for name in self.state_names}
+        state = {name: getattr(self, name).copy() for name in (*self.state_names, "elapsed")}
         return state | {
             "generator": np.stack([pack_generator(generator) for generator in self.generators])
         }
 
     def set_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Restore a snapshot; the environment must have been reset once."""
-        for name in self.state_names:
+        for name in (*self.state_names, "elapsed"):
             getattr(self, name)[...] = state[name]
         for generator, packed in zip(self.generators, state["generator"], strict=True):
             unpack_generator(generator, packed)
@@ -148,7 +159,7 @@ class SingleEnv(gymnasium.Env[np.ndarray, np.int64]):
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Take one step."""
-        rewards, terminated, truncated = self._batch.advance(np.array([action]))
+        rewards, terminated, truncated = self._batch.advance_all(np.array([action]))
         obs = self._batch.observe()[0]
         return obs, float(rewards[0]), bool(terminated[0]), bool(truncated[0]), {}
 

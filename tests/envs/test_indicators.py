@@ -64,5 +64,3 @@ def test_turbulence_survives_a_twin_and_a_stock_that_never_moves():
     for other, rtol in ((np.full((300, 1), 7.0), 1e-6), (2.0 * close[:, :1], 1e-4)):
         values = features.turbulence(np.concatenate([close, other], axis=1))
         np.testing.assert_allclose(values, expected, rtol=rtol)
-    with pytest.raises(ValueError, match="fewer stocks than its 4 days"):
-        features.turbulence(close, days=4)

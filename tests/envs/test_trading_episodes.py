@@ -1,10 +1,7 @@
-"""Trading episodes: start, end, seeds, snapshots, Gymnasium's interfaces."""
+"""Trading episodes: start, end, seeds, snapshots."""
 
-import gymnasium
-import numpy as np
 import pytest
 import torch
-from gymnasium.utils.env_checker import check_env
 from trading_markets import (
     FIRST,
     NUM_DAYS,
@@ -17,9 +14,6 @@ from trading_markets import (
     scaled,
     whole_pass,
 )
-
-import envs  # noqa: F401  (registers StockTrading-v0)
-from envs.trading.task import make_trading_vector_env
 
 MARKETS = [random_market(1), random_market(2)]
 
@@ -99,35 +93,6 @@ def test_ruin_terminates():
     ends = [env.step(torch.tensor([[0.5, 0.49]]))[2].item() for _ in range(5)]
     assert ends == [False, False, False, False, True]
     assert day(env).item() == FIRST and env.portfolio_value.item() == 1e6
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"observation": "paper", "order_unit": "shares", "max_order": 100}]
-)
-@pytest.mark.filterwarnings("ignore:.*A Box observation space")
-def test_gymnasium_makes_one_environment_with_full_episodes_or_a_batch(options):
-    options |= {"num_worlds": 1, "num_stocks": 4, "episode_days": 15}
-    env = gymnasium.make("StockTrading-v0", **options).unwrapped
-    check_env(env, skip_render_check=True)
-    start, _ = env.reset(seed=3)
-    ends = [env.step(np.ones(4, dtype=np.float32)) for _ in range(15)]
-    assert [end[3] for end in ends] == [False] * 14 + [True]
-    assert ends[-1][0][0] < start[0], "the last observation shows the ended portfolio"
-    batch = gymnasium.make_vec("StockTrading-v0", num_envs=5, **options)
-    assert batch.reset(seed=1)[0].shape == (5, len(start))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"data": "nowhere.csv"}, "no such file"),
-        ({"split": "later"}, "split must be"),
-        ({"num_stonks": 3}, "unknown option num_stonks"),
-    ],
-)
-def test_wrong_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        make_trading_vector_env(2, **options)
 
 
 def test_returned_tensors_are_the_callers_and_carry_no_graph():
