@@ -15,7 +15,7 @@ from typing import Any
 from agents.run.choice import ALL_SECTIONS, RUNS, choose_run
 from rl_dist.errors import UserError, explains_errors, outlive_readers
 from rl_dist.flags import configuration, parse_flags
-from rl_dist.launch.child import SCRIPT, leave_at_signals, without
+from rl_dist.launch.child import SCRIPT, leave_at_signals
 from rl_dist.setup_check import PROBLEM, WARNING, Check, check_setup, worst
 
 DESCRIPTION = "Check if this machine can train with these flags, and how long the training takes."
@@ -45,7 +45,7 @@ def main() -> int:
     options: CheckFlags = parsed.configs["check"]
     if parsed.configs["run"].resume or parsed.configs["run"].interactive:
         raise UserError("--resume and --interactive cannot be checked: give the flags of a new run")
-    flags = without(sys.argv[1:], ("json", "strict"))
+    flags = [word for word in sys.argv[1:] if word not in ("--json", "--strict")]
     checks: list[Check] = []
     figures: dict[str, Any] = {}
     with ExitStack() as held:

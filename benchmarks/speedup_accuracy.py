@@ -50,12 +50,13 @@ def compare(name: str, scaling: str, args: argparse.Namespace) -> dict[str, Any]
     job, ranks = JOBS[name], args.ranks
     divisor = ranks if scaling == "strong" else 1
     share = job | {size: job[size] // divisor for size in TOTALS} | {"strategy": "ddp"}
-    measure = partial(measure_short_runs, iterations=args.iterations, device_type=DEVICE_TYPE)
-    alone = partial(measure, as_flags(share), copies=ranks, threads=threads_per_rank(ranks))
-    together = partial(
-        measure, as_flags(job | {"scaling": scaling}), threads=threads_per_rank(1), num_gpus=ranks
-    )
-    num_bytes = alone(iterations=1).gradient_bytes
+    share |= {"num_gpus": 1, "threads": threads_per_rank(ranks)}
+    whole = {"num_gpus": ranks, "threads": threads_per_rank(1), "scaling": scaling}
+    gpu_ids = [None] * ranks if DEVICE_TYPE == "cpu" else range(ranks)
+    copies = [as_flags(share | {"gpu_ids": gpu_id}) for gpu_id in gpu_ids]
+    alone = partial(measure_short_runs, copies)
+    together = partial(measure_short_runs, [as_flags(job | whole)])
+    num_bytes = alone().gradient_bytes
     small_bytes = 64  # size of a sum of metrics
     reduction_s = time_reductions(ranks, [num_bytes, small_bytes], DEVICE_TYPE)
     small_s = SMALL_COLLECTIVES * reduction_s[small_bytes]
@@ -95,7 +96,6 @@ def main() -> None:
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--scalings", nargs="+", default=["strong", "weak"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--iterations", type=int, default=20, help="of each turn")
     args = parser.parse_args()
     print(json.dumps(describe(threads_per_rank(args.ranks)) | {"date": time.strftime("%Y-%m-%d")}))
     for job in args.jobs:

@@ -128,12 +128,9 @@ def train(
     """
     folder = run.path.parent
     words = [SCRIPT, *flags, f"--num_gpus={num_gpus}"]
-    child = Child(words, folder, variables={"TMPDIR": str(folder)})
-    try:
+    with Child(words, folder) as child:
         while (code := child.job.poll()) is None and not until():
             time.sleep(0.002)
-    finally:
-        child.kill()
     if code:
         raise UserError(str(child.error()), exit_code=2 if code == 2 else 1)
 

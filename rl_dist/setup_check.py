@@ -44,7 +44,6 @@ LITTLE_DISK_GIB = 1.0
 SHM_GIB = 1 / 16  # shared memory that NCCL needs for each rank
 REDUCED_BYTES = (2**10, 2**20, 2**26)
 SHORT_RUN_S = 180.0  # time limit of the short run, including its start
-ENOUGH_S = 12.0  # the short run may stop after 2 iterations if it has trained this long
 TIGHT_SHARE = 0.1  # share of the memory that should stay free
 WAITING_SHARE, ROLLOUT_SHARE = 0.2, 0.7  # warn above these shares of an iteration
 NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
@@ -118,11 +117,7 @@ def check_setup(
         step = "short run"
         print("checking: a short run of this training", file=sys.stderr)
         (records,) = measure_short_runs(
-            [*flags, "--monitor_every=0.2"],
-            num_gpus=None,
-            timeout_s=SHORT_RUN_S,
-            enough_s=ENOUGH_S,
-            steady=True,
+            [[*flags, "--monitor_every=0.2"]], timeout_s=SHORT_RUN_S
         ).records
     except ChildError as error:
         only_slow = step == "short run" and isinstance(error, ChildTimeoutError)

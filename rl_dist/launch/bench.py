@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rl_dist.errors import report_to_caller
 from rl_dist.launch.child import Child, ChildError, ChildTimeoutError
@@ -30,7 +30,6 @@ from rl_dist.process_group.world import World, close_world, open_world
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 
-NUM_TENSORS = 16  # number of tensors that form the gradient
 WORK_S, WARM_UP, REPEATS = 0.004, 3, 12
 RUN = """import json, sys
 from rl_dist.launch.bench import run_rank
@@ -70,14 +69,14 @@ def time_reductions(
         "gpu_ids": list(gpu_ids),
     }
     bench = f"an all-reduce over {num_ranks} {device_type} ranks"
-    with tempfile.TemporaryDirectory(prefix="all_reduce_") as folder:
-        child = Child(["-c", RUN, json.dumps(job)], Path(folder), variables={"TMPDIR": folder})
+    with (
+        tempfile.TemporaryDirectory(prefix="all_reduce_") as folder,
+        Child(["-c", RUN, json.dumps(job)], Path(folder)) as child,
+    ):
         try:
             code = child.job.wait(timeout_s)
         except subprocess.TimeoutExpired:
             raise ChildTimeoutError(f"{bench} did not end within {timeout_s:g} s") from None
-        finally:
-            child.kill()
         if code:
             error = child.error()
             raise ChildError(f"{bench}: {error}") if isinstance(error, ChildError) else error
@@ -97,24 +96,12 @@ def run_rank(job: dict[str, Any]) -> None:
     close_world(world)
 
 
-class Weights(nn.Module):
-    """Parameters in several tensors; each gradient equals the argument of `forward`."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        parts = torch.zeros(count).tensor_split(min(count, NUM_TENSORS))
-        self.weights = nn.ParameterList(part.clone() for part in parts)
-
-    def forward(self, value: Tensor) -> Tensor:
-        """Return the loss: the sum of all weights, times `value`."""
-        return torch.stack([weight.sum() for weight in self.weights]).sum() * value
-
-
 def _last_arrival_s(num_bytes: int, world: World) -> float:
     """Return the shortest wait of any rank, as the median over all reductions."""
-    module = Weights(max(1, num_bytes // 4)).to(world.device)
+    module = nn.Linear(max(1, num_bytes // 4), 1, bias=False, device=world.device)
     wrapped = Strategy(StrategyConfig(mode="ddp"), world).wrap(module)
-    value = torch.tensor(world.rank + 1.0, device=world.device)  # equals this rank's gradient
+    # The gradient of a linear layer's weights equals its input.
+    gradient = torch.full_like(module.weight, world.rank + 1.0)
     matrix = torch.full((256, 256), 0.01, device=world.device)
     waits_s = []
     for _ in range(WARM_UP + REPEATS):
@@ -122,18 +109,17 @@ def _last_arrival_s(num_bytes: int, world: World) -> float:
         until_s, product = time.perf_counter() + WORK_S, matrix
         while time.perf_counter() < until_s:
             product = (product @ product).tanh()
-        loss = wrapped(value)
+        loss = wrapped(gradient).sum()
         wrapped.zero_grad(set_to_none=True)
         world.forget_waits()
         with world.reduction_context():
             loss.backward()
         waits_s.append(world.gradient_seconds)
         world.heartbeat()
-    for weight in module.weights:
-        if weight.grad is None or (weight.grad != (world.size + 1) / 2).any():
-            raise RuntimeError(
-                f"rank {world.rank}: an all-reduce of {num_bytes} bytes over {world.backend} "
-                "gave wrong sums"
-            )
+    if module.weight.grad is None or (module.weight.grad != (world.size + 1) / 2).any():
+        raise RuntimeError(
+            f"rank {world.rank}: an all-reduce of {num_bytes} bytes over {world.backend} "
+            "gave wrong sums"
+        )
     by_rank = all_gather_json(waits_s[WARM_UP:], world)
     return statistics.median(min(call_waits) for call_waits in zip(*by_rank, strict=True))

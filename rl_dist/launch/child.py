@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,15 @@ SHORT_RUN_FLAGS: dict[str, Any] = {
     "checkpoint_every": 10**9,
     "keep_best": "off",
     "max_restarts": 0,
+    "on_event": "",
+    "seeds": "",
+    "profile": False,
 }
-DROPPED_FLAGS = ("run_dir", "num_episodes", "on_event", "seed", "seeds", "profile")
 WARM_UP = 3  # number of first iterations that are not measured
 # A rate is reliable if it is similar in 3 rounds that together take at least 3 seconds.
 ROUNDS, ROUNDS_S = 3, 3.0
+# After this time, 1 iteration of warm-up and 2 measured ones are enough.
+ENOUGH_S = 12.0
 MAX_SPREAD = 1.5  # rates are similar up to this ratio of the highest to the lowest rate
 Record = dict[str, Any]
 
@@ -58,42 +62,37 @@ def leave_at_signals() -> None:
         signal.signal(signum, lambda number, frame: sys.exit(128 + number))
 
 
-class Child:
-    """A child process that runs one of our programs."""
+class Child(AbstractContextManager["Child"]):
+    """A child process that runs one of our programs; leaving the context kills it."""
 
-    def __init__(
-        self,
-        arguments: Sequence[object],
-        folder: Path,
-        *,
-        variables: Mapping[str, str] | None = None,
-        echo: bool = False,
-    ) -> None:
+    def __init__(self, arguments: Sequence[object], folder: Path, *, echo: bool = False) -> None:
         """Start this Python interpreter in a new session, without stdin.
 
         The child inherits all environment variables except those that make a process a rank.
 
         Args:
             arguments: arguments of the interpreter.
-            folder: directory for the child's stderr and report.
-            variables: additional environment variables.
+            folder: directory for the child's stderr, report and temporary files.
             echo: whether the child prints to stdout and stderr of this process.
         """
         self._stderr = folder / "stderr"
         self._report = folder / "report.json"
         self._report.write_text("{}")
-        environment = {
+        variables = {
             name: value
             for name, value in os.environ.items()
             if name not in RANK_VARIABLES and "TORCHELASTIC" not in name
         }
-        paths = [str(Path.cwd()), str(SCRIPT.parent), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        environment[RESULT_FILE] = str(self._report)
+        paths = [str(Path.cwd()), str(SCRIPT.parent), variables.get("PYTHONPATH", "")]
+        variables |= {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "TMPDIR": str(folder),
+            RESULT_FILE: str(self._report),
+        }
         with self._stderr.open("wb") as stderr:
             self.job = subprocess.Popen(
                 [sys.executable, *map(str, arguments)],
-                env=environment | dict(variables or {}),
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=None if echo else subprocess.DEVNULL,
                 stderr=None if echo else stderr,
@@ -101,7 +100,7 @@ class Child:
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
 
-    def kill(self) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         """Kill the child and all processes of its session, and wait until they ended."""
         deadline_s = time.monotonic() + KILL_PATIENCE_S
         with suppress(ProcessLookupError, PermissionError):  # no process is left
@@ -168,8 +167,11 @@ def launch_distributed_training(
             None is skipped.
     """
     started_s = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="rl_dist_result_") as folder:
-        child = Child([script, *flags, *as_flags(named)], Path(folder), echo=echo)
+    arguments = [script, *flags, *as_flags(named)]
+    with (
+        tempfile.TemporaryDirectory(prefix="rl_dist_result_") as folder,
+        Child(arguments, Path(folder), echo=echo) as child,
+    ):
         try:
             child.job.wait()
         except KeyboardInterrupt:
@@ -177,8 +179,6 @@ def launch_distributed_training(
             child.job.send_signal(signal.SIGINT)
             child.job.wait()
             raise
-        finally:
-            child.kill()
         facts = child.facts()
     code = child.job.returncode
     run_dir = Path(facts["run_dir"]).absolute() if "run_dir" in facts else None
@@ -218,93 +218,59 @@ class ShortRuns:
     gradient_bytes: int
 
 
-def measure_short_runs(
-    flags: Sequence[str],
-    copies: int = 1,
-    threads: int = 0,
-    iterations: int = ROUNDS,
-    *,
-    num_gpus: int | None = 1,
-    device_type: str = "cpu",
-    timeout_s: float = 600.0,
-    enough_s: float = math.inf,
-    steady: bool = False,
-) -> ShortRuns:
+def measure_short_runs(copies: Sequence[Sequence[str]], timeout_s: float = 600.0) -> ShortRuns:
     """Train independent copies side by side, and measure while all of them train.
 
     If each copy has the threads or the GPU of one rank, the copies show how much the ranks of one
     machine slow each other down by sharing cores, caches and memory. Time in which ranks wait for
     each other is not included. All copies are killed at the end, or when the caller dies. Flags for
-    run length, run directory, checkpoints and seed are replaced. The first WARM_UP iterations are
-    not measured.
+    run length, run directory, checkpoints and seed are replaced. At least ROUNDS iterations of each
+    copy are measured, or 2 if they are very slow.
 
     Args:
-        flags: flags of the training script, with sizes for one rank.
-        copies: number of copies.
-        threads: number of threads of each copy; 0: the script decides.
-        iterations: number of iterations to measure in the slowest copy.
-        num_gpus: value of --num_gpus for each copy; None: as in `flags`.
-        device_type: with "cuda", each copy gets its own GPU, unless num_gpus is None.
+        copies: flags of the training script for each copy.
         timeout_s: longest duration of this call.
-        enough_s: after this time, two iterations of each copy are enough, and warm-up iterations
-            are measured as well.
-        steady: measure for at least ROUNDS_S, so that the rates of rounds can be compared.
 
     Raises:
         UserError: the script rejects the flags.
         ChildError: a copy failed for another reason.
         ChildTimeoutError: the measurement took longer than `timeout_s`.
     """
-    training_flags = _short_run_flags(flags, threads, num_gpus, device_type)
+    if any(flag.startswith("--resume") for flags in copies for flag in flags):
+        raise UserError("--resume: short runs start at the beginning; give the flags of the run")
     started_s = time.monotonic()
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="short_run_")))
-        runs = [RunDir(folder / str(number) / "run") for number in range(copies)]
-        children = []
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        gpus = visible.split(",") if visible else list(map(str, range(copies)))
-        for number, run in enumerate(runs):
-            # With equal seeds, episodes would end in all copies at the same time.
-            arguments = [SCRIPT, *training_flags, f"--seed={number + 1}", "--run_dir", run.path]
-            on_gpu = device_type == "cuda" and num_gpus is not None
-            variables = {"CUDA_VISIBLE_DEVICES": gpus[number]} if on_gpu else {}
+        runs, children = [], []
+        for number, flags in enumerate(copies, 1):
+            run = RunDir(folder / str(number) / "run")
             run.path.parent.mkdir()
-            children.append(Child(arguments, run.path.parent, variables=variables))
-            held.callback(children[-1].kill)
+            # With equal seeds, episodes would end in all copies at the same time.
+            replaced = as_flags(SHORT_RUN_FLAGS | {"seed": number, "run_dir": run.path})
+            child = Child([SCRIPT, *flags, *replaced], run.path.parent)
+            children.append(held.enter_context(child))
+            runs.append(run)
 
         began_s = math.inf  # time when all copies had finished their warm-up
         warm_up: list[int] = []  # number of iterations of each copy at that time
         while True:
             time.sleep(POLL_S)
             now_s = time.monotonic()
+            is_late = now_s - started_s > ENOUGH_S
             records = [run.records() for run in runs]
-            if now_s - started_s > enough_s and min(map(len, records)) >= 2:
-                break
-            if not warm_up and min(map(len, records)) >= WARM_UP:
+            if not warm_up and min(map(len, records)) >= (1 if is_late else WARM_UP):
                 began_s, warm_up = now_s, [*map(len, records)]
             measured = [r[skip:] for r, skip in zip(records, warm_up, strict=False)]
-            if now_s >= began_s + ROUNDS_S * steady and min(map(len, measured)) >= iterations:
-                records = measured
-                break
+            fewest = min(map(len, measured), default=0)
+            if (fewest >= ROUNDS and now_s >= began_s + ROUNDS_S) or (is_late and fewest >= 2):
+                state = runs[0].state()
+                gradient_bytes = state.gradient_bytes if state else 0
+                return ShortRuns(measured, runs[0].config(), gradient_bytes)
             for child in children:
                 if child.job.poll() is not None:
                     raise child.error()
             if now_s - started_s > timeout_s:
                 raise ChildTimeoutError("a short run took too long: try smaller sizes")
-        state = runs[0].state()
-        gradient_bytes = state.gradient_bytes if state else 0
-        return ShortRuns(records, runs[0].config(), gradient_bytes)
-
-
-def _short_run_flags(
-    flags: Sequence[str], threads: int, num_gpus: int | None, device_type: str
-) -> list[str]:
-    if without(flags, ["resume"]) != list(flags):
-        raise UserError("--resume: short runs start at the beginning; give the flags of the run")
-    chosen = SHORT_RUN_FLAGS | ({"threads": threads} if threads else {})
-    if num_gpus is not None:
-        chosen |= {"num_gpus": num_gpus, "device": device_type, "gpu_ids": ""}
-    return [*without(flags, (*DROPPED_FLAGS, *chosen)), *as_flags(chosen)]
 
 
 def round_rates(records: Sequence[Record]) -> list[float]:
@@ -324,16 +290,3 @@ def describe_rates(rates: Sequence[float]) -> str:
     """Describe rates that are not steady, for use in a message."""
     listed = ", ".join(f"{rate:,.0f}" for rate in rates)
     return f"{listed} steps/s in equal rounds (they differ by more than {MAX_SPREAD}x)"
-
-
-def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return `flags` without those in `names`, also if spelled --no-name or --a-b."""
-    kept: list[str] = []
-    keep = True
-    for word in flags:
-        if word.startswith("--"):
-            name = word[2:].partition("=")[0].replace("-", "_")
-            keep = name not in names and name.removeprefix("no_") not in names
-        if keep:
-            kept.append(word)
-    return kept

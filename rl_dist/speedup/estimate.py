@@ -14,7 +14,6 @@ from torch.utils.benchmark import Timer
 
 from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import UserError, table
-from rl_dist.launch.child import without
 from rl_dist.run_dir import RunDir
 from rl_dist.speedup.measure import MeasuredJob
 from rl_dist.speedup.model import CARDS, Card, Prediction, bottleneck, predict, steps_per_episode
@@ -128,7 +127,7 @@ def _job_of(run: RunDir, flags: Sequence[str]) -> dict[str, str]:
         raise UserError(f"{run.config_path} names no env, core and length: give flags instead")
     for section, name in (("task", "env"), ("policy", "core")):
         settings = {key: saved[key] for key in (name, f"{name}_kwargs") if key in saved}
-        is_given = without(flags, [name]) != list(flags)
+        is_given = any(flag.split("=")[0] == f"--{name}" for flag in flags)
         check_named(run.path, section, settings, saved[name] if is_given else None)
     return saved
 

@@ -12,13 +12,11 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.child import (
-    ROUNDS,
     ChildError,
     describe_rates,
     is_steady,
@@ -30,7 +28,6 @@ from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup.model import MODEL_ERROR, Link, Network, RankCost, fit_link, rank_cost
 
 logger = logging.getLogger(__name__)
-ENOUGH_S = 12.0  # after this time, two iterations of the one rank are enough
 # Time reductions of these sizes, relative to the gradient, to separate latency from bandwidth.
 FIT_FACTORS = (1 / 64, 4)
 
@@ -63,12 +60,11 @@ class MeasuredJob:
     def __init__(
         self, flags: Sequence[str], device_type: str, gpus: Sequence[int], rate_is_known: bool
     ) -> None:
-        self.flags = flags
+        self.flags = [*flags, "--num_gpus=1", f"--device={device_type}", "--gpu_ids="]
         self.device_type = device_type
         self.on_cpu = device_type == "cpu"
-        self.train = partial(measure_short_runs, iterations=ROUNDS, device_type=device_type)
         logger.info("measuring the whole job on one rank")
-        whole = self.train([*flags, "--strategy=default"], enough_s=ENOUGH_S, steady=True)
+        whole = measure_short_runs([[*self.flags, "--strategy=default"]])
         (self.records,) = whole.records
         rates = round_rates(self.records)
         if not (is_steady(rates) or rate_is_known):
@@ -125,7 +121,9 @@ class MeasuredJob:
             if key not in self._works:
                 logger.info("measuring %d x 1/%d of the job", copies, divisor)
                 smaller = [f"--{name}={size // divisor}" for name, size in self.sizes.items()]
-                runs = self.train([*self.flags, "--strategy=ddp", *smaller], copies, threads)
+                share = [*self.flags, "--strategy=ddp", f"--threads={threads}", *smaller]
+                gpu_ids = [[] if self.on_cpu else [f"--gpu_ids={n}"] for n in range(copies)]
+                runs = measure_short_runs([[*share, *gpu_id] for gpu_id in gpu_ids])
                 self._works[key] = rank_cost(sum(runs.records, []))
             work = self._works[key]
             if copies < ranks:

@@ -7,9 +7,9 @@ from train_runs import RECALL
 from rl_dist.errors import UserError
 from rl_dist.launch import child
 from rl_dist.launch.bench import time_reductions
-from rl_dist.launch.child import ChildError, ChildTimeoutError, measure_short_runs, without
+from rl_dist.launch.child import ChildError, ChildTimeoutError, measure_short_runs
 
-TINY = RECALL[:-2]  # without --device cpu
+TINY = [*RECALL, "--threads", "1"]
 
 
 @pytest.fixture(autouse=True)
@@ -19,12 +19,18 @@ def nobody_left():
     assert psutil.Process().children() == before
 
 
-def test_copies_train_side_by_side_with_their_flags_and_other_episodes():
-    runs = measure_short_runs([*TINY, "--num_episodes", "7"], copies=2, threads=1, iterations=4)
+@pytest.mark.parametrize(("enough_s", "fewest"), [(100.0, 3), (0.0, 2)])
+def test_copies_train_side_by_side_with_their_flags_and_other_episodes(
+    enough_s, fewest, monkeypatch
+):
+    """After `enough_s`, two iterations are enough."""
+    monkeypatch.setattr(child, "ENOUGH_S", enough_s)
+    monkeypatch.setattr(child, "ROUNDS_S", 0.0 if enough_s else 10**6)
+    runs = measure_short_runs([[*TINY, "--num_episodes", "7"], TINY])
     for records in runs.records:
         numbers = [record["iteration"] for record in records]
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-        assert numbers[0] > 2 and len(numbers) >= 4
+        assert numbers[0] > (2 if enough_s else 1) and len(numbers) >= fewest
     assert runs.config["task"]["env"] == "Recall-v0" and runs.config["train"]["num_envs"] == 4
     first, second = ({r["iteration"]: r["loss/value"] for r in copy} for copy in runs.records)
     both = first.keys() & second.keys()
@@ -33,42 +39,18 @@ def test_copies_train_side_by_side_with_their_flags_and_other_episodes():
 
 
 @pytest.mark.parametrize(
-    ("flags", "options", "error", "says"),
+    ("flags", "timeout_s", "error", "says"),
     [
-        (["--resume", "runs/x"], {}, UserError, "--resume"),
-        ([], {"timeout_s": 0.0}, ChildTimeoutError, "took too long"),
-        (["--hidden_size", "0"], {}, UserError, "hidden_size"),
+        (["--resume", "runs/x"], 600.0, UserError, "--resume"),
+        ([], 0.0, ChildTimeoutError, "took too long"),
+        (["--hidden_size", "0"], 600.0, UserError, "hidden_size"),
     ],
 )
-def test_a_run_that_refuses_its_flags_or_makes_no_progress_is_given_up(flags, options, error, says):
+def test_a_run_that_refuses_its_flags_or_makes_no_progress_is_given_up(
+    flags, timeout_s, error, says
+):
     with pytest.raises(error, match=says):
-        measure_short_runs([*TINY, *flags], threads=1, **options)
-
-
-def test_two_iterations_are_enough_late():
-    assert len(measure_short_runs(TINY, iterations=10**6, enough_s=0.0).records[0]) > 1
-
-
-@pytest.mark.parametrize("flag", ["--num_episodes 5", "--num-episodes=5", "--no-num_episodes"])
-def test_flags_are_left_out_with_their_values(flag):
-    kept = ["--a", "1", "--b", "-2"]
-    assert without([*kept[:2], *flag.split(), *kept[2:]], ["num_episodes"]) == kept
-
-
-@pytest.mark.parametrize(("visible", "gpus"), [("", ["0", "1"]), ("GPU-a,GPU-b", None)])
-def test_each_copy_has_one_of_the_visible_gpus(visible, gpus, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    taken = []
-
-    class Failing(child.Child):
-        def __init__(self, arguments, folder, variables):
-            taken.append(variables["CUDA_VISIBLE_DEVICES"])
-            super().__init__(["-c", "1 / 0"], folder)
-
-    monkeypatch.setattr(child, "Child", Failing)
-    with pytest.raises(ChildError, match="ZeroDivisionError"):
-        measure_short_runs(TINY, copies=2, device_type="cuda")
-    assert taken == (gpus or visible.split(","))
+        measure_short_runs([[*TINY, *flags]], timeout_s=timeout_s)
 
 
 @pytest.mark.slow  # tests/setup_check/ checks it by default

@@ -50,10 +50,10 @@ class Machine:
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100 80GB HBM3")
 
-    def measure_short_runs(self, flags, copies=1, threads=0, **options):
-        sizes = [int(flag.partition("=")[2]) for flag in flags if "num_envs" in flag]
+    def measure_short_runs(self, copies):
+        sizes = [int(flag.partition("=")[2]) for flag in copies[0] if "num_envs" in flag]
         num_envs = (sizes or [64])[0]
-        self.runs.append((copies, num_envs))
+        self.runs.append((len(copies), num_envs))
         share, steps = num_envs / 64, 128 * num_envs
         entry = {"time/collect_s": 0.05 + 0.05 * share, "time/update_own_s": 0.05 + 0.35 * share}
         entry["time/step_spread_s"] = 0.0
@@ -62,7 +62,7 @@ class Machine:
         config = {"train": {"num_steps": 128, "batch_size": 128}, "task": {"env": "Recall-v0"}}
         config["launch"] = {"threads": threads_per_rank(1)}
         records = [record | {"time/sps": steps / 0.5 * rate} for rate in self.rates]
-        return ShortRuns([records] * copies, config, 4_000_000)
+        return ShortRuns([records] * len(copies), config, 4_000_000)
 
     def time_reductions(self, ranks, sizes, device_type):
         self.reduced.append(ranks)
