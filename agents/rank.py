@@ -79,7 +79,7 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
             return 128 + signum
         if world.is_main_process:
             run.directory.update_state(phase="evaluation")
-        from agents.evaluate.final import evaluate_and_finish
+        from agents.evaluate.command import evaluate_and_finish
 
         return evaluate_and_finish(run.config, task, training, run.path)
 

@@ -12,7 +12,7 @@ from on_ranks import saves_results
 from rl_dist_ranks import make_module
 
 from agents.config import RunConfig
-from agents.evaluate.final import evaluate_last_and_best
+from agents.evaluate.command import evaluate_last_and_best
 from agents.trainer import Training, train
 from envs.task import GymTask, TaskConfig
 from rl_dist.checkpoint.store import load_checkpoint

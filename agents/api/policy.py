@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from gymnasium.vector.utils import batch_space, iterate
 
+from agents.evaluate.episodes import PolicyController
 from agents.network.noise import action_noise
 from agents.network.seeds import PREDICTION_STREAM, stream_seeds
-from agents.rollout import policy_input, shift_history
 from agents.run.saved import LoadedAgent, Which, load_agent
 from envs.vector.spaces import MASK_KEY, ActionDecoder, check_masks, flat_mask
-from rl_dist.errors import UserError, one_line
+from rl_dist.errors import UserError
 
 # The state of a policy: recurrent state [B, S, H]; earlier observations of the window [B, n-1, F];
 # previous action, encoded as an input [B, D], where D is 0 without --previous_action.
@@ -63,77 +62,51 @@ class LoadedPolicy:
                 noise, whatever --noise_color was, and never repeat the noise of training.
             action_masks: for a policy trained with --info_mask: the mask from the environment's
                 info (an array, or a tuple of arrays), or a list of masks for a batch. None allows
-                all actions and gives a warning.
+                all actions.
             reward: [B] reward of the previous step, for a policy trained with --previous_reward.
 
         Raises:
-            ValueError: an argument has the wrong form, or contains NaN or infinity.
+            ValueError: an argument has the wrong form, or the observation contains NaN or infinity.
         """
-        rows, is_single = self._encoded(observation)  # [B, F]
-        count = len(rows)
-        forgets = False if episode_start is None else episode_start
-        start = np.broadcast_to(np.ravel(forgets).astype(bool), count).copy()
-        rewards = np.broadcast_to(np.ravel(reward), count) * ~start
-        state = self._fitting(state, count)
-        if action_masks is None and MASK_KEY in self._extras:
-            text = "predict got no action_masks: all actions count as allowed, though this policy "
-            text += "was trained with --info_mask; pass action_masks=info['action_mask']"
-            warnings.warn(text, stacklevel=2)
+        policy = self.agent.policy
+        # encode the observation as rows
+        leaf = self._encode.leaves[0]
+        values = np.asarray(leaf.pick(observation))
+        is_single = values.shape == leaf.space.shape
+        count = 1 if is_single else len(values)
+        rows = self._encode([observation] if is_single else observation, count)  # [B, F]
         masks = [action_masks] if is_single and action_masks is not None else action_masks
+
+        # append the parts of a row that are not in the observation
+        starts = np.full(count, episode_start, bool)
+        state = self._checked(state, count)
         extras = {
-            "previous_action": state[2] * ~start[:, None],
-            "previous_reward": rewards[:, None],
+            "previous_action": state[2] * ~starts[:, None],
+            "previous_reward": (np.full(count, reward) * ~starts)[:, None],
             MASK_KEY: self._masks(masks, count),
         }
-        columns = [rows, *(extras[name].astype(np.float32) for name in self._extras)]
-        row = np.concatenate(columns, axis=1)
-        if not all(np.isfinite(part).all() for part in (row, *state)):
-            raise UserError("observation, reward or state holds NaN or infinity")
-        actions, state = self._act(torch.from_numpy(row), state, start, deterministic)
-        return (_first(actions) if is_single else actions), state
+        row = np.concatenate([rows, *(extras[name] for name in self._extras)], axis=1)
 
-    def _act(
-        self, obs: Tensor, state: State, start: np.ndarray, deterministic: bool
-    ) -> tuple[Any, State]:
-        """Return actions in the environment's units, and the next state."""
-        policy = self.agent.policy
+        # act
         like = policy.critic_head.weight
-        lstm_state, history = (torch.as_tensor(part).to(like) for part in state[:2])
-        obs = obs.to(like.device)
-        begins = torch.from_numpy(start).to(like.device)
-        history = history * ~begins[:, None, None]
-        seen = policy_input(self.agent.normalizer, history, obs, like.dtype)
+        vectors, history = (torch.as_tensor(part).to(like) for part in state[:2])
+        controller = PolicyController(policy, self.agent.normalizer, state=vectors, history=history)
         push = None
         if not deterministic:
-            place = (self._noise_seed, 0, len(obs), self._num_drawn, 1)
-            noise = action_noise(self._decode.space, *place)[0].to(like)  # [B, A]
-            push = policy.pushes(noise)
+            place = self._noise_seed, 0, count, self._num_drawn, 1
+            push = policy.pushes(action_noise(self._decode.space, *place)[0].to(like))  # [B, A]
             self._num_drawn += 1
-        actions, _, _, lstm_state = policy.act(seen, lstm_state, begins, push)
-        inputs = self._decode.encode(actions)[:, : state[2].shape[1]]
-        after = lstm_state.cpu().numpy(), shift_history(history, seen).cpu().numpy(), inputs
-        return self._decode(actions), after
+        begins = torch.from_numpy(starts).to(like.device)
+        obs = torch.from_numpy(row.astype(np.float32)).to(like.device)
+        chosen = controller(policy, obs, begins, push)
+        inputs = self._decode.encode(chosen)[:, : state[2].shape[1]]
+        actions = self._decode(chosen)
+        if is_single:
+            actions = next(iterate(batch_space(self.action_space, 1), actions))
+        parts: Any = controller.state, controller.history
+        return actions, (*(part.cpu().numpy() for part in parts), inputs)
 
-    def _encoded(self, observation: Any) -> tuple[np.ndarray, bool]:
-        """Encode an observation or a batch as rows [B, F].
-
-        The second value is True for a single observation.
-        """
-        first = self._encode.leaves[0]
-        space = first.space
-        try:
-            shape = np.shape(first.pick(observation))
-            is_single = shape == space.shape
-            if not is_single and (shape[1:] != space.shape or not shape[0]):
-                raise ValueError(f"its shape is {shape}; a single one has {space.shape}")
-            batch = [observation] if is_single else observation
-            return self._encode(batch, 1 if is_single else shape[0]), is_single
-        except (LookupError, TypeError, ValueError) as error:
-            text = " ".join(str(self.observation_space).split())[:300]
-            why = one_line(error, named=isinstance(error, KeyError))
-            raise UserError(f"observation does not fit {text}: {why}") from None
-
-    def _fitting(self, state: State | None, count: int) -> State:
+    def _checked(self, state: State | None, count: int) -> State:
         """Check that the state fits `count` observations; return zeros for None."""
         policy = self.agent.policy
         parts = policy.initial_state(count), policy.empty_history(count)
@@ -144,8 +117,8 @@ class LoadedPolicy:
         expected, given = ([np.shape(part) for part in parts] for parts in (zeros, state))
         if given != expected:
             raise UserError(
-                f"state does not fit {count} observation(s) of this policy: expected shapes "
-                f"{expected}, got {given}; pass what the last predict returned, or None at a start"
+                f"the state of {count} observations must have the shapes {expected}, got {given}: "
+                "pass what the last predict returned, or None"
             )
         return state
 
@@ -154,8 +127,6 @@ class LoadedPolicy:
         size = self._extras.get(MASK_KEY, 0)
         if masks is None:
             return np.ones((count, size))
-        if not size:
-            raise UserError("action_masks: this policy was trained without --info_mask")
         rows = np.array([flat_mask(mask) for mask in masks], np.float32).reshape(count, size)
         check_masks(rows, self._decode.sizes)
         return rows
@@ -181,10 +152,3 @@ def load_policy(
         UserError: the checkpoint is missing or damaged, or `core` is needed.
     """
     return LoadedPolicy(load_agent(path, device, which, core), seed)
-
-
-def _first(actions: Any) -> Any:
-    """Return the action in a batch of one."""
-    if isinstance(actions, dict):
-        return {name: _first(part) for name, part in actions.items()}
-    return tuple(map(_first, actions)) if isinstance(actions, tuple) else actions[0]

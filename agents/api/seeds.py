@@ -9,34 +9,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from agents.api.training import train
+from agents.evaluate.markets import Interval, mean_interval
 from agents.run.choice import RUNS
 from rl_dist.errors import UserError
 from rl_dist.files import write_whole
 from rl_dist.flags import ParsedFlags
 from rl_dist.run_dir import RunDir
 
-SEEDS_FILE = "seeds.json"
-RESAMPLES = 2000  # number of bootstrap samples
-Interval = tuple[float, float, float]  # mean, and lower and upper end of its 95 % interval
-
 
 @dataclass(frozen=True)
 class SeedsResult:
     """The scores of several runs that differ only in their seeds."""
 
-    run_dir: Path  # its folder seed_N holds the run with seed N
+    run_dir: str  # its folder seed_N holds the run with seed N
     metric: str  # name of the score
     scores: dict[int, float]  # result of the final evaluation, by seed
-    interval: Interval
-
-    def __str__(self) -> str:
-        scores = ", ".join(f"{seed}: {score:.4g}" for seed, score in self.scores.items())
-        mean, low, high = self.interval
-        interval = f"mean {mean:.4g}, 95 % interval [{low:.4g}, {high:.4g}]"
-        return f"{self.metric} by seed: {scores}\n  {interval}"
+    interval: Interval  # mean score, and lower and upper end of its 95 % interval
 
 
 def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any) -> SeedsResult:
@@ -55,11 +44,10 @@ def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any)
     Raises:
         UserError: a run failed or was stopped; finished runs are kept.
     """
-    if len(set(seeds)) < len(seeds) or len(seeds) < 2:
+    if len(set(seeds)) < max(len(seeds), 2):
         raise UserError(f"seeds must be two or more different numbers, got {list(seeds)}")
     folder = Path(run_dir) if run_dir else RunDir.fresh(RUNS).path
     scores: dict[int, float] = {}
-    metric = ""
     for seed in seeds:
         path = folder / f"seed_{seed}"
         print(f"seed {seed}: {path}", flush=True)
@@ -68,33 +56,25 @@ def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any)
         if run.exit_code:
             raise UserError(f"seed {seed} was stopped", exit_code=run.exit_code)
         metric, scores[seed] = score_of(RunDir(path).summary())
-    result = SeedsResult(folder, metric, scores, mean_interval(np.array(list(scores.values()))))
-    figures = asdict(result) | {"run_dir": str(folder)}
-    write_whole(folder / SEEDS_FILE, json.dumps(figures, indent=2) + "\n")
+    result = SeedsResult(str(folder), metric, scores, mean_interval([*scores.values()]))
+    write_whole(folder / "seeds.json", json.dumps(asdict(result), indent=2) + "\n")
     return result
-
-
-def mean_interval(scores: np.ndarray) -> Interval:
-    """Return the mean score of several runs [R], with its bootstrap interval.
-
-    Source: Agarwal et al., "Deep reinforcement learning at the edge of the statistical precipice",
-    NeurIPS 2021, https://arxiv.org/abs/2108.13264.
-    """
-    draws = np.random.default_rng(0).choice(scores, (RESAMPLES, len(scores)))
-    low, high = np.quantile(draws.mean(axis=1), [0.025, 0.975])
-    return float(scores.mean()), float(low), float(high)
 
 
 def train_several(parsed: ParsedFlags) -> int:
     """Train once with each seed of --seeds; return the exit code."""
     given: dict[str, Any] = dict(parsed.given)
     seeds = given.pop("seeds")
-    run_dir = given.pop("run_dir", "")
     if "RANK" in os.environ or given.keys() & {"seed", "resume"}:
         raise UserError("--seeds starts new runs: use neither --seed, --resume nor torchrun")
     if not seeds.replace(" ", "").isdecimal():
         raise UserError(f"seeds must be whole numbers, got {seeds!r}")
-    print(train_seeds([*map(int, seeds.split())], run_dir, **given))
+    result = train_seeds([*map(int, seeds.split())], **given)
+    mean, low, high = result.interval
+    print(
+        f"{result.metric} by seed: {result.scores}\n"
+        f"  mean {mean:.4g}, 95 % interval [{low:.4g}, {high:.4g}]"
+    )
     return 0
 
 
@@ -102,6 +82,5 @@ def score_of(summary: Mapping[str, Any]) -> tuple[str, float]:
     """Return the name and the value of the score in a finished run's summary."""
     span = next(name for name in ("test", "valid", "train") if name in summary)
     if "policies" in summary[span]:
-        sharpe = summary[span]["policies"]["policy"]["sharpe"]
-        return f"Sharpe ratio on the {span} span", float(sharpe)
-    return "mean return without noise", float(summary[span]["return"])
+        return f"Sharpe ratio on the {span} span", summary[span]["policies"]["policy"]["sharpe"]
+    return "mean return without noise", summary[span]["return"]

@@ -16,24 +16,28 @@ import json
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from agents.config import data_digest
+from agents.config import RunConfig, data_digest
 from agents.evaluate.episodes import PolicyController, compare_on_episodes, until_stopped
-from agents.run.saved import LoadedAgent, load_agent
+from agents.run.limits import EVALUATING, explained_faults
+from agents.run.saved import LoadedAgent, load_agent, share_checkpoint
 from envs.task import GymTask
-from envs.vector.guards import EnvironmentFaultError
+from rl_dist.checkpoint.store import BEST_FILE
 from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import UserError, explained, explains_errors
-from rl_dist.files import path_to_write, plain_file, read_plain
+from rl_dist.files import path_to_write, plain_file
 from rl_dist.flags import Field, Text, configuration, parse_flags
 from rl_dist.launch.ranks import launch
+from rl_dist.process_group.collectives import all_gather_json, parameter_hash
 from rl_dist.process_group.hosts import check_settings
 from rl_dist.process_group.world import World, open_world
+from rl_dist.run_dir import RunDir
 
 if TYPE_CHECKING:
+    from agents.trainer import Training
     from envs.trading.task import TradingTask
 
 LOOKS = "test_looks.jsonl"  # file in a run directory that lists its evaluations on the test span
@@ -79,18 +83,18 @@ def record_look(task: TradingTask, loaded: dict[str, LoadedAgent]) -> None:
     Print how often each run has been evaluated on it.
     """
     assert task.real is not None
-    dates, test = task.real.dates, task.spans.test
+    test = task.spans.test
     look = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "data_digest": data_digest(task.data),
-        "span": [str(dates[test.first]), str(dates[test.last])],
+        "span": task.real.dates[[test.first, test.last]].astype(str).tolist(),
     }
     for name, agent in loaded.items():
         path = path_to_write(agent.run_dir, LOOKS)
-        with open(path, "a", encoding="utf-8", opener=plain_file) as file:
+        with open(path, "a+", opener=plain_file) as file:
             file.write(json.dumps(look | {"iteration": agent.iteration}) + "\n")
-        number = len(read_plain(path).splitlines())
-        print(f"{name}: look number {number} at the test span: {path}")
+            file.seek(0)
+            print(f"{name}: look number {len(file.readlines())} at the test span: {path}")
 
 
 def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
@@ -113,30 +117,25 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
     # Check that the user trusts the environment's module before it is imported.
     saved = {"env": config.task.env, "env_kwargs": config.task.env_kwargs}
     check_named(agent.run_dir, "task", saved, options.env)
-    task = config.prepare_task(world.heartbeat)
-    if isinstance(task, GymTask):
-        if options.video:  # first, so that environments without pictures fail early
-            from agents.evaluate.pictures import film  # imported late: matplotlib takes 0.5 s
+    with explained_faults(config, agent.run_dir, world):
+        task = config.prepare_task(world.heartbeat)
+        if isinstance(task, GymTask):
+            if options.video:  # first, so that environments without pictures fail early
+                from agents.evaluate.pictures import film  # imported late: matplotlib takes 0.5 s
 
-            film(agents["policy"], task, Path(options.video), config.train.seed, world)
-            say(f"first episode: {options.video}/episode_0.gif")
-        figures, text = compare_on_episodes(task, config, agents, world)
-    else:
-        from agents.evaluate.markets import report  # imported late: pandas takes 0.4 s
+                film(agents["policy"], task, Path(options.video), config.train.seed, world)
+            figures, text = compare_on_episodes(task, config, agents, world)
+        else:
+            from agents.evaluate.markets import report  # imported late: pandas takes 0.4 s
 
-        say(task.describe())
-        if task.real and options.open_test and world.is_main_process:
-            record_look(task, loaded)
-        picture = Path(options.plot or path_to_write(agent.run_dir, "plots/evaluation.png"))
-        figures, text = report(
-            task,
-            agents,
-            world,
-            agent.run_dir,
-            picture,
-            open_test=options.open_test,
-            num_worlds=options.num_worlds,
-        )
+            say(task.describe())
+            if task.real and options.open_test and world.is_main_process:
+                record_look(task, loaded)
+            picture = Path(options.plot or path_to_write(agent.run_dir, "plots/evaluation.png"))
+            test, num_worlds = options.open_test, options.num_worlds
+            figures, text = report(
+                task, agents, world, agent.run_dir, picture, test=test, num_worlds=num_worlds
+            )
     say(text)
     if options.json and world.is_main_process:
         Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
@@ -152,8 +151,6 @@ def run_rank(paths: list[str], options: EvaluateConfig) -> int:
     check_settings({}, world)
     try:
         return until_stopped(partial(evaluate, paths, options, world), world)
-    except EnvironmentFaultError as fault:
-        raise UserError(f"rank {world.rank}: {fault}", exit_code=1) from fault
     except OSError as error:
         message, code = explained(error)
         raise UserError(message, exit_code=code) from error
@@ -178,3 +175,68 @@ def main() -> int:
     options = parsed.configs["evaluation"]
     paths = [parsed.extra.path, *parsed.extra.compare]
     return launch(run_rank, (paths, options), options.num_gpus)
+
+
+# ---- the evaluation that ends a training
+
+
+def evaluate_and_finish(
+    config: RunConfig, task: TradingTask | GymTask, training: Training, run_dir: Path
+) -> int:
+    """Evaluate the trained policy, write the results, and return the exit code.
+
+    Training is already saved, so a stop signal ends the evaluation immediately.
+    """
+
+    def work() -> None:
+        if isinstance(task, GymTask):
+            summary, text = evaluate_last_and_best(config, task, training, run_dir)
+        else:
+            from agents.evaluate.markets import report  # imported late: pandas takes 0.4 s
+
+            picture = path_to_write(run_dir, "plots/equity.png")
+            agents = {"policy": PolicyController(training.policy, training.normalizers.obs)}
+            summary, text = report(task, agents, training.world, run_dir, picture)
+        if training.world.is_main_process:
+            finish(config, RunDir(run_dir), training, summary, text)
+
+    training.world.set_phase(EVALUATING)
+    return until_stopped(work, training.world, run_dir)
+
+
+def evaluate_last_and_best(
+    config: RunConfig, task: GymTask, training: Training, run_dir: Path
+) -> tuple[dict[str, Any], str]:
+    """Evaluate the last policy, and best.pt if it is from another iteration."""
+    world, directory = training.world, RunDir(run_dir)
+    agents = {"test": PolicyController(training.policy, training.normalizers.obs)}
+    path = directory.checkpoints / BEST_FILE
+    if share_checkpoint(directory, all_gather_json(str(path) * path.exists(), world), world):
+        best = load_agent(path, world.device, core=config.policy.core)
+        if best.iteration != training.iteration:
+            agents["best"] = PolicyController(best.policy, best.normalizer)
+    return compare_on_episodes(task, config, agents, world)
+
+
+def finish(
+    config: RunConfig, directory: RunDir, training: Training, summary: dict[str, Any], text: str
+) -> None:
+    """Draw the learning curve, write summary.json, and print the result."""
+    # Imported late, because matplotlib takes 0.5 s to load.
+    from agents.evaluate.pictures import plot_learning_curve
+
+    simulated = config.task.is_trading and config.data.data == "simulated"
+    title = f"{config.task.env}, {config.policy.policy}, seed {config.train.seed}"
+    plot_learning_curve(directory, title, simulated)
+
+    counters = {name: getattr(training, name) for name in ("iteration", "global_step", "episodes")}
+    summary = counters | {"parameter_sha256": parameter_hash(training.policy)} | summary
+    if training.ppo.strategy.mode == "ddp":
+        from rl_dist.speedup.model import audit, describe
+
+        if scaling := audit(directory.records()):
+            summary["scaling"] = scaling
+            text += f"\n{describe(scaling)}"
+    directory.write_summary(summary)
+    print(f"\niteration {training.iteration}\n{text}\n")
+    print(f"run directory: {directory.path} (plots/, metrics.jsonl, summary.json, checkpoints/)")

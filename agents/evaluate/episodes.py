@@ -76,11 +76,17 @@ class PolicyController:
     policy: Policy
     normalizer: Normalizer
     zero_state: bool = False
-    state: Tensor | None = None
-    history: Tensor | None = None
+    state: Tensor | None = None  # recurrent state [B, S, H]
+    history: Tensor | None = None  # earlier observations of the window [B, n-1, F]
 
-    def __call__(self, env: TorchEnv, obs: Tensor, episode_start: Tensor) -> Tensor:
-        """Return actions [B, A] or [B] for observations [B, F]."""
+    def __call__(
+        self,
+        env: TorchEnv | Policy,  # read for the layout of its observations
+        obs: Tensor,
+        episode_start: Tensor,
+        push: Tensor | None = None,
+    ) -> Tensor:
+        """Return actions [B, A] or [B] for observations [B, F]; `push` is the noise [B, A]."""
         if self.state is None or self.history is None:
             check_readable(self.policy, env.layout)
             self.state = self.policy.initial_state(len(obs))
@@ -88,7 +94,7 @@ class PolicyController:
         start = torch.ones_like(episode_start) if self.zero_state else episode_start
         history = self.history * ~start[:, None, None]
         seen = policy_input(self.normalizer, history, obs, self.state.dtype)
-        actions, _, _, self.state = self.policy.act(seen, self.state, start)
+        actions, self.outputs, _, self.state = self.policy.act(seen, self.state, start, push)
         self.history = shift_history(history, seen)
         return actions
 
@@ -112,33 +118,32 @@ def evaluate_episodes(
     than evaluation. If an environment is restarted after a fault, its episode is repeated.
 
     Returns:
-        An array [N, 3], the same on every rank: return, length and restarts of each episode.
+        An array [3, N], the same on every rank: return, length and repetitions of each episode.
     """
     numbers = shard(num_episodes, world)
-    local_rows: list[list[float]] = []
+    columns: list[list[float]] = [[], [], []]
     if numbers:
         env = task.evaluation_env(len(numbers), numbers.start, str(world.device))
         obs, _ = env.reset(seed=stream_seeds(seed, stream, numbers.start, len(numbers)))
         shape = 3, len(numbers)
-        total, length, restarts = torch.zeros(shape, dtype=torch.float64, device=obs.device)
+        total, length, repeats = torch.zeros(shape, dtype=torch.float64, device=obs.device)
         alive = start = length == 0  # [B], all True
-        all_restarts = restarts  # includes restarts after the end of an episode
+        restarts = repeats  # of each environment
         for _ in range(MAX_EPISODE_STEPS):
             if not alive.any():
                 break
             obs, rewards, terminated, truncated, info = env.step(controller(env, obs, start))
             world.heartbeat()
-            new_restarts = torch.tensor(env.restarts, device=obs.device) - all_restarts
-            all_restarts = all_restarts + new_restarts
-            repeated = alive & (new_restarts > 0)
-            restarts = restarts + new_restarts * alive
+            before, restarts = restarts, torch.tensor(env.restarts, device=obs.device)
+            repeated = alive & (restarts > before)
+            repeats = repeats + repeated
             total = (total + info.get("raw_rewards", rewards) * alive) * ~repeated
             length = (length + alive) * ~repeated
             start = terminated | truncated
             alive = alive & (~start | repeated)
-        local_rows = torch.stack([total, length, restarts], dim=1).tolist()
+        columns = torch.stack([total, length, repeats]).tolist()
         env.close()
-    return np.array([row for rows in all_gather_json(local_rows, world) for row in rows])
+    return np.concatenate(all_gather_json(columns, world), axis=1)
 
 
 def episode_figures(
@@ -151,15 +156,15 @@ def episode_figures(
     """Run a policy on complete episodes of a Gymnasium task; return its statistics."""
     num_episodes, seed = config.task.eval_episodes, config.train.seed
     episodes = evaluate_episodes(task, controller, num_episodes, seed, world, stream)
-    returns, lengths, restarts = np.ascontiguousarray(episodes.T)
+    returns, lengths, repeats = episodes
     figures = {
         "return": returns.mean(),
         "return_std": returns.std(),
         "return_min": returns.min(),
         "length": lengths.mean(),
         "episodes_cut": (lengths >= MAX_EPISODE_STEPS).sum(),
-        "episodes": len(episodes),
-        "env_restarts": restarts.sum(),
+        "episodes": num_episodes,
+        "env_restarts": repeats.sum(),
     }
     return {name: float(value) for name, value in figures.items()}
 

@@ -27,7 +27,8 @@ TRADING_DAYS = 252  # per year
 MIN_ANNUAL_DAYS = 60  # results on shorter spans are not annualised
 # Block length of the bootstrap: a month. The autocorrelation of volatility is small beyond it.
 BLOCK_DAYS = 21
-RESAMPLES = 2000
+RESAMPLES = 2000  # number of bootstrap samples
+ENDS = (0.025, 0.975)  # quantiles at the ends of a 95 % interval
 NO_RISK = 1e-12  # a standard deviation below this is rounding error
 EQUAL_WEIGHT = "equal weight"  # buy and hold with equal weights: the baseline
 ZEROED = "ablation: policy, state zeroed"
@@ -45,15 +46,11 @@ SPANS = {
     "valid": "validation span: make choices on these days",
     "test": "test span",
 }
-NO_VALIDATION = (
-    "\nThere is no validation span: the policy was trained on all these days. For a validation "
-    "span, train with --valid_start, or with --test_start alone, which takes a fifth of the days "
-    "before it."
-)
 
 # Result of one pass over M markets of D + 1 days. "values": the portfolio's value in USD [M, D+1];
 # names in ACCOUNTS: [M, D]; for policies also names in STOCKS: [M, D, n] for n stocks.
 Record = dict[str, np.ndarray]
+Interval = list[float]  # value, and lower and upper end of its 95 % interval
 
 
 # ---- one pass over markets
@@ -63,7 +60,7 @@ def run_markets(env: Any, controller: Controller, world: World) -> Record:
     """Trade once through all markets; a ruined portfolio keeps its last value."""
     obs, _ = env.reset(seed=[0] * env.num_envs)
     start = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
-    alive = start.clone()
+    alive = start
     names = [*ACCOUNTS, *(STOCKS if isinstance(controller, PolicyController) else ())]
     values = [env.portfolio_value]
     days: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -117,16 +114,16 @@ def market_validation(
         return None
     markets = task.markets("valid")
 
-    def figures_of(trader: Controller) -> dict[str, np.ndarray]:
-        return performance(evaluate_markets(task, markets, span, {"": trader}, world)[""])
+    def means_of(trader: Controller) -> dict[str, float]:
+        record = evaluate_markets(task, markets, span, {"": trader}, world)[""]
+        return {name: float(figure.mean()) for name, figure in performance(record).items()}
 
-    baseline = figures_of(buy_equal_weight)["sharpe"]  # does not change between validations
+    baseline = means_of(buy_equal_weight)["sharpe"]  # does not change between validations
 
     def validate(policy: Policy, normalizer: Normalizer) -> dict[str, float]:
-        figures = figures_of(PolicyController(policy, normalizer))
-        figures["equal_weight_sharpe"] = baseline
-        names = ("sharpe", "annual_return", "exposure", "equal_weight_sharpe")
-        return {f"valid/{name}": float(figures[name].mean()) for name in names}
+        means = means_of(PolicyController(policy, normalizer))
+        metrics = {f"valid/{name}": means[name] for name in ("sharpe", "annual_return", "exposure")}
+        return metrics | {"valid/equal_weight_sharpe": baseline}
 
     return validate
 
@@ -142,32 +139,22 @@ def period_days(num_days: int) -> int:
     return TRADING_DAYS if num_days >= MIN_ANNUAL_DAYS else num_days
 
 
-def sharpe_ratio(returns: np.ndarray) -> np.ndarray:
-    """Compute Sharpe ratios from daily returns along the last axis.
+def growth_figures(returns: np.ndarray) -> dict[str, np.ndarray]:
+    """Compute statistics of daily returns along the last axis; the risk-free rate is 0.
 
-    They are scaled to the period that `period_days` returns. The risk-free rate is 0. If
-    returns do not vary, the ratio is 0.
+    They are scaled to the period that `period_days` returns. The
+    Sharpe ratio without risk is 0.
     """
-    days = period_days(returns.shape[-1])
-    return _ratio(returns.mean(-1) * np.sqrt(days), _deviation(returns))
-
-
-def _ratio(gain: np.ndarray, risk: np.ndarray) -> np.ndarray:
-    return np.where(risk >= NO_RISK, gain / np.maximum(risk, NO_RISK), 0.0)
-
-
-def _deviation(returns: np.ndarray) -> np.ndarray:
-    return returns.std(axis=-1, ddof=min(1, returns.shape[-1] - 1))  # 0 for a single day
-
-
-def annual_growth(returns: np.ndarray) -> np.ndarray:
-    """Compute the compound return per period from daily returns along the last axis.
-
-    `period_days` defines the period.
-    """
-    growth = np.maximum(np.prod(1.0 + returns, axis=-1), 0.0)
     num_days = returns.shape[-1]
-    return growth ** (period_days(num_days) / num_days) - 1.0
+    period = period_days(num_days)
+    growth = np.maximum(np.prod(1.0 + returns, axis=-1), 0.0)
+    deviation = returns.std(axis=-1, ddof=min(1, num_days - 1))  # 0 for a single day
+    gain = returns.mean(-1) * np.sqrt(period)
+    return {
+        "annual_return": growth ** (period / num_days) - 1.0,
+        "annual_volatility": deviation * np.sqrt(period),
+        "sharpe": np.where(deviation < NO_RISK, 0.0, gain / np.maximum(deviation, NO_RISK)),
+    }
 
 
 def daily_returns(record: Record) -> np.ndarray:
@@ -181,44 +168,44 @@ def performance(record: Record) -> dict[str, np.ndarray]:
     Turnover is per period (see `period_days`), relative to the mean portfolio value.
     """
     values, returns = record["values"], daily_returns(record)
-    growth = values[:, -1] / values[:, 0]
-    period = period_days(returns.shape[1])
-    periods = returns.shape[1] / period
-    downside = np.sqrt(np.square(np.minimum(returns, 0.0)).mean(1) * period)
-    peaks = np.maximum.accumulate(values, axis=1)
-    return {
-        "cumulative_return": growth - 1.0,
-        "annual_return": np.maximum(growth, 0.0) ** (1.0 / periods) - 1.0,
-        "annual_volatility": _deviation(returns) * np.sqrt(period),
-        "sharpe": sharpe_ratio(returns),
-        "sortino": _ratio(returns.mean(1) * period, downside),
-        "max_drawdown": (1.0 - values / peaks).max(1),
-        "turnover": record["traded_usd"].sum(1) / values.mean(1) / periods,
+    traded_usd = record["traded_usd"].mean(1) * period_days(returns.shape[1])
+    return growth_figures(returns) | {
+        "cumulative_return": values[:, -1] / values[:, 0] - 1.0,
+        "max_drawdown": (1.0 - values / np.maximum.accumulate(values, axis=1)).max(1),
+        "turnover": traded_usd / values.mean(1),
         "num_trades": record["num_trades"].sum(1),
         "fees_usd": record["fees_usd"].sum(1),
         "exposure": record["exposure"].mean(1),
     }
 
 
-def difference(record: Record, baseline: Record, name: str) -> list[float]:
+def mean_interval(samples: np.ndarray | list[float]) -> Interval:
+    """Return the mean of independent samples [R], with its bootstrap interval.
+
+    Source: Agarwal et al., "Deep reinforcement learning at the edge of the statistical precipice",
+    NeurIPS 2021, https://arxiv.org/abs/2108.13264.
+    """
+    draws = np.random.default_rng(0).choice(samples, (RESAMPLES, len(samples)))
+    return [float(np.mean(samples)), *np.quantile(draws.mean(axis=1), ENDS).tolist()]
+
+
+def difference(record: Record, baseline: Record, name: str) -> Interval:
     """Compare a statistic with the baseline: the difference and its 95 % interval.
 
     Several markets count as independent samples. For a single market, blocks of days are resampled.
 
-    Returns: the difference, then the lower and the upper end of the interval.
     Source: circular block bootstrap, Politis and Romano (1992).
     """
-    if len(record["values"]) > 1:
-        samples = performance(record)[name] - performance(baseline)[name]
-        value, half = samples.mean(), 1.96 * samples.std(ddof=1) / np.sqrt(len(samples))
-        return [float(value), float(value - half), float(value + half)]
-    figure = {"sharpe": sharpe_ratio, "annual_return": annual_growth}[name]
-    returns, held = daily_returns(record)[0], daily_returns(baseline)[0]
-    days = len(returns)
+    samples = performance(record)[name] - performance(baseline)[name]
+    if len(samples) > 1:
+        return mean_interval(samples)
+    days = len(record["values"][0]) - 1
     starts = np.random.default_rng(0).integers(0, days, (RESAMPLES, -(-days // BLOCK_DAYS), 1))
     index = ((starts + np.arange(BLOCK_DAYS)) % days).reshape(RESAMPLES, -1)[:, :days]
-    ends = np.quantile(figure(returns[index]) - figure(held[index]), [0.025, 0.975])
-    return [float(figure(returns) - figure(held)), *ends.tolist()]
+    traded, held = (
+        growth_figures(daily_returns(part)[0][index])[name] for part in (record, baseline)
+    )
+    return [float(samples[0]), *np.quantile(traded - held, ENDS).tolist()]
 
 
 def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
@@ -236,15 +223,13 @@ def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
     # trader reaches. It is None unless the interval of this difference lies above 0.1.
     if best := policies.get("reference"):
         sharpe = policies[EQUAL_WEIGHT]["sharpe"]
-        gap = best["sharpe"] - sharpe
-        is_gap = best[AGAINST]["sharpe"][1] > 0.1
+        gap, low, _ = best[AGAINST]["sharpe"]
         for entry in policies.values():
-            entry["gap_closed"] = (entry["sharpe"] - sharpe) / gap if is_gap else None
+            entry["gap_closed"] = (entry["sharpe"] - sharpe) / gap if low > 0.1 else None
     return {
         "markets": len(records[EQUAL_WEIGHT]["values"]),
         "days": [str(dates[0]), str(dates[-1])],
         "num_days": len(dates) - 1,  # the first date has no return
-        "ablation": {name: policies.pop(name) for name in {ZEROED} & policies.keys()},
         "policies": policies,
     }
 
@@ -259,7 +244,7 @@ def report(
     run_dir: Path,
     picture: Path,
     *,
-    open_test: bool = False,
+    test: bool = False,
     num_worlds: int | None = None,
 ) -> tuple[dict[str, Any], str]:
     """Compare agents on the open spans; return a summary for each span and a text.
@@ -269,13 +254,12 @@ def report(
 
     Args:
         picture: file for the equity curves.
-        open_test: for real prices, evaluate only on the test span.
+        test: for real prices, evaluate only on the test span.
         num_worlds: number of simulated markets; None: the default number.
     """
     simulated = task.real is None
-    spans = {name: span for name, span in vars(task.spans).items() if span and name != "test"}
-    if simulated or open_test:
-        spans = {"test": task.spans.test}
+    names = ["test"] if simulated or test else ["train", "valid"]
+    spans = {name: span for name, span in vars(task.spans).items() if span and name in names}
     markets = task.markets("test", num_worlds)
     traders: dict[str, Controller] = {**agents}
     if agents["policy"].policy.config.policy == "clstm":
@@ -294,7 +278,6 @@ def report(
         summaries[name] = summarize(records, dates)
         title = SIMULATED if simulated else SPANS[name]
         text += f"{title}\n{text_table(summaries[name], simulated)}\n\n"
-        records.pop(ZEROED, None)  # the ablation is not a strategy: leave it out of the files
         if world.is_main_process:
             # Imported late, because matplotlib takes 0.5 s to load.
             from agents.evaluate.pictures import plot_equity
@@ -303,13 +286,10 @@ def report(
             plot_equity(records, dates, picture, name, simulated)
     text += (
         "[95 % interval] over markets, or over resampled blocks of days of one market\n"
-        "risk-free rate and interest on cash: 0; turnover: purchases and sales a year, relative to "
-        f"the mean value; costs: {task.trading.fee_bps:g} bps of every purchase and sale; "
-        f"fills: whole shares at the {task.trading.execution.replace('_', ' ')}\n"
+        f"risk-free rate: 0; costs: {task.trading.fee_bps:g} bps of every purchase and sale\n"
         f"daily figures: {run_dir / 'evaluation'}\nequity curves: {picture}"
     )
     if "test" not in spans:
-        text += "" if task.spans.valid else NO_VALIDATION
         text += "\nThe test span stays closed until all choices are made. To open it:\n"
         text += f"  python -m agents.evaluate {run_dir} --open_test"
     return summaries, text
@@ -317,7 +297,7 @@ def report(
 
 def text_table(summary: dict[str, Any], simulated: bool) -> str:
     """Format the summary of a span as a table to print."""
-    entries = summary["policies"] | summary["ablation"]
+    entries = summary["policies"]
     # Returns on simulated markets come from a planted drift, so the table does not show them.
     columns = COLUMNS[:5] if simulated else COLUMNS[1:]
     table = pd.DataFrame.from_dict(entries, orient="index").reindex(columns=columns)
@@ -341,16 +321,15 @@ def write_daily(
 
     docs/data.md describes the columns.
     """
-    names = [market.name for market in markets]
-    index = pd.MultiIndex.from_product([names, dates[1:]], names=["market", "date"])
+    index = pd.MultiIndex.from_product(
+        [[market.name for market in markets], dates[1:]], names=["market", "date"]
+    )
     tables = {}
     for name, record in records.items():
         tables[name] = pd.DataFrame({"return": daily_returns(record).ravel()}, index)
-        for figure, heading in STOCKS.items():
-            if figure in record:
-                columns = [f"{heading}:{ticker}" for ticker in markets[0].tickers]
-                # Adding 0.0 turns -0.0 into 0.0.
-                tables[name][columns] = record[figure].reshape(len(index), -1) + 0.0
-    text = pd.concat(tables, names=["strategy"]).to_csv(float_format="%.8g")
+        for figure in STOCKS.keys() & record.keys():
+            columns = [f"{STOCKS[figure]}:{ticker}" for ticker in markets[0].tickers]
+            # Adding 0.0 turns -0.0 into 0.0.
+            tables[name][columns] = record[figure].reshape(len(index), -1) + 0.0
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text)
+    write_whole(path, pd.concat(tables, names=["strategy"]).to_csv(float_format="%.8g"))

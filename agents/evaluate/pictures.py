@@ -12,37 +12,30 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 from PIL import Image
 from torch import Tensor
 
 from agents.evaluate.episodes import PolicyController, evaluate_episodes
 from envs.task import GymTask
-from rl_dist.errors import UserError, one_line
 from rl_dist.files import path_to_write
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import RunDir
 
 CURVES = ("episode/return", "valid/return", "valid/sharpe")
 MAX_FRAMES = 2000  # the video stops after this many steps
-MAX_SIDE = 400  # in pixels; larger pictures are scaled down
 FRAME_MS = 33  # time for which each picture is shown
 
 
 def plot_learning_curve(directory: RunDir, title: str, simulated: bool) -> None:
     """Plot training returns and validation results over environment steps."""
-    records = directory.records()
-    curves: dict[str, np.ndarray] = {}  # [2, n]: steps, then values
-    for name in CURVES:
-        if points := [(r["global_step"], r[name]) for r in records if r.get(name) is not None]:
-            curves[name] = np.transpose(points)
-    num_panels = max(len(curves), 1)
-    figure, axes = plt.subplots(num_panels, sharex=True, squeeze=False, layout="constrained")
-    for axis, (name, curve) in zip(axes.flat, curves.items(), strict=False):
-        axis.plot(*curve, ".-")
-        axis.set_ylabel(name)
-    figure.suptitle(title)
-    figure.supxlabel("environment steps, all ranks")
-    _save(figure, path_to_write(directory.path, "plots/learning_curve.png"), simulated)
+    table = pd.DataFrame(directory.records()).set_index("global_step")
+    curves = table.filter(CURVES).astype(float).interpolate()
+    axes = curves.plot(
+        subplots=True, style=".-", xlabel="environment steps, all ranks", title=title
+    )
+    path = path_to_write(directory.path, "plots/learning_curve.png")
+    _save(axes[0].figure, path, simulated)
 
 
 def plot_equity(
@@ -85,24 +78,12 @@ def film(agent: PolicyController, task: GymTask, folder: Path, seed: int, world:
 
     def draw_and_act(env: Any, obs: Tensor, episode_start: Tensor) -> Tensor:
         if len(frames) < MAX_FRAMES:
-            picture = Image.fromarray(np.asarray(env.env[0].render(), np.uint8))  # [H, W, 3]
-            picture.thumbnail((MAX_SIDE, MAX_SIDE))
-            frames.append(picture.convert("P", palette=Image.Palette.ADAPTIVE))
+            frames.append(Image.fromarray(env.env[0].render()))  # [H, W, 3] uint8
         return policy(env, obs, episode_start)
 
-    try:
-        evaluate_episodes(drawn_task, draw_and_act, 1, seed, world)
-    except Exception as error:  # environments may raise any error
-        env_id = task.config.env
-        raise UserError(
-            f"--video cannot render {env_id} as rgb_array: {one_line(error)}"
-        ) from error
+    evaluate_episodes(drawn_task, draw_and_act, 1, seed, world)
     if frames:  # only the rank that ran the episode has frames
         folder.mkdir(parents=True, exist_ok=True)
-        frames[0].save(
-            folder / "episode_0.gif",
-            save_all=True,
-            append_images=frames[1:],
-            duration=FRAME_MS,
-            loop=0,
-        )
+        path = folder / "episode_0.gif"
+        frames[0].save(path, save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0)
+        print(f"first episode: {path}")

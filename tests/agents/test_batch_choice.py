@@ -13,7 +13,7 @@ from train_runs import only_error, train_here
 import agents.trainer
 from agents import rank
 from agents.config import RunConfig, TrainConfig
-from agents.evaluate import final
+from agents.evaluate import command
 from agents.ppo import PPO
 from agents.run import auto, limits
 from agents.run.sizes import shard_sizes
@@ -128,7 +128,7 @@ FAILURES = {  # phase: (owner and name of the failing function, number of the ca
     "start-up": (rank, "Training", 1, "--num_envs"),
     "collect": (agents.trainer, "collect", 4, "--num_envs"),  # call 1 is the warm-up
     "update": (PPO, "step", 6, "--grad_accumulation"),
-    "final evaluation": (final, "evaluate_last_and_best", 1, "python -m agents.evaluate"),
+    "final evaluation": (command, "evaluate_last_and_best", 1, "python -m agents.evaluate"),
 }
 
 

@@ -23,8 +23,12 @@ from envs.vector.spaces import ActionDecoder, ObservationEncoder, to_json
 from rl_dist.errors import UserError
 
 VECTOR = spaces.Box(-np.inf, np.inf, (4,), np.float32)
-IMAGES = spaces.Dict(
-    camera=spaces.Box(0, 255, (2, 13, 12, 3), np.uint8), speed=VECTOR, gear=spaces.Discrete(3)
+IMAGES = spaces.Dict(  # a list keeps its order: the keys are not sorted
+    [
+        ("camera", spaces.Box(0, 255, (2, 13, 12, 3), np.uint8)),
+        ("speed", VECTOR),
+        ("gear", spaces.Discrete(3)),
+    ]
 )
 BOUNDED = spaces.Box(np.array([[0.1, -7]], np.float32), np.array([[0.3, 900]], np.float32))
 MASKED = spaces.Dict(action_mask=spaces.MultiBinary(7), place=VECTOR)
@@ -45,10 +49,9 @@ QUICK = ("clstm", "own")  # tracing takes seconds: other forms are slow tests
 TRACED = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ALL]
 
 
-def agent_of(form, folder, extras=()):
+def make_agent(config, observation, action, folder, extras=()):
     """Return an agent with random weights and statistics, as if loaded from a run."""
     torch.manual_seed(4)
-    config, observation, action = ALL[form]
     decoder = ActionDecoder(action, "here")
     parts = ObservationEncoder(observation, "here", decoder.sizes).parts
     policy = Policy(config, Layout((*parts, *extras)), decoder.space)
@@ -61,6 +64,10 @@ def agent_of(form, folder, extras=()):
     path.write_bytes(b"stands for a checkpoint")
     saved = to_json(observation, action)
     return LoadedAgent(policy, normalizer, RunConfig(policy=config), 3, path, folder, saved)
+
+
+def agent_of(form, folder, extras=()):
+    return make_agent(*ALL[form], folder, extras)
 
 
 def difference(agent, change=lambda *inputs: inputs, step=None):

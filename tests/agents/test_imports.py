@@ -22,7 +22,7 @@ NOT_LOADED = (
     "talib",
     "torch._dynamo",
 )
-AT_THE_END = "agents.evaluate.final"
+AT_THE_END = "agents.evaluate.command"
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from misbehaving_envs import Misbehaving
 from train_runs import RECALL, only_error, records, train_here
 
 from agents import rank
-from agents.evaluate import final
+from agents.evaluate import command
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import outlive_readers
 from rl_dist.resume_check import differences, result_of
@@ -145,8 +145,8 @@ def test_a_disk_that_is_full_costs_one_line_and_no_byte_of_the_training(
         if refuses == "config.json":
             limits(1000)
         else:
-            finish = final.finish
-            patch.setattr(final, "finish", lambda *parts: (limits(2000), finish(*parts)))
+            finish = command.finish
+            patch.setattr(command, "finish", lambda *parts: (limits(2000), finish(*parts)))
         assert train_here(patch, "--resume", run_dir, "--on_event", note) == 1
     limits(None)
     lines = capsys.readouterr().err.splitlines()
