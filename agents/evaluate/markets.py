@@ -140,9 +140,9 @@ def period_days(num_days: int) -> int:
 
 
 def growth_figures(returns: np.ndarray) -> dict[str, np.ndarray]:
-    """Compute statistics of daily returns along the last axis; the risk-free rate is 0.
+    """Compute statistics of daily returns along the last axis.
 
-    They are scaled to the period that `period_days` returns. The
+    They are scaled to the period that `period_days` returns. The risk-free rate is 0, and the
     Sharpe ratio without risk is 0.
     """
     num_days = returns.shape[-1]
