@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from envs.vector.guards import is_own_fault, place_of
-from rl_dist.errors import did_you_mean, no_module, one_line
+from rl_dist.errors import did_you_mean, one_line
 
 # Keep this import fast: torch and pandas are imported only when an environment is made.
 if TYPE_CHECKING:
@@ -105,9 +105,10 @@ def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
     except BaseException as error:
         if not is_own_fault(error):
             raise
-        raised = f"its module raised {one_line(error)}{place_of(error)}: check it and the "
-        why = no_module(module, error) or f"{raised}Python path"
-        raise ValueError(f"environment {env_id!r}: {why}") from error
+        raised = f"its module raised {one_line(error)}{place_of(error)}"
+        raise ValueError(
+            f"environment {env_id!r}: {raised}: check it and the Python path"
+        ) from error
 
 
 def _seeds_each(make_batch: Callable[[int], VectorEnv[Any, Any, Any]]) -> bool:

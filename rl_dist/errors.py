@@ -28,11 +28,6 @@ CLOSED_DISK = {errno.EACCES, errno.EPERM, errno.EROFS}
 FOREIGN_ERRORS = (Exception, SystemExit)
 
 FIRST_RANK_S = 10.0  # how long other ranks wait for the first rank to print the same error
-# System errors that another path would avoid. The exit code is 2, as for other wrong arguments.
-_WRONG_PLACE = {
-    *(errno.ENOENT, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EISDIR),
-    *(errno.ENOTDIR, errno.EEXIST, errno.EINVAL, errno.ELOOP),
-}
 
 
 # ---- streams
@@ -100,19 +95,19 @@ def explained(error: ValueError | OSError) -> tuple[str, int]:
     """Return an error's message on one line, and the exit code for this error."""
     message = str(error)
     exit_code = getattr(error, "exit_code", 2)
+    if isinstance(error, UnicodeEncodeError):
+        message = f"{error.object!r} is not UTF-8 text: use another name"
     if isinstance(error, OSError):
-        place = f"{error.filename}: " if error.filename else ""
-        message = f"{place}{error.strerror or error}"
         exit_code = 1
-        if error.errno in _WRONG_PLACE:
-            message += "; check the path, or name another one"
+        if error.filename and error.errno not in FULL_DISK:  # another path would avoid the error
+            message = f"{error.filename}: {error.strerror}; check the path, or name another one"
             exit_code = 2
     return printable(" ".join(message.split())), exit_code
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a question that suggests similar names, or "" if there are none."""
-    near = difflib.get_close_matches(name, list(known), n=3)
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.75)
     return f"did you mean {' or '.join(near)}?" if near else ""
 
 
@@ -122,14 +117,6 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * width for width in widths])
     return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in cells)
-
-
-def no_module(module: str, error: BaseException) -> str:
-    """Say which module does not exist; return "" if the error has another cause."""
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    if not missing or not f"{module}.".startswith(f"{missing}."):
-        return ""
-    return f"there is no module {missing} in {Path.cwd()} or elsewhere on the Python path"
 
 
 # ---- errors
@@ -237,11 +224,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the command line; refuse arguments that are not valid UTF-8."""
-        words = sys.argv[1:] if args is None else list(args)
-        for word in words:
-            if word != word.encode(errors="replace").decode():
-                self.error(f"{word!r} is not UTF-8 text: use another name")
-        return super().parse_known_args(words, namespace)
+        for word in sys.argv if args is None else args:
+            word.encode()
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with code 2; torchrun's restarted ranks exit, too."""

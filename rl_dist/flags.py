@@ -20,7 +20,6 @@ import reprlib
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -28,7 +27,7 @@ import pydantic
 from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 from pydantic.fields import FieldInfo
 
-from rl_dist.errors import CommandParser, UserError, did_you_mean
+from rl_dist.errors import CommandParser, UserError, did_you_mean, one_line
 
 __all__ = ["Field", "Text", "configuration", "or_auto", "parse_flags"]
 
@@ -37,10 +36,6 @@ T = TypeVar("T")
 # bytes that are not UTF-8 with surrogates.
 Text = Annotated[str, StringConstraints(pattern="^[\t\n\x20-\x7e\xa0-\ud7ff\ue000-\U0010ffff]*$")]
 _RULES = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-_PROBLEMS = {  # clearer messages than pydantic's, by pydantic's error type
-    "string_pattern_mismatch": "must be text without control characters",
-    "unexpected_keyword_argument": "is no setting",
-}
 
 
 def or_auto(value: int) -> BeforeValidator:
@@ -74,7 +69,9 @@ def _one_line(error: ValidationError) -> ValueError:
     if "error" in first.get("ctx", {}):  # raised by __post_init__
         return first["ctx"]["error"]
     name = str(first["loc"][0])
-    problem = _PROBLEMS.get(first["type"]) or first["msg"].replace("Input should", "must")
+    problem = first["msg"].replace("Input should", "must")
+    if first["type"] == "string_pattern_mismatch":
+        problem = "must be text without control characters"
     return UserError(f"{name:.80} {problem}, got {reprlib.repr(first['input'])}")
 
 
@@ -155,9 +152,10 @@ def parse_flags(
             text = f"{about} (default: {shown(getattr(section, name))}; {allowed(field)})"
             _add_flag(group, name, field, text if shows_all or name in main else argparse.SUPPRESS)
     values = vars(_parse_known(parser, argv))
-    given = {name: values.pop(name) for name in flags if name in values}
     given = {
-        name: text if isinstance(text, str) else " ".join(text) for name, text in given.items()
+        name: text if isinstance(text := values.pop(name), str) else " ".join(text)
+        for name in flags
+        if name in values
     }
     try:
         configs = changed(sections, given)
@@ -168,33 +166,18 @@ def parse_flags(
 
 def _add_flag(group: Any, name: str, field: FieldInfo, text: str) -> None:
     """Add a flag to an argument group; its parsed value stays text."""
-    choices = typing.get_args(field.annotation)
-    options: dict[str, Any] = {"metavar": "{" + ",".join(choices) + "}" if choices else "X"}
+    options: Any = field.json_schema_extra or {}
     if field.annotation is bool:  # --x means --x=true
-        options = {"metavar": "true|false", "nargs": "?", "const": "true"}
-    if field.annotation is int:
-        options["type"] = _digits
-    options |= typing.cast("dict[str, Any]", field.json_schema_extra or {})
-    group.add_argument(f"--{name}", default=argparse.SUPPRESS, help=text, **options)
-
-
-def _digits(text: str) -> str:
-    """Rewrite a whole number such as 1e6 in digits; return other text unchanged."""
-    with suppress(ValueError):
-        number = float(text)
-        if number.is_integer() and not text.isdigit():
-            return str(int(number))
-    return text
+        options = {"nargs": "?", "const": "true"}
+    group.add_argument(f"--{name}", default=argparse.SUPPRESS, help=text, metavar="X", **options)
 
 
 def _parse_known(parser: CommandParser, argv: list[str]) -> argparse.Namespace:
     parser._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # -1e-3 is a value
     flags = parser._option_string_actions
     namespace, unknown = parser.parse_known_args([_canonical(word, flags) for word in argv])
-    for word in unknown:
-        name = word.split("=")[0]
-        if not name.startswith("-"):
-            parser.error(f"unexpected argument {word!r}: values follow a flag, see --help")
+    if unknown:
+        name = unknown[0].split("=")[0]
         parser.error(f"unknown flag {name}: {did_you_mean(name, flags) or 'see --help'}")
     return namespace
 
@@ -213,11 +196,7 @@ def _canonical(word: str, flags: Mapping[str, Any]) -> str:
 def saved_form(config: Any) -> dict[str, dict[str, Any]]:
     """Return the values of a configuration to write to a file, by section."""
     return {
-        heading: {
-            name: getattr(section, name)
-            for name, field in type(section).__pydantic_fields__.items()
-            if not field.exclude
-        }
+        heading: pydantic.TypeAdapter(type(section)).dump_python(section)
         for heading, section in vars(config).items()
     }
 
@@ -231,14 +210,11 @@ def read_sections(defaults: Mapping[str, Any], saved: Any) -> dict[str, Any]:
     """
     sections = {}
     try:
-        if not isinstance(saved, dict):
-            raise ValueError("it has no section")
         for heading, values in saved.items():
-            if not isinstance(values, dict) or heading not in defaults:
-                raise ValueError(f"it has no section {heading!r:.80}")
             cls = type(defaults[heading])
             excluded = {name for name, field in cls.__pydantic_fields__.items() if field.exclude}
             sections[heading] = cls(**{n: v for n, v in values.items() if n not in excluded})
-    except ValueError as error:
-        raise ValueError(f"the saved configuration does not fit this version: {error}") from None
+    except (ValueError, LookupError, AttributeError) as error:  # or it has no such section
+        problem = "the saved configuration does not fit this version"
+        raise ValueError(f"{problem}: {one_line(error, named=False)}") from None
     return sections

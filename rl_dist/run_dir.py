@@ -12,6 +12,7 @@ import fcntl
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import time
@@ -23,9 +24,8 @@ from typing import IO, Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationError
 
-from rl_dist.errors import UserError, printable, unwritable
+from rl_dist.errors import UserError, one_line, unwritable
 from rl_dist.files import (
-    EVENT_FILES,
     Record,
     check_layout,
     leads_to,
@@ -33,7 +33,6 @@ from rl_dist.files import (
     plain_file,
     read_object,
     read_plain,
-    read_tail,
     replace_file,
     write_whole,
 )
@@ -231,13 +230,13 @@ class RunDir(AbstractContextManager["RunDir"]):
         held = self.lock and self.is_in_place()
         if not held or self.checkpoints.exists() or self.records(last=1):
             return
-        logs = self.logs.glob("rank_*.log") if exit_code != 1 else ()
-        events = self.path.glob(EVENT_FILES)
-        for path in (self.config_path, self.state_path, self.metrics_path, *events, *logs):
-            path.unlink(missing_ok=True)
-        for folder in (self.logs, self.path):
-            with suppress(OSError):  # the folder is not empty
-                folder.rmdir()
+        for path in self.path.iterdir():
+            if not path.is_dir():
+                path.unlink()
+            elif path != self.logs or exit_code != 1:
+                shutil.rmtree(path)
+        with suppress(OSError):  # it holds logs
+            self.path.rmdir()
 
     # ---- config.json and summary.json
 
@@ -288,10 +287,11 @@ class RunDir(AbstractContextManager["RunDir"]):
     def records(self, last: int | None = None) -> list[Record]:
         """Return all valid records of metrics.jsonl, or only the newest `last` of them."""
         try:
-            content = read_tail(self.metrics_path) if last else read_plain(self.metrics_path, None)
+            lines = read_plain(self.metrics_path, None).splitlines()
         except OSError:
             return []
-        records = [record for line in content.splitlines() if (record := parse_record(line))]
+        lines = lines[-last - 1 :] if last else lines  # the last line may be incomplete
+        records = [record for line in lines if (record := parse_record(line))]
         return records[-last:] if last else records
 
     def cut_records(self, iteration: int) -> None:
@@ -329,11 +329,8 @@ class RunDir(AbstractContextManager["RunDir"]):
         except FileNotFoundError:
             return None
         except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
             problem = f"{self.state_path} is torn, foreign or of a newer version"
-            got = f"got {first['input']!r:.60}"
-            raise UserError(f"{problem}: {place}: {first['msg']}, {got}") from None
+            raise UserError(f"{problem}: {one_line(error, 150, named=False)}") from None
 
     def begin_state(self, **values: Any) -> None:
         """Write the first state.json of a run; `values` are fields of `JobState`."""
@@ -347,7 +344,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         with suppress(OSError, UserError):
             state = self.state()
             if state and self.is_in_place():
-                self._write_state(state.model_copy(update=changes))
+                self._write_state(state, **changes)
 
     def record_exit(
         self, pid: int, code: int, error: str = "", signum: int = 0, *, may_restart: bool = False
@@ -370,26 +367,19 @@ class RunDir(AbstractContextManager["RunDir"]):
             # the ranks of a killed launcher may have saved and stopped already
             stopped = code > 128 or (signum and state.phase == "stopped")
             phase = "stopped" if stopped else "failed" if code else "done"
-            names = {member.value: member.name for member in signal.Signals}
-            state.exit = RunExit(
+            signum = max(signum, code - 128)
+            ended = RunExit(
                 code=code,
-                signal=names.get(max(signum, code - 128)),
-                error=printable(" ".join(error.split()))[:LONGEST_ERROR] if code else "",
+                signal=signal.Signals(signum).name if signum > 0 else None,
+                error=one_line(ValueError(error), LONGEST_ERROR, named=False) if code else "",
             )
-            state.phase = "restarting" if may_restart else phase
-            self._write_state(state)
+            self._write_state(state, exit=ended, phase="restarting" if may_restart else phase)
 
-    def _write_state(self, state: JobState) -> None:
-        state.updated = time.time()
+    def _write_state(self, state: JobState, **changes: Any) -> None:
+        state = state.model_copy(update=changes | {"updated": time.time()})
         replace_file(self.state_path, state.model_dump_json().encode())
 
 
 def launcher_pid() -> int:
     """Return the process id of the launcher, which starts the ranks."""
     return os.getppid() if "RANK" in os.environ else os.getpid()
-
-
-def runs_below(folder: Path) -> str:
-    """Return the part of a message that names runs in a folder; "" without runs."""
-    runs = sorted(str(path.parent) for path in folder.glob(f"*/{STATE_FILE}"))
-    return f"it holds runs, name one: {', '.join(runs[:5])}" if runs else ""

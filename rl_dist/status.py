@@ -20,7 +20,7 @@ from typing import Any
 
 from rl_dist.errors import CommandParser, UserError, explains_errors, printable
 from rl_dist.files import Record
-from rl_dist.run_dir import ENDED, STATE_FILE, JobState, RunDir, runs_below
+from rl_dist.run_dir import ENDED, STATE_FILE, JobState, RunDir
 
 RUNS = Path("runs")
 EVERY_S = 2.0  # seconds between two readings with --follow
@@ -59,8 +59,7 @@ def read_status(run_dir: Path) -> Status:
     run = RunDir(run_dir)
     job = run.state() if run_dir.is_dir() else None
     if job is None:
-        fix = runs_below(run_dir) or "give the directory of a run"
-        raise UserError(f"{run_dir} has no {STATE_FILE}: {fix}")
+        raise UserError(f"{run_dir} has no {STATE_FILE}: give the directory of a run")
     records = run.records(last=RECENT)
     last = records[-1] if records else {"iteration": 0, "global_step": 0}
     entries = [entry for record in records for entry in record.get("ranks", ())]

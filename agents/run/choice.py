@@ -32,7 +32,7 @@ from rl_dist.checkpoint.trust import check_named, import_from_here
 from rl_dist.errors import UserError
 from rl_dist.flags import Field, ParsedFlags, Text, configuration, parse_flags
 from rl_dist.process_group.join import MAX_RESTARTS, elastic_count
-from rl_dist.run_dir import RunDir, runs_below
+from rl_dist.run_dir import RunDir
 
 RUNS = Path("runs")
 DESCRIPTION = "Train a cascaded-LSTM PPO policy, on one rank or many, with the same learning curve."
@@ -131,8 +131,9 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
     checkpoint: Found | None = None
     if directory and resume:
         if resume != "auto" and not directory.checkpoints.is_dir():
-            fix = runs_below(directory.path) or "give the directory of a run"
-            raise UserError(f"--resume needs a folder {directory.checkpoints}: {fix}")
+            raise UserError(
+                f"--resume needs a folder {directory.checkpoints}: give the directory of a run"
+            )
         holds_run = directory.config_path.exists() or directory.checkpoints.is_dir()
         if is_first() and holds_run:
             held.enter_context(directory.hold())

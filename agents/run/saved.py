@@ -35,7 +35,7 @@ from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import UserError, one_line
 from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
 from rl_dist.process_group.world import World
-from rl_dist.run_dir import RunDir, runs_below
+from rl_dist.run_dir import RunDir
 from rl_dist.strategies.precision import autocast_dtype
 
 FEATURES = "feature LSTM"  # marks checkpoints written by agents.pretrain
@@ -61,8 +61,9 @@ def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> Foun
         path = best
     found = load_latest(path) if path.is_dir() else Found(path, load_checkpoint(path))
     if found is None:
-        fix = runs_below(path) or f"see python -m rl_dist.checkpoint verify {path}"
-        raise UserError(f"{path} holds no valid checkpoint: {fix}")
+        raise UserError(
+            f"{path} holds no valid checkpoint: see python -m rl_dist.checkpoint verify {path}"
+        )
     if kind_of(found.state) != kind:
         raise UserError(
             f"{found.path} is no checkpoint of {kind}: give such a file, or its run directory"

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rl_dist.errors import FOREIGN_ERRORS, UserError, no_module, one_line
+from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
 from rl_dist.files import plain_file
 
 
@@ -43,8 +43,7 @@ def import_own(field: str, value: str) -> Any:
     try:
         imported = importlib.import_module(module)
     except FOREIGN_ERRORS as error:
-        why = no_module(module, error) or f"its module raised {one_line(error)}"
-        raise UserError(f"{field} {value!r}: {why}") from error
+        raise UserError(f"{field} {value!r}: its module raised {one_line(error)}") from error
     named = getattr(imported, name, None)
     if not callable(named):
         raise UserError(f"{field} {value!r}: {module} has no function or class {name}")

@@ -161,7 +161,7 @@ UNMADE = f"{__name__}:Unmade-v0"
     ("env_id", "kwargs", "message"),
     [
         ("CartPol-v1", {}, "'CartPol-v1': did you mean CartPole-v1"),
-        ("no_such_module:Task-v0", {}, "there is no module no_such_module"),
+        ("no_such_module:Task-v0", {}, "No module named 'no_such_module'"),
         ("broken_module:Task-v0", {}, r"KeyError: 'seven' \(broken_module.py:1\)"),
         ("CartPole-v1", {"colour": 1}, "cannot be made: TypeError.* argument 'colour'"),
         (UNMADE, {"how": "stumble"}, r"KeyError: 'how' \(test_vector.py:"),
