@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,7 +22,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.nn.utils.convert_parameters import parameters_to_vector
 
 from agents.network.minibatches import Minibatch
-from agents.network.pieces import Plan
 from agents.network.sequences import run_sequence
 from agents.ppo import PPO, LossParts, ppo_loss
 from rl_dist.errors import UserError
@@ -132,7 +132,7 @@ class PipelinePPO(PPO):
 
     strategy: StageStrategy
 
-    def gradients(self, minibatch: Minibatch, plans: Sequence[Plan]) -> LossParts:
+    def gradients(self, minibatch: Minibatch, starts: np.ndarray) -> LossParts:
         """Compute this stage's gradient of the loss, averaged over all ranks.
 
         Every rank has the same number of sequences and cuts them into the same number of parts. If

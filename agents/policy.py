@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
@@ -19,8 +20,7 @@ from agents.network import heads
 from agents.network.cores import CORES, PassThrough, State
 from agents.network.inputs import Encoder
 from agents.network.own_core import make_core
-from agents.network.pieces import Plan
-from agents.network.sequences import run_sequence
+from agents.network.sequences import Plan, plan_pieces, run_sequence
 from envs.vector.layout import Layout
 from rl_dist.errors import UserError
 from rl_dist.flags import Field, Text, configuration
@@ -191,14 +191,17 @@ class Policy(nn.Module):
         """Number of actor and critic vectors [B, H], which come first in the state."""
         return int(self.actor_core.num_states + self.critic_core.num_states)
 
-    @property
-    def call_steps(self) -> float:
-        """Overhead of one core call, in single-row steps; 0 with windows or images."""
-        if self.config.feature_window or self.feature_encoder.images:
-            return 0.0
-        cores = [core for core in self.cores if core.num_states]
-        sizes = [sum(p.numel() for p in core.parameters()) for core in cores]
-        return CALL_WEIGHTS * self.config.num_layers * len(sizes) / max(sum(sizes), 1)
+    def plan(self, starts: np.ndarray) -> Plan | None:
+        """Plan the calls of the cores for episode starts [L, N]; None: no cuts are needed."""
+        if self.config.stateless:
+            return None
+        call_steps = 0.0  # overhead of one core call, in single-row steps
+        if not (self.config.feature_window or self.feature_encoder.images):
+            cores = [core for core in self.cores if core.num_states]
+            num_weights = sum(p.numel() for core in cores for p in core.parameters())
+            num_calls = self.config.num_layers * len(cores)
+            call_steps = CALL_WEIGHTS * num_calls / max(num_weights, 1)
+        return plan_pieces(starts, self.critic_head.weight.device, call_steps, self.resets_inside)
 
     @property
     def resets_inside(self) -> bool:
@@ -345,13 +348,13 @@ class Policy(nn.Module):
 
         Gradient steps must call this method: DistributedDataParallel prepares its gradient
         reduction in `forward`. Takes obs [L, N, F], actions [L, N, A] or [L, N], the state
-        [N, S, H] before the first step, episode_start [L, N] bool, and optionally a plan made from
-        it by `plan_pieces`.
+        [N, S, H] before the first step, episode_start [L, N] bool, and optionally its `plan`.
         """
         with weights_cast_once(self.low_precision, obs.device):
-            if self.config.stateless:
-                plan = Plan([], None)  # nothing has to be cut
-            actor, values = run_sequence(self.network, obs, state, episode_start, plan)
+            if self.config.stateless:  # nothing has to be cut
+                actor, values = self.network(obs, state)[0]
+            else:
+                actor, values = run_sequence(self.network, obs, state, episode_start, plan)
         return self.evaluate(actor, values, actions)
 
     def evaluate(self, actor: Tensor, values: Tensor, actions: Tensor) -> Evaluation:

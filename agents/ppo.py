@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agents.network.minibatches import Minibatch, make_schedule
-from agents.network.pieces import Plan
-from agents.network.sequences import state_after
+from agents.network.minibatches import Minibatch
+from agents.network.sequences import state_after, to_device
 from rl_dist.errors import UserError
 from rl_dist.flags import Field, configuration
 from rl_dist.process_group.clock import StepClock, section
@@ -27,9 +24,8 @@ from rl_dist.telemetry import events
 if TYPE_CHECKING:
     from agents.policy import Evaluation, Policy
 
-# metric names: the fields of LossParts in order, then the gradient norm
+# metric names: the fields of LossParts in order, without the total; then the gradient norm
 METRICS = (
-    "loss/total",
     "loss/policy",
     "loss/value",
     "loss/entropy",
@@ -79,21 +75,6 @@ class PPOConfig:
     max_bad_steps: int = Field(10, ge=0, le=10**9)
     """Skip optimizer steps with NaN or inf in loss or gradient; stop the run after an update with
     more than this many in a row."""
-
-
-def learning_rate(
-    config: PPOConfig, iteration: int, remaining: float, factor: float = 1.0
-) -> float:
-    """Return the learning rate of an iteration.
-
-    Args:
-        iteration: counted from 1; in a warm-up of N, the rate is scaled by iteration / N.
-        remaining: fraction of the run that remained before this iteration, from 1 to 0.
-        factor: multiplier from lr_scaling.
-    """
-    warmup_factor = min(iteration / config.warmup, 1.0) if config.warmup else 1.0
-    annealing = max(remaining, 0.0) if config.anneal_lr else 1.0
-    return config.learning_rate * factor * warmup_factor * annealing
 
 
 class LossParts(NamedTuple):
@@ -150,32 +131,13 @@ class Batch:
     statistics: dict[str, Tensor]  # sums over all ranks, to update the normalisers
 
 
-class Tally:
-    """Running sums of one update, kept on the device so that no step waits for it."""
+def sums_of_taken(rows: list[Tensor]) -> Tensor:
+    """Add up the rows of the gradient steps that were taken; see `PPO.update`.
 
-    def __init__(self, device: torch.device, bad_in_a_row: int) -> None:
-        zeros = partial(torch.zeros, dtype=torch.float64, device=device)
-        self.losses = zeros(len(METRICS))
-        self.epoch_kl = zeros(2)  # in this epoch: sum of approx_kl, number of steps taken
-        # numbers of steps: taken, skipped, bad, bad in a row up to now, most bad in a row
-        self.counts = zeros(5)
-        self.counts[3] = bad_in_a_row
-
-    @torch.no_grad()
-    def add(
-        self, parts: LossParts, grad_norm: Tensor, stepped: Tensor, overflowed: Tensor | bool
-    ) -> None:
-        """Count a gradient step, and add its losses unless the step was skipped."""
-        row = torch.stack([part.double() for part in (*parts, grad_norm)])
-        row = torch.where(stepped, row, 0.0)
-        self.losses += row
-        approx_kl = row[LossParts._fields.index("approx_kl")]
-        self.epoch_kl += torch.stack([approx_kl, stepped.double()])
-        # a step that was skipped only because the loss scale was too large is not bad
-        bad = ~stepped & ~torch.as_tensor(overflowed)
-        self.counts[:3] += torch.stack([stepped, ~stepped, bad])
-        in_a_row = torch.where(stepped, 0.0, self.counts[3] + bad)
-        self.counts[3:] = torch.stack([in_a_row, torch.maximum(in_a_row, self.counts[4])])
+    The steps are added in order. The last sum is the number of steps taken.
+    """
+    steps = torch.stack(rows)
+    return torch.where(steps[:, -1:] > 0, steps, 0.0).cumsum(0)[-1]
 
 
 def refreshed_states(policy: Policy, batch: Batch) -> Tensor:
@@ -221,11 +183,20 @@ class PPO:
         self.clock = StepClock(self.world.device)
         self.optimizer = make_adam(strategy.parameters, config.learning_rate)
 
-    def begin_iteration(self, iteration: int, remaining: float, factor: float = 1.0) -> None:
-        """Set the optimizer's learning rate; see `learning_rate`."""
+    def begin_iteration(self, iteration: int, remaining: float, factor: float) -> None:
+        """Set the learning rate of an iteration.
+
+        Args:
+            iteration: counted from 1; in a warm-up of N, the rate is scaled by iteration / N.
+            remaining: fraction of the run that remained before this iteration, from 1 to 0.
+            factor: multiplier from lr_scaling.
+        """
         self.iteration = iteration
+        config = self.config
+        warmup_factor = min(iteration / config.warmup, 1.0) if config.warmup else 1.0
+        annealing = max(remaining, 0.0) if config.anneal_lr else 1.0
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.config, iteration, remaining, factor)
+            group["lr"] = config.learning_rate * factor * warmup_factor * annealing
 
     @section("update")
     def update(self, batch: Batch) -> dict[str, float]:
@@ -234,75 +205,65 @@ class PPO:
         Returns losses and diagnostics: means over all ranks and gradient steps.
         """
         sequences = batch.sequences
-        schedule = self._schedule(batch)
-        tally = Tally(sequences.obs.device, self.bad_in_a_row)
+        # A row holds METRICS, 1 if the step was bad, and 1 if it was taken. Rows stay on the
+        # device, so that no step waits for it.
+        rows: list[Tensor] = []
         self.clock.start()
-        for epoch in range(self.config.update_epochs):
+        for epoch, order in enumerate(batch.order):
             if epoch and self.config.refresh_states:
                 self.strategy.share_parameters()
                 sequences = replace(sequences, lstm_state=refreshed_states(self.policy, batch))
 
             # one gradient step per minibatch
-            tally.epoch_kl.zero_()
-            for numbers, plans in schedule[epoch]:
-                minibatch = sequences.pick(Tensor.index_select, numbers)
-                parts, grad_norm, stepped = self.step(minibatch, plans)
+            for numbers in order:
+                index = to_device(numbers, sequences.obs.device)
+                minibatch = sequences.pick(Tensor.index_select, index)
+                parts, grad_norm, stepped = self.step(minibatch, batch.starts[:, numbers])
                 self.world.heartbeat()
-                tally.add(parts, grad_norm, stepped, self.strategy.overflowed)
+                # a step that was skipped only because the loss scale was too large is not bad
+                bad = ~stepped & ~torch.as_tensor(self.strategy.overflowed)
+                rows.append(torch.stack([*parts[1:], grad_norm, bad, stepped]).detach().double())
 
             # stop early, all ranks together
-            if self._exceeds_target_kl(tally.epoch_kl):
+            if self._exceeds_target_kl(rows[-len(order) :]):
                 break
             self.clock.mark("")  # the next forward pass must not include this decision
         self.strategy.share_parameters()
-        return self._report(tally, batch)
+        return self._report(rows, batch)
 
-    def _schedule(self, batch: Batch) -> list[list[tuple[Tensor, list[Plan]]]]:
-        """Return the minibatches of every epoch, and their plans if plans are possible."""
-        # dp and the pipeline split their inputs, but a plan cannot be split
-        takes_plans = self.strategy.mode != "dp" and not self.strategy.config.pipelined
-        plans_ahead = takes_plans and not self.policy.config.stateless
-        return make_schedule(
-            batch.starts,
-            batch.order,
-            self.num_microbatches,
-            batch.sequences.obs.device,
-            self.policy.call_steps if plans_ahead else None,
-            self.policy.resets_inside,
-        )
-
-    def step(
-        self, minibatch: Minibatch, plans: Sequence[Plan] = ()
-    ) -> tuple[LossParts, Tensor, Tensor]:
+    def step(self, minibatch: Minibatch, starts: np.ndarray) -> tuple[LossParts, Tensor, Tensor]:
         """Take one gradient step; clip the gradient after its reduction over ranks.
 
-        If the loss or the gradient of any rank is not finite, all ranks skip the step. Returns the
-        losses, the norm of the reduced gradient before clipping, and whether the step was taken.
+        `starts` is a copy of `minibatch.episode_start` on the host. If the loss or the gradient of
+        any rank is not finite, all ranks skip the step. Returns the losses, the norm of the reduced
+        gradient before clipping, and whether the step was taken.
         """
         self.optimizer.zero_grad(set_to_none=True)
         num_waits = len(self.world.gradient_waits)
-        parts = self.gradients(minibatch, plans)
+        parts = self.gradients(minibatch, starts)
         self.clock.waited(self.world.gradient_waits[num_waits:])
         grad_norm, stepped = self.strategy.step(self.optimizer, self.config.max_grad_norm)
         self.clock.mark("optimizer")
         return parts, grad_norm, stepped
 
-    def gradients(self, minibatch: Minibatch, plans: Sequence[Plan]) -> LossParts:
+    def gradients(self, minibatch: Minibatch, starts: np.ndarray) -> LossParts:
         """Run forward and backward passes of all microbatches; return the local losses.
 
         The last backward pass also reduces the gradients over ranks.
         """
-        losses = []
+        losses: list[LossParts] = []
         microbatches = minibatch.into_microbatches(self.num_microbatches)
-        for number, microbatch in enumerate(microbatches, 1):
-            with self.strategy.accumulating(last=number == self.num_microbatches):
+        starts_of_each = np.split(starts, self.num_microbatches, axis=1)
+        for microbatch, begins in zip(microbatches, starts_of_each, strict=True):
+            last = len(losses) == self.num_microbatches - 1
+            with self.strategy.accumulating(last):
                 with section("forward"):
                     evaluation = self.wrapped(
                         microbatch.obs,
                         microbatch.actions,
                         microbatch.lstm_state,
                         microbatch.episode_start,
-                        *plans[number - 1 : number],
+                        plan=self.policy.plan(begins),
                     )
                     losses.append(ppo_loss(evaluation, microbatch, self.config))
                 self.clock.mark("forward")
@@ -314,46 +275,52 @@ class PPO:
             return losses[0]
         return LossParts(*(torch.stack(terms).mean() for terms in zip(*losses, strict=True)))
 
-    def _report(self, tally: Tally, batch: Batch) -> dict[str, float]:
+    def _report(self, rows: list[Tensor], batch: Batch) -> dict[str, float]:
         """Return means over ranks and steps, copied from the device in one transfer."""
-        # sum everything over ranks
-        sums = {"losses": tally.losses, "steps": tally.counts[0]}
+        # average everything over ranks
+        sums = {"steps": sums_of_taken(rows)}
         if self.policy.discrete:
             entropy = self.policy.largest_entropy(batch.sequences.obs).mean()
             sums["loss/entropy_max"] = entropy / self.world.size
         sums = all_reduce_sum(sums, self.world)
-        losses = sums.pop("losses") / sums.pop("steps")
-        means = dict(zip(METRICS, losses, strict=True)) | sums
+        steps = sums.pop("steps")
+        means = dict(zip(METRICS, steps / steps[-1], strict=False)) | sums
         means["ppo/explained_variance"] = batch.explained_variance
         if self.strategy.scaler:
-            one = torch.ones((), device=tally.counts.device)
-            means["optim/loss_scale"] = self.strategy.scaler.scale(one)
+            means["optim/loss_scale"] = self.strategy.scaler.scale(torch.ones_like(steps[0]))
 
         # copy all numbers to the host
-        numbers = torch.stack([n.double() for n in (*means.values(), *tally.counts)]).tolist()
-        counts = [int(number) for number in numbers[len(means) :]]
-        taken, skipped, bad, self.bad_in_a_row, most_in_a_row = counts
+        flags = torch.stack(rows)[:, -2:].flatten()
+        numbers = torch.cat([torch.stack([*means.values()]).double(), flags]).tolist()
+        bad, taken = numbers[len(means) :: 2], numbers[len(means) + 1 :: 2]
 
         # warn about bad steps, or stop the run
+        most_in_a_row = 0
+        for is_bad, was_taken in zip(bad, taken, strict=True):
+            self.bad_in_a_row = 0 if was_taken else self.bad_in_a_row + int(is_bad)
+            most_in_a_row = max(most_in_a_row, self.bad_in_a_row)
         if most_in_a_row > self.config.max_bad_steps:
             raise UserError(
                 f"loss or gradient was NaN or inf in {most_in_a_row} steps in a row, more than "
                 f"--max_bad_steps {self.config.max_bad_steps}: lower --learning_rate",
                 exit_code=1,
             )
-        if bad:
-            text = f"{bad} gradient step(s) skipped in iteration {self.iteration}: NaN or inf"
-            events.notify("bad_steps", text, iteration=self.iteration, skipped=bad)
+        if any(bad):
+            skipped = int(sum(bad))
+            text = f"{skipped} gradient step(s) skipped in iteration {self.iteration}: NaN or inf"
+            events.notify("bad_steps", text, iteration=self.iteration, skipped=skipped)
             logger.warning(text)
-        report = dict(zip(means, numbers, strict=False))
-        del report["loss/total"]  # redundant: weighted sum of the other losses
-        report["optim/learning_rate"] = self.optimizer.param_groups[0]["lr"]
-        return report | {"optim/steps": float(taken), "optim/skipped_steps": skipped}
+        return dict(zip(means, numbers, strict=False)) | {
+            "optim/learning_rate": self.optimizer.param_groups[0]["lr"],
+            "optim/steps": sum(taken),
+            "optim/skipped_steps": taken.count(0.0),
+        }
 
-    def _exceeds_target_kl(self, epoch_kl: Tensor) -> bool:
-        """Return True if the mean KL estimate of the epoch, over all ranks, is too high."""
+    def _exceeds_target_kl(self, rows: list[Tensor]) -> bool:
+        """Return True if the mean KL estimate of an epoch, over all ranks, is too high."""
         if not self.config.target_kl:
             return False
-        total, num_steps = epoch_kl  # if no step was taken, the mean is 0
-        reduced = all_reduce_sum({"kl": total / num_steps.clamp(min=1.0)}, self.world)["kl"]
+        sums = sums_of_taken(rows)  # if no step was taken, the mean is 0
+        kl = sums[METRICS.index("ppo/approx_kl")] / sums[-1].clamp(min=1.0)
+        reduced = all_reduce_sum({"kl": kl}, self.world)["kl"]
         return float(reduced) / self.world.size > self.config.target_kl

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from agents.network.inputs import Normalizer
-from agents.network.pieces import to_device, to_host
+from agents.network.sequences import to_device
 from envs.vector.layout import TorchEnv
 from rl_dist.process_group.clock import section
 from rl_dist.strategies.precision import weights_cast_once
@@ -35,18 +35,9 @@ class Carry:
     episode_length: Tensor  # [B] int64
     discounted_return: Tensor  # [B] float64, discounted sum of training rewards so far
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return all fields by name; each has shape [B, ...]."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
-
     def rows(self, rows: slice) -> Carry:
         """Return the carry for a slice of the environments."""
-        return Carry(**{name: tensor[rows] for name, tensor in self.tensors().items()})
-
-    def join(self, parts: Sequence[Carry]) -> None:
-        """Replace every field by the concatenated fields of all groups' carries."""
-        for name in self.tensors():
-            setattr(self, name, torch.cat([getattr(part, name) for part in parts]))
+        return Carry(**{name: tensor[rows] for name, tensor in vars(self).items()})
 
 
 def fresh_carry(policy: Policy, obs: Tensor) -> Carry:
@@ -81,24 +72,26 @@ class Rollout:
     next_values: Tensor  # value of the observation after the step, 0 after termination
     initial_states: Tensor  # [K, B, S, H] recurrent state before every L-th step
 
-    # on the host, copied from the device in one transfer; G: number of environment groups
-    host_starts: Tensor  # [T, B] a copy of episode_start
-    episodes: Tensor  # [3, G] number, total return and total length of ended episodes
+    host_starts: Tensor  # a copy of episode_start on the host
+    episodes: Tensor  # [3, G] number, total return and total length of each group's ended episodes
 
     @property
     def episode_end(self) -> Tensor:
         """[T, B] bool: the step was the last of its episode."""
         return self.terminated | self.truncated
 
-    @staticmethod
-    def joined(parts: list[Rollout]) -> Rollout:
-        """Concatenate the rollouts of all groups of environments."""
-        if len(parts) == 1:  # avoid a copy
-            return parts[0]
-        names = [item.name for item in fields(Rollout)]
-        return Rollout(
-            **{name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in names}
-        )
+
+Part = TypeVar("Part", Carry, Rollout)
+
+
+def joined(parts: list[Part], dim: int) -> Part:
+    """Concatenate every field over all groups of environments."""
+    if len(parts) == 1:  # avoid a copy
+        return parts[0]
+    names = vars(parts[0])
+    return type(parts[0])(
+        **{name: torch.cat([getattr(part, name) for part in parts], dim) for name in names}
+    )
 
 
 def policy_input(
@@ -143,9 +136,9 @@ def collect(
                 actor.observe(*answers)
                 if num_steps < len(noise):
                     env.send(actor.act(), group)
-        parts = [actor.finish(bptt_steps, gamma) for actor in actors]
-    carry.join([actor.carry for actor in actors])
-    return Rollout.joined(parts)
+        parts = [actor.finish(bptt_steps, gamma) for actor in actors]  # also updates the carries
+    vars(carry).update(vars(joined([actor.carry for actor in actors], dim=0)))
+    return joined(parts, dim=1)
 
 
 class Actor:
@@ -207,7 +200,7 @@ class Actor:
     def finish(self, bptt_steps: int, gamma: float) -> Rollout:
         """Return the recorded steps as a rollout; update the episode sums in the carry.
 
-        Log probabilities, sums and next values are each computed in one call for all steps.
+        Log probabilities and next values are each computed in one call for all steps.
         """
         carry = self.carry
         steps = {name: torch.stack([step[name] for step in self.steps]) for name in self.steps[0]}
@@ -215,26 +208,30 @@ class Actor:
         steps["logprobs"] = self.policy.logprobs(steps.pop("actor"), steps["actions"])
         ends = steps["terminated"] | steps["truncated"]  # [T, B]
 
-        # compute the return and length of the episode up to every step
-        increments = [steps.pop("raw_rewards").double(), torch.ones_like(steps["rewards"])]
-        before = torch.stack([carry.episode_return, carry.episode_length.double()])  # [2, B]
-        sums, after = running_sums(before, torch.stack(increments, dim=1), ends)  # [T, 2, B]
-        carry.episode_return = after[0]
-        carry.episode_length = after[1].long()
-        steps["discounted_returns"], carry.discounted_return = running_sums(
-            carry.discounted_return, steps["rewards"], ends, gamma
+        # sum rewards, steps and discounted rewards of each episode up to every step
+        raw_rewards, rewards = steps.pop("raw_rewards").double(), steps["rewards"]
+        increments = torch.stack([raw_rewards, torch.ones_like(rewards), rewards], 1)  # [T, 3, B]
+        sums = torch.stack(
+            [carry.episode_return, carry.episode_length.double(), carry.discounted_return]
         )
+        decay = sums.new_tensor([1.0, 1.0, gamma])[:, None]
+        sums_by_step = []
+        for increment, ended in zip(increments, ends, strict=True):
+            sums = sums * decay + increment
+            sums_by_step.append(sums)
+            sums = sums * ~ended
+        carry.episode_return, carry.discounted_return = sums[0], sums[2]
+        carry.episode_length = sums[1].long()
+        returns, lengths, steps["discounted_returns"] = torch.stack(sums_by_step, 1)  # [T, B]
 
-        # copy values that the host needs
-        totals = [(sums[:, row] * ends).sum() for row in (0, 1)]
-        episodes = torch.stack([ends.sum().double(), *totals])[:, None]  # [3, 1]
-        on_host = to_host([steps["episode_start"], steps["truncated"], episodes])
+        on_host = torch.stack([steps["episode_start"], steps["truncated"]]).cpu()
+        totals = [ends.sum(), (returns * ends).sum(), (lengths * ends).sum()]
         return Rollout(
             **steps,
-            next_values=self._next_values(steps, on_host[1]),
+            next_values=self._next_values(steps, on_host[1].numpy()),
             initial_states=torch.stack(self.states[::bptt_steps]),
-            host_starts=torch.from_numpy(on_host[0]),
-            episodes=torch.from_numpy(on_host[2]),
+            host_starts=on_host[0],
+            episodes=torch.stack(totals)[:, None],
         )
 
     @section("policy")
@@ -247,7 +244,7 @@ class Actor:
         missing[-1] = True
 
         # for each step, gather the policy inputs for the missing values
-        places = [np.flatnonzero(missing), missing.nonzero()[1]]  # in [T * B], and in [B]
+        places = np.stack([np.flatnonzero(missing), missing.nonzero()[1]])  # in [T * B], and in [B]
         cells, columns = to_device(places, next_values.device)
         columns_by_step = columns.split(missing.sum(1).tolist())
         inputs = [
@@ -262,21 +259,3 @@ class Actor:
         no_start = torch.zeros(len(seen), dtype=torch.bool, device=seen.device)
         next_values.view(-1).index_copy_(0, cells, self.policy.act(seen, state, no_start)[2])
         return next_values * ~steps["terminated"]
-
-
-def running_sums(
-    start: Tensor,  # [..., B] sums of unfinished episodes, from before the rollout
-    increments: Tensor,  # [T, ..., B]
-    episode_end: Tensor,  # [T, B] bool
-    decay: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Sum the increments of each episode; multiply by `decay` before each addition.
-
-    Returns:
-        The sums [T, ..., B] after every step, and `start` [..., B] for the next rollout.
-    """
-    factors = (~episode_end).to(increments.dtype) * decay  # [T, B]
-    sums = [start * decay + increments[0]]
-    for increment, factor in zip(increments[1:], factors[:-1], strict=True):
-        sums.append(increment + sums[-1] * factor)
-    return torch.stack(sums), sums[-1] * ~episode_end[-1]

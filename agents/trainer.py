@@ -223,7 +223,7 @@ class Training:
 
         Every rank must call this.
         """
-        carry = gather_dicts(self.carry.tensors(), self.world)
+        carry = gather_dicts(vars(self.carry), self.world)
         snapshot = self.env.can_snapshot
         environments = gather_dicts(self.env.get_state(), self.world) if snapshot else None
         shared = self.shared_state()

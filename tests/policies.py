@@ -1,13 +1,12 @@
 """Policies of all kinds, and random inputs for them."""
 
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import torch
 from gymnasium import spaces
 
-from agents.network.pieces import plan_pieces
+from agents.network.sequences import plan_pieces
 from agents.policy import Policy, PolicyConfig
 from envs.vector.layout import Layout, Part
 
@@ -91,8 +90,7 @@ def run_stepwise(network, obs, state, episode_start):
 
 
 def planned(starts, call_steps, resets_inside=False):
-    plan = plan_pieces(starts.numpy(), call_steps, resets_inside)
-    return replace(plan, table=torch.from_numpy(plan.table))
+    return plan_pieces(starts.numpy(), starts.device, call_steps, resets_inside)
 
 
 def plans_of(policy, starts):

@@ -1,20 +1,161 @@
-"""Run recurrent networks over [T, N] steps with episode resets, in dense calls."""
+"""Run recurrent networks over [T, N] steps with episode resets, in dense calls.
+
+Episode starts cut sequences into pieces. A recurrent network is fast on dense blocks [steps, rows],
+so pieces of similar length share a block: each row holds one piece, padded to the longest piece. If
+the network can reset its state between two steps, one block may hold all pieces instead, with
+several pieces in a row.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agents.network.pieces import Plan, plan_pieces, to_device
-
+PACKING = 1.07  # time per step in packed rows, relative to padded rows
 # A network maps obs [L, N, F] and the state [N, S, H] before the first step to outputs, each
 # [L, N, ...], and the state after the last step. For packed plans it also takes resets [L, N, 1]:
 # 1 at a step after which the state must be zero.
 Network = Callable[..., tuple[tuple[Tensor, ...], Tensor]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Dense calls for N sequences of T steps; `calls` is empty if no cut is needed.
+
+    A cell is one step of one sequence. The blocks of all calls are stored one after the other. The
+    table has four parts:
+
+    - for each cell t * N + n, its index in the stored blocks, [T * N];
+    - for each row, the sequence of its first piece;
+    - for each row, 1 if it begins with the stored state of that sequence, 0 if with zeros;
+    - the indices of the steps that reset the state.
+    """
+
+    calls: list[tuple[int, int]]  # steps and rows of each block
+    table: Tensor  # int64, on the device of the sequences
+    packed: bool = False  # True: rows hold several pieces, and the network needs resets
+
+
+def plan_pieces(
+    episode_start: np.ndarray,  # [T, N] bool
+    device: torch.device,  # of the sequences
+    call_steps: float = 0.0,  # overhead of a call, in single-row steps
+    resets_inside: bool = False,  # the network accepts resets: pack pieces if that is faster
+) -> Plan:
+    """Cut sequences at episode starts; group the pieces by length, or pack them.
+
+    Pieces have levels: 0 for whole sequences, 1 for lengths in (T/2, T), 2 for (T/4, T/2], and so
+    on, so that less than half of a level's cells are padding. Neighbouring levels form one group if
+    that saves time.
+    """
+    # cut the sequences, and sort the pieces by level
+    num_steps, num_columns = episode_start.shape
+    begins = episode_start.copy()
+    begins[0] = True
+    firsts = np.flatnonzero(begins.T)  # index n * T + t of each piece's first cell
+    if len(firsts) == num_columns:
+        return Plan([], torch.empty(0))
+    lengths = np.diff(np.append(firsts, begins.size))
+    level = np.floor(np.log2(num_steps / lengths)).astype(np.int8) + (lengths < num_steps)
+    order = np.argsort(level, kind="stable")
+    lengths = lengths[order]
+    columns, starts = np.divmod(firsts[order], num_steps)
+    stateful = (starts == 0) & ~episode_start[0, columns]
+
+    # join levels into groups; each group has a block with one row per piece
+    counts = np.bincount(level)
+    counts = counts[counts > 0]
+    longest = np.maximum.reduceat(lengths, np.cumsum(counts) - counts)
+    splits = cheapest_splits(counts.tolist(), longest.tolist(), call_steps)
+    num_rows = np.add.reduceat(counts, splits)  # rows of each block
+    block_steps = longest[splits]
+    row, begin = np.arange(len(order)), np.zeros(len(order), np.int64)
+
+    # pack the pieces into one block if that takes less time
+    packed = False
+    most_cells = (block_steps @ num_rows + call_steps * (len(splits) - 1)) / PACKING
+    if resets_inside and begins.size <= most_cells:
+        packed_row, packed_begin = best_fit(lengths, stateful)
+        packed = bool(longest[0] * (packed_row.max() + 1) <= most_cells)
+        if packed:
+            row, begin = packed_row, packed_begin
+            num_rows, block_steps = row.max(keepdims=True) + 1, longest[:1]
+
+    # index of each piece's first cell in the stored blocks
+    block = np.repeat(np.arange(len(num_rows)), num_rows)[row]
+    stride = num_rows[block]  # index distance between successive steps of a row
+    sizes = block_steps * num_rows
+    first_rows, first_cells = np.cumsum(num_rows) - num_rows, np.cumsum(sizes) - sizes
+    first_places = first_cells[block] + begin * stride + row - first_rows[block]
+
+    # build the table
+    step = np.arange(begins.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    cells = np.repeat(starts * num_columns + columns, lengths) + step * num_columns
+    places = np.empty(begins.size, np.int64)
+    places[cells] = np.repeat(first_places, lengths) + step * np.repeat(stride, lengths)
+    rows = np.zeros((2, num_rows.sum()), np.int64)
+    rows[:, row[begin == 0]] = np.stack([columns, stateful])[:, begin == 0]
+    resets = (first_places - stride)[begin > 0]
+    calls = list(zip(block_steps.tolist(), num_rows.tolist(), strict=True))
+    return Plan(calls, to_device(np.concatenate([places, rows.ravel(), resets]), device), packed)
+
+
+def cheapest_splits(counts: list[int], longest: list[int], call_steps: float) -> list[int]:
+    """Group neighbouring levels for the least total time; return the first levels.
+
+    Args:
+        counts: number of pieces of each level, from the longest level to the shortest.
+        longest: length of the longest piece of each level.
+        call_steps: overhead of a call, in single-row steps.
+    """
+    # for the first 0, 1, ... levels: the least time, and its splits
+    best: list[tuple[float, list[int]]] = [(0.0, [])]
+    for end in range(1, len(counts) + 1):
+        best.append(
+            min(  # the last group holds the levels first .. end - 1
+                (time + (call_steps + longest[first] * sum(counts[first:end])), [*splits, first])
+                for first, (time, splits) in enumerate(best)
+            )
+        )
+    return best[-1][1]
+
+
+def best_fit(lengths: np.ndarray, stateful: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pack pieces into rows as long as the longest piece, at least one step apart.
+
+    Every stateful piece begins a row. The other pieces follow in order of decreasing length, each
+    in the row with the least sufficient room. Returns the row and the first step of each piece.
+    """
+    row, begin = np.zeros((2, len(lengths)), np.int64)
+    num_rows = int(stateful.sum())
+    row[stateful] = np.arange(num_rows)
+    # Room includes the reset step before a piece. An empty row needs no reset: it has 1 step more.
+    whole = int(lengths.max()) + 1
+    rows_by_room: dict[int, list[int]] = defaultdict(list)
+    for number, length in enumerate(lengths[stateful].tolist()):
+        rows_by_room[whole - length - 1].append(number)
+    for length in np.unique(lengths[~stateful])[::-1].tolist():
+        pieces = np.flatnonzero(~stateful & (lengths == length))
+        while len(pieces):
+            room = min((n for n, rows in rows_by_room.items() if n > length and rows), default=0)
+            if not room:  # add as many rows as these pieces need
+                room = whole
+                new_rows = math.ceil(len(pieces) / (whole // (length + 1)))
+                rows_by_room[whole] = list(range(num_rows, num_rows + new_rows))
+                num_rows += new_rows
+            rows = rows_by_room[room][: len(pieces)]
+            del rows_by_room[room][: len(rows)]
+            rows_by_room[room - length - 1] += rows
+            row[pieces[: len(rows)]] = rows
+            begin[pieces[: len(rows)]] = whole - room
+            pieces = pieces[len(rows) :]
+    return row, begin
 
 
 def run_sequence(
@@ -29,8 +170,7 @@ def run_sequence(
     Returns the network's outputs, each [T, N, ...]. No gradient crosses an episode start.
     """
     if plan is None:
-        plan = plan_pieces(episode_start.cpu().numpy())
-        plan = replace(plan, table=to_device([plan.table], obs.device)[0])
+        plan = plan_pieces(episode_start.cpu().numpy(), obs.device)
     if not plan.calls:  # one dense call processes the uncut sequences
         return network(obs, state * ~episode_start[0][:, None, None])[0]
 
@@ -88,3 +228,9 @@ def state_after(
     for begin, end in zip(cuts, [*cuts[1:], len(obs)], strict=True):
         state = network(obs[begin:end], state * ~episode_start[begin][:, None, None])[1]
     return state
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copy an array to a device; the host does not wait for a GPU."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

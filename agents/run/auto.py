@@ -181,8 +181,9 @@ class Trials:
         try:
             ppo = PPO(policy, config.ppo, strategy, train.grad_accumulation)
             minibatch = minibatch.pick(Tensor.narrow, 0, sizes.batch_size)
+            starts = minibatch.episode_start.cpu().numpy()
             while True:
-                ppo.step(minibatch)
+                ppo.step(minibatch, starts)
                 yield
         finally:
             strategy.close()

@@ -276,7 +276,7 @@ def check_shapes(state: dict[str, Any], config: RunConfig) -> None:
         policy = empty_policy(config, layout, action_space)
         check_weights(policy.state_dict(), state["policy"])
         parts: dict[str, Mapping[str, Tensor]] = {
-            "carry": fresh_carry(policy, state["carry"]["obs"].to("meta")).tensors(),
+            "carry": vars(fresh_carry(policy, state["carry"]["obs"].to("meta"))),
             "obs_normalizer": observation_normalizer(layout, enabled=False).state_dict(),
             "reward_normalizer": Normalizer(1).state_dict(),
         }

@@ -14,7 +14,7 @@ from torch import nn
 from agents.advantages import explained_variance, gae, normalize_advantages, rollout_sums
 from agents.network.minibatches import Minibatch
 from agents.policy import Evaluation
-from agents.ppo import PPOConfig, learning_rate, ppo_loss, refreshed_states
+from agents.ppo import PPOConfig, ppo_loss, refreshed_states
 from agents.trainer import train
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import StopFlag
@@ -139,9 +139,12 @@ def test_losses_are_those_computed_by_hand(given, part, expected):
         ({"warmup": 4}, 4, 0.6, 3.0, 0.18),
     ],
 )
-def test_the_learning_rate_rises_falls_and_scales(config, iteration, remaining, factor, rate):
-    config = PPOConfig(learning_rate=0.1, **config)
-    assert learning_rate(config, iteration, remaining, factor) == pytest.approx(rate, rel=1e-12)
+def test_the_learning_rate_rises_falls_and_scales(
+    config, iteration, remaining, factor, rate, world
+):
+    ppo = training_of(world, learning_rate=0.1, **config).ppo
+    ppo.begin_iteration(iteration, remaining, factor)
+    assert ppo.optimizer.param_groups[0]["lr"] == pytest.approx(rate, rel=1e-12)
 
 
 # ---- updates in whole training runs

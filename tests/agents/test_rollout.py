@@ -130,8 +130,8 @@ def test_bootstrap_values_leave_no_trace_in_states_and_windows(normalizer, windo
         assert torch.equal(
             torch.cat([getattr(half, name) for half in halves]), getattr(whole, name)
         )
-    for name, tensor in carry.tensors().items():
-        assert torch.equal(tensor, whole_carry.tensors()[name]), name
+    for name, tensor in vars(carry).items():
+        assert torch.equal(tensor, vars(whole_carry)[name]), name
     for column in range(len(SCRIPTS)):
         state = states_after(policy, whole, column)[-1]
         torch.testing.assert_close(carry.lstm_state[column], state)

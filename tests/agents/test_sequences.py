@@ -8,7 +8,6 @@ from torch import nn
 
 from agents.network.cores import LSTMCore
 from agents.network.minibatches import to_sequences
-from agents.network.pieces import plan_pieces
 from agents.network.sequences import run_sequence, state_after
 
 FEATURES, HIDDEN = 3, 5
@@ -104,12 +103,12 @@ def test_a_reset_shuts_the_gates_whatever_is_observed(dtype, scale):
     ("density", "packed"), [(0.0, False), (0.003, False), (0.02, True), (0.1, True)]
 )
 def test_pieces_are_packed_where_that_takes_fewer_steps(density, packed):
-    starts = np.random.default_rng(1).random((32, 64)) < density
-    plans = [plan_pieces(starts, 100.0, inside) for inside in (False, True)]
+    starts = torch.from_numpy(np.random.default_rng(1).random((32, 64)) < density)
+    plans = [planned(starts, 100.0, inside) for inside in (False, True)]
     assert plans[1].packed == packed
     if packed:
         grouped, whole = (sum(100 + steps * rows for steps, rows in plan.calls) for plan in plans)
-        assert whole < grouped and whole - 100 < 1.15 * starts.size
+        assert whole < grouped and whole - 100 < 1.15 * starts.numel()
 
 
 def test_sequences_are_steps_of_one_environment_in_order():

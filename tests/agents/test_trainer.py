@@ -119,11 +119,11 @@ def test_another_seed_begins_on_other_days(world):
 
 def test_the_warm_up_is_not_counted_and_all_environments_reset_after_it(world, tmp_path):
     training = Recording(make_job("trading, clstm", tmp_path), world)
-    before = {name: value.clone() for name, value in training.carry.tensors().items()}
+    before = {name: value.clone() for name, value in vars(training.carry).items()}
     parameters = parameters_of(training).clone()
     training.warm_up_normalizers()
     assert (training.iteration, training.global_step, training.episodes) == (0, 0, 0)
-    assert_same_state(training.carry.tensors(), before)
+    assert_same_state(vars(training.carry), before)
     assert torch.equal(parameters_of(training), parameters)
     assert float(training.normalizers.obs.moments.count) == STEPS_PER_ITERATION
     assert float(training.normalizers.rewards.moments.count) == STEPS_PER_ITERATION
