@@ -53,21 +53,17 @@ class StageStrategy(Strategy):
         self.stage: int = self.mesh.get_local_rank(1)
         self.pair = self.mesh.get_group(1)
         self.replicas = self.mesh.get_group(0)
-        self.stages: tuple[list[nn.Parameter], ...] = ()  # parameters by stage
-        self.local: list[nn.Parameter] = []  # parameters of this rank's stage
+        self.stages: tuple[list[nn.Parameter], ...] = ([], [])  # parameters by stage
+        self.local = self.stages[self.stage]  # parameters of this rank's stage
         self.grad_norm = torch.zeros(())  # over both stages
 
     def wrap(self, module: Policy) -> Policy:  # type: ignore[override]
         """Copy the weights of rank 0 to all ranks; return the same policy object."""
-        if module.config.policy != "clstm" or module.mask_columns:
-            raise UserError(
-                "hybrid_form pipeline cuts a cascade of LSTMs without masks of actions in two: "
-                "use --policy clstm, or --strategy ddp"
-            )
-        features = [p for name, p in module.named_parameters() if name.startswith("feature_")]
-        others = [p for name, p in module.named_parameters() if not name.startswith("feature_")]
-        self.stages = (features, others)
-        self.local = self.stages[self.stage]
+        if module.mask_columns:
+            raise UserError("hybrid_form pipeline does not mask actions: use --strategy ddp")
+        for name, parameter in module.named_parameters():
+            stage = FEATURES if name.startswith("feature_") else DECISIONS
+            self.stages[stage].append(parameter)
         self._keep(module, self.local)
         self.parameters = list(module.parameters())
         with self.world.waiting("start of the pipeline"):

@@ -104,12 +104,13 @@ def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Tr
         pretrained=None if run.resume_from else initial_weights(config.train),
         config=config.to_dict(),
     )
-    training = Training(job, world)
+    state = load_checkpoint(run.resume_from) if run.resume_from else None
+    training = Training(job, world, len(state["carry"]["obs"]) if state else 0)
     if world.is_main_process:
         print(f"observation: {training.policy.layout.describe()}", flush=True)
     training.monitor = Monitor(sources_of(world.device), config.train.monitor_every)
-    if run.resume_from:
-        training.restore(load_checkpoint(run.resume_from))
+    if state:
+        training.restore(state)
     return training
 
 

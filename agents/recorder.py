@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from agents.rollout import Rollout
 from envs.vector.layout import TorchEnv
-from rl_dist.files import log_once
 from rl_dist.process_group.clock import StepClock, Stragglers
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
@@ -27,7 +27,6 @@ class Recorder:
         self.world = world
         self.clock = clock  # times the phases of gradient steps
         self.stragglers = Stragglers()
-        self.names_seen: set[str] = set()  # names of metrics in earlier records
         self.restarts_seen = 0  # restarts of local environments that are already recorded
         self.started = 0.0
         self.seconds: dict[str, float] = {}  # seconds per part of the iteration
@@ -55,6 +54,8 @@ class Recorder:
         restarts = sum(env.restarts)
         ended, returns, lengths = rollout.episodes.sum(1).tolist()
         times = self._times()
+        pairs = {f"env/{name}": pair for name, pair in env.take_metrics().items()}
+        pairs |= {"episode/return": (returns, ended), "episode/length": (lengths, ended)}
         local = {
             "entry": {
                 "rank": self.world.rank,
@@ -63,8 +64,8 @@ class Recorder:
                 **times,
                 **monitor.take(),
             },
-            "sums": [returns, lengths, restarts - self.restarts_seen],
-            "env": env.take_metrics(),
+            "pairs": pairs,
+            "restarts": restarts - self.restarts_seen,
             "signum": signum,
         }
         self.restarts_seen = restarts
@@ -74,16 +75,11 @@ class Recorder:
         entries = [rank["entry"] for rank in ranks]
         for line in self.stragglers.observe(entries):
             logger.warning(line)
-        columns = zip(*(rank["sums"] for rank in ranks), strict=True)
-        returns, lengths, restarts = (sum(column) for column in columns)
-        count = sum(entry["episode/count"] for entry in entries)
         num_steps = self.world.size * rollout.rewards.numel()
         return {
-            "episode/return": returns / count if count else None,
-            "episode/length": lengths / count if count else None,
-            "episode/count": count,
-            **means_of_envs([rank["env"] for rank in ranks]),
-            "env/restarts": restarts,
+            **means([rank["pairs"] for rank in ranks]),
+            "episode/count": sum(entry["episode/count"] for entry in entries),
+            "env/restarts": sum(rank["restarts"] for rank in ranks),
             "signum": max(rank["signum"] for rank in ranks),
             **{name: max(entry[name] for entry in entries) for name in times},
             "time/sync_s": self.world.sync_seconds,
@@ -103,20 +99,11 @@ class Recorder:
             "time/idle_share": waited / (collect + update),
         }
 
-    def warn_of_absent(self, names: Mapping[str, str], metrics: Mapping[str, Any]) -> None:
-        """Warn once about each flag whose env/ metric no environment has reported."""
-        self.names_seen |= metrics.keys()
-        for flag, name in names.items():
-            if name.startswith("env/") and name not in self.names_seen:
-                log_once(f"{flag} {name}: no environment has reported it so far, check its name")
 
-
-def means_of_envs(ranks: list[dict[str, tuple[float, int]]]) -> dict[str, float]:
-    """Return the mean of each metric from the (sum, count) pairs of all ranks."""
-    totals: dict[str, float] = defaultdict(float)
-    counts: dict[str, int] = defaultdict(int)
+def means(ranks: list[dict[str, tuple[float, float]]]) -> dict[str, float | None]:
+    """Return the mean of each metric from the (sum, count) pairs of all ranks; None of nothing."""
+    sums: dict[str, Any] = {}
     for rank in ranks:
-        for name, (total, count) in rank.items():
-            totals[name] += total
-            counts[name] += count
-    return {f"env/{name}": totals[name] / count for name, count in counts.items() if count}
+        for name, pair in rank.items():
+            sums[name] = sums.get(name, 0.0) + np.array(pair)
+    return {name: float(total / count) if count else None for name, (total, count) in sums.items()}

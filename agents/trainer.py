@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from agents.run.saved import InitialWeights
 
 logger = logging.getLogger(__name__)
-MakeEnv = Callable[[int, int], TorchEnv]  # (num_envs, env_offset)
 Validate = Callable[[Policy, Normalizer], dict[str, float]]  # every rank must call it
 
 
@@ -58,7 +57,7 @@ class Job:
     train: TrainConfig
     policy: PolicyConfig
     ppo: PPOConfig
-    make_env: MakeEnv
+    make_env: Callable[[int, int], TorchEnv]  # (num_envs, env_offset)
     run_dir: Path
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     dtype: torch.dtype = torch.float32
@@ -71,11 +70,12 @@ class Job:
 class Training:
     """Training state of one rank, from the policy to the environments and counters."""
 
-    def __init__(self, job: Job, world: World) -> None:
+    def __init__(self, job: Job, world: World, saved_num_envs: int = 0) -> None:
+        """Create the state; a resumed run passes its checkpoint's number of environments."""
         train = job.train
         self.job = job
         self.world = world
-        self.sizes: Sizes = shard_sizes(train, world.rank, world.size)
+        self.sizes: Sizes = shard_sizes(train, world.rank, world.size, saved_num_envs)
 
         # environments
         self.env = job.make_env(self.sizes.num_envs, self.sizes.env_offset)
@@ -251,21 +251,14 @@ class Training:
         self.normalizers.obs.load_state_dict(state["obs_normalizer"])
         self.normalizers.rewards.load_state_dict(state["reward_normalizer"])
 
-        # with weak scaling, the saved number of environments may differ from the present one
-        num_saved = len(state["carry"]["obs"])
-        sizes = shard_sizes(self.job.train, self.world.rank, self.world.size, num_saved)
-        if sizes != self.sizes:
-            self.env.close()
-            self.sizes = sizes
-            self.env = self.job.make_env(sizes.num_envs, sizes.env_offset)
-
         # continue the episodes of this rank's environments, or start new ones without snapshots
         if state["environments"] is None or not self.env.can_snapshot:
             self.carry = self._reset(resumed_at=self.iteration)
             return
-        rows = slice(sizes.env_offset, sizes.env_offset + sizes.num_envs)
-        carry = {name: value[rows].to(self.world.device) for name, value in state["carry"].items()}
-        self.carry = Carry(**carry)
+        first = self.sizes.env_offset
+        rows = slice(first, first + self.sizes.num_envs)
+        carry = state["carry"].items()
+        self.carry = Carry(**{name: value[rows].to(self.world.device) for name, value in carry})
         try:
             self.env.set_state({name: value[rows] for name, value in state["environments"].items()})
         except (AttributeError, LookupError, TypeError) as error:
@@ -317,7 +310,6 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         if job.validate and is_due(training, config.validate_every, finished):
             writer.update_state(phase="validation")
             metrics |= job.validate(training.policy, training.normalizers.obs)
-        recorder.warn_of_absent(config.named_metrics, metrics)
         improved = best.update(metrics)
         world.set_phase("loggers")
         writer.write(metrics, done=training.done)

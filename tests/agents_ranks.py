@@ -284,8 +284,8 @@ def world_of_one():
 class Recording(Training):
     """Training that keeps its rollouts, parameters, losses and parameter hashes."""
 
-    def __init__(self, job, world):
-        super().__init__(job, world)
+    def __init__(self, job, world, saved_num_envs=0):
+        super().__init__(job, world, saved_num_envs)
         self.rollouts = []
         self.parameters = []
         self.losses = []

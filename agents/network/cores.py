@@ -20,6 +20,11 @@ SHUT = -1e4  # a gate whose input includes this is exactly 0, and so is its grad
 class RememberingCore(nn.RNNBase):
     """An LSTM or GRU: both keep the remembering gate in the second block of biases."""
 
+    @property
+    def num_states(self) -> int:
+        """Number of vectors in the state: h of every layer, of an LSTM then c of every layer."""
+        return self.num_layers * (2 if self.mode == "LSTM" else 1)
+
     def open_gates(self) -> None:
         """Set the biases of the remembering gates to 1 (Jozefowicz et al. 2015)."""
         for layer in range(self.num_layers):
@@ -29,11 +34,6 @@ class RememberingCore(nn.RNNBase):
 
 class LSTMCore(nn.LSTM, RememberingCore):
     """LSTM layers; the state holds h of every layer, then c of every layer."""
-
-    @property
-    def num_states(self) -> int:
-        """Number of vectors in the state."""
-        return 2 * self.num_layers
 
     def forward(  # type: ignore[override]
         self, inputs: Tensor, state: Tensor, resets: Tensor | None = None
@@ -65,11 +65,6 @@ class LSTMCore(nn.LSTM, RememberingCore):
 
 class GRUCore(nn.GRU, RememberingCore):
     """GRU layers; the state holds h of every layer."""
-
-    @property
-    def num_states(self) -> int:
-        """Number of vectors in the state."""
-        return self.num_layers
 
     def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, State]:  # type: ignore[override]
         """Run the core; the module docstring gives the shapes."""

@@ -46,10 +46,6 @@ class RunningMoments(nn.Module):
         count = deviations.new_full((1,), len(deviations))
         return torch.cat([count, deviations.sum(0), deviations.square().sum(0)])
 
-    def restart(self) -> None:
-        """Reset the sample count; keep the mean, around which the next sums are taken."""
-        self.count.zero_()
-
     def merge(self, sums: Tensor) -> None:
         """Merge `sums`, added over all ranks, into the statistics."""
         count, deviations, squares = sums[0], *sums[1:].chunk(2)
@@ -117,9 +113,9 @@ class Normalizers(nn.Module):
         self.rewards.moments.merge(sums["discounted returns"])
 
     def restart(self) -> None:
-        """Reset the sample counts of both normalisers but keep the means."""
-        self.obs.moments.restart()
-        self.rewards.moments.restart()
+        """Reset the sample counts; keep the means, around which the next sums are taken."""
+        self.obs.moments.count.zero_()
+        self.rewards.moments.count.zero_()
 
     def return_deviation(self) -> Tensor | float:
         """Return the standard deviation of discounted returns, after any reward scaling."""

@@ -223,7 +223,7 @@ def make_module(config: PretrainRunConfig, inputs: Tensor, num_stocks: int) -> F
     # mean, which loses fewer digits to rounding.
     moments = module.normalizer.moments
     for _ in range(2):
-        moments.restart()
+        moments.count.zero_()
         for chunk in inputs.split(1024):
             moments.merge(moments.sums(chunk))
     for name, part in module.named_children():

@@ -52,7 +52,7 @@ def test_slow_units_of_a_mingru_remember_for_long_to_begin_with():
         ("own_cores:Hoarder", "keeps state inside"),
         ("own_cores:Prophet", "looks ahead"),
         ("own_cores:Forgetful", "state is incomplete"),
-        ("own_cores:Herd", "other sequences"),
+        ("own_cores:Herd", "mixes sequences"),
         ("own_cores:Thin", r"\(7, 3, 7\)"),
         ("own_cores:Broken", "no such shape"),
         ("own_cores:Stateless", "num_states"),

@@ -108,7 +108,7 @@ def test_statistics_of_all_ranks_and_rollouts_equal_one_pass(offset, scale):
     def merged(num_ranks):
         moments = RunningMoments(3)
         for _ in range(2):  # pass 2 sums around the mean of pass 1, so large offsets do no harm
-            moments.restart()
+            moments.count.zero_()
             moments.merge(sum(map(moments.sums, warm_up.chunk(num_ranks, dim=1))))
         for rollout in rollouts:
             moments.merge(sum(map(moments.sums, rollout.chunk(num_ranks, dim=1))))

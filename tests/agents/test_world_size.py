@@ -159,8 +159,9 @@ def test_the_main_process_alone_writes_metrics_and_checkpoints(run_dir, two):
 
 def gone_on(name, path, world, tmp_path):
     """Resume from a checkpoint on one rank; return the record."""
-    training = Recording(make_job(name, tmp_path), world)
-    training.restore(load_checkpoint(path))
+    state = load_checkpoint(path)
+    training = Recording(make_job(name, tmp_path), world, len(state["carry"]["obs"]))
+    training.restore(state)
     train(training, NullWriter(), StopFlag())
     return training.record()
 
