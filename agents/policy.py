@@ -192,7 +192,7 @@ class Policy(nn.Module):
         return int(self.actor_core.num_states + self.critic_core.num_states)
 
     def plan(self, starts: np.ndarray) -> Plan | None:
-        """Plan the calls of the cores for episode starts [L, N]; None: no cuts are needed."""
+        """Plan the calls for episode starts [L, N]; None: no cuts are needed."""
         if self.config.stateless:
             return None
         call_steps = 0.0  # overhead of one core call, in single-row steps

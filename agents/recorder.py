@@ -101,7 +101,7 @@ class Recorder:
 
 
 def means(ranks: list[dict[str, tuple[float, float]]]) -> dict[str, float | None]:
-    """Return the mean of each metric from the (sum, count) pairs of all ranks; None of nothing."""
+    """Return the mean of each metric from the (sum, count) pairs of all ranks."""
     sums: dict[str, Any] = {}
     for rank in ranks:
         for name, pair in rank.items():

@@ -22,7 +22,7 @@ class RememberingCore(nn.RNNBase):
 
     @property
     def num_states(self) -> int:
-        """Number of vectors in the state: h of every layer, of an LSTM then c of every layer."""
+        """Number of vectors in the state: h of every layer, and c of an LSTM's."""
         return self.num_layers * (2 if self.mode == "LSTM" else 1)
 
     def open_gates(self) -> None:
