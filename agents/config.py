@@ -233,6 +233,11 @@ class RunConfig:
         """Return the values of all sections, by flag."""
         return {name: v for section in vars(self).values() for name, v in vars(section).items()}
 
+    @property
+    def named_code(self) -> tuple[str, str, str]:
+        """Return the settings that may name a user's module, as `module:name`."""
+        return self.task.env, self.policy.core, self.train.callback
+
     def changed(self, values: Mapping[str, Any]) -> RunConfig:
         """Return a copy of the configuration with new values, given by flag name."""
         return RunConfig(**changed(vars(self), values))

@@ -14,11 +14,10 @@ from types import MappingProxyType
 from typing import Any
 
 from agents.config import RunConfig
-from agents.run.auto import choose
+from agents.run.auto import check_rollouts, choose
 from agents.run.callbacks import Callbacks, make_watch
-from agents.run.limits import check_rollouts, explained_faults
 from agents.run.saved import initial_weights, load_newest, share_checkpoint
-from agents.run.start import Run
+from agents.run.start import Run, explained_faults
 from agents.trainer import Job, Training, Validate, train
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.checkpoint.trust import module_files
@@ -43,18 +42,24 @@ HOST_SETTINGS |= {"chosen_on", "pretrained", "init_from"}
 
 def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
     """Train and evaluate; return the exit code. Every rank must call this."""
-    world = open_watched(run)
+    world = open_world(
+        run.resolved.device_type,
+        run.config.train.collective_timeout,
+        run.resolved.gpu_ids,
+        run.resolved.threads,
+        run.config.train.startup_timeout,
+        watches_work=True,
+    )
     with ExitStack() as closing:
-        # Agree with the other ranks. Error messages use the settings, which may change here.
-        closing.enter_context(explained_faults(run.config, run.path, world))
+        # agree with the other ranks on the directory, the checkpoint and the settings
         run = agree(run, world)
+        closing.enter_context(explained_faults(run.path, world))
         if world.is_main_process:
             events.configure(run.config.launch.on_event, run.path)
         setup_logging(run.path, world.rank)
         warn_of_crowded_cores(world)
         logger.info("%s, rank %d of %d", run.config.task.env, world.rank, world.size)
         run = choose(run, world)
-        closing.enter_context(explained_faults(run.config, run.path, world))
         check_rollouts(run.config, world.device, world.size)
 
         # train
@@ -142,19 +147,6 @@ def open_run_writer(run: Run, training: Training) -> NullWriter:
     return writer
 
 
-def open_watched(run: Run) -> World:
-    """Join the other ranks, and start the watchdog that ends a hanging rank."""
-    config = run.config
-    return open_world(
-        run.resolved.device_type,
-        config.train.collective_timeout,
-        run.resolved.gpu_ids,
-        run.resolved.threads,
-        config.train.startup_timeout,
-        watches_work=True,
-    )
-
-
 def say_stopped(signum: int, directory: RunDir) -> None:
     """Print which signal ended the run, and how to continue the run."""
     may_restart = may_start_again(signum)
@@ -183,8 +175,7 @@ def agree(run: Run, world: World) -> Run:
     may have chosen different ones.
     """
     shared = {name: v for name, v in run.config.values.items() if name not in HOST_SETTINGS}
-    names = [run.config.task.env, run.config.policy.core, run.config.train.callback]
-    check_settings(shared, world, module_files(names))
+    check_settings(shared, world, module_files(run.config.named_code))
     resume_from = run.resume_from
     if world.is_main_process and restart_count():
         newest = load_newest(run.path)

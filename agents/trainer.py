@@ -24,8 +24,7 @@ from agents.recorder import Recorder
 from agents.rollout import Carry, Rollout, collect, fresh_carry
 from agents.run.sizes import Sizes, shard_sizes
 from envs.vector.layout import TorchEnv
-from rl_dist.checkpoint.spec import flatten
-from rl_dist.checkpoint.store import CHECKPOINT_DIR, Best, save_agreed
+from rl_dist.checkpoint.store import CHECKPOINT_DIR, Best, flatten, save_agreed
 from rl_dist.errors import UserError, one_line
 from rl_dist.process_group.clock import NullProfiler
 from rl_dist.process_group.collectives import (
@@ -345,22 +344,24 @@ def save(training: Training, best: Best, last: bool, writer: NullWriter) -> Path
     writer.flush()  # metrics.jsonl must contain every iteration that a checkpoint contains
     writer.update_state(phase="saving")
     check_in_sync(training.replicated(), world)
-    path, problem = save_agreed(
-        training.job.run_dir,
-        training.state(),
-        world,
-        iteration=training.iteration,
-        keep=train.keep_checkpoints,
-        measured=best.measured,
-        best=best.improved,
-    )
-    if not problem:
-        best.saved()
-        saved = SavedCheckpoint(path=f"{CHECKPOINT_DIR}/{path.name}", iteration=training.iteration)
-        writer.update_state(phase="training", checkpoint=saved)
-        return path
-    if last or train.on_save_error == "stop":
-        raise UserError(problem, exit_code=1)
-    if world.is_main_process:
-        logger.warning("%s; training continues without it (--on_save_error continue)", problem)
-    return None
+    state = training.state()
+    try:
+        path = save_agreed(
+            training.job.run_dir,
+            state,
+            world,
+            iteration=training.iteration,
+            keep=train.keep_checkpoints,
+            measured=best.measured,
+            best=best.improved,
+        )
+    except UserError as error:
+        if last or train.on_save_error == "stop":
+            raise
+        if world.is_main_process:
+            logger.warning("%s; training continues without it (--on_save_error continue)", error)
+        return None
+    best.saved()
+    saved = SavedCheckpoint(path=f"{CHECKPOINT_DIR}/{path.name}", iteration=training.iteration)
+    writer.update_state(phase="training", checkpoint=saved)
+    return path

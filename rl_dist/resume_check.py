@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_dist.checkpoint.spec import flatten
-from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, load_latest
+from rl_dist.checkpoint.store import flatten, latest_checkpoint, load_checkpoint, load_latest
 from rl_dist.errors import CommandParser, UserError, explains_errors
 from rl_dist.launch.child import SCRIPT, Child, leave_at_signals
 from rl_dist.run_dir import RunDir

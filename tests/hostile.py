@@ -261,10 +261,10 @@ CASES = {
     "wider than its weights": Case(
         RESUME,
         newest("config", change=lambda text: re.sub('"hidden_size": 8', r"\g<0>192", text)),
-        says="shape",
+        says="damaged",
     ),
     "more actions than weights": Case(
-        RESUME, newest("num_actions", change=lambda number: 7), says="shape"
+        RESUME, newest("num_actions", change=lambda number: 7), says="damaged"
     ),
     "a carry of another width": Case(
         RESUME,

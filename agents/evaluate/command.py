@@ -22,8 +22,8 @@ import torch
 
 from agents.config import RunConfig, data_digest
 from agents.evaluate.episodes import PolicyController, compare_on_episodes, until_stopped
-from agents.run.limits import EVALUATING, explained_faults
 from agents.run.saved import LoadedAgent, load_agent, share_checkpoint
+from agents.run.start import explained_faults
 from envs.task import GymTask
 from rl_dist.checkpoint.store import BEST_FILE
 from rl_dist.checkpoint.trust import check_named
@@ -117,7 +117,7 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
     # Check that the user trusts the environment's module before it is imported.
     saved = {"env": config.task.env, "env_kwargs": config.task.env_kwargs}
     check_named(agent.run_dir, "task", saved, options.env)
-    with explained_faults(config, agent.run_dir, world):
+    with explained_faults(agent.run_dir, world):
         task = config.prepare_task(world.heartbeat)
         if isinstance(task, GymTask):
             if options.video:  # first, so that environments without pictures fail early
@@ -200,7 +200,7 @@ def evaluate_and_finish(
         if training.world.is_main_process:
             finish(config, RunDir(run_dir), training, summary, text)
 
-    training.world.set_phase(EVALUATING)
+    training.world.set_phase("final evaluation")
     return until_stopped(work, training.world, run_dir)
 
 

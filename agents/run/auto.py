@@ -1,41 +1,96 @@
-"""Measure the best values for flags that are set to auto, before training begins."""
+"""Measure the best values of auto flags, and check the memory of rollouts."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 
 from agents.config import AUTO, RunConfig, TrainConfig, probe
 from agents.network.minibatches import Minibatch
 from agents.policy import Policy
-from agents.ppo import PPO, ppo_loss
-from agents.run.limits import GIB, free_for_each_rank, rollout_bytes
+from agents.ppo import PPO
 from agents.run.sizes import batch_fits, shard_sizes
 from agents.run.start import Run
 from envs.task import AUTO as AUTO_WORKERS
 from envs.vector.layout import random_actions
 from rl_dist.errors import UserError
-from rl_dist.machine import available_cores, cpu_has_bf16, peak_memory_bytes
+from rl_dist.machine import (
+    GIB,
+    available_cores,
+    cpu_has_bf16,
+    free_memory_bytes,
+    peak_memory_bytes,
+)
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.measure import HEADROOM, Candidate, doublings, fastest
-from rl_dist.strategies.precision import autocast_dtype
 from rl_dist.strategies.strategy import Strategy
 
 # range of values that batch_size auto tries, in sequences per rank
 SMALLEST, LARGEST = 8, 2**19
 # Minimum speedup before auto takes a value that costs more memory, precision or cores.
 WORTH = 1.1
-CHOSEN = ("batch_size", "precision", "chosen_strategy", "chosen_on", "env_workers")
+
+
+# ---- memory
+
+
+def free_for_each_rank(device: torch.device, num_ranks: int) -> int:
+    """Return the free memory per rank in bytes; CPU ranks share the host's memory."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) if device.type == "cpu" else 1
+    return free_memory_bytes(device, local_ranks)
+
+
+def rollout_bytes(config: RunConfig, num_envs: int, policy: Policy | None = None) -> int:
+    """Return a lower bound for the memory of a rank's rollout, in bytes.
+
+    The bound is tight if `policy` is given. If not, the sizes of observations and actions are
+    unknown, and each counts as one number.
+    """
+    # numbers stored per step: observation twice, action, log-probability, two values, recurrent
+    # state
+    numbers = 6 + config.policy.hidden_size * (not config.policy.stateless)
+    if policy:
+        seen = policy.num_obs * (1 + max(config.policy.feature_window, 1))
+        numbers = seen + policy.num_actions + 3 + policy.initial_state(1).numel()
+    # other bytes stored per step: reward, return and length of the episode, three flags
+    others = 27
+    return num_envs * config.train.num_steps * (config.launch.dtype.itemsize * numbers + others)
+
+
+def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> None:
+    """Refuse rollouts that cannot fit into memory.
+
+    Call this before creating environments.
+    """
+    free = free_for_each_rank(device, num_ranks)
+    needed = rollout_bytes(config, shard_sizes(config.train, 0, num_ranks).num_envs)
+    if needed > free:
+        raise UserError(
+            f"a rollout needs at least {needed / GIB:.1f} GiB on each rank, and {free / GIB:.1f} "
+            f"GiB are free on {device}: use a smaller --num_envs, --num_steps or --hidden_size"
+        )
+
+
+# ---- flags set to auto
+
+
+def undecided(config: RunConfig) -> dict[str, bool]:
+    """Return, by flag, whether this run still has to measure its value."""
+    return {
+        "batch_size": config.train.batch_size == AUTO,
+        "precision": config.launch.precision == "auto",
+        "chosen_strategy": config.launch.strategy_config.mode == "auto",
+        "env_workers": config.task.env_workers == AUTO_WORKERS,
+    }
 
 
 def choose(run: Run, world: World) -> Run:
@@ -44,37 +99,31 @@ def choose(run: Run, world: World) -> Run:
     The values are written to config.json before training begins. After a restart, the ranks read
     them from that file and do not measure again.
     """
-    config = run.config
-    is_auto = (
-        config.train.batch_size == AUTO,
-        config.launch.precision == "auto",
-        config.launch.strategy == "auto",
-        config.task.env_workers == AUTO_WORKERS,
-    )
-    if not any(all_gather_json(any(is_auto), world)):
+    if not any(all_gather_json(any(undecided(run.config).values()), world)):
         return run
+    known = run.config
     if world.is_main_process:
         run.directory.update_state(phase="dry_run")
-        config = RunConfig.from_dict(run.directory.config())
-    kept = all_gather_json({name: config.values[name] for name in CHOSEN}, world)[0]
+        known = RunConfig.from_dict(run.directory.config())
+    names = (*undecided(known), "chosen_on")
+    kept = all_gather_json({name: known.values[name] for name in names}, world)[0]
     config = run.config.changed(kept)
+
+    has_units = world.device.type == "cpu" and cpu_has_bf16()
+    has_units = all(all_gather_json(has_units, world))
+    cores = max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    values: dict[str, Iterable[Any]] = {
+        "batch_size": doublings(allowed_batch_sizes(config.train, world.size)),
+        "precision": ("fp32", "bf16") if has_units else ("fp32",),
+        "chosen_strategy": strategy_modes(world.size, len(run.resolved.gpu_ids)),
+        "env_workers": (0, cores, 4 * cores),
+    }
     trials = Trials(config.prepare_task(world.heartbeat), run.resolved.gpu_ids, world)
-    if config.train.batch_size == AUTO:
-        sizes = doublings(allowed_batch_sizes(config.train, world.size))
-        config = trials.best(config, "batch_size", sizes, trials.steps)
-    if config.launch.precision == "auto":
-        has_units = world.device.type == "cpu" and cpu_has_bf16()
-        names = ("fp32", "bf16") if all(all_gather_json(has_units, world)) else ("fp32",)
-        config = trials.best(config, "precision", names, trials.steps)
-    if config.launch.strategy == "auto" and not config.launch.chosen_strategy:
+    for flag, is_auto in undecided(config).items():
+        if is_auto:
+            config = trials.best(config, flag, values[flag])
+    if config.launch.chosen_strategy:
         config = config.changed({"chosen_on": run.resolved.place})
-        modes = strategy_modes(world.size, len(run.resolved.gpu_ids))
-        steps = partial(trials.steps, together=True)
-        config = trials.best(config, "chosen_strategy", modes, steps)
-    if config.task.env_workers == AUTO_WORKERS:
-        cores = max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-        counts = (0, cores, 4 * cores)
-        config = trials.best(config, "env_workers", counts, trials.env_steps)
     if world.is_main_process:
         run.directory.write_config(config.to_dict())
         run.directory.update_state(precision=config.launch.precision)
@@ -106,18 +155,14 @@ class Trials:
         self.world = world
         self.env = probe(task)
         self.free_bytes = free_for_each_rank(world.device, world.size)
-        self.held_bytes = psutil.Process().memory_info().rss
-        self.bytes_per_sequence = 0.0  # forward and backward memory in the last trial
+        self.bytes_per_sequence = 0.0  # memory of this process in the last trial
 
-    def best(
-        self,
-        config: RunConfig,
-        flag: str,
-        values: Iterable[Any],
-        steps: Callable[[RunConfig], Iterator[None]],
-    ) -> RunConfig:
+    def best(self, config: RunConfig, flag: str, values: Iterable[Any]) -> RunConfig:
         """Set a flag to its fastest value; print the times of all values."""
         growing = flag == "batch_size"
+        steps = partial(self.steps, together=flag == "chosen_strategy")
+        if flag == "env_workers":
+            steps = partial(self.env_steps)
         candidates = (
             Candidate(
                 str(value),
@@ -151,10 +196,15 @@ class Trials:
         sizes = shard_sizes(train, world.rank, world.size)
         policy = Policy(config.policy, self.env.layout, self.env.single_action_space)
         policy.to(device, config.launch.dtype)
-        policy.low_precision = autocast_dtype(config.launch.precision)
+        strategy = Strategy(
+            StrategyConfig(mode="none", precision=config.launch.precision),
+            replace(world, rank=0, size=1, watchdog=None),
+        )
+        ppo = PPO(policy, config.ppo, strategy, sizes.num_microbatches)
 
         # Test the memory.
-        sequences = math.ceil(sizes.batch_size / HEADROOM)
+        parts = sizes.num_microbatches
+        sequences = parts * math.ceil(sizes.batch_size / parts / HEADROOM)
         rollout = rollout_bytes(config, sizes.num_envs, policy)
         needed = rollout + self.bytes_per_sequence * sequences
         if device.type == "cpu" and needed > HEADROOM * self.free_bytes:
@@ -163,23 +213,17 @@ class Trials:
             )
         _held = torch.empty(rollout, dtype=torch.uint8, device=device)  # takes the rollout's place
         minibatch = dummy_minibatch(policy, train.bptt_steps, sequences)
-        for part in minibatch.into_microbatches(sizes.num_microbatches):
-            seen = policy(part.obs, part.actions, part.lstm_state, part.episode_start)
-            ppo_loss(seen, part, config.ppo).total.backward()
+        ppo.gradients(minibatch, minibatch.episode_start.cpu().numpy())
         policy.zero_grad()
-        grown = peak_memory_bytes(device) - self.held_bytes
-        self.bytes_per_sequence = max(0, grown) / sequences
+        self.bytes_per_sequence = peak_memory_bytes(device) / sequences
         yield
 
         # Take steps with a minibatch of the real size.
-        strategy_config = StrategyConfig(mode="none", precision=config.launch.precision)
-        if together:
-            strategy_config = replace(config.launch.strategy_config, device_ids=self.gpu_ids)
-        else:
-            world = replace(world, rank=0, size=1, watchdog=None)
-        strategy = Strategy(strategy_config, world)
         try:
-            ppo = PPO(policy, config.ppo, strategy, train.grad_accumulation)
+            if together:
+                options = replace(config.launch.strategy_config, device_ids=self.gpu_ids)
+                strategy = Strategy(options, world)
+                ppo = PPO(policy, config.ppo, strategy, sizes.num_microbatches)
             minibatch = minibatch.pick(Tensor.narrow, 0, sizes.batch_size)
             starts = minibatch.episode_start.cpu().numpy()
             while True:

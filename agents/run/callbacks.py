@@ -90,12 +90,9 @@ class Watch:
             # rank reports the cause.
             if isinstance(error, UserError) or connection_broke(error):
                 raise
-            name = getattr(callback, "__qualname__", type(callback).__qualname__)
             log = run_dir / "logs" / f"rank_{self.world.rank}.log"
             raise UserError(
-                f"callback {callback.__module__}:{name} raised {one_line(error)}; traceback in "
-                f"{log}",
-                exit_code=1,
+                f"the {kind} callback raised {one_line(error)}; traceback in {log}", exit_code=1
             ) from error
         self.wants_end |= isinstance(answer, bool | np.bool_) and not answer
 

@@ -23,7 +23,7 @@ from agents.config import (
     probe,
 )
 from agents.policy import Policy
-from agents.run.saved import check_shapes, differences, load_newest, load_saved, spaces_of
+from agents.run.saved import check_shapes, differences, load_newest, spaces_of
 from agents.run.sizes import shard_sizes
 from envs import MEMORY_IDS
 from envs.task import GymTask, TaskConfig
@@ -130,15 +130,15 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
     directory = RunDir(path) if path else None
     checkpoint: Found | None = None
     if directory and resume:
-        if resume != "auto" and not directory.checkpoints.is_dir():
-            raise UserError(
-                f"--resume needs a folder {directory.checkpoints}: give the directory of a run"
-            )
         holds_run = directory.config_path.exists() or directory.checkpoints.is_dir()
         if is_first() and holds_run:
             held.enter_context(directory.hold())
-        load = load_newest if resume == "auto" else load_saved
-        checkpoint = load(directory.path)
+        checkpoint = load_newest(directory.checkpoints)
+        if not checkpoint and resume != "auto":
+            raise UserError(
+                f"--resume finds no checkpoints in {directory.checkpoints}: give the directory of "
+                "a run"
+            )
     elif directory and is_first() and not directory.is_unused():
         raise UserError(
             f"run_dir {path} is not empty: continue its run with --resume {path}, or name another "
@@ -149,8 +149,6 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
         config = config_to_resume(checkpoint, directory.path, parsed.given)
     else:
         config = fresh_config(parsed)
-        if resume and is_first():
-            print("nothing to resume: starting a fresh run")
     idle = ", ".join(f"--{name}" for name in config.idle_flags() if name in parsed.given)
     if idle and is_first():
         print(f"no effect here: {idle}")
@@ -168,7 +166,7 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
     given = parsed.given
     flags: RunFlags = parsed.configs["run"]
     config = RunConfig().changed(given)
-    import_from_here(config.task.env, config.policy.core, config.train.callback)
+    import_from_here(*config.named_code)
     kind = kind_of_task(config.task) if flags.preset == "auto" else flags.preset
     if (kind in ("trading", "paper")) != config.task.is_trading:
         raise UserError(f"preset {kind} does not fit env {config.task.env}: omit --preset")
@@ -230,7 +228,7 @@ def config_to_resume(checkpoint: Found, run_dir: Path, given: Mapping[str, str])
     # The user's modules may be in the current directory. The run directory may come from another
     # user, so its config.json alone must not decide which modules are imported.
     values = config.values
-    import_from_here(config.task.env, config.policy.core, config.train.callback)
+    import_from_here(*config.named_code)
     for section, names in NAMED_MODULES.items():
         check_named(run_dir, section, {name: values[name] for name in names}, given.get(names[0]))
     return config
@@ -267,10 +265,10 @@ def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
 def check_resumable(state: dict[str, Any], config: RunConfig, policy: Policy) -> None:
     """Refuse a checkpoint that does not fit the environment's current spaces."""
     check_shapes(state, config)
-    names = ("num_obs", "num_actions", "discrete", "action_sizes")
-    now, before = ({name: side[name] for name in names} for side in (policy.shapes(), state))
-    now["observations"] = policy.layout.kinds()
-    before["observations"] = spaces_of(state)[0].kinds()
+    now = policy.shapes()
+    before = {name: state[name] for name in now}
+    now["layout"] = policy.layout.kinds()
+    before["layout"] = spaces_of(state)[0].kinds()
     _refuse(differences(now, before), "use the environment and version it was trained with")
 
 

@@ -47,12 +47,11 @@ def ask_user(parsed: ParsedFlags, words: list[str]) -> ParsedFlags:
         for flag in QUESTIONS:
             words = _ask(flag, words)
         print(f"\nThe same without questions:\n  python train_distributed.py {shlex.join(words)}")
-        while (reply := input("Start it? yes or no [yes]: ").lower()) not in ("yes", "no", ""):
-            print("  answer yes or no")
+        reply = input("Start it? yes or no [yes]: ")
     except (EOFError, KeyboardInterrupt):
         print("\nCancelled; nothing was started.")
         raise SystemExit(128 + signal.SIGINT) from None
-    if reply == "no":
+    if reply not in ("", "yes"):
         raise SystemExit(0)
     return parse_training(words)
 

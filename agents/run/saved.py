@@ -19,14 +19,17 @@ from agents.policy import Policy
 from agents.rollout import fresh_carry
 from envs.vector.layout import Layout
 from envs.vector.spaces import ActionDecoder, ObservationEncoder, from_json
-from rl_dist.checkpoint.spec import FIT, RUN, flatten, kind_of
 from rl_dist.checkpoint.store import (
     BEST_FILE,
     CHECKPOINT_DIR,
+    FIT,
+    RUN,
     Found,
     checkpoint_files,
     checkpoint_folder,
+    flatten,
     iteration_in_name,
+    kind_of,
     load_checkpoint,
     load_latest,
     write_atomically,
@@ -178,7 +181,7 @@ def load_agent(
         state["iteration"],
         file,
         run_dir,
-        state.get("spaces", ""),
+        state["spaces"],
     )
 
 
@@ -225,8 +228,14 @@ def check_initial(config: TrainConfig, policy: Policy) -> None:
     """Refuse --init_from or --pretrained weights that do not fit the run's policy."""
     if initial := initial_weights(config):
         weights = policy.state_dict()
-        expected = {name: weights[name] for name in weights if name.startswith(initial.parts)}
-        check_weights(expected, initial.weights)
+        others = {name: weights[name] for name in weights if not name.startswith(initial.parts)}
+        try:
+            policy.load_state_dict(others | initial.weights, assign=True)
+        except RuntimeError as error:
+            raise UserError(
+                f"the checkpoint does not fit: {one_line(error)}; use the environment, "
+                "--observation, --policy and --hidden_size it was trained with"
+            ) from error
 
 
 # ---- comparisons
@@ -248,17 +257,6 @@ def spaces_of(state: Mapping[str, Any]) -> tuple[Layout, spaces.Space]:
     return layout, spaces.Discrete(number) if state["discrete"] else spaces.Box(-1, 1, (number,))
 
 
-def check_weights(expected: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Refuse weights with unexpected names or shapes; report the first difference."""
-    here = {name: tuple(value.shape) for name, value in expected.items()}
-    there = {name: tuple(value.shape) for name, value in saved.items()}
-    if listed := differences(here, there):
-        raise UserError(
-            f"the checkpoint is of another shape: {listed[0]}; use the environment, --observation, "
-            "--policy and --hidden_size it was trained with"
-        )
-
-
 def check_readable(policy: Policy, now: Layout) -> None:
     """Refuse observations whose parts differ from those in training."""
     trained = policy.layout.kinds()
@@ -274,23 +272,34 @@ def check_shapes(state: dict[str, Any], config: RunConfig) -> None:
     try:
         layout, action_space = spaces_of(state)
         policy = empty_policy(config, layout, action_space)
-        check_weights(policy.state_dict(), state["policy"])
-        parts: dict[str, Mapping[str, Tensor]] = {
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        # Adam's fused kernel does not check shapes: tensors of a wrong shape would corrupt memory.
+        moments = {
+            number: {
+                "step": torch.zeros(()),
+                "exp_avg": trained[number],
+                "exp_avg_sq": trained[number],
+            }
+            for number in state["optimizer"]["state"]
+        }
+        expected = {
+            "policy": policy.state_dict(),
             "carry": vars(fresh_carry(policy, state["carry"]["obs"].to("meta"))),
             "obs_normalizer": observation_normalizer(layout, enabled=False).state_dict(),
             "reward_normalizer": Normalizer(1).state_dict(),
+            "optimizer": {"state": moments},
         }
-        # Adam's fused kernel does not check shapes: tensors of a wrong shape would corrupt memory.
-        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-        for number in state["optimizer"]["state"]:
-            moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), trained[number])
-            parts[f"optimizer/state/{number}"] = {"step": torch.zeros(()), **moments}
-        saved = dict(flatten(state))
-        for part, likes in parts.items():
-            for name, like in likes.items():
-                value = saved[f"{part}/{name}"]
-                if value.shape != like.shape or value.dtype != like.dtype:
-                    expected = f"{list(like.shape)} of {like.dtype}"
-                    raise UserError(f"the checkpoint is damaged: {part}/{name} is not {expected}")
+        saved = {name: state[name] for name in expected}
     except (AttributeError, LookupError, RuntimeError, TypeError) as error:
         raise UserError(f"the checkpoint is damaged: {one_line(error)}") from error
+    if listed := differences(_forms(expected), _forms(saved)):
+        raise UserError(f"the checkpoint is damaged: {listed[0]}")
+
+
+def _forms(parts: dict[str, Any]) -> dict[str, str]:
+    """Return the shape and type of each tensor in nested dicts, by path."""
+    return {
+        name: f"{list(value.shape)} of {value.dtype}"
+        for name, value in flatten(parts)
+        if isinstance(value, Tensor)
+    }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from agents.config import AUTO, TrainConfig
 from rl_dist.errors import UserError
+
+FARTHEST = 10_000  # largest distance at which a size is proposed
 
 
 @dataclass(frozen=True)
@@ -48,20 +49,31 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
         raise UserError(
             f"the checkpoint holds {saved_num_envs} environments, not {global_num_envs}"
         )
-    if not _fits(config, unit, num_ranks, num_envs, config.batch_size):
+
+    def divides(ranks: int, envs: int = num_envs) -> bool:
+        return _divides(config, unit, ranks, envs, config.batch_size)
+
+    if not divides(num_ranks):
+        proposals: dict[str, list[int]] = {}
         if saved_num_envs:
-            common = math.gcd(global_num_envs, config.batch_size * unit)
-            ranks = _nearest(num_ranks, common, lambda number: common % number == 0)
-            proposals = [f"--num_gpus {number}" for number in ranks]
+            proposals["num_gpus"] = _nearest(num_ranks, divides)
         else:
-            proposals = _proposals(config, unit, num_ranks, num_envs)
+            proposals["num_envs"] = _nearest(num_envs, lambda envs: divides(num_ranks, envs))
+            proposals["batch_size"] = _nearest(
+                config.batch_size, lambda size: batch_fits(config, num_ranks, size)
+            )
+        flags = [f"--{name} {size}" for name, sizes in proposals.items() for size in sizes]
         raise UserError(
             f"num_envs {global_num_envs} and batch_size {config.batch_size * unit} of all ranks, "
             f"with num_steps {config.num_steps}, bptt_steps {config.bptt_steps} and "
             f"grad_accumulation {config.grad_accumulation}, do not divide into whole minibatches "
             f"over {num_ranks} rank(s): "
-            f"try {' or '.join(proposals) or f'multiples of {num_ranks} for both'}"
+            f"try {' or '.join(flags) or f'multiples of {num_ranks} for both'}"
         )
+    # Both rules hold while gradient noise dominates. Sources: linear (SGD): Goyal et al.,
+    # https://arxiv.org/abs/1706.02677; square root (Adam): Malladi et al.,
+    # https://arxiv.org/abs/2205.10287.
+    factors = {"none": 1.0, "sqrt": math.sqrt(unit), "linear": float(unit)}
     return Sizes(
         num_envs=global_num_envs // num_ranks,
         env_offset=rank * (global_num_envs // num_ranks),
@@ -71,7 +83,7 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
         global_num_envs=global_num_envs,
         global_batch_size=global_batch_size,
         num_microbatches=config.grad_accumulation,
-        learning_rate_factor=learning_rate_factor(unit, config.lr_scaling),
+        learning_rate_factor=factors[config.lr_scaling],
     )
 
 
@@ -79,10 +91,12 @@ def batch_fits(config: TrainConfig, num_ranks: int, batch_size: int) -> bool:
     """Return True if this batch_size divides evenly over the ranks of a new run."""
     unit = 1 if config.scaling == "strong" else num_ranks
     num_envs = config.num_envs or _default_num_envs(config, batch_size)
-    return _fits(config, unit, num_ranks, num_envs, batch_size)
+    return _divides(config, unit, num_ranks, num_envs, batch_size)
 
 
-def _fits(config: TrainConfig, unit: int, num_ranks: int, num_envs: int, batch_size: int) -> bool:
+def _divides(
+    config: TrainConfig, unit: int, num_ranks: int, num_envs: int, batch_size: int
+) -> bool:
     """Return True if environments and minibatches divide evenly over the ranks.
 
     Then the strata of `agents.network.noise` also divide evenly: with batch_size = num_ranks * b, K
@@ -94,16 +108,6 @@ def _fits(config: TrainConfig, unit: int, num_ranks: int, num_envs: int, batch_s
     return whole and math.gcd(num_envs * unit, batch_size * unit) % num_ranks == 0
 
 
-def learning_rate_factor(growth: float, rule: str) -> float:
-    """Return the learning rate factor for a batch that is `growth` times larger.
-
-    Sources: linear (SGD): Goyal et al., https://arxiv.org/abs/1706.02677; square root (Adam):
-    Malladi et al., https://arxiv.org/abs/2205.10287. Both rules hold while gradient
-    noise dominates.
-    """
-    return {"none": 1.0, "sqrt": math.sqrt(growth), "linear": float(growth)}[rule]
-
-
 def _default_num_envs(config: TrainConfig, batch_size: int) -> int:
     """Return the fewest environments that fill at least two minibatches per epoch.
 
@@ -111,29 +115,13 @@ def _default_num_envs(config: TrainConfig, batch_size: int) -> int:
     """
     sequences_per_env = config.num_steps // config.bptt_steps
     sequences = batch_size * config.grad_accumulation
-    least = math.ceil(2 * sequences / sequences_per_env)
-    return next(n for n in itertools.count(least) if n * sequences_per_env % sequences == 0)
+    step = sequences // math.gcd(sequences, sequences_per_env)
+    return step * math.ceil(2 * sequences / (step * sequences_per_env))
 
 
-def _proposals(config: TrainConfig, unit: int, num_ranks: int, num_envs: int) -> list[str]:
-    """Return flags with the nearest sizes that fit; any one of them is enough."""
-    most = config.sequences_per_step * num_ranks * config.num_steps // config.bptt_steps
-    sizes = _nearest(
-        config.batch_size,
-        config.batch_size + most,
-        lambda size: batch_fits(config, num_ranks, size),
-    )
-    envs: list[int] = []
-    if config.batch_size * unit % num_ranks == 0:  # otherwise no number of environments fits
-        envs = _nearest(
-            num_envs,
-            num_envs + most,
-            lambda number: _fits(config, unit, num_ranks, number, config.batch_size),
-        )
-    return [f"--num_envs {n}" for n in envs] + [f"--batch_size {n}" for n in sizes]
-
-
-def _nearest(number: int, most: int, fits: Callable[[int], bool]) -> list[int]:
+def _nearest(number: int, fits: Callable[[int], bool]) -> list[int]:
     """Return the nearest smaller and the nearest larger number that fit, if any."""
-    sides = range(number - 1, 0, -1), range(number + 1, most + 1)
-    return [near for side in sides for near in itertools.islice(filter(fits, side), 1)]
+    smaller = range(number - 1, max(0, number - FARTHEST), -1)
+    larger = range(number + 1, number + FARTHEST)
+    near = (next(filter(fits, side), 0) for side in (smaller, larger))
+    return [size for size in near if size]

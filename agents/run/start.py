@@ -1,10 +1,10 @@
-"""Start a run: choose it, check it, print its sizes, and launch its ranks."""
+"""Start a run: choose it, check it, launch its ranks, and explain their failures."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,34 @@ from agents.run.choice import RUNS, check_resumable, choose_run, is_first
 from agents.run.metric_table import check_metric
 from agents.run.saved import check_initial
 from agents.run.sizes import shard_sizes
-from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found
-from rl_dist.errors import UserError, explained, report_to_caller
+from envs.vector.guards import EnvironmentFaultError
+from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found, last_checkpoint
+from rl_dist.errors import (
+    CLOSED_DISK,
+    FULL_DISK,
+    UserError,
+    one_line,
+    report_to_caller,
+    unwritable,
+)
 from rl_dist.flags import ParsedFlags
 from rl_dist.launch.config import ResolvedLaunch
 from rl_dist.launch.fallback import resolve_launch
 from rl_dist.launch.ranks import launch, restart_count
+from rl_dist.machine import GIB, is_out_of_memory, peak_memory_bytes
 from rl_dist.process_group.process_ends import report
+from rl_dist.process_group.world import World
 from rl_dist.run_dir import ENDED, RunDir, SavedCheckpoint
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import close_logging
+
+# Advice after memory ran out, by phase.
+ADVICE = {
+    "final evaluation": "training is saved: evaluate it with python -m agents.evaluate",
+    "update": "the same gradient steps take less memory with a smaller --batch_size and a "
+    "--grad_accumulation that is larger by the same factor, also after --resume",
+}
+FEWER = "a new run needs less with a smaller --num_envs, --num_steps or --hidden_size"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +69,7 @@ def start(parsed: ParsedFlags, run_rank: Callable[..., int], *arguments: Any) ->
         run_rank: called as `run_rank(run, *arguments)` on every rank.
     """
     with ExitStack() as held:
-        try:
-            run = prepare(parsed, held)
-        except (ValueError, OSError) as error:
-            message, code = explained(error)
-            if code != 2:  # wrong flags (code 2) need no event: the user sees the error
-                events.notify("failed", message, exit_code=code)
-                events.close()
-            raise
+        run = prepare(parsed, held)
         code = 1
         try:
             code = launch(
@@ -85,7 +96,6 @@ def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
     chosen_launch, resolved, note = resolve_launch(with_threads(config).launch)
     config = replace(config, launch=replace(chosen_launch, threads=resolved.threads))
     if is_first():
-        restarts = restart_count()
         if note:
             print(note)
         announce(config, resolved, checkpoint)
@@ -93,10 +103,8 @@ def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
             directory = directory or RunDir.fresh(RUNS)
             held.enter_context(directory.hold_new())
         events.configure(config.launch.on_event, directory.path)
-        _notify_restart(directory, checkpoint, restarts)
+        _notify_restart(directory, checkpoint)
         _record(directory, config, resolved, checkpoint)
-        if parsed.configs["run"].quick and not checkpoint:
-            print("--quick shows the whole path; it is too short to learn anything", flush=True)
     # Under torchrun, other ranks receive the real directory later, in `agents.rank.agree`.
     directory = directory or RunDir(RUNS)
     report(run_dir=str(directory.path), on_event=config.launch.on_event)
@@ -122,8 +130,7 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, checkpoint: Found | No
         sizes = (
             f"each of {num_ranks} rank(s): {share.num_envs} of {share.global_num_envs} "
             f"environments, {share.batch_size} of {share.global_batch_size} sequences of "
-            f"{train.bptt_steps} steps in a gradient step; learning rate "
-            f"{config.ppo.learning_rate * share.learning_rate_factor:.4g}"
+            f"{train.bptt_steps} steps in a gradient step"
         )
     task = config.prepare_task()
     env = probe(task)
@@ -151,7 +158,7 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, checkpoint: Found | No
         )
 
 
-def _notify_restart(directory: RunDir, checkpoint: Found | None, restarts: int) -> None:
+def _notify_restart(directory: RunDir, checkpoint: Found | None) -> None:
     """Send an event if torchrun has restarted the ranks.
 
     Torchrun restarts ranks after a failure, and when a host joins or leaves. Without torchrun, our
@@ -159,6 +166,7 @@ def _notify_restart(directory: RunDir, checkpoint: Found | None, restarts: int) 
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
+    restarts = restart_count()
     with suppress(OSError, UserError):
         state = directory.state()
         if restarts or (state is not None and state.phase not in ENDED):
@@ -191,3 +199,31 @@ def _record(
         **counters,
     )
     print(f"run directory: {directory.path}{continuing}", flush=True)
+
+
+@contextmanager
+def explained_faults(run_dir: Path, world: World) -> Iterator[None]:
+    """Turn environment, memory and disk failures into a UserError with one line.
+
+    This function imports nothing, because an import can fail when memory has run out.
+    """
+    try:
+        yield
+    except EnvironmentFaultError as fault:
+        where = ""
+        if fault.__cause__:  # the fault was raised in this process
+            where = f"; traceback in {run_dir / 'logs' / f'rank_{world.rank}.log'}"
+        raise UserError(f"rank {world.rank}: {fault}{where}", exit_code=1) from fault
+    except (RuntimeError, MemoryError, OSError) as error:
+        if is_out_of_memory(error):
+            phase = world.doing.phase
+            raise UserError(
+                f"rank {world.rank} ran out of memory in {phase}, after a peak of "
+                f"{peak_memory_bytes(world.device) / GIB:.2f} GiB on {world.device}; "
+                f"{ADVICE.get(phase, FEWER)}; {last_checkpoint(run_dir)}; the error was "
+                f"{one_line(error, 220)}",
+                exit_code=1,
+            ) from error
+        if not isinstance(error, OSError) or error.errno not in FULL_DISK | CLOSED_DISK:
+            raise
+        raise unwritable(str(error.filename or run_dir), error) from None

@@ -11,8 +11,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from rl_dist.checkpoint.spec import MEASURED, CheckpointError, flatten
-from rl_dist.checkpoint.store import checkpoint_files, latest_checkpoint, load_checkpoint
+from rl_dist.checkpoint.store import (
+    MEASURED,
+    CheckpointError,
+    checkpoint_files,
+    flatten,
+    latest_checkpoint,
+    load_checkpoint,
+)
 from rl_dist.errors import CommandParser, UserError, explains_errors, printable, table
 
 EPILOG = """commands:

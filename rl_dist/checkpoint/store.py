@@ -5,8 +5,8 @@ torch.save writes, and `torch.load` can read it. The file ends with a zip commen
 
     rl_dist checkpoint, format 4, torch 2.13.0, sha256:<64 hexadecimal digits>
 
-The digits are the SHA-256 of all bytes before the word sha256. A file with a changed byte is
-therefore refused before torch reads it. The format version identifies files of other versions.
+The digits are the SHA-256 of all bytes before the word sha256, so torch never reads a file with a
+changed byte.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import os
 import re
 import struct
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from rl_dist.checkpoint.spec import MEASURED, CheckpointError, check_plain, check_state
 from rl_dist.errors import UserError, one_line
 from rl_dist.files import log_once, plain_file, read_plain, remove, replace_file
 from rl_dist.process_group.collectives import all_gather_json
@@ -40,6 +40,39 @@ _COMMENT = re.compile(
     rb"rl_dist checkpoint, format (\d{1,9}), torch [^,]{1,100}, sha256:([0-9a-f]{64})\Z"
 )
 _NAME = re.compile(r"iteration_(\d+)\.pt")
+
+# programs that write checkpoints
+RUN = "train_distributed.py"
+FIT = "rl_dist.supervised.fit"
+MEASURED = "measured"  # entry with {metric: value}; this metric selects best.pt
+LARGEST_COUNT = 10**15
+_PLAIN_TYPES = (str, int, float, bool, type(None))
+# entries that show which program wrote a checkpoint
+_MARKS = {"carry": RUN, "global_step": RUN, "module": FIT, "best_epoch": FIT}
+_TENSORS = ("policy", "carry", "obs_normalizer", "reward_normalizer")  # contain only tensors
+_COUNTS = ("iteration", "global_step", "episodes", "num_obs", "num_actions", "bad_in_a_row")
+_TYPES: dict[str, dict[str, type]] = {
+    RUN: {
+        **dict.fromkeys(_COUNTS, int),
+        **dict.fromkeys((*_TENSORS, "optimizer"), dict),
+        "action_sizes": list,
+        "config": str,
+        "discrete": bool,
+        "layout": str,
+        "spaces": str,
+    },
+    FIT: {
+        **dict.fromkeys(("epoch", "best_epoch", "bad_in_a_row"), int),
+        **dict.fromkeys(("module", "optimizer", "extra"), dict),
+        "best_loss": float,
+        "history": list,
+    },
+    "": {},
+}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, read or trusted; the message is one line."""
 
 
 class OtherFormatError(CheckpointError):
@@ -57,11 +90,7 @@ class Found(NamedTuple):
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Load tensors and plain values to the CPU; never run code from the file.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, not a checkpoint, or has another format.
-    """
+    """Load tensors and plain values to the CPU; never run code from the file."""
     try:
         with open(path, "rb", opener=plain_file) as file:
             is_archive = file.read(4) == b"PK\x03\x04"  # do not read other huge files
@@ -96,25 +125,20 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def pack(state: dict[str, Any]) -> bytes:
-    """Convert a state to the bytes of a checkpoint file.
-
-    Raises:
-        CheckpointError: `load_checkpoint` would refuse a value.
-    """
+    """Convert a state of plain values to the bytes of a checkpoint file."""
     check_plain(state)
     buffer = io.BytesIO()
     torch.save(state, buffer)  # in memory: on a full disk, torch would raise a zip error
     return seal(buffer.getvalue())
 
 
-def seal(archive: bytes, format_version: int = FORMAT_VERSION) -> bytes:
+def seal(archive: bytes) -> bytes:
     """Add the comment with the format version and the checksum to a zip archive.
 
-    A zip file ends with the length of its comment in two bytes, followed by the comment. Source:
-    PKWARE APPNOTE 4.3.16.
+    A zip file ends with the length of its comment, then the comment (PKWARE APPNOTE 4.3.16).
     """
     assert archive[-22:-18] == b"PK\x05\x06" and archive[-2:] == b"\0\0", "not the zip end we know"
-    about = f"rl_dist checkpoint, format {format_version}, torch {torch.__version__}, ".encode()
+    about = f"rl_dist checkpoint, format {FORMAT_VERSION}, torch {torch.__version__}, ".encode()
     data = archive[:-2] + struct.pack("<H", len(about) + _DIGEST_BYTES) + about
     return data + b"sha256:" + hashlib.sha256(data).hexdigest().encode()
 
@@ -138,6 +162,71 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise CheckpointError(f"cannot write checkpoint {path} {cause}") from None
 
 
+# ---- the content of a checkpoint
+
+
+def kind_of(state: Mapping[str, Any]) -> str:
+    """Return the program that wrote a state: RUN, FIT, or "" if it is neither."""
+    return next((_MARKS[name] for name in state if name in _MARKS), "")
+
+
+def flatten(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (path, value) for each value in nested dicts, lists and tuples.
+
+    An empty container is a value, too. A dict key that a checkpoint cannot store is also yielded.
+    """
+    if type(value) in (list, tuple):
+        value = dict(enumerate(value)) or value
+    if not isinstance(value, dict) or not value:
+        yield place, value
+        return
+    for key, entry in value.items():
+        inner = f"{place}/{key}" if place else str(key)
+        if type(key) not in _PLAIN_TYPES:
+            yield f"{inner} (the key)", key
+        yield from flatten(entry, inner)
+
+
+def check_plain(state: Any) -> None:
+    """Refuse a value that `torch.load(weights_only=True)` would not return unchanged."""
+    for place, value in flatten(state):
+        is_empty = isinstance(value, dict) or type(value) in (list, tuple)
+        if not is_empty and type(value) not in _PLAIN_TYPES and not isinstance(value, Tensor):
+            kind = type(value).__name__
+            raise CheckpointError(f"{place} is a {kind}; make it a tensor or a plain value")
+
+
+def check_state(state: Any) -> None:
+    """Refuse entries that are missing, of a wrong type, out of range or NaN.
+
+    The checksum detects damaged files. This detects values that someone has changed, or that became
+    invalid during training.
+    """
+    if not isinstance(state, dict):
+        raise CheckpointError(f"it holds a {type(state).__name__}, not a state")
+    kind = kind_of(state)
+    for name, wanted in _TYPES[kind].items():
+        value: Any = state.get(name)
+        fits = isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)
+        if not fits or (wanted is int and not 0 <= value <= LARGEST_COUNT):
+            raise CheckpointError(f"its {name} is not of type {wanted.__name__}, or out of range")
+    measured = state.get(MEASURED, {})
+    if type(measured) is not dict or any(type(value) is not float for value in measured.values()):
+        raise CheckpointError(f"its {MEASURED} values are not numbers")
+    for name, tensor in flatten({key: state[key] for key in state.keys() - {"environments"}}):
+        if not isinstance(tensor, Tensor):
+            if kind == RUN and name.startswith(_TENSORS):
+                raise CheckpointError(f"{name!r:.80} is not a tensor")
+            continue
+        # An expanded tensor has more elements than it stores; reading it could use all memory.
+        if tensor.is_sparse or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+            raise CheckpointError(f"{name!r:.80} is not a plain tensor")
+        if kind == RUN and not tensor.isfinite().all():
+            raise CheckpointError(f"{name!r:.80} is not finite: NaN or inf")
+    if kind == RUN and not getattr(state["carry"].get("obs"), "ndim", 0):
+        raise CheckpointError("its carry holds no observations")
+
+
 # ---- the checkpoints of a run
 
 
@@ -147,7 +236,6 @@ def save_checkpoint(
     """Write a file such as iteration_00000120.pt, and remove old checkpoints.
 
     Args:
-        state: tensors, numbers, strings and None, in dicts, lists and tuples.
         iteration: number in the file's name. Checkpoints of later iterations are removed: they are
             from before the run was resumed at an earlier iteration.
         keep: number of newest checkpoints to keep, at least 1.
@@ -180,29 +268,30 @@ def save_agreed(
     keep: int,
     measured: Mapping[str, float],
     best: bool,
-) -> tuple[Path, str]:
-    """Save a checkpoint on the main process. Every rank must call this.
+) -> Path:
+    """Save on the main process; return the path. Every rank must call this.
 
     Args:
         state: state to save on the main process; None on the other ranks.
         measured: value of the metric that selects the best checkpoint, by the metric's name.
         best: True if this is the best checkpoint so far.
 
-    Returns:
-        The path of the checkpoint, and "". If it cannot be written: the run directory, and the
-        reason. All ranks get the same result.
+    Raises:
+        UserError: the checkpoint cannot be written; all ranks raise it.
     """
-    path = run_dir
+    path = ""
     problem = ""
     if state is not None:
         content = state | {MEASURED: dict(measured)}
         folder = run_dir / CHECKPOINT_DIR
         try:
-            path = save_checkpoint(folder, content, iteration=iteration, keep=keep, best=best)
+            path = str(save_checkpoint(folder, content, iteration=iteration, keep=keep, best=best))
         except CheckpointError as error:
             problem = f"{error}; {last_checkpoint(run_dir)}"
-    name, problem = all_gather_json([str(path), problem], world)[0]
-    return Path(name), problem
+    path, problem = all_gather_json([path, problem], world)[0]
+    if problem:
+        raise UserError(problem, exit_code=1)
+    return Path(path)
 
 
 def load_latest(run_dir: str | Path) -> Found | None:
@@ -237,12 +326,11 @@ def last_checkpoint(run_dir: Path) -> str:
 
 
 def find_latest_run(runs_dir: str | Path) -> Path | None:
-    """Return the run below `runs_dir` with the newest valid checkpoint, or None."""
+    """Return the run below `runs_dir` that saved a checkpoint last, or None."""
     folders = Path(runs_dir).glob(f"*/{CHECKPOINT_DIR}")
     files = [file for folder in folders for file in checkpoint_files(folder)]
-    files.sort(key=lambda file: file.stat().st_mtime, reverse=True)
-    run_dirs = (file.parents[1] for file in files)
-    return next((run_dir for run_dir in run_dirs if latest_checkpoint(run_dir)), None)
+    newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+    return newest and newest.parents[1]
 
 
 def checkpoint_folder(path: str | Path) -> Path:
@@ -271,6 +359,7 @@ class Best:
     """The best value so far of the metric that selects best.pt; equal on all ranks.
 
     best.pt stores the value, so that a resumed run does not replace the file with a worse
+    checkpoint. A damaged best.pt, or one chosen by another metric, is replaced by the next
     checkpoint. Higher values are better.
 
     Args:
@@ -282,36 +371,26 @@ class Best:
         self.world = world
         self.measured: dict[str, float] = {}  # value at this iteration, by metric name
         self.improved = False
-        reads = names and world.is_main_process
-        value = _value_of_best(names, directory / BEST_FILE) if reads else None
-        self.value = all_gather_json(value, world)[0]
+        values = [-math.inf]
+        if names and world.is_main_process:
+            with suppress(CheckpointError):
+                saved = load_checkpoint(directory / BEST_FILE).get(MEASURED, {})
+                values = [saved[name] for name in names if name in saved] + values
+        self.value: float = all_gather_json(values[0], world)[0]
 
     def update(self, metrics: Mapping[str, Any]) -> bool:
         """Return True if these metrics are the best so far. Every rank must call this."""
-        self.measured = {}
         name = next((name for name in self.names if name in metrics), "")
-        value = all_gather_json(metrics[name], self.world)[0] if name else None
-        if not isinstance(value, int | float | None):
-            raise UserError(f"keep_best {name} is not a number: name another metric")
+        value: Any = all_gather_json(metrics[name], self.world)[0] if name else None
         # the value is None if, for example, no episode has ended
+        self.measured = {}
+        self.improved = False
         if value is not None and math.isfinite(value):
             self.measured = {name: float(value)}
-        self.improved = bool(self.measured) and (self.value is None or value > self.value)
+            self.improved = value > self.value
         return self.improved
 
     def saved(self) -> None:
         """After a checkpoint was saved, make an improved value the new best value."""
         if self.improved:
             (self.value,) = self.measured.values()
-
-
-def _value_of_best(names: Sequence[str], path: Path) -> float | None:
-    """Return the metric's value in best.pt, or None if any checkpoint may replace it."""
-    if not path.exists():
-        return None
-    with suppress(CheckpointError):
-        measured = load_checkpoint(path).get(MEASURED, {})
-        if values := [measured[name] for name in names if name in measured]:
-            return values[0]
-    log_once(f"{path} is damaged or was chosen by another metric: the next checkpoint replaces it")
-    return None

@@ -223,7 +223,7 @@ class Fitting:
         check_in_sync(state["module"], world)
         if world.is_main_process:
             run.write_records(without_nan(self.history))
-        _, problem = save_agreed(
+        save_agreed(
             run.path,
             state if world.is_main_process else None,
             world,
@@ -232,8 +232,6 @@ class Fitting:
             measured={"valid/loss": self.best_loss} if improved else {},
             best=improved,
         )
-        if problem:
-            raise UserError(problem, exit_code=1)
 
     def restore(self, run: RunDir, resume: bool) -> None:
         """Load the newest valid checkpoint if there is one; every rank must call this.

@@ -21,9 +21,10 @@ from agents.export import command as export
 from agents.run import choice, start
 from rl_dist import status
 from rl_dist.checkpoint.__main__ import main
-from rl_dist.checkpoint.spec import CheckpointError, check_state
 from rl_dist.checkpoint.store import (
+    CheckpointError,
     Found,
+    check_state,
     latest_checkpoint,
     load_checkpoint,
     pack,
@@ -174,7 +175,7 @@ def test_whatever_a_field_holds_the_run_continues_or_one_line_says_why_not(
             config["task"]["env"] = "StockTrading-v0"
         config[section][name] = value
         found = Found(copy / "x.pt", saved | {"config": json.dumps(config)})
-        monkeypatch.setattr(choice, "load_saved", lambda path, found=found: found)
+        monkeypatch.setattr(choice, "load_newest", lambda path, found=found: found)
         code = train_here(monkeypatch, "--resume", copy)
         errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
         assert (code, len(errors)) in ((0, 0), (2, 1)), (value, errors)

@@ -171,7 +171,7 @@ ON_2 = ["--num_gpus", 2]
 @pytest.mark.parametrize(
     ("odd", "flags", "says"),
     [
-        ("callback exit -1", [], "callback odd_code:call raised SystemExit: 0"),
+        ("callback exit -1", [], "callback raised SystemExit: 0"),
         ("core exit 0", [*ON_2, "--max_restarts", 1], "rank 0 failed with SystemExit: 0"),
         ("logger exit -1", [], ""),  # only the logger's records are lost
         ("callback hang -1", [], "rank 0: made no progress for 3 s in iteration callback"),
