@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
@@ -13,7 +14,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from envs.vector.guards import is_own_fault, place_of
-from rl_dist.errors import did_you_mean, one_line
+from rl_dist.errors import one_line
 
 # Keep this import fast: torch and pandas are imported only when an environment is made.
 if TYPE_CHECKING:
@@ -22,9 +23,8 @@ if TYPE_CHECKING:
 TRADING_ID = "StockTrading-v0"
 MEMORY_IDS = ("Recall-v0", "CartPolePositions-v1", "MountainCarPositions-v0")
 # Gymnasium's vector CartPole shares one generator among all environments; ours does not.
-OUR_CART_POLE = "envs.memory_tasks:CartPoleVectorEnv"
+OUR_BATCHES = {"CartPole-v1": "envs.memory_tasks:CartPoleVectorEnv"}
 
-_LOGGER = logging.getLogger(__name__)
 for _env_id in MEMORY_IDS:
     _entry_point = f"envs.memory_tasks:{_env_id.partition('-')[0]}"
     gymnasium.register(
@@ -53,73 +53,66 @@ def make_vector_env(
     Raises:
         ValueError: the environment is unknown or cannot be made.
     """
-    from envs.vector.adapter import TorchVectorEnv
-    from envs.vector.one_by_one import OneByOne
+    from envs.vector.adapter import OneByOne, TorchVectorEnv
 
     spec = find_spec(env_id)
+    # The adapter checks every step and keeps the time limit, so wrappers are not needed.
+    spec = replace(
+        spec,
+        order_enforce=False,
+        disable_env_checker=True,
+        vector_entry_point=OUR_BATCHES.get(env_id, spec.vector_entry_point),
+    )
     kwargs = dict(env_kwargs or {})
+    make_batch: Any = partial(
+        gymnasium.make_vec, spec, vectorization_mode="vector_entry_point", **kwargs
+    )
 
     def make() -> gymnasium.Env[Any, Any]:
         heartbeat()
-        # Gymnasium's checker is not needed: OneByOne checks every step.
-        return gymnasium.make(spec, disable_env_checker=True, **kwargs)
+        return gymnasium.make(spec, max_episode_steps=-1, **kwargs)
 
-    vector_spec = spec
-    if spec.entry_point == "gymnasium.envs.classic_control.cartpole:CartPoleEnv" and not kwargs:
-        vector_spec = replace(spec, vector_entry_point=OUR_CART_POLE)
-
-    def make_batch(count: int) -> VectorEnv[Any, Any, Any]:
-        mode = "vector_entry_point"
-        return gymnasium.make_vec(vector_spec, count, vectorization_mode=mode, **kwargs)
-
+    options |= {"env_id": env_id, "make": make, "heartbeat": heartbeat}
     one_by_one = vectorization == "sync" or options.get("env_restarts") or options.get("info_mask")
-    try:
-        envs: Any
-        if vector_spec.vector_entry_point and not one_by_one and _seeds_each(make_batch):
-            envs = make_batch(num_envs)
+    with _one_line(env_id):
+        if spec.vector_entry_point and not one_by_one and _seeds_each(make_batch):
+            batch = make_batch(num_envs=num_envs)
         else:
-            envs = [make() for _ in range(num_envs)]
-    except BaseException as error:
-        if not is_own_fault(error):
-            raise
-        given = f" with {kwargs}" * bool(kwargs)
-        reason = f"{one_line(error)}{place_of(error)}"
-        raise ValueError(f"environment {env_id}{given} cannot be made: {reason}") from error
-    adapter = OneByOne if isinstance(envs, list) else TorchVectorEnv
-    return adapter(envs, env_id=env_id, make=make, heartbeat=heartbeat, **options)
+            batch = [make() for _ in range(num_envs)]
+    if isinstance(batch, list):
+        return OneByOne(batch, max_episode_steps=spec.max_episode_steps, **options)
+    return TorchVectorEnv(batch, **options)
 
 
 def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
     """Return the spec of an id or `module:id`; raise ValueError if it is unknown."""
     module, _, name = env_id.rpartition(":")
-    try:
+    with _one_line(env_id):
         if module:
             importlib.import_module(module)
         return gymnasium.spec(name)
-    except gymnasium.error.Error as error:
-        fix = (
-            did_you_mean(name, {*gymnasium.registry, TRADING_ID})
-            or "give a Gymnasium id or module:id"
-        )
-        raise ValueError(f"unknown environment {env_id!r}: {fix}") from error
+
+
+@contextmanager
+def _one_line(env_id: str) -> Iterator[None]:
+    """Turn whatever an environment raises while it is made into a ValueError of one line."""
+    try:
+        yield
     except BaseException as error:
         if not is_own_fault(error):
             raise
-        raised = f"its module raised {one_line(error)}{place_of(error)}"
-        raise ValueError(
-            f"environment {env_id!r}: {raised}: check it and the Python path"
-        ) from error
+        reason = f"{one_line(error)}{place_of(error)}"
+        raise ValueError(f"environment {env_id!r} cannot be made: {reason}") from error
 
 
-def _seeds_each(make_batch: Callable[[int], VectorEnv[Any, Any, Any]]) -> bool:
+def _seeds_each(make_batch: Callable[..., VectorEnv[Any, Any, Any]]) -> bool:
     """Return whether batches use SAME_STEP and accept one seed per environment."""
     try:
-        env = make_batch(2)
-        first = np.array(env.reset(seed=[11, 12])[0])  # type: ignore[arg-type]
-        second = np.array(env.reset(seed=[12, 11])[0])  # type: ignore[arg-type]
-        same_step = env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
+        env = make_batch(num_envs=2)
+        seeds: Any = [11, 12]
+        obs, mirrored = (np.array(env.reset(seed=order)[0]) for order in (seeds, seeds[::-1]))
         env.close()
-    except Exception as error:  # a refused list of seeds may raise anything
-        _LOGGER.info("environments step one after the other: %s", one_line(error))
+    except Exception:  # a refused list of seeds may raise anything
         return False
-    return same_step and np.array_equal(first, second[::-1])
+    same_step = env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
+    return same_step and np.array_equal(obs, mirrored[::-1])

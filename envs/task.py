@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from envs import TRADING_ID, find_spec, make_vector_env
@@ -69,11 +70,6 @@ class TaskConfig:
         return arguments
 
 
-# flags that are passed to make_vector_env
-_OPTIONS = ["vectorization", "info_mask", "previous_action", "previous_reward"]
-_OPTIONS += ["env_timeout", "env_restarts"]
-
-
 @dataclass(frozen=True)
 class GymTask:
     """Makes the environments of a run; TradingTask does the same for trading."""
@@ -90,16 +86,33 @@ class GymTask:
     ) -> Any:
         """Make environments numbered from `env_offset`; messages call them `kind`."""
         config = self.config
-        options: dict[str, Any] = {name: getattr(config, name) for name in _OPTIONS}
-        options |= {"env_id": config.env, "num_envs": num_envs, "env_kwargs": config.kwargs()}
-        options |= {"env_offset": env_offset, "device": device, "kind": kind}
-        options["heartbeat"] = self.heartbeat
+        options: dict[str, Any] = {
+            "env_kwargs": config.kwargs(),
+            "vectorization": config.vectorization,
+            "info_mask": config.info_mask,
+            "previous_action": config.previous_action,
+            "previous_reward": config.previous_reward,
+        }
+        make: Any = partial(make_vector_env, config.env, num_envs, end=self.end, **options)
         if config.env_workers > 0:
             from envs.workers.env import WorkerEnv
 
-            groups = config.env_groups
-            return WorkerEnv(num_workers=config.env_workers, num_groups=groups, **options)
-        return make_vector_env(end=self.end, **options)
+            make = partial(
+                WorkerEnv,
+                config.env,
+                num_envs,
+                config.env_workers,
+                config.env_groups,
+                options=options,
+            )
+        return make(
+            env_offset=env_offset,
+            device=device,
+            kind=kind,
+            heartbeat=self.heartbeat,
+            env_timeout=config.env_timeout,
+            env_restarts=config.env_restarts,
+        )
 
     def evaluation_env(self, num_envs: int, env_offset: int = 0, device: str = "cpu") -> Any:
         """Make environments that messages call "evaluation environment"."""

@@ -98,7 +98,7 @@ class LoadedPolicy:
             self._num_drawn += 1
         begins = torch.from_numpy(starts).to(like.device)
         obs = torch.from_numpy(row.astype(np.float32)).to(like.device)
-        chosen = controller(policy, obs, begins, push)
+        chosen = controller(policy, obs, begins, push).cpu().numpy()
         inputs = self._decode.encode(chosen)[:, : state[2].shape[1]]
         actions = self._decode(chosen)
         if is_single:

@@ -66,9 +66,9 @@ def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> f
             )
             decided, actor, _, vectors = policy.act(seen, vectors, begins)
             history = shift_history(history, seen)
-            rows = [action.reshape(batch, -1), decoder.flat(decided)]
+            rows = [action.reshape(batch, -1), decoder.flat(decided.numpy())]
             if policy.discrete:
-                chosen = [torch.from_numpy(row - decoder.start) for row in rows]
+                chosen = [row - decoder.start for row in rows]
                 rows = [(decoder.encode(c) * actor.numpy()).sum(1, keepdims=True) for c in chosen]
             exported.append(rows[0])
             expected.append(rows[1])
@@ -149,9 +149,8 @@ def _parts(agent: LoadedAgent) -> list[dict[str, Any]]:
         leaf = leaves.get(part.name)
         if leaf and leaf.axes:
             entry["image"] = {"axes": leaf.axes, "divided_by": leaf.scale}
-        elif leaf and leaf.choices.size:
-            first, sizes = leaf.choices.tolist()
-            entry["one_hot"] = {"first": first, "sizes": sizes}
+        elif leaf and len(leaf.sizes):
+            entry["one_hot"] = {"first": leaf.start.tolist(), "sizes": leaf.sizes.tolist()}
         parts.append(entry)
     return parts
 

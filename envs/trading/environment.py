@@ -13,9 +13,8 @@ from torch import Tensor
 from envs.trading.config import TradingConfig
 from envs.trading.features import GRID, market_tables, portfolio_columns
 from envs.trading.market_data import Market, Span
-from envs.vector.counter_hash import random_int63, seed_keys
 from envs.vector.layout import Layout
-from envs.vector.tensors import TensorVectorEnv
+from envs.vector.tensors import TensorVectorEnv, random_int63, seed_keys
 
 REWARD_SCALE = 1e-4  # reward per USD
 # names of the attributes (with a leading underscore) that make up a snapshot

@@ -1,20 +1,22 @@
-"""Adapt a numpy vector environment to the learner's TorchEnv interface."""
+"""Adapt vector environments, and lists of single ones, to the TorchEnv interface."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
-from functools import cache
+from functools import partial
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
+from gymnasium.vector.utils import batch_space, iterate
 from torch import Tensor
 
 from envs.vector.batched import has_snapshots
-from envs.vector.guards import MAX_REWARD, HangWatch, end_process
+from envs.vector.guards import EnvironmentFaultError, HangWatch, end_process
 from envs.vector.layout import Layout, Part, StepResult
 from envs.vector.spaces import (
     MASK_KEY,
@@ -22,25 +24,24 @@ from envs.vector.spaces import (
     ObservationEncoder,
     RowFaultError,
     Space,
+    check_masks,
+    flat_mask,
     to_json,
 )
-from envs.vector.tensors import TensorVectorEnv, step_result, to_tensors
+from envs.vector.tensors import LIFE, ArrayVectorEnv, step_result
 
 _LOGGER = logging.getLogger(__name__)
-_STEP_KEY = "lifetime_step"
-# Per environment: the number of restarts, and the seed of the last seeded reset.
-LIFE = [("restarts", "i8"), ("life_seed", "i8")]
-Arrays = tuple[np.ndarray, ...]  # obs, rewards, terminated, truncated, final_obs
+MAX_REWARD = 1e30  # larger rewards are refused like infinite ones
+Arrays = tuple[np.ndarray, ...]  # in the order of STEP_FIELDS
 
 
-@cache
-def warn_once(message: str) -> None:
-    """Log a warning, but log the same text only once."""
-    _LOGGER.warning("%s", message)
+def _guarded(method: Callable[..., Any]) -> Any:
+    """Let the watch of an adapter call one of its methods."""
+    return lambda self, *args: self.watch.call(None, method, self, *args)
 
 
 @dataclass(eq=False)
-class TorchVectorEnv(TensorVectorEnv):
+class TorchVectorEnv(ArrayVectorEnv):
     """Adapts a numpy vector environment to the TorchEnv interface.
 
     The adapter checks everything that the environments return and watches how long each call
@@ -51,9 +52,10 @@ class TorchVectorEnv(TensorVectorEnv):
     _: KW_ONLY
     env_id: str
     make: Any = None  # makes the replacement of a failed environment
+    max_episode_steps: int | None = None  # limit for the episodes of single environments
     env_offset: int = 0
     device: Any = "cpu"
-    kind: str = "environment"  # first word of every message about an environment
+    kind: str = "environment"
     end: Callable[[str], None] = end_process  # ends the process if a call cannot be interrupted
     # Reports progress. It runs before every call and, in a watcher thread, during long calls.
     heartbeat: Callable[[], None] = lambda: None
@@ -73,8 +75,7 @@ class TorchVectorEnv(TensorVectorEnv):
         self.num_envs = num_envs
         self.device = torch.device(self.device)
         self.lives = np.zeros(num_envs, LIFE)
-        self.lifetime_step = 0
-        self.watch = HangWatch(self.env_timeout, self._describe, self.end, self.heartbeat)
+        self.watch = HangWatch(self.env_timeout, self.describe, self.end, self.heartbeat)
         self.decoder = ActionDecoder(actions, self.env_id)
         self.encoder = ObservationEncoder(observations, self.env_id, self.decoder.sizes)
         self.spaces_json = to_json(observations, actions)
@@ -96,37 +97,24 @@ class TorchVectorEnv(TensorVectorEnv):
         if self.previous_reward:
             parts.append(Part("previous_reward", "vector", (1,)))
         self.set_spaces(Layout(tuple(parts)), self.decoder.space)
-        for leaf in self.encoder.leaves:
-            if leaf.part.kind == "vector" and len(leaf.space.shape) > 2 and self.env_offset == 0:
-                warn_once(
-                    f"environment {self.env_id}: {leaf.part.name} {list(leaf.space.shape)} of "
-                    f"{leaf.space.dtype} is read as numbers without a CNN, which reads uint8 images"
-                )
-
-    @property
-    def restarts(self) -> list[int]:
-        """Number of restarts of each environment, [B]."""
-        return self.lives["restarts"].tolist()
-
-    def reset(
-        self, *, seed: Any = None, options: dict[str, Any] | None = None
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Start all environments; new seeds also set their lifetime step to 0."""
-        if seed is not None:
-            self.lives["life_seed"] = seed
-            self.lifetime_step = 0
-        obs = np.zeros((self.num_envs, self.layout.size), np.float32)
-        obs[:, : self.row_size] = self._call_reset(seed)
-        return to_tensors([obs], self.device)[0], {}
 
     def step(
         self,
         actions: Tensor,  # [B] int64, or [B, A] float
     ) -> StepResult:
         """Step all environments (see `TorchEnv.step`) and return newly allocated tensors."""
-        numpy_actions = self.decoder(actions)
-        self.lifetime_step += 1
-        obs, rewards, terminated, truncated, final_obs = self._call_step(numpy_actions)
+        self.lives["lifetime_step"] += 1
+        return step_result(self.step_arrays(actions.detach().cpu().numpy()), self.device)
+
+    def reset_arrays(self, seeds: list[int] | None) -> np.ndarray:
+        """Start all environments; return their observations as a new array [B, F]."""
+        obs = np.zeros((self.num_envs, self.layout.size), np.float32)
+        obs[:, : self.row_size] = self._reset_envs(seeds)
+        return obs
+
+    def step_arrays(self, actions: np.ndarray) -> Arrays:
+        """Step all environments; return new arrays in the order of STEP_FIELDS."""
+        rewards, obs, final_obs, terminated, truncated = self._step_envs(self.decoder(actions))
         if self.previous_action or self.previous_reward:
             columns = [self.decoder.encode(actions)] * self.previous_action
             columns += [rewards[:, None].astype(np.float32)] * self.previous_reward
@@ -134,49 +122,41 @@ class TorchVectorEnv(TensorVectorEnv):
             continues = ~(terminated | truncated)[:, None]  # [B, 1]; new episodes start with 0
             obs = np.concatenate([obs, previous * continues], axis=1)
             final_obs = np.concatenate([final_obs, previous], axis=1)
-        return step_result([rewards, obs, final_obs, terminated, truncated], self.device)
+        return rewards, obs, final_obs, terminated, truncated
 
-    def _describe(self, row: int | None, problem: str) -> str:
-        first = self.env_offset
-        number = f"one of {first}..{first + self.num_envs - 1}" if row is None else str(first + row)
-        step = self.lifetime_step
-        return f"{self.kind} {self.env_id} number {number} at its step {step}: {problem}"
+    def get_arrays(self) -> dict[str, np.ndarray]:
+        """Return a snapshot as arrays [B, ...] of float64 or int64."""
+        columns: dict[str, Any] = {f"life/{name}": self.lives[name] for name, _ in LIFE}
+        columns |= self._get_env_states()
+        stacked = {name: np.stack(values) for name, values in columns.items()}
+        return {
+            name: array.astype("f8" if array.dtype.kind == "f" else "i8", casting="safe")
+            for name, array in stacked.items()
+        }
 
-    def get_state(self) -> dict[str, Tensor]:
-        """Return a complete snapshot of the environments, see `TorchEnv.get_state`."""
-        tensors = {_STEP_KEY: torch.full((self.num_envs,), self.lifetime_step)}
-        for name, values in self.watch.call(None, self._call_get_state).items():
-            stacked = np.stack(values)
-            target = np.float64 if stacked.dtype.kind == "f" else np.int64
-            tensors[name] = torch.from_numpy(stacked.astype(target, casting="safe"))
-        return tensors
-
-    def set_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a snapshot from this environment or from one with the same settings."""
+    def set_arrays(self, state: dict[str, np.ndarray]) -> None:
+        """Restore a snapshot from arrays."""
         # some environments create their state at the first reset
-        self.reset(seed=[0] * self.num_envs)
-        arrays = {name: tensor.numpy().copy() for name, tensor in state.items()}
-        self.lifetime_step = int(arrays.pop(_STEP_KEY)[0])
-        self.watch.call(None, self._call_set_state, arrays)
+        self._reset_envs([0] * self.num_envs)
+        arrays = {name: array.copy() for name, array in state.items()}
+        for name, _ in LIFE:
+            self.lives[name] = arrays.pop(f"life/{name}")
+        self._set_env_states(arrays)
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close the environments; log a failure instead of raising it."""
-        self.watch.close_env(None, self.env)
+        for row, env in enumerate(self.env) if isinstance(self.env, list) else [(None, self.env)]:
+            self.watch.close_env(row, env)
         self.watch.close()
 
     # ---- calls into the vector environment
 
-    def _call_reset(self, seeds: Any) -> np.ndarray:
-        return self.watch.call(None, self._reset_batch, seeds)
+    @_guarded
+    def _reset_envs(self, seeds: Any) -> np.ndarray:
+        return self.encoder(self.env.reset(seed=seeds)[0], self.num_envs)
 
-    def _reset_batch(self, seeds: Any) -> np.ndarray:
-        obs, _ = self.env.reset(seed=seeds)
-        return self.encoder(obs, self.num_envs)
-
-    def _call_step(self, actions: Any) -> Arrays:
-        return self.watch.call(None, self._step_batch, actions)
-
-    def _step_batch(self, actions: Any) -> Arrays:
+    @_guarded
+    def _step_envs(self, actions: Any) -> Arrays:
         raw_obs, raw_rewards, *flags, info = self.env.step(actions)
         obs = self.encoder(raw_obs, self.num_envs)
         rewards = np.array(raw_rewards, np.float64).reshape(self.num_envs)
@@ -188,15 +168,159 @@ class TorchVectorEnv(TensorVectorEnv):
         final_obs = obs.copy()
         ended = np.flatnonzero(terminated | truncated)
         if len(ended):
+            finals = [info["final_obs"][row] for row in ended]
             try:
-                finals = [info["final_obs"][row] for row in ended]
                 final_obs[ended] = self.encoder(finals, len(ended))
             except RowFaultError as fault:
                 raise RowFaultError(int(ended[fault.row or 0]), f"final {fault}") from None
-        return obs, rewards, terminated, truncated, final_obs
+        return rewards, obs, final_obs, terminated, truncated
 
-    def _call_get_state(self) -> dict[str, Any]:
+    @_guarded
+    def _get_env_states(self) -> dict[str, Any]:
         return self.env.get_state()
 
-    def _call_set_state(self, state: dict[str, np.ndarray]) -> None:
+    @_guarded
+    def _set_env_states(self, state: dict[str, np.ndarray]) -> None:
         self.env.set_state(state)
+
+
+class OneByOne(TorchVectorEnv):
+    """Adapts a list of single environments to the TorchEnv interface.
+
+    As long as restarts are left, an environment that fails is replaced by a new one. Its
+    interrupted episode is reported as truncated, with reward 0 and the last valid observation. The
+    next episode runs in the new environment.
+    """
+
+    def __post_init__(self) -> None:
+        self._set_up(len(self.env), self.env[0].observation_space, self.env[0].action_space)
+        self._actions_space = batch_space(self.env[0].action_space, self.num_envs)
+        self._max_age = self.max_episode_steps or math.inf
+        self._last_rows = [np.zeros(self.row_size, np.float32)] * self.num_envs
+        # First observation of the next episode, by row, where a restart has already begun it.
+        self._first_rows: dict[int, np.ndarray] = {}
+        self._metrics: dict[str, tuple[float, int]] = {}
+        self.can_snapshot = all(map(has_snapshots, self.env))
+
+    def begin_again(self, last_obs: np.ndarray) -> None:
+        """Continue in place of a process that died; the next step truncates all episodes.
+
+        `lives` and `last_obs` [B, F] are the values that the dead process left in shared memory.
+        """
+        self._last_rows = list(last_obs[:, : self.row_size].copy())
+        for row in range(self.num_envs):
+            self._restarting(row, self._begin_life)
+
+    def take_metrics(self) -> dict[str, tuple[float, int]]:
+        """Return (sum, count) of every metric that was reported since the last call."""
+        metrics = self._metrics
+        self._metrics = {}
+        return metrics
+
+    # ---- episodes
+
+    def _reset_envs(self, seeds: Any) -> np.ndarray:
+        if seeds is not None:
+            self._first_rows = {}
+        return np.stack(
+            [self._first_row(row, seeds and seeds[row]) for row in range(self.num_envs)]
+        )
+
+    def _first_row(self, row: int, seed: int | None = None) -> np.ndarray:
+        """Begin an episode unless a restart already did; return its first observation."""
+        if row not in self._first_rows:
+            self._restarting(row, self._begin, seed)
+        self._last_rows[row] = self._first_rows.pop(row)
+        return self._last_rows[row]
+
+    def _begin(self, row: int, seed: int | None) -> None:
+        self.lives["age"][row] = 0
+        obs, info = self.env[row].reset(seed=seed)
+        self._first_rows[row] = self._row_of(obs, info)
+
+    def _step_envs(self, actions: Any) -> Arrays:
+        outcomes = []
+        for row, action in enumerate(iterate(self._actions_space, actions)):
+            outcome = None
+            if row not in self._first_rows:
+                outcome = self._restarting(row, self._step, action)
+            if outcome is None:  # the environment was restarted, which ends the episode
+                outcome = 0.0, self._last_rows[row], False, True
+            reward, final_row, terminated, truncated = outcome
+            obs = self._first_row(row) if terminated or truncated else final_row
+            outcomes.append((reward, obs, final_row, terminated, truncated))
+        return tuple(np.array(column) for column in zip(*outcomes, strict=True))
+
+    def _step(self, row: int, action: Any) -> tuple[float, np.ndarray, bool, bool]:
+        obs, reward, terminated, truncated, info = self.env[row].step(action)
+        reward = np.asarray(reward, np.float64).item()
+        if not abs(reward) <= MAX_REWARD:  # also true for NaN
+            raise RowFaultError(row, f"reward is {reward}")
+        self.lives["age"][row] += 1
+        truncated = bool(truncated) or self.lives["age"][row] >= self._max_age
+        metrics = info.get("metrics")
+        for name, value in metrics.items() if isinstance(metrics, dict) else ():
+            if isinstance(value, Real | np.bool_) and math.isfinite(value):
+                total, count = self._metrics.get(name, (0.0, 0))
+                self._metrics[name] = total + float(value), count + 1
+        # No action follows the last observation of an episode, so its mask is not needed.
+        self._last_rows[row] = self._row_of(obs, None if terminated or truncated else info)
+        return reward, self._last_rows[row], bool(terminated), truncated
+
+    def _row_of(self, obs: Any, info: dict[str, Any] | None) -> np.ndarray:
+        """Encode an observation and, with `info_mask`, append info's mask (None: ones)."""
+        rows = self.encoder([obs], 1)
+        if self.info_mask:
+            masks = np.ones((1, self.decoder.mask_size), np.float32)
+            if info is not None:
+                masks[:] = flat_mask(info[MASK_KEY])
+            check_masks(masks, self.decoder.sizes)
+            rows = np.concatenate([rows, masks], axis=1)
+        return rows[0]
+
+    # ---- restarts
+
+    def _restarting(self, row: int, call: Callable[..., Any], *args: Any) -> Any:
+        """Call into an environment; if the call fails, replace it and return None."""
+        attempt: Callable[[], Any] = partial(call, row, *args)
+        while True:  # every failure uses up one restart
+            try:
+                return self.watch.call(row, attempt)
+            except EnvironmentFaultError as fault:
+                used = int(self.lives["restarts"][row])
+                if used >= self.env_restarts:
+                    again = f" (after {used} restarts, --env_restarts)"
+                    raise EnvironmentFaultError(f"{fault}{again}") from fault
+                self.lives["restarts"][row] += 1
+                _LOGGER.warning("%s; made again, %d of %d", fault, used + 1, self.env_restarts)
+            self.watch.close_env(row, self.env[row])
+            attempt = partial(self._make_again, row)
+
+    def _make_again(self, row: int) -> None:
+        self.env[row] = self.make()
+        self._begin_life(row)
+
+    def _begin_life(self, row: int) -> None:
+        """Begin an episode with a seed derived from `life_seed` and the restart count."""
+        life = self.lives[row]
+        entropy = np.random.SeedSequence([int(life["life_seed"]), int(life["restarts"])])
+        self._begin(row, int(entropy.generate_state(1, np.uint64)[0]) >> 1)
+
+    # ---- snapshots
+
+    def _get_env_states(self) -> dict[str, Any]:
+        states = self.watch.call(None, lambda: [env.get_state() for env in self.env])
+        columns = {name: [state[name] for state in states] for name in states[0]}
+        return columns | ({"life/last_row": self._last_rows} if self.env_restarts else {})
+
+    @_guarded
+    def _set_env_states(self, state: dict[str, np.ndarray]) -> None:
+        last_rows = state.pop("life/last_row", self._last_rows)  # only with env_restarts
+        self._last_rows = [np.asarray(row, np.float32) for row in last_rows]
+        for row, env in enumerate(self.env):
+            env.set_state(
+                {
+                    name: column[row] if column.ndim > 1 else column[row].item()
+                    for name, column in state.items()
+                }
+            )

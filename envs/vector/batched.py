@@ -29,7 +29,7 @@ Outcome = tuple[np.ndarray, np.ndarray]  # rewards and terminated, each [B]
 
 def has_snapshots(env: Any) -> bool:
     """Return whether an environment has get_state and set_state."""
-    return callable(getattr(env, "get_state", None)) and callable(getattr(env, "set_state", None))
+    return hasattr(env, "get_state") and hasattr(env, "set_state")
 
 
 def pack_generator(generator: np.random.Generator) -> np.ndarray:
@@ -122,14 +122,13 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         if ended.any():
             self._begin_episodes(np.flatnonzero(ended))
             obs = self.observe()
-        return obs, rewards, terminated, truncated, {"final_obs": final_obs, "_final_obs": ended}
+        return obs, rewards, terminated, truncated, {"final_obs": final_obs}
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Return a complete snapshot as copied arrays [B, ...]."""
         state = {name: getattr(self, name).copy() for name in (*self.state_names, "elapsed")}
-        return state | {
-            "generator": np.stack([pack_generator(generator) for generator in self.generators])
-        }
+        state["generator"] = np.stack(list(map(pack_generator, self.generators)))
+        return state
 
     def set_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Restore a snapshot; the environment must have been reset once."""

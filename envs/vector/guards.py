@@ -32,7 +32,6 @@ from envs.vector.spaces import RowFaultError
 from rl_dist.errors import one_line
 
 _LOGGER = logging.getLogger(__name__)
-MAX_REWARD = 1e30  # larger rewards are refused like infinite ones
 GRACE_S = 5.0  # time between steps 1, 2 and 3 above
 MIN_FAULTHANDLER_S = 30.0
 # Environments and tests may use SIGALRM, so prefer a real-time signal, which is rarely used.

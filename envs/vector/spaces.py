@@ -10,15 +10,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
 from envs.vector.layout import Kind, Part
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 MASK_KEY = "action_mask"
 MIN_IMAGE_SIDE = 8  # pixels; a smaller array is treated as a vector
@@ -49,8 +46,10 @@ class RowFaultError(ValueError):
         self.row = row
 
 
-def _refusal(env_id: str, kind: str, space: Space, fix: str) -> ValueError:
-    return ValueError(f"environment {env_id} has {kind} space {space!s:.160}, not supported: {fix}")
+def check_rows(usable: np.ndarray, problem: str) -> None:
+    """Raise a RowFaultError for the first row that is not `usable`, [B] bool."""
+    if not usable.all():
+        raise RowFaultError(int(usable.argmin()), problem)
 
 
 def _leaves(space: Space, path: Path = ()) -> Iterator[tuple[Path, Space]]:
@@ -61,11 +60,6 @@ def _leaves(space: Space, path: Path = ()) -> Iterator[tuple[Path, Space]]:
             yield from _leaves(part, (*path, key))
     else:
         yield path, space
-
-
-def _named(path: Path) -> str:
-    """Return a part's name, as used in messages and layouts."""
-    return "/".join(map(str, path)) or "observation"
 
 
 def _choices(space: Space) -> np.ndarray:
@@ -121,24 +115,23 @@ class Leaf:
         self.path = path
         self.space = space
         self.mask_sizes = mask_sizes
-        is_mask = len(mask_sizes) > 0
-        # Choices [2, D] if the part is one-hot encoded. MultiBinary already holds 0 and 1.
-        is_one_hot = not is_mask and not isinstance(space, spaces.MultiBinary)
-        self.choices = _choices(space if is_one_hot else None)
-        self.axes = [] if is_mask else _image_axes(space)
+        self.start, self.sizes = _choices(space)  # of a part that is one-hot encoded, [D]
+        if len(mask_sizes) or isinstance(space, spaces.MultiBinary):  # already holds 0 and 1
+            self.sizes = mask_sizes[:0]
+        self.axes = [] if len(mask_sizes) else _image_axes(space)
         self.scale = 1  # pixels are divided by this: their largest possible value
         kind: Kind = "vector" if isinstance(space, spaces.Box) else "plain"
         shape: tuple[int, ...] = (math.prod(space.shape),)
-        if is_mask:
+        if len(mask_sizes):
             kind = "mask"
-        elif self.choices.size:
-            shape = (int(self.choices[1].sum()),)
+        elif len(self.sizes):
+            shape = (int(self.sizes.sum()),)
         elif self.axes:
             kind = "image"
             *channels, height, width = (space.shape[axis] for axis in self.axes)
             shape = (math.prod(channels), height, width)
             self.scale = max(int(space.high.max()), 1)
-        self.part = Part(_named(path), kind, shape)
+        self.part = Part("/".join(map(str, path)) or "observation", kind, shape)
 
     def pick(self, nested: Any) -> Any:
         """Return this part of a nested observation."""
@@ -149,28 +142,23 @@ class Leaf:
     def encode(self, raw: Any, count: int) -> np.ndarray:
         """Encode raw values [count, ...] as a new array [count, n] float32."""
         values = np.asarray(raw)
+        name = self.part.name
         if values.shape != (count, *self.space.shape):
-            problem = f"{self.part.name} has shape {values.shape[1:]}, not {self.space.shape}"
+            problem = f"{name} has shape {values.shape[1:]}, not {self.space.shape}"
             raise RowFaultError(None, problem)
         if self.axes:
-            if values.dtype.kind == "f":
-                problem = f"{self.part.name} has type {values.dtype}, not {self.space.dtype}"
-                raise RowFaultError(None, problem)
             values = values.transpose(0, *(axis + 1 for axis in self.axes))
         values = values.reshape(count, -1)
-        if not self.choices.size:
-            with np.errstate(over="ignore"):  # the caller refuses infinity later
-                numbers = values.astype(np.float32)
-            if len(self.mask_sizes):
-                check_masks(numbers, self.mask_sizes)
-            return numbers / np.float32(self.scale) if self.axes else numbers
-        start, sizes = self.choices
-        digits = values.astype(np.int64) - start
-        outside = (values != digits + start) | (digits < 0) | (digits >= sizes)
-        if outside.any():
-            problem = f"{self.part.name} has a value outside {self.space}"
-            raise RowFaultError(int(outside.any(axis=1).argmax()), problem)
-        return _one_hot(digits, sizes)
+        if len(self.sizes):
+            rows = _one_hot(values - self.start, self.sizes)
+            usable = rows.sum(axis=1) == len(self.sizes)
+            check_rows(usable, f"{name} has a value outside its space")
+            return rows
+        with np.errstate(over="ignore"):  # the caller refuses infinity later
+            rows = values.astype(np.float32)
+        if len(self.mask_sizes):
+            check_masks(rows, self.mask_sizes)
+        return rows / np.float32(self.scale) if self.axes else rows
 
 
 class ObservationEncoder:
@@ -184,16 +172,17 @@ class ObservationEncoder:
     def __init__(self, source: Space, env_id: str, mask_sizes: np.ndarray) -> None:
         self.leaves: list[Leaf] = []
         for path, space in _leaves(source):
-            fix = ""
-            sizes = mask_sizes if path == (MASK_KEY,) else mask_sizes[:0]
             if not isinstance(space, _KINDS) or 0 in space.shape:
-                names = ", ".join(kind.__name__ for kind in _KINDS)
-                fix = f"its part {_named(path)!r} must be one of {names}; "
-                fix += "gymnasium.wrappers.TransformObservation can make it so"
-            elif len(sizes) and math.prod(space.shape) != sizes.sum():
-                fix = f"its {MASK_KEY} must have {sizes.sum()} numbers, one per option"
-            if fix:
-                raise _refusal(env_id, "observation", source, fix)
+                raise ValueError(
+                    f"environment {env_id}: an observation space {space!s:.160} is not supported; "
+                    "gymnasium.wrappers.TransformObservation can replace it"
+                )
+            sizes = mask_sizes if path == (MASK_KEY,) else mask_sizes[:0]
+            if len(sizes) and math.prod(space.shape) != sizes.sum():
+                raise ValueError(
+                    f"environment {env_id}: {MASK_KEY} must have {sizes.sum()} numbers, one per "
+                    f"option, but its space is {space}"
+                )
             self.leaves.append(Leaf(path, space, sizes))
         self.parts = tuple(leaf.part for leaf in self.leaves)
 
@@ -225,20 +214,14 @@ def check_masks(masks: np.ndarray, sizes: np.ndarray) -> None:
     Raises:
         RowFaultError: a mask is invalid; `row` is the first such row.
     """
-    if masks.shape[1] != sizes.sum():
-        problem = f"{MASK_KEY} has {masks.shape[1]} numbers, not {sizes.sum()}, one per option"
-        raise RowFaultError(None, problem)
     allowed = np.add.reduceat(masks, np.cumsum(sizes) - sizes, axis=1)  # [B, D]
     usable = ((masks == 0) | (masks == 1)).all(axis=1) & (allowed > 0).all(axis=1)  # [B]
-    if not usable.all():
-        problem = f"{MASK_KEY} allows no option of a choice, or holds other numbers than 0 and 1"
-        raise RowFaultError(int(usable.argmin()), problem)
+    check_rows(usable, f"{MASK_KEY} allows no option of a choice, or is not made of 0 and 1")
 
 
 def flat_mask(mask: Any) -> np.ndarray:
     """Flatten an action mask, or a tuple with one mask per choice, to [n]."""
-    parts = mask if isinstance(mask, tuple | list) else [mask]
-    return np.concatenate([np.asarray(part, np.float32).ravel() for part in parts])
+    return np.concatenate(mask) if isinstance(mask, tuple) else np.ravel(mask)
 
 
 class ActionDecoder:
@@ -273,29 +256,29 @@ class ActionDecoder:
             self.offset = 0.5 * (high + low)
             self.space = spaces.Box(self.low.astype(np.float32), self.high.astype(np.float32))
         else:
-            fix = "its parts must all be choices (Discrete, MultiDiscrete, MultiBinary) or all be "
-            fix += "Boxes of floats; gymnasium.wrappers.TransformAction can make it so"
-            raise _refusal(env_id, "action", target, fix)
+            raise ValueError(
+                f"environment {env_id}: the action space {target!s:.160} is not supported: its "
+                "parts must all be Discrete, MultiDiscrete or MultiBinary, or all Boxes of floats"
+            )
         # An action mask has one number per option. The size is 0 if actions are not choices.
         self.mask_size = int(self.sizes.sum())
 
-    def encode(self, actions: Tensor) -> np.ndarray:
+    def encode(self, actions: np.ndarray) -> np.ndarray:
         """Encode actions as policy input [count, n]: one-hot choices or clipped numbers."""
-        values = actions.detach().cpu().numpy()
         if self.mask_size:
-            return _one_hot(values.reshape(len(values), -1), self.sizes)
-        return np.clip(values, self.low, self.high).astype(np.float32)
+            return _one_hot(actions.reshape(len(actions), -1), self.sizes)
+        return np.clip(actions, self.low, self.high).astype(np.float32)
 
-    def flat(self, actions: Tensor) -> np.ndarray:
+    def flat(self, actions: np.ndarray) -> np.ndarray:
         """Return actions in the environment's units as flat rows [count, n]."""
-        values = actions.detach().cpu().numpy().reshape(len(actions), -1)
+        values = actions.reshape(len(actions), -1)
         if self.mask_size:
             return values.astype(np.int64) + self.start
         if not np.isfinite(values).all():
             raise ValueError("actions must be finite, got NaN or infinity: the policy has diverged")
         return np.clip(values.astype(np.float64), self.low, self.high) * self.scale + self.offset
 
-    def __call__(self, actions: Tensor) -> Any:
+    def __call__(self, actions: np.ndarray) -> Any:
         """Convert actions [count, ...] to a batch in the environment's action space."""
         return _nested(self.target, iter(np.split(self.flat(actions), self._ends, axis=1)))
 

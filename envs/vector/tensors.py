@@ -1,8 +1,8 @@
-"""Base class and helpers for vector environments that take and return tensors."""
+"""Vector environments of tensors, and random numbers that need no generator."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -15,7 +15,16 @@ from torch import Tensor
 
 from envs.vector.layout import Layout, StepResult, TorchEnv
 
+# Arrays of one step. The largest items come first, see `to_tensors`.
 STEP_FIELDS = ("rewards", "obs", "final_obs", "terminated", "truncated")
+# What is known of an environment, [B]. It outlives restarts and the death of a worker process.
+LIFE = [
+    ("restarts", "i8"),
+    ("life_seed", "i8"),  # seed of the last seeded reset
+    ("lifetime_step", "i8"),  # steps since then
+    ("age", "i8"),  # steps of the episode, where the adapter limits them
+]
+GOLDEN_STEP = 0x9E3779B97F4A7C15 - 2**64  # splitmix64's increment, as int64
 
 
 class TensorVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):  # type: ignore[misc]
@@ -32,22 +41,98 @@ class TensorVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):  # type: ign
         self.action_space = batch_space(action_space, self.num_envs)
 
 
+class ArrayVectorEnv(TensorVectorEnv):
+    """A TensorVectorEnv whose subclasses work with numpy arrays."""
+
+    env_id: str
+    kind: str  # first word of every message about an environment
+    device: torch.device
+    lives: np.ndarray  # [B] LIFE
+    # methods of the subclasses
+    reset_arrays: Callable[[list[int] | None], np.ndarray]  # starts episodes, returns new [B, F]
+    get_arrays: Callable[[], dict[str, np.ndarray]]
+    set_arrays: Callable[[dict[str, np.ndarray]], None]
+
+    @property
+    def restarts(self) -> list[int]:
+        """Number of restarts of each environment, [B]."""
+        return self.lives["restarts"].tolist()
+
+    def describe(self, row: int | None, problem: str, rows: slice | None = None) -> str:
+        """Return one line that names an environment, its step and its problem.
+
+        If the row is not known (None), the line names all environments in `rows`.
+        """
+        rows = rows or slice(0, self.num_envs)
+        first = rows.start if row is None else row
+        number = str(self.env_offset + first)
+        if row is None:
+            number = f"one of {number}..{self.env_offset + rows.stop - 1}"
+        step = self.lives["lifetime_step"][first]
+        return f"{self.kind} {self.env_id} number {number} at its step {step}: {problem}"
+
+    def reset(
+        self, *, seed: Any = None, options: dict[str, Any] | None = None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Start all environments; new seeds also set their lifetime step to 0."""
+        if seed is not None:
+            self.lives["life_seed"] = seed
+            self.lives["lifetime_step"] = 0
+        return to_tensors([self.reset_arrays(seed)], self.device)[0], {}
+
+    def get_state(self) -> dict[str, Tensor]:
+        """Return a complete snapshot, see `TorchEnv.get_state`."""
+        return {name: torch.from_numpy(array) for name, array in self.get_arrays().items()}
+
+    def set_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore a snapshot from this environment or from one with the same settings."""
+        self.set_arrays({name: tensor.numpy() for name, tensor in state.items()})
+
+
 def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Convert arrays to tensors on a device.
 
     For a GPU, all arrays are packed into one asynchronous copy. Every array must be aligned inside
     this copy, so pass arrays with larger item sizes first.
     """
+    tensors = [torch.from_numpy(array) for array in arrays]
     if device.type != "cuda":
-        return [torch.from_numpy(array) for array in arrays]
-    raw = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
-    packed = torch.from_numpy(np.concatenate(raw)).pin_memory().to(device, non_blocking=True)
-    parts = packed.split([len(array) for array in raw])
-    kinds = [torch.from_numpy(array[:0]).dtype for array in arrays]
-    return [part.view(kinds[i]).view(arrays[i].shape) for i, part in enumerate(parts)]
+        return tensors
+    raw = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    packed = torch.cat(raw).pin_memory().to(device, non_blocking=True)
+    parts = packed.split([len(part) for part in raw])
+    return [part.view(t.dtype).view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
 
 def step_result(arrays: Sequence[np.ndarray], device: torch.device) -> StepResult:
     """Convert arrays in the order of STEP_FIELDS to the result of `TorchEnv.step`."""
     rewards, obs, final_obs, terminated, truncated = to_tensors(arrays, device)
     return obs, rewards, terminated, truncated, {"final_obs": final_obs}
+
+
+# ---- random numbers: each is a hash of a key and a counter
+
+
+def seed_keys(seed: int | Sequence[int] | None, num_envs: int) -> Tensor:
+    """Hash the seeds of `reset` into one int64 key per environment, [B]."""
+    if seed is None:
+        seed = np.random.SeedSequence().generate_state(num_envs, np.uint64).tolist()
+    seeds = range(seed, seed + num_envs) if isinstance(seed, int) else seed
+    return _mix(torch.from_numpy(np.array(seeds, np.uint64).view(np.int64)))
+
+
+def random_int63(keys: Tensor, counter: Tensor) -> Tensor:
+    """Return a uniform int64 number >= 0 for each pair of key and counter."""
+    return _mix(keys + counter * GOLDEN_STEP) & (2**63 - 1)
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """Mix bits as splitmix64 does (https://prng.di.unimi.it/splitmix64.c)."""
+    for shift, factor in (
+        (30, 0xBF58476D1CE4E5B9 - 2**64),
+        (27, 0x94D049BB133111EB - 2**64),
+        (31, 1),
+    ):
+        # torch's shift repeats the sign bit; the mask turns it into a logical shift.
+        bits = (bits ^ ((bits >> shift) & (2 ** (64 - shift) - 1))) * factor
+    return bits

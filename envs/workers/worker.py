@@ -17,40 +17,22 @@ import numpy as np
 import torch
 
 from envs import make_vector_env
-from envs.vector.adapter import LIFE
 from envs.vector.guards import EnvironmentFaultError
-from envs.vector.layout import TorchEnv
+from envs.vector.tensors import LIFE, STEP_FIELDS
 
 # A worker reports its progress in shared memory. "beats" grows while its environments make
 # progress. "number" is 1 + the global number of the environment being called, or 0 during no call.
-STATUS = [("beats", "i8"), ("number", "i8")]
-# Fields that survive a dead worker, so that its replacement can continue from them.
-KEPT = [*LIFE, ("lifetime_step", "i8")]
+STATUS = np.dtype([("beats", "i8"), ("number", "i8")])
 
 
-def row_fields(env: TorchEnv) -> list[tuple[Any, ...]]:
-    """Return the dtype fields of one environment's row in shared memory."""
-    actions = env.single_action_space
-    return [
-        ("actions", "f8" if actions.dtype.kind == "f" else "i8", actions.shape),
-        ("obs", "f4", (env.layout.size,)),
-        ("final_obs", "f4", (env.layout.size,)),
-        ("rewards", "f8"),
-        ("terminated", "?"),
-        ("truncated", "?"),
-        *KEPT,
-    ]
-
-
-def shared_rows(file: int, count: int, fields: list[tuple[Any, ...]]) -> np.ndarray:
+def shared_rows(file: int, count: int, row_type: np.dtype[Any]) -> np.ndarray:
     """Map rows of a memory file; all processes that map the file share them."""
-    kind = np.dtype(fields, align=True)
-    os.ftruncate(file, count * kind.itemsize)
-    return np.frombuffer(mmap.mmap(file, count * kind.itemsize), kind)
+    os.ftruncate(file, count * row_type.itemsize)
+    return np.frombuffer(mmap.mmap(file, count * row_type.itemsize), row_type)
 
 
 class Worker:
-    """Answers questions; each names a method of this class or of its TorchVectorEnv."""
+    """Answers questions; each names a method of this class or of its adapter."""
 
     def __init__(self, files: Sequence[int]) -> None:
         """Take 3 files: the connection to the rank, the status, all workers' rows."""
@@ -71,7 +53,6 @@ class Worker:
             value = problem = None
             try:
                 value = getattr(self if hasattr(self, name) else self._env, name)(*args)
-                self._rows["lifetime_step"] = self._env.lifetime_step
             except (EnvironmentFaultError, ValueError) as error:
                 problem = error
             self._status["number"] = 0
@@ -89,45 +70,47 @@ class Worker:
 
         Args:
             num_rows: number of environments in all workers together.
-            options: arguments of `make_vector_env`, for all workers.
+            options: arguments of `make_vector_env`.
             again: True if this process replaces one that died.
         """
         logging.getLogger().addHandler(QueueHandler(self))  # type: ignore[arg-type]
         logging.getLogger().setLevel(logging.INFO)
         logging.captureWarnings(True)
-        first = options["env_offset"] + rows.start
+        first = options["env_offset"]
         # Without this, all forked workers would draw the same random numbers.
         random.seed(first)
         np.random.seed(first % 2**32)  # noqa: NPY002  # old environments use it
         torch.manual_seed(first)
-        options |= {"num_envs": rows.stop - rows.start, "env_offset": first}
         env: Any = make_vector_env(**options, end=self._end, heartbeat=self._beat)
-        self._rows = shared_rows(self._rows_file, num_rows, row_fields(env))[rows]
-        env.lives = self._rows
-        env.lifetime_step = int(self._rows["lifetime_step"][0])
+        actions, row = env.single_action_space, (env.layout.size,)
+        row_type = np.dtype(
+            [
+                ("actions", "f8" if actions.dtype.kind == "f" else "i8", actions.shape),
+                ("obs", "f4", row),
+                ("final_obs", "f4", row),
+                ("rewards", "f8"),
+                ("terminated", "?"),
+                ("truncated", "?"),
+                ("life", LIFE),
+            ],
+            align=True,
+        )
+        self._rows = shared_rows(self._rows_file, num_rows, row_type)[rows]
+        env.lives = self._rows["life"]
         self._env = env
         if again:
             env.begin_again(self._rows["obs"])
-        return env.layout, env.single_action_space, env.spaces_json, env.can_snapshot
+        return env.layout, actions, env.spaces_json, env.can_snapshot, row_type
 
     def reset(self, seeds: list[int] | None) -> None:
         """Start all environments."""
-        self._rows["obs"] = self._env.reset(seed=seeds)[0]
+        self._rows["obs"] = self._env.reset_arrays(seeds)
 
     def step(self) -> None:
         """Step all environments with the actions in the shared rows."""
-        rows = self._rows
-        result = self._env.step(torch.from_numpy(rows["actions"]))
-        rows["obs"], rows["rewards"], rows["terminated"], rows["truncated"], info = result
-        rows["final_obs"] = info["final_obs"]
-
-    def get_state(self) -> dict[str, np.ndarray]:
-        """Return the snapshot as arrays; sending tensors would pass file descriptors."""
-        return {name: tensor.numpy() for name, tensor in self._env.get_state().items()}
-
-    def set_state(self, state: dict[str, np.ndarray]) -> None:
-        """Restore a snapshot."""
-        self._env.set_state({name: torch.from_numpy(array) for name, array in state.items()})
+        results = self._env.step_arrays(self._rows["actions"])
+        for name, array in zip(STEP_FIELDS, results, strict=True):
+            self._rows[name] = array
 
     # ---- called by environments and threads
 

@@ -15,8 +15,10 @@ def in_workers(job, workers, groups=1):
         return job
 
     def make_env(num_envs, env_offset):
-        options = {"env_offset": env_offset, "env_kwargs": {"delay": 3}}
-        return WorkerEnv("Recall-v0", num_envs, workers, groups, **options)
+        options = {"env_kwargs": {"delay": 3}}
+        return WorkerEnv(
+            "Recall-v0", num_envs, workers, groups, env_offset=env_offset, options=options
+        )
 
     return replace(job, make_env=make_env)
 

@@ -136,7 +136,7 @@ def test_a_loaded_policy_acts_as_the_evaluation_does(env_id, kind, inputs, tmp_p
         masks = info["action_mask"] if "info_mask" in inputs else None
         chosen = controller(rows, row, start)
         action, state = policy.predict(obs, state, action_masks=masks, reward=reward)
-        np.testing.assert_allclose(action, rows.decoder(chosen)[0], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(action, rows.decoder(chosen.numpy())[0], rtol=0, atol=1e-6)
         assert policy.action_space.contains(action)
         row, _, terminated, truncated, _ = rows.step(chosen)
         obs, reward, *ends, info = single.step(action)
