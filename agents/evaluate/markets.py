@@ -62,7 +62,7 @@ def run_markets(env: Any, controller: Controller, world: World) -> Record:
     start = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     alive = start
     names = [*ACCOUNTS, *(STOCKS if isinstance(controller, PolicyController) else ())]
-    values = [env.portfolio_value]
+    values = [env.value.squeeze(1)]
     days: dict[str, list[Tensor]] = {name: [] for name in names}
     for _ in range(env.num_days - 1):
         obs, _, terminated, truncated, info = env.step(controller(env, obs, start))

@@ -40,29 +40,25 @@ HURDLE = 0.30  # the reference holds stocks whose expected move, in edges, is ab
 WEAK_EDGE = 15.0  # bps; at or below this, holding earns more than avoiding expected falls
 
 
-# The announcements of one stock that still matter, newest first, as pairs (age in days, value). The
-# value is 1 for a surge and -1 for a drought. If the announcement is denied, the value is -2
-# (surge) or 2 (drought) on the day of the denial, and 0 afterwards.
-State = tuple[tuple[int, int], ...]
+# The event of a day (1: surge, -1: drought, 0: none), and the announcements of one stock that still
+# matter, newest first, as pairs (age in days, kind): 1 for a surge, -1 for a drought, 0 if denied.
+State = tuple[int, tuple[tuple[int, int], ...]]
 
 
 def _followers(state: State) -> dict[State, float]:
     """Return the possible states of the next day with their probabilities."""
-    # Age every announcement by a day, set the value of denied ones to 0, and drop those whose drift
-    # is over.
-    older = [(age + 1, value if abs(value) < 2 else 0) for age, value in state]
-    newest, *others = older
-    others = [item for item in others if item[0] < DELAY_DAYS + MOVE_DAYS]
-    quiet = (newest, *others)  # nothing happens today
-    age, value = newest
+    newest, *others = [(age + 1, kind) for age, kind in state[1]]
+    older = [item for item in others if item[0] < DELAY_DAYS + MOVE_DAYS]  # the drift is not over
+    quiet: State = (0, (newest, *older))  # nothing happens today
+    age, kind = newest
     if age == DENIAL_DAYS:
-        denied = ((age, -2 * value), *others)
+        denied: State = (-kind, ((age, 0), *older))
         return {denied: DENIAL_CHANCE, quiet: 1.0 - DENIAL_CHANCE}
     if age < GAP_DAYS[0]:
         return {quiet: 1.0}
     # probability that the next announcement comes today; gaps are uniformly distributed
     due = 1.0 / (GAP_DAYS[1] - age + 1)
-    followers: dict[State, float] = {((0, kind), *quiet): due / 2.0 for kind in (1, -1)}
+    followers: dict[State, float] = {(new, ((0, new), *quiet[1])): due / 2.0 for new in (1, -1)}
     if due < 1.0:
         followers[quiet] = 1.0 - due
     return followers
@@ -71,18 +67,10 @@ def _followers(state: State) -> dict[State, float]:
 def _expected_move(state: State, ahead: int) -> float:
     """Return the expected move, in edges, `ahead` days after the day of a state."""
     return sum(
-        value * (1.0 - DENIAL_CHANCE if age < DENIAL_DAYS else 1.0)
-        for age, value in state
-        if abs(value) == 1 and DELAY_DAYS < age + ahead <= DELAY_DAYS + MOVE_DAYS
+        kind * (1.0 - DENIAL_CHANCE if age < DENIAL_DAYS else 1.0)
+        for age, kind in state[1]
+        if DELAY_DAYS < age + ahead <= DELAY_DAYS + MOVE_DAYS
     )
-
-
-def _event_of(state: State) -> int:
-    """Return the event on the day that ends in this state: -1, 0 or 1."""
-    age, value = state[0]
-    if age == 0:
-        return value
-    return value // 2 if abs(value) == 2 else 0  # 2 or -2: the denial is today
 
 
 def news_model() -> tuple[np.ndarray, ...]:
@@ -90,23 +78,18 @@ def news_model() -> tuple[np.ndarray, ...]:
 
     Returns:
         Transition [S, S]: probability of the next day's state (column) given today's state (row).
-        Start [S]: long-run frequency of each state.
         Event [S] and move [S]: event and move, -1, 0 or 1, on the day that ends in a state.
         Outlook [S, OUTLOOK_DAYS]: expected moves on the next days, in edges.
     """
-    states: list[State] = [((0, 1),)]
+    states: list[State] = [(1, ((0, 1),))]
     for state in states:  # the list grows during the loop
         states += [follower for follower in _followers(state) if follower not in states]
     rows = [_followers(state) for state in states]
     transition = np.array([[row.get(state, 0.0) for state in states] for row in rows])
-    start = np.full(len(states), 1.0 / len(states))
-    for _ in range(500):  # converges to the long-run frequencies from any start
-        start = start @ transition
-    event = np.array([_event_of(state) for state in states])
-    move = np.array([round(_expected_move(state, 0)) for state in states])
-    days = range(1, OUTLOOK_DAYS + 1)
-    outlook = np.array([[_expected_move(state, day) for day in days] for state in states])
-    return transition, start, event, move, outlook
+    event = np.array([state[0] for state in states])
+    days = range(OUTLOOK_DAYS + 1)
+    expected = np.array([[_expected_move(state, day) for day in days] for state in states])
+    return transition, event, np.rint(expected[:, 0]).astype(int), expected[:, 1:]
 
 
 def volume_surprise(volume: np.ndarray) -> np.ndarray:
@@ -118,13 +101,11 @@ def volume_surprise(volume: np.ndarray) -> np.ndarray:
 
 def _return_likelihood(close: np.ndarray, edge: float) -> np.ndarray:
     """Return the likelihood of each day's return for each move, [D, 3, k]."""
-    returns = np.zeros_like(close)
-    returns[1:] = close[1:] / close[:-1] - 1.0
-    squares = pd.DataFrame(returns**2)
-    squares.iloc[0] = FIRST_VARIANCE
+    returns = pd.DataFrame(close).pct_change()
+    squares = (returns**2).fillna(FIRST_VARIANCE)
     smoothed = squares.ewm(alpha=1.0 - VOLATILITY_MEMORY, adjust=False).mean()
     variance = smoothed.shift(fill_value=FIRST_VARIANCE).to_numpy()  # known before the day
-    surprise = returns[:, None] - edge * DIRECTIONS
+    surprise = returns.fillna(0.0).to_numpy()[:, None] - edge * DIRECTIONS
     # density of Student's t distribution with the trailing variance, up to a constant factor
     unit = surprise**2 / (variance[:, None] * (TAIL_DEGREES - 2.0))
     return (1.0 + unit) ** (-0.5 * (TAIL_DEGREES + 1.0))
@@ -144,7 +125,7 @@ def planted_outlook(bars: Market, first: int, market_edge: float) -> np.ndarray:
     Returns:
         Expected moves [days, k, OUTLOOK_DAYS] in edges, from -1 to 1.
     """
-    transition, frequency, event, move, outlook_of = news_model()
+    transition, event, move, outlook_of = news_model()
     start = max(0, first - WARM_UP_DAYS)
     close = bars.close[start:]
     # likelihood of each day's volume for each event, and of its return for each move
@@ -152,7 +133,7 @@ def planted_outlook(bars: Market, first: int, market_edge: float) -> np.ndarray:
     distance = (surprise - EVENT_SIZE * DIRECTIONS) / SURPRISE_NOISE
     by_event = np.exp(-0.5 * distance**2) + BLUNDER  # [days, 3, k]
     by_move = _return_likelihood(close, market_edge * 1e-4)
-    posterior = np.repeat(frequency[:, None], close.shape[1], axis=1)  # [S, k]
+    posterior = np.ones((len(transition), close.shape[1]))  # [S, k]
     outlook = np.empty((*close.shape, OUTLOOK_DAYS))
     for day in range(len(close)):
         posterior = transition.T @ posterior

@@ -17,7 +17,7 @@ from envs.vector.layout import Layout
 from envs.vector.tensors import TensorVectorEnv, random_int63, seed_keys
 
 REWARD_SCALE = 1e-4  # reward per USD
-# names of the attributes (with a leading underscore) that make up a snapshot
+# names of the attributes that make up a snapshot
 STATE = ("keys", "episode", "row", "end_row", "cash", "value", "shares", "risk")
 RUIN_SHARE = 0.1  # an episode terminates if the value falls below this share of the initial cash
 AHEAD = 32  # episodes whose starts are drawn in one call; the call costs as much as for one
@@ -118,7 +118,7 @@ class TradingVectorEnv(TensorVectorEnv):
         # tables that the steps read
         num_stocks = len(self.tickers)
         tables = market_tables(markets, span, config, train_span or span, discount)
-        self._portfolio_column = portfolio_columns(config.observation, num_stocks).start
+        self._portfolio = portfolio_columns(config.observation, num_stocks)
         self._features = tables.features.to(self.device)  # [rows, F]
         self._prices = tables.prices.to(self.device)  # [rows, 6, n]
         self._turbulent = None if tables.turbulent is None else tables.turbulent.to(self.device)
@@ -135,29 +135,20 @@ class TradingVectorEnv(TensorVectorEnv):
             centred = by_market - by_market.mean(1, keepdim=True)
             covariance = centred.transpose(1, 2) @ centred / max(centred.shape[1] - 1, 1)
             self._covariance = covariance.to(self.device)  # [M, n, n]
-        self._keys = torch.empty(0, dtype=torch.int64)  # filled by the first reset
-        self._row = self._end_row = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
-        self._risk = self._prices.new_zeros(num_envs)
-        self._cash = self._value = self._prices.new_zeros(num_envs, 1)  # USD
-        self._shares = self._prices.new_zeros(num_envs, num_stocks)
+        self.keys = torch.empty(0, dtype=torch.int64)  # [B], filled by the first reset
+        # row of the current day in the market tables, [B]: market * num_days + day - span.first
+        self.row = self.end_row = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
+        self.risk = self._prices.new_zeros(num_envs)
+        self.cash = self.value = self._prices.new_zeros(num_envs, 1)  # USD, at the last close
+        self.shares = self._prices.new_zeros(num_envs, num_stocks)
         width = self._features.shape[1]
         self.set_spaces(Layout.vector(width), Box(-1.0, 1.0, (num_stocks,), np.float32))
 
     @property
-    def row(self) -> Tensor:
-        """Current row in the market tables, [B]: market * num_days + day - span.first."""
-        return self._row.clone()
-
-    @property
-    def portfolio_value(self) -> Tensor:
-        """Value of cash and stocks at the last close, [B] float64 in USD."""
-        return self._value.squeeze(1).clone()
-
-    @property
     def weights(self) -> Tensor:
         """Fraction of the portfolio's value in each stock at the last close, [B, n]."""
-        closes = self._prices[:, 0].index_select(0, self._row)
-        return self._shares * closes / self._value
+        closes = self._prices[:, 0].index_select(0, self.row)
+        return self.shares * closes / self.value
 
     def reset(
         self, *, seed: int | Sequence[int] | None = None, options: Any = None
@@ -169,20 +160,20 @@ class TradingVectorEnv(TensorVectorEnv):
                 next episodes of the current seeds.
             options: ignored.
         """
-        if seed is not None or not len(self._keys):
-            self._keys = seed_keys(seed, self.num_envs).to(self.device)
-            self._episode = torch.full_like(self._keys, -1)  # [B]
+        if seed is not None or not len(self.keys):
+            self.keys = seed_keys(seed, self.num_envs).to(self.device)
+            self.episode = torch.full_like(self.keys, -1)  # [B]
             self._restarts_left = 0
-        all_ended = torch.ones_like(self._keys, dtype=torch.bool)
+        all_ended = torch.ones_like(self.keys, dtype=torch.bool)
         obs = self._restart(all_ended, self._features[:1])
         if not self.evaluation:
-            age = random_int63(self._keys, ~self._episode) % self._episode_days
-            self._end_row = self._row + 1 + age
+            age = random_int63(self.keys, ~self.episode) % self._episode_days
+            self.end_row = self.row + 1 + age
         return obs, {}
 
     def _draw_starts(self) -> None:
         """Draw the start rows of the current episodes and of the next AHEAD episodes."""
-        self._drawn_from = self._episode
+        self._drawn_from = self.episode
         self._restarts_left = AHEAD
         if self.evaluation:
             rows = torch.arange(self.num_envs, device=self.device) * self.num_days
@@ -191,7 +182,7 @@ class TradingVectorEnv(TensorVectorEnv):
         later = torch.arange(AHEAD + 1, device=self.device)[:, None]
         num_starts = self.num_days - self._episode_days
         # row = market * num_days + day, where market and day are divmod(draw, num_starts)
-        draws = random_int63(self._keys, self._episode + later) % (num_starts * len(self.markets))
+        draws = random_int63(self.keys, self.episode + later) % (num_starts * len(self.markets))
         self._starts = draws + draws // num_starts * self._episode_days  # [AHEAD + 1, B]
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
@@ -203,29 +194,44 @@ class TradingVectorEnv(TensorVectorEnv):
             other rows equal obs. In training, info["raw_rewards"] [B] holds the plain rewards. In
             evaluation, the rewards are plain, and info also holds the result of `_report`.
         """
-        # trade and compute rewards
-        value_before = self._value
-        position_usd, solvent, lost_usd, info = self._trade_one_day(actions)
-        rewards = (self._value - value_before).squeeze(1).mul_(REWARD_SCALE)
-        if self.evaluation:
-            info = {name: amount.clone() for name, amount in info.items()}  # no inference tensors
-        else:
+        with torch.inference_mode():  # autograd's bookkeeping would take an eighth of a step
+            prices = self._prices.index_select(0, self.row)
+            close, sell, buy, next_close, gains, next_gains = prices.unbind(1)  # each [B, n]
+            # order whole shares, truncated toward zero
+            actions = actions.clamp(-1.0, 1.0).to(torch.float32)
+            if self.config.order_unit == "value":
+                limit_usd = self.value * self.config.max_order
+                orders = (actions * limit_usd).div_(close, rounding_mode="trunc")
+            else:
+                orders = (actions.to(torch.float64) * self.config.max_order).trunc_()
+            if self._turbulent is not None:
+                sell_all = self._turbulent.index_select(0, self.row).unsqueeze(1)
+                orders = torch.where(sell_all, -self.shares, orders)
+            # fill the orders and value the portfolio at the next close
+            self.cash, trades = fill_orders(self.cash, self.shares, orders, actions, sell, buy)
+            lost_usd = self.shares * gains  # decrease of the potential
+            self.shares = self.shares + trades
+            position_usd = self.shares * next_close  # [B, n]
+            value_before = self.value
+            self.value = self.cash + position_usd.sum(1, keepdim=True)
+            # After ruin the episode ends, so there is no later profit.
+            solvent = self.value >= RUIN_SHARE * self._initial_usd  # [B, 1]
+            lost_usd.addcmul_(self.shares * next_gains, solvent, value=-1.0)
+            lost_usd = lost_usd.sum(1)
+        info = self._report(trades, sell, buy, position_usd) if self.evaluation else {}
+        rewards = (self.value - value_before).squeeze(1).mul_(REWARD_SCALE)
+        if not self.evaluation:
             info["raw_rewards"] = rewards
             rewards = self._training_rewards(rewards, lost_usd, position_usd, solvent)
         # look up the market's features and fill in the columns of the portfolio
-        self._row = self._row + 1
-        info["final_obs"] = final_obs = self._features.index_select(0, self._row)
-        cash_column = final_obs.narrow(1, 0, 1)
-        portfolio = final_obs.narrow(1, self._portfolio_column, len(self.tickers))
-        if self.config.observation == "relative":
-            torch.div(self._cash, self._value, out=cash_column)
-            torch.div(position_usd, self._value, out=portfolio)
-        else:
-            cash_column.copy_(self._cash)
-            portfolio.copy_(self._shares)
+        self.row = self.row + 1
+        info["final_obs"] = final_obs = self._features.index_select(0, self.row)
+        relative = self.config.observation == "relative"
+        final_obs[:, :1] = self.cash / self.value if relative else self.cash
+        final_obs[:, self._portfolio] = position_usd / self.value if relative else self.shares
         # start the next episode in environments whose episode ended
         terminated = ~solvent.squeeze(1)
-        truncated = self._row == self._end_row
+        truncated = self.row == self.end_row
         ended = terminated | truncated
         # on a CPU, skipping _restart when no episode ended saves a seventh of a step
         if self.reads_steps and not ended.any():
@@ -233,37 +239,6 @@ class TradingVectorEnv(TensorVectorEnv):
         else:
             obs = self._restart(ended, final_obs)
         return obs, rewards, terminated, truncated, info
-
-    @torch.inference_mode()  # autograd's bookkeeping would take an eighth of a step
-    def _trade_one_day(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """Fill the orders and compute the portfolio's value at the next close.
-
-        Returns:
-            Positions [B, n] in USD; whether the portfolio is not ruined [B, 1]; the decrease of
-            the potential [B] in USD; and the result of `_report`, which is empty in training.
-        """
-        prices = self._prices.index_select(0, self._row)
-        close, sell, buy, next_close, gains, next_gains = prices.unbind(1)  # each [B, n]
-        actions = actions.clamp(-1.0, 1.0).to(torch.float32)
-        # ordered whole shares, truncated toward zero
-        if self.config.order_unit == "value":
-            limit_usd = self._value * self.config.max_order
-            orders = (actions * limit_usd).div_(close, rounding_mode="trunc")
-        else:
-            orders = (actions.to(torch.float64) * self.config.max_order).trunc_()
-        if self._turbulent is not None:
-            sell_all = self._turbulent.index_select(0, self._row).unsqueeze(1)
-            orders = torch.where(sell_all, -self._shares, orders)
-        self._cash, trades = fill_orders(self._cash, self._shares, orders, actions, sell, buy)
-        lost_usd = self._shares * gains
-        self._shares = self._shares + trades
-        position_usd = self._shares * next_close
-        self._value = self._cash + position_usd.sum(1, keepdim=True)
-        # After ruin the episode ends, so there is no later profit.
-        solvent = self._value >= RUIN_SHARE * self._initial_usd
-        lost_usd.addcmul_(self._shares * next_gains, solvent, value=-1.0)
-        info = self._report(trades, sell, buy, position_usd) if self.evaluation else {}
-        return position_usd, solvent, lost_usd.sum(1), info
 
     def _report(
         self, trades: Tensor, sell: Tensor, buy: Tensor, position_usd: Tensor
@@ -274,12 +249,12 @@ class TradingVectorEnv(TensorVectorEnv):
         """
         trades_usd = trades * (sell + buy) / 2  # the fill price is halfway between the two
         return {
-            "portfolio_value": self._value.squeeze(1),
+            "portfolio_value": self.value.squeeze(1),
             "traded_usd": trades_usd.abs().sum(1),
             "fees_usd": (trades.abs() * (buy - sell)).sum(1) / 2,
             "num_trades": (trades != 0).sum(1).to(torch.float64),
-            "exposure": (1.0 - self._cash / self._value).squeeze(1),
-            "weights": position_usd / self._value,
+            "exposure": (1.0 - self.cash / self.value).squeeze(1),
+            "weights": position_usd / self.value,
             "trades_usd": trades_usd,
         }
 
@@ -296,21 +271,21 @@ class TradingVectorEnv(TensorVectorEnv):
         if self.config.reward == "attributed":
             rewards = torch.sub(plain, lost_usd, alpha=REWARD_SCALE)
         elif self.config.reward == "excess":
-            rewards = plain - self._baseline.index_select(0, self._row)
+            rewards = plain - self._baseline.index_select(0, self.row)
         else:
             rewards = plain.clone()
         if self.config.risk_aversion:
             if len(self._covariance) == 1:
                 spread = position_usd @ self._covariance[0]
             else:
-                market = self._row // self.num_days
+                market = self.row // self.num_days
                 covariance = self._covariance.index_select(0, market)  # [B, n, n]
                 spread = torch.bmm(position_usd.unsqueeze(1), covariance).squeeze(1)
-            before = self._risk
-            variance_usd = (spread * position_usd).sum(1) / self._value.squeeze(1)
-            self._risk = variance_usd * self._risk_scale
+            before = self.risk
+            variance_usd = (spread * position_usd).sum(1) / self.value.squeeze(1)
+            self.risk = variance_usd * self._risk_scale
             # no risk remains after ruin; multiplying by `solvent`, 0 or 1, is exact
-            rewards += torch.addcmul(before, self._risk, solvent.squeeze(1), value=-1.0)
+            rewards += torch.addcmul(before, self.risk, solvent.squeeze(1), value=-1.0)
         return rewards
 
     def _restart(self, ended: Tensor, final_obs: Tensor) -> Tensor:
@@ -318,23 +293,23 @@ class TradingVectorEnv(TensorVectorEnv):
         if not self._restarts_left:
             self._draw_starts()
         self._restarts_left -= 1
-        self._episode = self._episode + ended
-        start = self._starts.gather(0, (self._episode - self._drawn_from)[None])[0]  # [B]
-        self._row = torch.where(ended, start, self._row)
-        self._end_row = torch.where(ended, start + self._episode_days, self._end_row)
-        self._risk = self._risk.masked_fill(ended, 0.0)
+        self.episode = self.episode + ended
+        start = self._starts.gather(0, (self.episode - self._drawn_from)[None])[0]  # [B]
+        self.row = torch.where(ended, start, self.row)
+        self.end_row = torch.where(ended, start + self._episode_days, self.end_row)
+        self.risk = self.risk.masked_fill(ended, 0.0)
         ended = ended.unsqueeze(1)
-        self._cash = self._cash.masked_fill(ended, self._initial_usd)
-        self._value = self._value.masked_fill(ended, self._initial_usd)
-        self._shares = self._shares.masked_fill(ended, 0.0)
+        self.cash = self.cash.masked_fill(ended, self._initial_usd)
+        self.value = self.value.masked_fill(ended, self._initial_usd)
+        self.shares = self.shares.masked_fill(ended, 0.0)
         return torch.where(ended, self._features.index_select(0, start), final_obs)
 
     def get_state(self) -> dict[str, Tensor]:
         """Return a complete snapshot: tensors with one row per environment."""
-        return {name: getattr(self, f"_{name}").clone() for name in STATE}
+        return {name: getattr(self, name).clone() for name in STATE}
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore a snapshot; the markets must be the same as in `get_state`."""
         for name in STATE:
-            setattr(self, f"_{name}", state[name].to(self.device, copy=True))
+            setattr(self, name, state[name].to(self.device, copy=True))
         self._draw_starts()

@@ -34,26 +34,6 @@ def by_column(function: Callable[..., np.ndarray], days: int, *arrays: np.ndarra
     return np.stack([function(*series, days) for series in columns], axis=1)
 
 
-def macd(bars: Market) -> np.ndarray:
-    """Return the 12-day exponential mean minus the 26-day one, warm from day 25 on."""
-    return by_column(talib.EMA, 12, bars.close) - by_column(talib.EMA, 26, bars.close)
-
-
-def rsi(bars: Market) -> np.ndarray:
-    """Return the 30-day relative strength index, 0..100, warm from day 30 on."""
-    return by_column(talib.RSI, INDICATOR_DAYS, bars.close)
-
-
-def cci(bars: Market) -> np.ndarray:
-    """Return the 30-day commodity channel index, scale-free, warm from day 29 on."""
-    return by_column(talib.CCI, INDICATOR_DAYS, bars.high, bars.low, bars.close)
-
-
-def adx(bars: Market) -> np.ndarray:
-    """Return the 30-day average directional index, 0..100, warm from day 59 on."""
-    return by_column(talib.ADX, INDICATOR_DAYS, bars.high, bars.low, bars.close)
-
-
 def trailing_mean(values: np.ndarray) -> np.ndarray:
     """Return the mean of the last 20 values, warm from day 19 on."""
     return by_column(talib.SMA, 20, values)
@@ -87,19 +67,28 @@ PORTFOLIO_BLOCK = {"paper": 1, "relative": 2}  # index of the block that the env
 
 
 def feature_blocks(bars: Market, observation: str) -> list[np.ndarray]:
-    """Return the blocks of an observation in order, each [D, n]."""
+    """Return the blocks of an observation in order, each [D, n].
+
+    The indicators are the 12-day exponential mean minus the 26-day one, warm from day 25 on, and,
+    over 30 days, the relative strength index (30), the commodity channel index (29) and the average
+    directional index (59).
+    """
     portfolio = np.zeros_like(bars.close)  # filled by the environment with weights or shares
+    macd = by_column(talib.EMA, 12, bars.close) - by_column(talib.EMA, 26, bars.close)
+    rsi = by_column(talib.RSI, INDICATOR_DAYS, bars.close)  # 0..100
+    cci = by_column(talib.CCI, INDICATOR_DAYS, bars.high, bars.low, bars.close)  # scale-free
+    adx = by_column(talib.ADX, INDICATOR_DAYS, bars.high, bars.low, bars.close)  # 0..100
     if observation == "paper":
-        return [bars.close, portfolio, macd(bars), rsi(bars), cci(bars), adx(bars)]
+        return [bars.close, portfolio, macd, rsi, cci, adx]
     log_volume = np.log1p(bars.volume)
     return [
         np.diff(np.log(bars.close), axis=0, prepend=np.nan),
         np.log(bars.close / trailing_mean(bars.close)),
         portfolio,
-        20.0 * macd(bars) / bars.close,
-        (rsi(bars) - 50.0) / 50.0,
-        cci(bars) / 200.0,
-        adx(bars) / 100.0,
+        20.0 * macd / bars.close,
+        (rsi - 50.0) / 50.0,
+        cci / 200.0,
+        adx / 100.0,
         np.clip(log_volume - trailing_mean(log_volume), -3.0, 3.0),
     ]
 

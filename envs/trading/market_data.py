@@ -17,7 +17,6 @@ PRICES = ["open", "high", "low", "close", "adj_close"]
 NUMBERS = [*PRICES, "volume"]
 COLUMNS = ["date", "tic", *NUMBERS]
 ROUNDING = 1e-3  # tolerated relative error: files round each price of a bar separately
-MAX_MISSING_CALENDAR_DAYS = 10  # the longest holidays of an exchange (Shanghai, New Year)
 MAX_DROPPED_SHARE = 0.05
 
 MIN_SPAN_DAYS = 2  # a step needs 2 days: one to decide and the next to fill the orders
@@ -147,22 +146,19 @@ def load_market(path: str | Path, *, missing: str = "error") -> Market:
 def _read(path: Path) -> pd.DataFrame:
     """Return the rows of a file as text."""
     if not path.is_file():  # pandas would block on a pipe
-        raise MarketDataError(
-            "no such file: give the path of a CSV or CSV.gz, or use --data simulated"
-        )
+        raise MarketDataError("no such file: give a CSV or CSV.gz, or use --data simulated")
     try:
         frame = pd.read_csv(path, dtype=str, encoding="utf-8-sig", keep_default_na=False)
     except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: also parser errors
         raise MarketDataError(
             f"cannot be read as CSV ({one_line(error, named=False)}): check or download it again"
         ) from None
-    if not {*COLUMNS} <= {*frame.columns} or not isinstance(frame.index, pd.RangeIndex):
+    complete = {*COLUMNS} <= {*frame.columns} and not frame.empty
+    if not complete or not isinstance(frame.index, pd.RangeIndex):
         raise MarketDataError(
-            f"the header must have the columns {','.join(COLUMNS)}, and all rows must have as many "
-            f"fields as the header, got {list(frame.columns[:12])}"
+            f"the header must have the columns {','.join(COLUMNS)}, with rows below it that have "
+            f"as many fields, got {list(frame.columns[:12])} and {len(frame)} rows"
         )
-    if frame.empty:
-        raise MarketDataError("no rows below the header: fill the file")
     return frame[COLUMNS].fillna("")
 
 
@@ -200,10 +196,7 @@ def _refuse(
 
 
 def _complete(bars: pd.DataFrame, missing: str, name: str) -> pd.DataFrame:
-    """Sort the bars; refuse or drop days on which a ticker has no bar.
-
-    A gap between two dates that is longer than any exchange holiday is refused.
-    """
+    """Sort the bars; refuse or drop days on which a ticker has no bar."""
     keys = ["date", "tic"]
     every_bar = pd.MultiIndex.from_product([sorted(set(bars[key])) for key in keys], names=keys)
     bars = bars.set_index(keys).reindex(every_bar).reset_index()
@@ -219,13 +212,4 @@ def _complete(bars: pd.DataFrame, missing: str, name: str) -> pd.DataFrame:
             f"complete bar, the first on {dropped[0]:%Y-%m-%d}"
         )
         bars = bars[~bars["date"].isin(dropped)]
-    dates = np.unique(bars["date"]).astype("datetime64[D]")
-    missing_days = np.diff(dates).astype(int) - 1
-    gaps = np.flatnonzero(missing_days > MAX_MISSING_CALENDAR_DAYS)
-    if len(gaps):
-        before, after = dates[gaps[0]], dates[gaps[0] + 1]
-        raise MarketDataError(
-            f"no bar for {missing_days[gaps[0]]} calendar days between {before} and {after}: fill "
-            "the gap or cut the file there"
-        )
     return bars

@@ -40,7 +40,7 @@ class Paths:
         self.paths = torch.tensor(paths, dtype=torch.float64)
         self.num_envs, self.num_days = self.paths.shape
         self.device = torch.device("cpu")
-        self.portfolio_value = self.paths[:, 0]
+        self.value = self.paths[:, :1]
 
     def reset(self, *, seed):
         self.day = 0

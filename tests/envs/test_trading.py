@@ -1,27 +1,132 @@
-"""The rules of a trading day: observations, orders, fills and rewards."""
+"""The trading environment: indicators, orders, fills, rewards and episodes."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from trading_markets import (
-    FIRST,
-    NUM_DAYS,
-    account,
-    day,
-    make_env,
-    random_actions,
-    random_market,
-    same,
-    scaled,
-    whole_pass,
-)
 
 from envs.trading.config import TradingConfig
 from envs.trading.environment import TradingVectorEnv, fill_orders
-from envs.trading.features import GRID, first_tradable_day, net_prices, to_grid
-from envs.trading.market_data import Span
+from envs.trading.features import (
+    GRID,
+    feature_blocks,
+    first_tradable_day,
+    net_prices,
+    to_grid,
+    turbulence,
+)
+from envs.trading.market_data import Market, Span
+
+NUM_DAYS, FIRST = 420, 60
+BARS = ("open", "high", "low", "close", "volume")
+PAPER = {"observation": "paper", "order_unit": "shares", "max_order": 100}
+
+
+def random_market(seed=0, num_stocks=4, num_days=NUM_DAYS):
+    """Return a market of random bars without any pattern."""
+    rng = np.random.default_rng(seed)
+    close = 50 * np.exp(np.cumsum(rng.normal(0, 0.02, (num_days, num_stocks)), axis=0))
+    open_ = close * np.exp(rng.normal(0, 0.01, close.shape))
+    spread = np.exp(np.abs(rng.normal(0, 0.01, close.shape)))
+    return Market(
+        name=f"test market {seed}",
+        dates=np.datetime64("2020-01-01") + np.arange(num_days),
+        tickers=tuple(f"T{i:02d}" for i in range(num_stocks)),
+        open=open_,
+        high=np.maximum(open_, close) * spread,
+        low=np.minimum(open_, close) / spread,
+        close=close,
+        volume=rng.lognormal(12, 0.5, close.shape),
+    )
+
+
+def scaled(market, day, factor):
+    """Return the market with prices and volumes multiplied by a factor from a day on."""
+    after = np.where(np.arange(len(market.dates)) >= day, factor, 1.0)[:, None]
+    return replace(market, **{name: getattr(market, name) * after for name in BARS})
+
+
+MARKETS = [random_market(1), random_market(2)]
+
+
+def make_env(num_envs=3, markets=MARKETS[:1], seed=100, evaluation=False, device="cpu", **options):
+    """Return a small trading environment that was reset with `seed`."""
+    env = TradingVectorEnv(
+        num_envs,
+        markets=markets,
+        span=Span(FIRST, NUM_DAYS - 1),
+        config=TradingConfig(**{"episode_days": 20, "risk_aversion": 0.0, **options}),
+        evaluation=evaluation,
+        device=device,
+    )
+    env.reset(seed=seed)
+    return env
+
+
+def random_actions(num_steps, env):
+    """Return random actions [num_steps, B, n], some of them outside [-1, 1]."""
+    shape = num_steps, env.num_envs, len(env.tickers)
+    return 2.4 * torch.rand(shape, generator=torch.Generator().manual_seed(0)) - 1.2
+
+
+def whole_pass(env, actions):
+    """Return (obs, rewards, terminated, truncated, *info) of every step."""
+    results = [env.step(action) for action in actions]
+    return [(*columns, *info.values()) for *columns, info in results]
+
+
+def same(left, right):
+    """Return whether two results of `whole_pass` are equal."""
+    return all(torch.equal(a, b) for a, b in zip(sum(left, ()), sum(right, ()), strict=True))
+
+
+# ---- indicators
+
+
+INDICATORS = {"macd": (2, 25), "rsi": (3, 30), "cci": (4, 29), "adx": (5, 59)}  # block, first day
+
+
+def indicator(name, bars):
+    if name == "turbulence":
+        return turbulence(bars.close, days=100)[:, None]
+    return feature_blocks(bars, "paper")[INDICATORS[name][0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "warm_day"),
+    [*((name, day) for name, (_, day) in INDICATORS.items()), ("turbulence", 101)],
+)
+def test_values_are_nan_until_warm_and_never_change_with_later_bars(name, warm_day):
+    bars = random_market(num_days=300)
+    before = indicator(name, bars)
+    assert np.isnan(before[:warm_day]).all() and np.isfinite(before[warm_day:]).all()
+    for today in (warm_day, 150, 298):
+        after = indicator(name, scaled(bars, today + 1, 3.0))
+        np.testing.assert_array_equal(after[: today + 1], before[: today + 1])
+        assert not np.array_equal(after[today + 1 :], before[today + 1 :])
+
+
+def test_straight_lines_have_known_values():
+    up = np.arange(100.0, 220.0)
+    lines = np.stack([up, up[::-1]], axis=1)
+    bars = replace(random_market(), close=lines, high=lines + 0.5, low=lines - 0.5)
+    # a d-day exponential mean lags a straight line by (d - 1) / 2 days: 12.5 - 5.5 = 7
+    for name, expected in {"macd": [7, -7], "rsi": [100, 0], "adx": [100, 100]}.items():
+        values = indicator(name, bars)[59:]
+        np.testing.assert_allclose(values, np.tile(expected, (len(values), 1)), atol=1e-9)
+
+
+def test_turbulence_equals_a_slow_reference_and_ignores_what_never_varies():
+    close = random_market(num_stocks=6).close
+    twin, constant = 2.0 * close[:, :1], np.full((NUM_DAYS, 1), 7.0)
+    values = [turbulence(np.concatenate([close, *more], 1)) for more in ([], [twin], [constant])]
+    for day in (253, 317, 419):
+        history = np.array([close[t] / close[t - 1] - 1 for t in range(day - 252, day)])
+        apart = close[day] / close[day - 1] - 1 - history.mean(axis=0)
+        expected = apart @ np.linalg.inv(np.cov(history, rowvar=False)) @ apart
+        assert [column[day] for column in values] == pytest.approx([expected] * 3, rel=1e-6)
+
 
 # ---- fills
 
@@ -49,12 +154,12 @@ def random_case(rng, n):
     sell, buy = net_prices(to_grid(torch.from_numpy(fill)), float(rng.choice([0, 10, 123])))
     shares = torch.from_numpy(rng.integers(0, 30, n) * rng.integers(0, 2, n)).double()
     orders = torch.from_numpy(rng.integers(-20, 25, n)).double()
-    priority = torch.from_numpy(rng.choice([0, 0.25, 0.5, 1], n)) if rng.random() < 0.5 else orders
+    priority = torch.from_numpy(rng.choice([0, 0.25, 0.5, 1], n)).float()
     some = torch.from_numpy(rng.integers(0, 2, n))
     proceeds = (torch.minimum((-orders).clamp_min(0), shares) * sell).sum()
     cost = (orders.clamp_min(0) * buy * some).sum()
     cash = (cost - proceeds - rng.integers(0, 3) / GRID).clamp_min(0.0)
-    return cash, shares, orders, priority.float(), sell, buy
+    return cash, shares, orders, priority, sell, buy
 
 
 @pytest.mark.parametrize("n", [1, 5, 30])
@@ -65,8 +170,8 @@ def test_fills_equal_a_greedy_loop_to_the_last_bit(n):
     cash_after, trades = fill_orders(cash.unsqueeze(1), *rest)
     expected = [fill_one_by_one(*(part.tolist() for part in case)) for case in cases]
     assert list(zip(cash_after.squeeze(1).tolist(), trades.tolist(), strict=True)) == expected
-    wanted = rest[1].clamp_min(0)
-    assert (trades.clamp_min(0) < wanted).any(dim=1).sum() > 50, "too few cases run out of cash"
+    cut = trades.clamp_min(0) < rest[1].clamp_min(0)
+    assert cut.any(dim=1).sum() > 50, "too few cases run out of cash"
 
 
 # ---- one trading day
@@ -74,12 +179,11 @@ def test_fills_equal_a_greedy_loop_to_the_last_bit(n):
 
 @pytest.mark.parametrize(("execution", "fill"), [("next_open", 110.0), ("close", 100.0)])
 def test_a_trading_day_worked_out_by_hand(execution, fill):
-    market, quiet = random_market(num_stocks=2), NUM_DAYS - 2
-    opens = np.array([[100.0, 50.0]] * (quiet + 1) + [[110.0, 40.0]])
-    closes = np.array([[100.0, 50.0]] * (quiet + 1) + [[120.0, 45.0]])
+    opens = np.array([[100.0, 50.0]] * (NUM_DAYS - 1) + [[110.0, 40.0]])
+    closes = np.array([[100.0, 50.0]] * (NUM_DAYS - 1) + [[120.0, 45.0]])
     wiggle = 1 + 0.001 * np.sin(np.arange(NUM_DAYS))[:, None]  # keeps the indicators finite
     extremes = {"high": np.maximum(opens, closes) * 1.01 * wiggle, "low": opens * 0.9}
-    market = replace(market, open=opens, close=closes, **extremes)
+    market = replace(random_market(num_stocks=2), open=opens, close=closes, **extremes)
     options = {"max_order": 0.5, "initial_cash_usd": 1e4, "fee_bps": 100, "execution": execution}
     env = make_env(1, [market], evaluation=True, **options)
     whole_pass(env, torch.zeros(NUM_DAYS - 2 - FIRST, 1, 2))
@@ -114,25 +218,22 @@ def test_bars_after_the_fill_day_do_not_change_a_step_and_tomorrow_only_fills():
     passes = [whole_pass(env, actions) for env in envs]
     assert same(passes[0], passes[1]) and same(passes[0][:10], passes[2][:10])
     assert not torch.equal(passes[0][10][1], passes[2][10][1])
-    assert torch.equal(account(envs[0])[1], account(envs[2])[1]), "orders depend on tomorrow"
-
-
-# ---- rewards
+    assert torch.equal(envs[0].shares, envs[2].shares), "orders depend on tomorrow"
 
 
 def test_training_rewards_differ_from_the_change_of_value_as_promised():
     forms = {"excess": {}, "attributed": {}, "plain": {"risk_aversion": 10.0}}
     envs = {name: make_env(4, reward=name, **options) for name, options in forms.items()}
-    close, gamma, last = random_market().close, 0.8, NUM_DAYS - 1
+    close, gamma, last = MARKETS[0].close, 0.8, NUM_DAYS - 1
     changes = np.diff(close, axis=0)
     covariance = np.cov((changes / close[:-1])[FIRST:].T)
     later = np.zeros_like(close)  # discounted future profit of one share, for each day
-    for d in range(last - 1, -1, -1):
-        later[d] = changes[d] + gamma * later[d + 1]
+    for day in range(last - 1, -1, -1):
+        later[day] = changes[day] + gamma * later[day + 1]
 
     def look(env):
-        value, weights, days = env.portfolio_value.numpy(), env.weights.numpy(), day(env)
-        profit = (account(env)[1].numpy() * later[days]).sum(1)
+        value, weights, days = env.value[:, 0].numpy(), env.weights.numpy(), env.row + FIRST
+        profit = (env.shares.numpy() * later[days]).sum(1)
         risk = 0.5 * 10 * value * np.einsum("bi,ij,bj->b", weights, covariance, weights)
         return value, profit, risk, (changes[days] / close[days]).mean(1)
 
@@ -146,11 +247,11 @@ def test_training_rewards_differ_from_the_change_of_value_as_promised():
             "plain": (risk - risk_after) / (1 - gamma),
         }
         for name, (_, rewards, terminated, truncated, info) in steps.items():
-            going_on = ~(terminated | truncated)
+            running = ~(terminated | truncated)
             raw = info["raw_rewards"]
-            assert raw[going_on].numpy() == pytest.approx(1e-4 * (value_after - value)[going_on])
-            added = (rewards - raw)[going_on].numpy()
-            assert added == pytest.approx(1e-4 * promised[name][going_on], abs=1e-5)
+            assert raw[running].numpy() == pytest.approx(1e-4 * (value_after - value)[running])
+            added = (rewards - raw)[running].numpy()
+            assert added == pytest.approx(1e-4 * promised[name][running], abs=1e-5)
 
 
 def test_turbulence_sells_everything_and_buys_nothing():
@@ -165,36 +266,132 @@ def test_turbulence_sells_everything_and_buys_nothing():
     calm = 0
     for number in range(490, 520):
         env.step(torch.ones(1, 4) * 0.5)
-        cash, shares = account(env)
-        if number in jumps:
-            assert (shares == 0).all() and cash == env.portfolio_value
-        calm += bool((shares > 0).all())
+        assert number not in jumps or (env.shares == 0).all()
+        calm += bool((env.shares > 0).all())
     assert calm >= 15
-
-
-# ---- observations and refusals
 
 
 def test_paper_observation_of_30_stocks_has_181_numbers():
     market = random_market(num_stocks=30)
-    env = make_env(2, [market], observation="paper", order_unit="shares", max_order=100)
+    env = make_env(2, [market], **PAPER)
     obs = env.step(torch.full((2, 30), 0.5))[0]
     assert obs.shape == (2, 181) and obs.dtype == torch.float32
     cash, close, shares = obs[0, [0, 1 + 7, 1 + 30 + 7]]  # columns of stock 7
-    assert cash == account(env)[0][0].float() and shares == 50
-    assert close == np.float32(market.close[day(env)[0], 7])
+    assert cash == env.cash[0].float() and shares == 50
+    assert close == np.float32(market.close[env.row[0] + FIRST, 7])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"episode_days": 360}, "--episode_days"),
-        ({"max_order": 1.5}, "max_order 1.5 does not fit order_unit value"),
-        ({"order_unit": "shares", "max_order": 0.05}, "max_order 0.05 does not fit order_unit"),
-        ({"observation": "pixels"}, "relative. or .paper"),
-        ({"fee_bps": -1}, "fee_bps must be"),
+        ({"order_unit": "shares"}, "max_order 0.05"),
+        ({"observation": "pixels"}, "observation"),
+        ({"fee_bps": -1}, "fee_bps"),
     ],
 )
 def test_rules_that_cannot_work_are_refused_with_the_fix(options, message):
     with pytest.raises(ValueError, match=message):
         make_env(**options)
+
+
+# ---- episodes
+
+
+def test_an_ended_episode_is_followed_by_a_new_one_in_the_same_step():
+    env = make_env(32, MARKETS)
+    num_ended = 0
+    for actions in random_actions(45, env):
+        row = env.row
+        obs, _, terminated, truncated, info = env.step(actions)
+        ended = terminated | truncated
+        num_ended += int(ended.sum())
+        assert torch.equal(info["final_obs"][~ended], obs[~ended])
+        assert (info["final_obs"][ended] != obs[ended]).any(1).all()
+        assert (obs[ended, 0] == 1).all() and (env.shares[ended] == 0).all()
+        assert (env.cash[ended] == 1e6).all() and (env.value[ended] == 1e6).all()
+        assert torch.equal(env.row[~ended], row[~ended] + 1)
+    assert num_ended >= 2 * 32
+    assert (env.row // env.num_days).unique().tolist() == [0, 1]  # both markets occur
+
+
+def test_first_episodes_have_ages_and_days_by_the_seed_and_later_ones_full_length():
+    def starts(seed):
+        env = make_env(64, seed=[seed + 1000 * i for i in range(64)])
+        return env.row, env.end_row - env.row
+
+    rows, lengths = starts(7)
+    assert same([(rows, lengths)], [starts(7)]) and len(set(rows.tolist())) > 40
+    assert lengths.min() >= 1 and lengths.max() <= 20 and len(set(lengths.tolist())) > 12
+    for other in (8, 2**63 - 70_000):
+        assert (starts(other)[0] != rows).sum() > 48
+    env = make_env(64)
+    truncated = torch.stack([env.step(torch.zeros(64, 4))[3] for _ in range(61)])
+    assert {int(n) for column in truncated.T for n in column.nonzero().flatten().diff()} == {20}
+
+
+def test_a_batch_equals_its_environments_one_by_one():
+    seeds = [5, 2**62 + 3, 17, 4]
+    batch = make_env(4, MARKETS, seed=seeds)
+    actions = random_actions(70, batch)
+    together = whole_pass(batch, actions)
+    for i, seed in enumerate(seeds):
+        alone = whole_pass(make_env(1, MARKETS, seed=[seed]), actions[:, i : i + 1])
+        assert same(alone, [tuple(column[i : i + 1] for column in step) for step in together])
+
+
+@pytest.mark.parametrize("steps_before", [0, 7])
+def test_a_restored_environment_continues_bit_for_bit(steps_before):
+    env = make_env(6, MARKETS, episode_days=3)
+    actions = random_actions(steps_before + 140, env)
+    whole_pass(env, actions[:steps_before])
+    state = env.get_state()
+    expected = whole_pass(env, actions[steps_before:])
+    restored = make_env(6, MARKETS, episode_days=3, seed=200)
+    restored.set_state(state)
+    assert same(expected, whole_pass(restored, actions[steps_before:]))
+    assert same([tuple(env.get_state().values())], [tuple(restored.get_state().values())])
+
+
+def test_evaluation_passes_the_whole_span_once():
+    env = make_env(2, MARKETS, evaluation=True)
+    for step, actions in enumerate(random_actions(NUM_DAYS - 1 - FIRST, env)):
+        assert env.row.tolist() == [step, env.num_days + step]
+        _, _, terminated, truncated, info = env.step(actions)
+        assert truncated.tolist() == [step == NUM_DAYS - 2 - FIRST] * 2 and not terminated.any()
+    assert (info["portfolio_value"] != 1e6).all() and env.row.tolist() == [0, env.num_days]
+
+
+def test_ruin_terminates():
+    market = scaled(random_market(num_stocks=2), FIRST + 5, 0.05)
+    env = make_env(1, [market], evaluation=True, max_order=1.0)
+    ends = [env.step(torch.tensor([[0.5, 0.49]]))[2].item() for _ in range(5)]
+    assert ends == [False, False, False, False, True]
+    assert env.row.item() == 0 and env.value.item() == 1e6
+
+
+def test_returned_tensors_are_the_callers_and_carry_no_graph():
+    env, untouched = make_env(4), make_env(4)
+    for action in random_actions(30, env):
+        action.requires_grad_()
+        (result,), (expected,) = whole_pass(env, [action]), whole_pass(untouched, [action])
+        assert same([result], [expected]) and not any(tensor.requires_grad for tensor in result)
+        # autograd may save observations for the backward pass
+        (torch.ones(33, requires_grad=True) * result[0]).sum().backward()
+        for tensor in result:
+            tensor.zero_()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_gpu_trades_the_same_days_and_shares_as_the_cpu():
+    on_cpu = make_env(16, MARKETS)
+    on_gpu = make_env(16, MARKETS, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")  # a step must not wait for the GPU
+    try:
+        for actions in random_actions(70, on_cpu):
+            on_cpu.step(actions)
+            on_gpu.step(actions.to("cuda", non_blocking=True))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    left, right = on_cpu.get_state(), on_gpu.get_state()
+    assert all(torch.equal(left[name], right[name].cpu()) for name in left)
