@@ -30,7 +30,7 @@ from rl_dist.process_group.world import World, open_world, stop_flag
 from rl_dist.run_dir import RankEntry, RunDir
 from rl_dist.telemetry import events
 from rl_dist.telemetry.loggers import named_loggers
-from rl_dist.telemetry.metrics import NullWriter, open_writer, setup_logging
+from rl_dist.telemetry.metrics import MetricsWriter, NullWriter, setup_logging
 from rl_dist.telemetry.monitor import Monitor, sources_of
 
 logger = logging.getLogger(__name__)
@@ -121,10 +121,11 @@ def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Tr
 
 def open_run_writer(run: Run, training: Training) -> NullWriter:
     """Open the metrics writer; it writes on rank 0 and does nothing elsewhere."""
+    if not training.world.is_main_process:
+        return NullWriter()
     total, unit = run.config.train.budget
-    writer = open_writer(
+    writer = MetricsWriter(
         run.directory,
-        training.world,
         total,
         unit,
         start=training.done,

@@ -190,9 +190,6 @@ def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
             (is_busy, WARNING, fix),
         )
     if on_gpu and ranks > 1:  # the ranks communicate through NCCL
-        names = {gpu.name for gpu in info.gpus}
-        fix = "expect the pace of the slowest GPU, or choose equal ones with --gpu_ids"
-        yield check("models", ", ".join(names), (len(names) > 1, WARNING, fix))
         free = f"{facts.shm_free_gib:.3g} GiB free; NCCL needs {SHM_GIB:.2g} for each rank"
         fix = "start the container with --shm-size=1g or --ipc=host"
         yield check("/dev/shm", free, (facts.shm_free_gib < ranks * SHM_GIB, WARNING, fix))

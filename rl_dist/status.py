@@ -25,13 +25,7 @@ from rl_dist.run_dir import ENDED, STATE_FILE, JobState, RunDir
 RUNS = Path("runs")
 EVERY_S = 2.0  # seconds between two readings with --follow
 RECENT = 20  # number of newest iterations from which values are shown
-LINE = ("state", "progress", "speed", "returns")  # rows that --follow prints
-CHANGING = (
-    "state",
-    "reason",
-    "iteration",
-    "checkpoint",
-)  # --follow prints a new line when one of these values changes
+LINE = ("state", "progress", "speed", "returns", "checkpoint")  # rows that --follow prints
 OVER = ("finished", "stopped", "failed", "dead")
 RETURNS = ("episode/return", "valid/return", "valid/sharpe")
 USE = ("cpu/", "ram/", "gpu/", "time/idle_share")  # prefixes of metrics shown for each rank
@@ -77,9 +71,7 @@ def read_status(run_dir: Path) -> Status:
         "total": job.target,
         "unit": job.unit,
         "steps_per_s": spent_s and median(speeds),
-        "iteration_s": spent_s and spent_s / max(1, last["iteration"]),
         "eta_s": spent_s and spent_s * max(0.0, job.target / done - 1.0),
-        "metrics_age_s": None,
         "returns": _latest(records, RETURNS),
         "checkpoint": Path(job.checkpoint.path).name if job.checkpoint else None,
         "ranks": [
@@ -87,8 +79,6 @@ def read_status(run_dir: Path) -> Status:
             for rank in job.ranks
         ],
     }
-    with suppress(OSError):
-        status["metrics_age_s"] = max(0.0, time.time() - run.metrics_path.stat().st_mtime)
     with suppress(OSError, UserError, LookupError, TypeError):
         status["env"] = str(run.config()["task"]["env"])
     state, reason = _state_of(run, job)
@@ -126,8 +116,7 @@ def _state_of(run: RunDir, job: JobState) -> tuple[str, str]:
 
 def describe(run: Status) -> dict[str, str]:
     """Return the rows to print: the text of each row, by name."""
-    share = min(1.0, run["done"] / run["total"]) if run["total"] else 0.0
-    done = f"{run['done']:,} of {run['total']:,} {run['unit']} ({share:.0%})"
+    done = f"{run['done']:,} of {run['total']:,} {run['unit']}"
     rows = {
         "run": run["run_dir"],
         "state": run["state"] + f": {run['reason']}" * bool(run["reason"]),
@@ -136,10 +125,8 @@ def describe(run: Status) -> dict[str, str]:
     }
     if run["eta_s"] is not None:
         left = timedelta(seconds=min(round(run["eta_s"]), 10**10))
-        pace = f"{run['steps_per_s']:,.1f} steps/s, {run['iteration_s']:.3g} s an iteration"
+        pace = f"{run['steps_per_s']:,.1f} steps/s"
         rows["speed"] = f"{pace}, {left} to go without validation and checkpoints"
-    if run["metrics_age_s"] is not None:
-        rows["last record"] = f"{run['metrics_age_s']:,.0f} s ago"
     rows["returns"] = _listed(run["returns"])
     rows["checkpoint"] = run["checkpoint"] or "none"
     for rank in run["ranks"]:
@@ -172,29 +159,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Show a run's state, progress, speed, checkpoint and the use of each rank.",
         epilog=EPILOG,
     )
-    where = "default: the run below runs/ that was written last"
-    parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR", help=where)
+    parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR")
     parser.add_argument("--follow", action="store_true", help="show changes until the run is over")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     run_dir = args.run_dir or newest_run(RUNS)
-    shown: list[Any] = []
+    shown = ""
     while True:
         run = read_status(run_dir)
-        changing = [run[name] for name in CHANGING]
-        if changing != shown:
-            rows = describe(run)
-            if args.json:
-                text = json.dumps(run)
-            elif args.follow:
-                line = [text for name, text in rows.items() if name in LINE]
-                text = " | ".join([time.strftime("%H:%M:%S"), *line])
-            else:
-                text = "\n".join(f"{name:<11} {text}" for name, text in rows.items())
+        rows = describe(run)
+        if args.json:
+            text = json.dumps(run)
+        elif args.follow:
+            text = " | ".join(text for name, text in rows.items() if name in LINE)
+        else:
+            text = "\n".join(f"{name:<11} {text}" for name, text in rows.items())
+        if text != shown:
             print(text, flush=True)
         if not args.follow or run["state"] in OVER:
             return 1 if run["state"] in ("failed", "dead") else 0
-        shown = changing
+        shown = text
         time.sleep(EVERY_S)
 
 

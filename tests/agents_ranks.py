@@ -27,7 +27,7 @@ from envs.vector.batched import pack_generator, unpack_generator
 from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.process_group.world import StopFlag, close_world, open_world
 from rl_dist.run_dir import RunDir
-from rl_dist.telemetry.metrics import NullWriter, open_writer
+from rl_dist.telemetry.metrics import MetricsWriter, NullWriter
 
 NUM_ENVS = 8
 NUM_STEPS = 16
@@ -329,8 +329,9 @@ def record_of(name, world, run_dir=None, **options):
     """Train a job and return its record; with `run_dir`, write metrics files there."""
     job = make_job(name, run_dir or "", **options)
     writer = NullWriter()
-    if run_dir:
-        writer = open_writer(RunDir(run_dir), world, job.train.total_steps, "steps")
+    if run_dir and world.is_main_process:
+        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        writer = MetricsWriter(RunDir(run_dir), job.train.total_steps, "steps")
     training = Recording(job, world)
     train(training, writer, StopFlag())
     writer.close()

@@ -15,11 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_jsonable_python
 from tqdm import tqdm
 
 from rl_dist.errors import UserError, one_line, unwritable
 from rl_dist.files import log_once, path_to_write, plain_file
-from rl_dist.process_group.world import World
 from rl_dist.run_dir import RankEntry, RunDir
 from rl_dist.telemetry.loggers import open_logger, open_tensorboard
 
@@ -162,11 +162,6 @@ class MetricsWriter(NullWriter):
             metrics_logger.close()
 
 
-def open_writer(run: RunDir, world: World, total: int, unit: str, **options: Any) -> NullWriter:
-    """Return a `MetricsWriter` on the main process and a `NullWriter` on others."""
-    return MetricsWriter(run, total, unit, **options) if world.is_main_process else NullWriter()
-
-
 class _Progress:
     """Shows progress on stderr: a bar on a terminal, otherwise single lines."""
 
@@ -238,12 +233,7 @@ class _LineFile:
 
 def without_nan(value: Any) -> Any:
     """Convert torch and numpy numbers to JSON types, and NaN and infinity to None."""
-    if isinstance(value, Mapping):
-        return {str(key): without_nan(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(entry) for entry in value]
-    value = value.item() if hasattr(value, "item") else value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return to_jsonable_python(value, inf_nan_mode="null", fallback=lambda number: number.item())
 
 
 # ---- logs

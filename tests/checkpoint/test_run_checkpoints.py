@@ -21,7 +21,7 @@ from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import StopFlag
 from rl_dist.run_dir import RunDir
-from rl_dist.telemetry.metrics import MetricsWriter, NullWriter, open_writer
+from rl_dist.telemetry.metrics import MetricsWriter, NullWriter
 
 BEST = {"keep_best": "valid/score"}
 EACH = {"checkpoint_every": 1}
@@ -116,7 +116,7 @@ def test_no_best_is_kept_without_a_metric_or_a_value(world, tmp_path, metric, va
 def test_training_ends_when_its_directory_is_no_longer_there(world, tmp_path):
     run_dir = tmp_path / "run"
     held = RunDir(run_dir).hold()
-    writer = open_writer(held, world, total=6, unit="episodes")
+    writer = MetricsWriter(held, total=6, unit="episodes")
 
     def write(record, *, done):
         if record["iteration"] == 3:
@@ -177,7 +177,7 @@ def test_two_ranks_stop_together_when_the_disk_refuses(tmp_path):
 def test_metrics_wait_in_memory_for_a_full_disk_and_nothing_is_lost(
     world, tmp_path, limits, caplog, finish
 ):
-    writer = open_writer(RunDir(tmp_path), world, total=6, unit="episodes")
+    writer = MetricsWriter(RunDir(tmp_path), total=6, unit="episodes")
     writer.flush()  # TensorBoard's thread has created its file
 
     def write(iteration):

@@ -17,6 +17,7 @@ from rl_dist.status import describe, read_status
 RANKS = [{"rank": rank, "pid": 7, "host": "h", "device": "cpu"} for rank in range(2)]
 STATE = {"num_ranks": 2, "ranks": RANKS, "strategy": "ddp", "precision": "fp32", "target": 100}
 SAVED = {"path": "checkpoints/iteration_00000001.pt", "iteration": 1}
+EPISODE, STEP = {"unit": "episodes"}, {"unit": "steps", "target": 1000}
 
 
 def record(iteration, **figures):
@@ -25,26 +26,12 @@ def record(iteration, **figures):
     return counters | {"time/sps": 100.0, "episode/return": None, "ranks": []} | figures
 
 
-class Run(RunDir):
-    """A run directory with a config, whose other files the test writes."""
-
-    def __init__(self, path):
-        super().__init__(path)
-        path.mkdir(parents=True)
-        self.config_path.write_text('{"task": {"env": "Recall-v0"}}')
-        self.set_state()
-
-    def set_state(self, phase="training", **changes):
-        content = STATE | {"unit": "episodes", "phase": phase} | changes
-        self.state_path.write_text(json.dumps(content))
-
-
 @pytest.fixture
 def run(tmp_path):
-    return Run(tmp_path / "runs" / "run")
-
-
-def test_a_run_whose_lock_is_held_is_running_and_has_its_figures(run, monkeypatch, capsys):
+    """Return a run directory with 3 records; `set_state` writes its state.json."""
+    run = RunDir(tmp_path / "runs" / "run")
+    run.path.mkdir(parents=True)
+    run.config_path.write_text('{"task": {"env": "Recall-v0"}}')
     ranks = [{"rank": 0, "cpu/percent": 90.0, "gpu/power_w": None}, {"rank": 1, "cpu/percent": 50}]
     run.write_records(
         [
@@ -53,69 +40,72 @@ def test_a_run_whose_lock_is_held_is_running_and_has_its_figures(run, monkeypatc
             record(3, ranks=[{"rank": 0, "cpu/percent": None, "time/idle_share": 0.4}]),
         ]
     )
-    run.set_state(checkpoint=SAVED)
-    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
-    monkeypatch.chdir(run.path.parents[1])  # without a path, the newest run in runs/ is shown
-    with run.hold():
-        assert status.main(["--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert status.main([str(run.path)]) == 0
-        text = capsys.readouterr().out
-        assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
-        run.set_state(unit="steps", target=1000)
-        steps = read_status(run.path)
-    expected = {
-        "state": "running",
-        "env": "Recall-v0",
-        "num_ranks": 2,
-        "iteration": 3,
-        "done": 3,
-        "total": 100,
-        "steps_per_s": 100,
-        "checkpoint": "iteration_00000001.pt",
-        "returns": {"episode/return": 5.0, "valid/return": 0.25},
-        "iteration_s": pytest.approx(0.1),
-        "eta_s": pytest.approx(9.7),
-    }
-    used = [
-        {"rank": 0, "pid": 7, "cpu/percent": 90, "time/idle_share": 0.4},
-        {"rank": 1, "device": "cpu", "cpu/percent": 50},
-    ]
-    assert [rank | more for rank, more in zip(found["ranks"], used, strict=True)] == found["ranks"]
-    assert found | expected == found
-    for part in ("3 of 100 episodes", "100.0 steps/s", "valid/return 0.25", "cpu/percent 50"):
-        assert part in text
-    assert (steps["done"], steps["total"], steps["eta_s"]) == (30, 1000, pytest.approx(9.7))
+
+    def set_state(phase="training", **changes):
+        content = STATE | EPISODE | {"phase": phase, "checkpoint": SAVED} | changes
+        run.state_path.write_text(json.dumps(content))
+
+    run.set_state = set_state
+    set_state()
+    return run
 
 
 @pytest.mark.parametrize(
-    ("locked", "phase", "changes", "state", "reason"),
+    ("length", "done", "eta_s"), [(EPISODE, (3, 100), 9.7), (STEP, (30, 1000), 9.7)]
+)
+def test_a_run_whose_lock_is_held_is_running_and_has_its_figures(
+    run, monkeypatch, capsys, length, done, eta_s
+):
+    run.set_state(**length)
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    monkeypatch.chdir(run.path.parents[1])  # without a path, the newest run in runs/ is shown
+    with run.hold():
+        assert status.main(["--json"]) == status.main([str(run.path)]) == 0
+        assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+    line, *rows = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    expected = {
+        "state": "running", "env": "Recall-v0", "iteration": 3, "steps_per_s": 100,
+        "checkpoint": "iteration_00000001.pt", "eta_s": pytest.approx(eta_s),
+        "returns": {"episode/return": 5.0, "valid/return": 0.25},
+    }  # fmt: skip
+    assert found | expected == found and (found["done"], found["total"]) == done
+    use = [{"cpu/percent": 90, "time/idle_share": 0.4}, {"cpu/percent": 50}]
+    assert found["ranks"] == [rank | {"memory_peak_gib": None} | more
+                              for rank, more in zip(RANKS, use, strict=True)]  # fmt: skip
+    text = "\n".join(rows)
+    for part in ("running", "100.0 steps/s", "valid/return 0.25", "cpu/percent 50"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("phase", "changes", "state", "reason"),
     [
-        (True, "starting", {}, "starting", ""),
-        (True, "restarting", {"restarts": 2}, "restarting", "restart 2"),
-        (True, "validation", {}, "running", "validation"),
-        (False, "done", {"exit": {"code": 0}}, "finished", ""),
-        (False, "stopped", {"exit": {"code": 143}}, "stopped", "--resume"),
-        (False, "restarting", {"exit": {"code": 143}}, "stopped", "torchrun"),
-        (False, "failed", {"exit": {"code": 1, "error": "rank 1"}}, "failed", "rank 1"),
-        (False, "training", {}, "dead", "no checkpoint"),
-        (False, "training", {"checkpoint": SAVED}, "dead", "--resume"),
+        ("starting", {}, "starting", ""),
+        ("restarting", {"restarts": 2}, "restarting", "restart 2"),
+        ("validation", {}, "running", "validation"),
+        ("done", {"exit": {"code": 0}}, "finished", ""),
+        ("stopped", {"exit": {"code": 143}}, "stopped", "--resume"),
+        ("restarting", {"exit": {"code": 143}}, "stopped", "torchrun"),
+        ("failed", {"exit": {"code": 1, "error": "rank 1"}}, "failed", "rank 1"),
+        ("training", {"checkpoint": None}, "dead", "no checkpoint"),
+        ("training", {}, "dead", "--resume"),
     ],
 )
 def test_lock_phase_and_exit_give_the_state_and_the_exit_code(
-    locked, phase, changes, state, reason, run, capsys
+    phase, changes, state, reason, run, capsys
 ):
     run.set_state(phase, **changes)
-    if locked:
+    if state in ("starting", "restarting", "running"):
         run.hold()
     found = read_status(run.path)
-    run.release()
     assert found["state"] == state and reason in found["reason"]
-    if not locked:  # the run has ended, so --follow returns
+    if not run.lock:  # the run has ended, so --follow returns
         assert status.main([str(run.path), "--follow"]) == (state in ("failed", "dead"))
-        assert f" | {state}" in capsys.readouterr().out
+        assert capsys.readouterr().out.startswith(state)
         run.write_summary({})
         assert read_status(run.path)["state"] == "finished"
+    run.release()
 
 
 def damaged(data, rng):
@@ -127,16 +117,12 @@ def damaged(data, rng):
 
 
 def test_whatever_is_wrecked_it_is_shown_or_refused_in_one_line(run):
-    figures = {"episode/return": 1.0, "valid/return": 0.5}
-    ranks = [{"rank": 0, "cpu/percent": 90.0, "time/idle_share": 0.2}, {"rank": 1}]
-    run.write_records([record(n, **figures, ranks=ranks) for n in range(1, 5)])
-    run.set_state("failed", exit={"code": 1, "error": "x"}, checkpoint=SAVED)
+    run.set_state("failed", exit={"code": 1, "error": "x"})
     paths = [run.config_path, run.metrics_path, run.state_path]
-    whole = {path: path.read_bytes() for path in paths}
     rng, refused = random.Random(1), 0
-    for number in range(300):
-        path = paths[number % 3]
-        path.write_bytes(damaged(whole[path], rng))
+    for path in paths * 100:
+        whole = path.read_bytes()
+        path.write_bytes(damaged(whole, rng))
         try:
             found = read_status(run.path)
             assert all(text.isprintable() for text in describe(found).values())
@@ -144,7 +130,7 @@ def test_whatever_is_wrecked_it_is_shown_or_refused_in_one_line(run):
         except UserError as error:
             assert path == run.state_path and "\n" not in str(error)
             refused += 1
-        path.write_bytes(whole[path])
+        path.write_bytes(whole)
     assert 10 < refused <= 100  # 100 of the damaged files are state.json
 
 
@@ -159,8 +145,7 @@ def test_what_is_no_run_and_bad_usage_is_one_line_and_code_2(argv, tmp_path, mon
 
 def test_following_shows_each_change_until_the_end(run, capsys, monkeypatch):
     run.hold()
-    run.write_records([record(1)])
-    left = [2, 2, 3]
+    left = [4, 4, 5]
 
     def train_on(every_s):
         if left:
@@ -171,10 +156,8 @@ def test_following_shows_each_change_until_the_end(run, capsys, monkeypatch):
 
     monkeypatch.setattr("time.sleep", train_on)
     assert status.main([str(run.path), "--follow"]) == 0
-    lines = [line.split(" | ")[1:3] for line in capsys.readouterr().out.splitlines()]
-    seen = [(state.split(":")[0], progress.split(",")[0]) for state, progress in lines]
-    running = [("running", f"iteration {number}") for number in (1, 2, 3)]
-    assert seen == [*running, ("finished", "iteration 3")]
+    seen = re.findall(r"^(\w+).* iteration (\d)", capsys.readouterr().out, re.MULTILINE)
+    assert seen == [("running", "3"), ("running", "4"), ("running", "5"), ("finished", "5")]
 
 
 def test_neither_the_status_nor_the_package_loads_torch():
