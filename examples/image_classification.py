@@ -26,8 +26,7 @@ from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.launch.ranks import launch
 from rl_dist.process_group.world import close_world, open_world
 from rl_dist.strategies.strategy import Strategy
-from rl_dist.supervised.config import FitConfig
-from rl_dist.supervised.fit import accuracy, evaluate, fit
+from rl_dist.supervised.fit import FitConfig, accuracy, evaluate, fit
 
 
 def make_images(count: int, seed: int) -> TensorDataset:

@@ -30,7 +30,7 @@ _HOMES = {
     "check_loader": "supervised.batches",
     "Strategy": "strategies.strategy",
     "StrategyConfig": "strategies.config",
-    "FitConfig": "supervised.config",
+    "FitConfig": "supervised.fit",
     "accuracy": "supervised.fit",
     "evaluate": "supervised.fit",
     "fit": "supervised.fit",

@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
-from rl_dist.supervised.config import FitConfig
-from rl_dist.supervised.fit import accuracy, evaluate, fit
+from rl_dist.supervised.fit import FitConfig, accuracy, evaluate, fit
 
 FEATURES, CLASSES = 6, 3
 METRICS = {"accuracy": accuracy}

@@ -21,7 +21,7 @@ import supervised_ranks
 
 from examples import image_classification
 from rl_dist.launch.config import LaunchConfig
-from rl_dist.supervised.config import FitConfig
+from rl_dist.supervised.fit import FitConfig
 
 
 def classify_images(out_dir):

@@ -44,8 +44,7 @@ from rl_dist.process_group.world import open_world
 from rl_dist.run_dir import RunDir
 from rl_dist.strategies.adam import EagerAdam
 from rl_dist.strategies.strategy import Strategy
-from rl_dist.supervised.config import FitConfig
-from rl_dist.supervised.fit import fit
+from rl_dist.supervised.fit import FitConfig, fit
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import close_logging, setup_logging
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator
 from statistics import fmean
@@ -17,18 +16,20 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import World
 
+CHECK_S = 2.0  # `check_loader` measures for this long
+
 
 class SharedLoader:
     """Loads this rank's share of each batch; the batch size is a total over ranks.
 
     In training, batch k of an epoch consists of the same samples for any number of ranks, and an
-    incomplete last batch is omitted. In evaluation, exactly one rank sees each sample, and all
-    ranks have the same number of batches.
+    incomplete last batch is omitted. In evaluation, exactly one rank sees each sample; some ranks
+    may have one batch less than others.
 
     Raises:
         UserError: the sampler is neither torch's SequentialSampler nor its RandomSampler without
-            replacement, the data has fewer samples than there are ranks, or the training batch
-            size is not divisible by the number of ranks or exceeds the number of samples.
+            replacement, or the training batch size is not divisible by the number of ranks or
+            exceeds the number of samples.
     """
 
     def __init__(self, loader: DataLoader, world: World, *, training: bool, seed: int = 0) -> None:
@@ -45,21 +46,13 @@ class SharedLoader:
             )
         self.num_samples = len(sampler)
         self.batch_size = size
-        if self.num_samples < world.size:
-            raise UserError(f"{self.num_samples} samples are too few for {world.size} ranks")
         if training and (size % world.size or size > self.num_samples):
             nearest = max(1, min(size, self.num_samples) // world.size) * world.size
             raise UserError(
                 f"batch_size {size}, a total, must divide over {world.size} ranks and be at most "
                 f"the {self.num_samples} samples: use {nearest}"
             )
-        if training:
-            self.num_batches = self.num_samples // size
-        else:
-            largest_share = math.ceil(self.num_samples / world.size)
-            full_batches = math.ceil(largest_share / max(1, size // world.size))
-            self.num_batches = min(full_batches, self.num_samples // world.size)
-        # sample indices of this rank's batches; refilled in every epoch
+        # sample numbers of this rank's batches; refilled in every epoch
         self.numbers: list[list[int]] = []
         self.generator = torch.Generator()  # leaves the global random generator unchanged
         workers = loader.num_workers > 0
@@ -85,31 +78,20 @@ class SharedLoader:
         The tensors are on the rank's device. `epoch` determines the order of the samples and the
         seeds of the workers.
         """
-        self.generator.manual_seed(epoch_seed(self.seed, epoch, self.world.rank))
-        self.numbers[:] = self._numbers(epoch)
+        rank, ranks = self.world.rank, self.world.size
+        self.generator.manual_seed(epoch_seed(self.seed, epoch, rank))
+        order = torch.arange(self.num_samples)
+        if self.training:
+            if self.shuffles:
+                generator = torch.Generator().manual_seed(self.seed + epoch)
+                order = torch.randperm(self.num_samples, generator=generator)
+            order = order[: self.num_samples // self.batch_size * self.batch_size]
+        parts = order[rank::ranks].split(max(1, self.batch_size // ranks))
+        self.numbers[:] = [part.tolist() for part in parts if len(part)]
         for numbers, batch in zip(self.numbers, self.loader, strict=True):
             inputs, targets = to_device(batch, self.world.device)
             yield len(numbers), inputs, targets
             self.world.heartbeat()
-
-    def _numbers(self, epoch: int) -> list[Any]:
-        """Return the sample indices of each batch of this rank in an epoch."""
-        rank, ranks = self.world.rank, self.world.size
-        if not self.training:
-            share = _cut(range(self.num_samples), ranks)[rank]
-            return _cut(share, self.num_batches)
-        order = torch.arange(self.num_samples)
-        if self.shuffles:
-            generator = torch.Generator().manual_seed(self.seed + epoch)
-            order = torch.randperm(self.num_samples, generator=generator)
-        whole = order[: self.num_batches * self.batch_size].view(-1, self.batch_size)
-        return whole[:, rank::ranks].tolist()
-
-
-def _cut(numbers: Any, parts: int) -> list[Any]:
-    """Split a sequence into consecutive parts of almost equal length."""
-    bounds = [len(numbers) * part // parts for part in range(parts + 1)]
-    return [numbers[first:last] for first, last in itertools.pairwise(bounds)]
 
 
 def epoch_seed(seed: int, epoch: int, rank: int) -> int:
@@ -117,7 +99,7 @@ def epoch_seed(seed: int, epoch: int, rank: int) -> int:
     return int(np.random.SeedSequence([seed, epoch, rank]).generate_state(1, np.uint64)[0]) >> 1
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device | str) -> Any:
     """Move all tensors of a batch, which may be nested, to a device."""
 
     def can_move(value: Any) -> bool:
@@ -130,36 +112,29 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def check_loader(
-    loader: DataLoader[Any],
-    step: Callable[[Any], object],
-    device: torch.device | str = "cpu",
-    *,
-    seconds: float = 2.0,
+    loader: DataLoader[Any], step: Callable[[Any], object], device: torch.device | str = "cpu"
 ) -> dict[str, float]:
-    """Measure the mean time of a training step and of the wait for its batch.
+    """Measure the mean time of a training step and of the wait for its batch, for 2 seconds.
 
         >>> check_loader(DataLoader(dataset, num_workers=2), step)
         {'wait_s': 0.0001, 'step_s': 0.02}
 
-    If more than 5 % of the time is waiting, raise num_workers or make __getitem__ faster.
+    If more than 5 % of the time is waiting, raise num_workers or make __getitem__ faster. The first
+    batch, which includes the start of the workers, is not measured.
 
     Args:
         step: trains a copy of the model on a batch that is on `device`: forward, backward,
             optimizer step.
-        seconds: length of the measurement. It begins after the first batch, which also includes
-            the start of the workers.
     """
-    device = torch.device(device)
     moments: list[float] = []  # times, alternately of a loaded batch and of the end of its step
-    with torch.random.fork_rng(devices=[]):
-        for batch in loader:
-            moments.append(time.perf_counter())
-            step(to_device(batch, device))
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            moments.append(time.perf_counter())
-            if len(moments) > 2 and moments[-1] - moments[1] > seconds:
-                break
+    for batch in loader:
+        moments.append(time.perf_counter())
+        step(to_device(batch, device))
+        if str(device).startswith("cuda"):
+            torch.cuda.synchronize(device)
+        moments.append(time.perf_counter())
+        if len(moments) > 2 and moments[-1] - moments[1] > CHECK_S:
+            break
     if len(moments) < 4:
         raise UserError("the loader has fewer than two batches: give a smaller batch_size")
     spans = [end - start for start, end in itertools.pairwise(moments[1:])]

@@ -7,17 +7,18 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from rl_dist.checkpoint.store import BEST_FILE, latest_checkpoint, load_checkpoint, save_agreed
 from rl_dist.errors import UserError, one_line
 from rl_dist.files import check_layout
+from rl_dist.flags import Field, configuration
 from rl_dist.process_group.collectives import (
     all_gather_json,
     all_reduce_max,
@@ -28,15 +29,50 @@ from rl_dist.process_group.world import World, stop_flag
 from rl_dist.run_dir import RunDir
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.supervised.batches import SharedLoader, epoch_seed
-from rl_dist.supervised.config import FitConfig, FitResult
 from rl_dist.telemetry.loggers import GuardedLogger, open_tensorboard
 from rl_dist.telemetry.metrics import without_nan
 
-STOP_EVERY = 10  # number of batches between two checks for a stop signal on any rank
+STOP_EVERY = 10  # number of optimizer steps between two checks for a stop signal on any rank
 SAVED = ("epoch", "best_epoch", "best_loss", "bad_in_a_row", "history", "extra")
-Metric = Callable[[Any, Any], Tensor]  # (outputs, targets) -> one or more values for each sample
+Metric = Callable[[Any, Any], Tensor]  # (outputs, targets) -> values, equally many for each sample
 Criterion = Callable[[Any, Any], Tensor]  # (outputs, targets) -> mean loss over the batch
 logger = logging.getLogger(__name__)
+
+
+@configuration
+class FitConfig:
+    """Settings of `fit`: FitConfig(epochs=20, patience=3)."""
+
+    epochs: int = Field(10, ge=1, le=10**6)
+    """Passes over the training data, at most."""
+    patience: int = Field(0, ge=0, le=10**6)
+    """Stop after this many epochs in a row without a better validation loss; 0: never."""
+    grad_accumulation: int = Field(1, ge=1, le=10**6)
+    """Batches in one optimizer step, whose gradients add up: like a batch_size that is this many
+    times larger, in less memory."""
+    max_grad_norm: float = Field(1e6, ge=1e-6, le=1e30)
+    """Scale the gradient of all ranks down to this norm."""
+    max_bad_steps: int = Field(10, ge=0, le=10**9)
+    """Skip this many steps in a row whose loss or gradient is NaN or inf, then stop."""
+    seed: int = Field(1, ge=0, le=2**63 - 1)
+    """Seed of the order of samples, and of random numbers in the module."""
+    keep_checkpoints: int = Field(3, ge=1, le=10**6)
+    """Newest checkpoints to keep."""
+    progress: bool = True
+    """Print a line for every epoch."""
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """The result of `fit`."""
+
+    history: list[dict[str, float]]  # one record per epoch with train/loss, valid/loss, ...
+    # epoch with the lowest validation loss, or the last epoch without validation
+    best_epoch: int
+    signum: int = 0  # signal that stopped training early; 0: none
+
+
+# ---- one pass over the data
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -48,43 +84,35 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs.argmax(-1) == targets
 
 
-# ---- one pass over the data
+@dataclass
+class Pass:
+    """Computes losses in one pass over the data, and their mean and the means of metrics."""
 
+    module: nn.Module
+    criterion: Criterion
+    strategy: Strategy
+    metrics: Mapping[str, Metric]
+    sums: dict[str, Any] = field(default_factory=lambda: defaultdict(float))  # float64, by name
 
-class Means:
-    """Accumulates the means of loss and metrics over all samples of all ranks."""
+    def loss(self, num_samples: int, inputs: Any, targets: Any) -> Tensor:
+        """Return the loss of a batch in the strategy's precision."""
+        with self.strategy.autocast():
+            outputs = self.module(inputs)
+            loss = self.criterion(outputs, targets)
+        with torch.no_grad():
+            self.sums["samples"] += num_samples
+            self.sums["loss"] += num_samples * loss.double()
+            for name, metric in self.metrics.items():
+                self.sums[name] += num_samples * metric(outputs, targets).double().mean()
+        return loss
 
-    def __init__(self, metrics: Mapping[str, Metric]) -> None:
-        self.metrics = metrics
-        # float64 tensors on the device, and numbers of samples and values
-        self.sums: dict[str, Any] = defaultdict(float)
-
-    @torch.no_grad()
-    def add(self, num_samples: int, loss: Tensor, outputs: Any, targets: Any) -> None:
-        """Add the loss and the metrics of a batch."""
-        self.sums["loss"] += loss.double() * num_samples
-        self.sums["samples"] += num_samples
-        for name, metric in self.metrics.items():
-            values = metric(outputs, targets)
-            self.sums[f"sum of {name}"] += values.sum(dtype=torch.float64)
-            self.sums[f"count of {name}"] += values.numel()
-
-    def read(self, world: World) -> dict[str, float]:
-        """Return the means and the number of samples; every rank must call this."""
-        totals = all_reduce_sum(self.sums, world)
-        means = {"loss": float(totals["loss"] / totals["samples"])}
-        for name in self.metrics:
-            means[name] = float(totals[f"sum of {name}"] / totals[f"count of {name}"])
-        return means | {"samples": float(totals["samples"])}
-
-
-def run_batch(
-    module: nn.Module, criterion: Criterion, strategy: Strategy, inputs: Any, targets: Any
-) -> tuple[Any, Tensor]:
-    """Compute the outputs of a batch and their loss in the strategy's precision."""
-    with strategy.autocast():
-        outputs = module(inputs)
-        return outputs, criterion(outputs, targets)
+    def means(self) -> dict[str, float]:
+        """Return the means over all ranks and the number of samples; every rank must call this."""
+        # A rank without any sample has no sums, but must name the same ones.
+        names = ("loss", *self.metrics, "samples")
+        sums = all_reduce_sum({name: self.sums[name] for name in names}, self.strategy.world)
+        samples = float(sums.pop("samples"))
+        return {name: float(total) / samples for name, total in sums.items()} | {"samples": samples}
 
 
 @torch.no_grad()
@@ -104,18 +132,16 @@ def evaluate(
     Returns:
         The entry "loss", one entry per metric, and the number of samples as "samples".
     """
-    world = strategy.world
-    means = Means(metrics or {})
     if isinstance(loader, DataLoader):
-        loader = SharedLoader(loader, world, training=False)
-    world.set_phase("evaluation")
+        loader = SharedLoader(loader, strategy.world, training=False)
+    strategy.world.set_phase("evaluation")
+    evaluation = Pass(module, criterion, strategy, metrics or {})
     was_training = module.training
     module.eval()
     for num_samples, inputs, targets in loader.batches():
-        outputs, loss = run_batch(module, criterion, strategy, inputs, targets)
-        means.add(num_samples, loss, outputs, targets)
+        evaluation.loss(num_samples, inputs, targets)
     module.train(was_training)
-    return means.read(world)
+    return evaluation.means()
 
 
 # ---- training
@@ -123,13 +149,10 @@ def evaluate(
 
 @dataclass(kw_only=True)
 class Fitting:
-    """Everything that `fit` works with, including the state that a checkpoint stores."""
+    """The state of a training, which checkpoints store, and what changes it."""
 
-    module: nn.Module
     optimizer: torch.optim.Optimizer
-    criterion: Criterion
     strategy: Strategy
-    metrics: Mapping[str, Metric]
     scheduler: Any
     config: FitConfig
     extra: dict[str, Any]  # settings that must be the same when resuming
@@ -140,39 +163,28 @@ class Fitting:
     history: list[dict[str, float]] = field(default_factory=list)
     best_weights: dict[str, Tensor] | None = None
 
-    def train_epoch(self, loader: SharedLoader) -> dict[str, float] | None:
+    def train_epoch(self, loader: SharedLoader, training: Pass) -> dict[str, float] | None:
         """Train on each batch once; return means, or None if a signal stopped the epoch."""
         world = loader.world
-        means = Means(self.metrics)
         epoch = self.epoch + 1
         world.set_phase(f"epoch {epoch}")
         world.forget_waits()  # otherwise the list of wait times grows in every epoch
         torch.manual_seed(epoch_seed(self.config.seed, epoch, world.rank))
-        self.module.train()
-        for number, (num_samples, inputs, targets) in enumerate(loader.batches(epoch)):
-            # An optimizer step uses several batches as its parts; the last step may use fewer.
-            part = number % self.config.grad_accumulation
-            num_left = loader.num_batches - (number - part)
-            num_parts = min(self.config.grad_accumulation, num_left)
-            last = part == num_parts - 1
-            if part == 0:
-                self.optimizer.zero_grad()
-            with self.strategy.accumulating(last):
-                outputs, loss = run_batch(
-                    self.module, self.criterion, self.strategy, inputs, targets
-                )
-                self.strategy.backward(loss / num_parts)
-            means.add(num_samples, loss, outputs, targets)
-            if last:
-                self._step()
+        training.module.train()
+        batches = loader.batches(epoch)
+        # An optimizer step uses several batches; the last step of an epoch may use fewer.
+        steps = iter(lambda: list(islice(batches, self.config.grad_accumulation)), [])
+        for number, parts in enumerate(steps):
+            self.optimizer.zero_grad()
+            for part, (num_samples, inputs, targets) in enumerate(parts, 1):
+                with self.strategy.accumulating(last=part == len(parts)):
+                    loss = training.loss(num_samples, inputs, targets)
+                    self.strategy.backward(loss / len(parts))
+            self._step()
             if number % STOP_EVERY == 0 and all_reduce_max(stop_flag.signum, world):
                 return None
-        merge_buffers(self.module, world)
-        return means.read(world)
-
-    def evaluate(self, loader: SharedLoader) -> dict[str, float]:
-        """Return the means over held-out samples; every rank must call this."""
-        return evaluate(self.module, loader, self.criterion, self.strategy, self.metrics)
+        merge_buffers(training.module, world)
+        return training.means()
 
     def _step(self) -> None:
         """Take an optimizer step.
@@ -195,9 +207,7 @@ class Fitting:
 
         Every rank must call this.
         """
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(record["valid/loss"])
-        elif self.scheduler is not None:
+        if self.scheduler is not None:
             self.scheduler.step()
         self.epoch += 1
         self.history.append(record)
@@ -229,7 +239,7 @@ class Fitting:
             world,
             iteration=self.epoch,
             keep=self.config.keep_checkpoints,
-            measured={"valid/loss": self.best_loss} if improved else {},
+            measured={},
             best=improved,
         )
 
@@ -258,8 +268,8 @@ class Fitting:
     def _load(self, state: dict[str, Any], best_file: Path) -> None:
         """Load a checkpoint's state; raise UserError if its settings differ."""
         for name, saved in state["extra"].items():
-            if str(self.extra[name]) != str(saved):
-                now = self.extra[name]
+            now = self.extra[name]
+            if str(now) != str(saved):
                 raise UserError(f"{name} {now} differs from the run to resume (it has {saved})")
         self.strategy.load(state["module"], self.optimizer, state["optimizer"])
         self.strategy.load_state_dict(state["strategy"])
@@ -304,7 +314,7 @@ def fit(
         criterion: returns the mean loss over the samples of a batch.
         validation: held-out data that determines the best epoch and when to stop (`patience`).
         metrics: functions by name; their values are averaged over all samples.
-        scheduler: stepped after every epoch; ReduceLROnPlateau gets the validation loss.
+        scheduler: its `step()` is called after every epoch.
         run_dir: directory for checkpoints, metrics.jsonl and TensorBoard events.
         resume: continue from the newest checkpoint in `run_dir`, if there is one.
         extra: plain values to store in checkpoints; they must be the same when resuming.
@@ -314,9 +324,8 @@ def fit(
             steps in a row with a NaN or infinite loss or gradient.
     """
     config = config or FitConfig()
+    metrics = metrics or {}
     world = strategy.world
-    if config.patience and validation is None:
-        raise UserError("patience needs the validation loss: give validation")
     if module is not strategy.module:
         raise UserError("fit takes the module that strategy.wrap returned last: wrap it first")
     train = SharedLoader(loader, world, training=True, seed=config.seed)
@@ -330,43 +339,28 @@ def fit(
         "samples": train.num_samples,
     }
     fitting = Fitting(
-        module=module,
         optimizer=optimizer,
-        criterion=criterion,
         strategy=strategy,
-        metrics=metrics or {},
         scheduler=scheduler,
         config=config,
         extra=dict(extra or {}) | settings,
     )
     run = RunDir(run_dir) if run_dir is not None else None
+    board: GuardedLogger | None = None
     if run:
         fitting.restore(run, resume)
-    signum = fit_epochs(fitting, train, held_out, run)
-    if not signum and fitting.best_weights and fitting.best_epoch != fitting.epoch:
-        strategy.load(fitting.best_weights, optimizer, strategy.optimizer_state(optimizer))
-    return FitResult(fitting.history, fitting.best_epoch if held_out else fitting.epoch, signum)
-
-
-def fit_epochs(
-    fitting: Fitting, train: SharedLoader, held_out: SharedLoader | None, run: RunDir | None
-) -> int:
-    """Train, validate and save in every epoch; return the stop signal, or 0."""
-    config = fitting.config
-    world = train.world
-    board: GuardedLogger | None = None
-    if run and world.is_main_process:
-        board = open_tensorboard(run.path, purge_step=fitting.epoch + 1)
+        if world.is_main_process:
+            board = open_tensorboard(run.path, purge_step=fitting.epoch + 1)
     signum = 0
     while not signum and fitting.epoch < config.epochs:
-        if 0 < config.patience <= fitting.epoch - fitting.best_epoch:
+        if held_out and 0 < config.patience <= fitting.epoch - fitting.best_epoch:
             break
-        means = fitting.train_epoch(train)
+        means = fitting.train_epoch(train, Pass(module, criterion, strategy, metrics))
         if means is not None:
             record = {"epoch": fitting.epoch + 1.0}
             record |= {f"train/{name}": mean for name, mean in means.items()}
             if held_out:
-                means = fitting.evaluate(held_out)
+                means = evaluate(module, held_out, criterion, strategy, metrics)
                 record |= {f"valid/{name}": mean for name, mean in means.items()}
             improved = fitting.end_epoch(record)
             if run:
@@ -375,13 +369,14 @@ def fit_epochs(
                 board.write(without_nan(record), fitting.epoch)
                 board.flush()
             if config.progress and world.is_main_process:
-                print(
-                    ", ".join(f"{name} {value:.4g}" for name, value in record.items()), flush=True
-                )
+                figures = (f"{name} {value:.4g}" for name, value in record.items())
+                print(", ".join(figures), flush=True)
         signum = all_reduce_max(stop_flag.signum, world)
     if board:
         board.close()
-    return signum
+    if not signum and fitting.best_weights and fitting.best_epoch != fitting.epoch:
+        strategy.load(fitting.best_weights, optimizer, strategy.optimizer_state(optimizer))
+    return FitResult(fitting.history, fitting.best_epoch if held_out else fitting.epoch, signum)
 
 
 def merge_buffers(module: nn.Module, world: World) -> None:

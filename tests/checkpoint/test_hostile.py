@@ -35,8 +35,7 @@ from rl_dist.process_group.world import World
 from rl_dist.run_dir import RunDir
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
-from rl_dist.supervised.config import FitConfig
-from rl_dist.supervised.fit import Fitting
+from rl_dist.supervised.fit import FitConfig, Fitting
 
 HUGE = [10**4000, -(10**4000), 2**63, -(2**63), 1e308, float("nan"), float("inf")]
 NESTED = json.loads("[" * 500 + "]" * 500)
@@ -240,12 +239,10 @@ def fitting():
     world = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), backend="gloo")
     strategy = Strategy(StrategyConfig(), world)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    strategy.wrap(module)
     return Fitting(
-        module=strategy.wrap(module),
         optimizer=optimizer,
-        criterion=torch.nn.functional.mse_loss,
         strategy=strategy,
-        metrics={},
         scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1),
         config=FitConfig(),
         extra={"kind": "x"},
@@ -254,7 +251,7 @@ def fitting():
 
 def test_every_odd_entry_of_a_fit_is_one_line_or_is_taken(tmp_path):
     run, fit = RunDir(tmp_path), fitting()
-    fit.module(torch.ones(1, 2)).sum().backward()
+    fit.strategy.module(torch.ones(1, 2)).sum().backward()
     fit.optimizer.step()
     fit.save(run, fit.end_epoch({"epoch": 1.0, "valid/loss": 1.0}))
     (path,) = run.checkpoints.glob("iteration_*.pt")

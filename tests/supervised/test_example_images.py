@@ -14,5 +14,4 @@ def test_two_ranks_report_the_figures_of_one_to_the_last_image(ranks_folder, mon
     one = json.loads(capsys.readouterr().out)
     two = json.loads((ranks_folder / "figures_0.json").read_text())
     assert one["samples"] == two["samples"] == 1001
-    assert one["accuracy"] == two["accuracy"] > 0.6
-    assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
+    assert one == pytest.approx(two, rel=1e-5) and one["accuracy"] > 0.6

