@@ -12,11 +12,11 @@ from agents_ranks import world_of_one
 from train_runs import SIZES, SPANS, WORLDS, only_error, run_here, start, train_here, wait_until
 
 import train_distributed
+from agents import pretrain
 from agents.config import TrainConfig
 from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
-from agents.pretrain import command as pretrain
-from agents.pretrain.command import SMALLEST_MOVE, VOLATILITY_DAYS, make_windows
+from agents.pretrain import SMALLEST_MOVE, VOLATILITY_DAYS, make_windows
 from agents.run.saved import initial_weights
 from agents.trainer import Job, Training
 from envs.trading.config import DataConfig, SimulatedMarketConfig, TradingConfig

@@ -10,8 +10,8 @@ span decides when to stop. The test span is never used.
 
 from __future__ import annotations
 
-import argparse
 import signal
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -34,8 +34,8 @@ from envs.trading.config import DataConfig, Observation, SimulatedMarketConfig, 
 from envs.trading.features import market_tables, portfolio_columns
 from envs.trading.market_data import Market, Span
 from envs.trading.task import TradingTask, prepare_task
-from rl_dist.errors import UserError, explains_errors
-from rl_dist.flags import Field, configuration, parse_flags, read_sections, saved_form
+from rl_dist.errors import UserError, explains_errors, outlive_readers
+from rl_dist.flags import Field, Text, configuration, parse_flags, read_sections, saved_form
 from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
 from rl_dist.launch.ranks import launch, restart_count
 from rl_dist.process_group.collectives import all_gather_json
@@ -58,6 +58,16 @@ EPILOG = """examples:
   python -m agents.pretrain --data prices.csv --test_start 2016-01-04
   python train_distributed.py --pretrained runs/pretrain/2026-01-31_12-00-00
 exit codes: 0 done, 1 failed, 2 bad usage, stopped: 130 (INT), 143 (TERM), 138 (USR1), 129 (HUP)"""
+
+
+@configuration
+class RunFlags:
+    """Run directory of a pre-training."""
+
+    run_dir: Text = ""
+    """Directory to write to; none: runs/pretrain/DATE_TIME."""
+    resume: Text = ""
+    """Continue the pre-training in this directory."""
 
 
 @configuration
@@ -192,12 +202,25 @@ class FeatureTraining(nn.Module):
     next day, and the standardised log volatility of the next VOLATILITY_DAYS days.
     """
 
-    def __init__(self, policy: Policy, num_stocks: int) -> None:
+    def __init__(self, config: PretrainRunConfig, inputs: Tensor, num_stocks: int) -> None:
+        """Take the feature LSTM of a new policy; normalise by mean and variance of `inputs`."""
         super().__init__()
-        self.normalizer = Normalizer(policy.num_obs)
+        torch.manual_seed(config.fit.seed)
+        shape = PolicyConfig(hidden_size=config.pretrain.hidden_size)
+        policy = Policy(shape, inputs.shape[2], spaces.Box(-1.0, 1.0, (num_stocks,)))
         self.feature_core = policy.feature_core
         self.feature_mlp = policy.feature_mlp
-        self.head = nn.Linear(policy.config.hidden_size, 2 * num_stocks)
+        self.head = nn.Linear(shape.hidden_size, 2 * num_stocks)
+        self.to(config.launch.dtype)  # not the normaliser
+        self.normalizer = Normalizer(policy.num_obs)
+
+        # The first pass finds the mean of the observations. The second pass sums deviations from
+        # this mean, which loses fewer digits to rounding.
+        moments = self.normalizer.moments
+        for _ in range(2):
+            moments.count.zero_()
+            for chunk in inputs.split(1024):
+                moments.merge(moments.sums(chunk))
 
     def forward(self, obs: Tensor) -> Tensor:
         """Return the predictions [N, days, 2, n] described in the class."""
@@ -206,29 +229,6 @@ class FeatureTraining(nn.Module):
         state = normal.new_zeros(core.num_states, normal.shape[1], core.hidden_size)
         features = self.feature_mlp(core(normal.contiguous(), state)[0])
         return self.head(features).transpose(0, 1).unflatten(2, (2, -1))
-
-
-def make_module(config: PretrainRunConfig, inputs: Tensor, num_stocks: int) -> FeatureTraining:
-    """Return the feature LSTM of a new policy, with a head and fixed normalisation.
-
-    The mean and variance of `inputs` are used to normalise observations.
-    """
-    torch.manual_seed(config.fit.seed)
-    shape = PolicyConfig(hidden_size=config.pretrain.hidden_size)
-    policy = Policy(shape, inputs.shape[2], spaces.Box(-1.0, 1.0, (num_stocks,)))
-    module = FeatureTraining(policy, num_stocks)
-
-    # The first pass finds the mean of the observations. The second pass sums deviations from this
-    # mean, which loses fewer digits to rounding.
-    moments = module.normalizer.moments
-    for _ in range(2):
-        moments.count.zero_()
-        for chunk in inputs.split(1024):
-            moments.merge(moments.sums(chunk))
-    for name, part in module.named_children():
-        if name != "normalizer":
-            part.to(config.launch.dtype)
-    return module
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -251,9 +251,6 @@ def volatility_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs[:, :, 1] - targets[:, :, 1]).square()
 
 
-METRICS = {"sign_accuracy": sign_accuracy, "volatility_error": volatility_error}
-
-
 # ---- run
 
 
@@ -271,7 +268,7 @@ def run_rank(config: PretrainRunConfig, resolved: ResolvedLaunch, run: RunDir, r
     (inputs, _), targets = train.tensors, valid.tensors[1]
     strategy_config = replace(config.launch.strategy_config, device_ids=resolved.gpu_ids)
     strategy = Strategy(strategy_config, world)
-    module = strategy.wrap(make_module(config, inputs, targets.shape[3]).to(world.device))
+    module = strategy.wrap(FeatureTraining(config, inputs, targets.shape[3]).to(world.device))
     loader = partial(DataLoader, batch_size=config.pretrain.batch_size)
     result = fit(
         module,
@@ -280,7 +277,7 @@ def run_rank(config: PretrainRunConfig, resolved: ResolvedLaunch, run: RunDir, r
         loss,
         strategy,
         validation=loader(valid),
-        metrics=METRICS,
+        metrics={"sign_accuracy": sign_accuracy, "volatility_error": volatility_error},
         config=config.fit,
         run_dir=run_dir,
         resume=resume or restart_count() > 0,
@@ -293,79 +290,67 @@ def run_rank(config: PretrainRunConfig, resolved: ResolvedLaunch, run: RunDir, r
             **vars(config.market),
         },
     )
-    if result.signum:
-        if world.is_main_process:
-            saved = f"continue with --resume {run_dir}" if result.history else "no epoch had ended"
-            print(f"stopped by {signal.Signals(result.signum).name}; {saved}")
-        return 128 + result.signum
-    if not result.best_epoch:
-        raise UserError("the validation loss was never finite: lower --learning_rate", exit_code=1)
-    if world.is_main_process:
+    if world.is_main_process and not result.signum:
         best = result.history[result.best_epoch - 1]
-        num_epochs, up = len(result.history), float(targets[:, :, 0].mean())
-        most_frequent = max(up, 1.0 - up)  # accuracy if the same sign is always predicted
-        run.write_summary(
-            {
-                "best_epoch": result.best_epoch,
-                "epochs": num_epochs,
-                "best": best,
-                "most_frequent_sign": most_frequent,
-            }
-        )
+        num_epochs = len(result.history)
+        run.write_summary({"best_epoch": result.best_epoch, "epochs": num_epochs, "best": best})
         print(
-            f"best epoch {result.best_epoch} of {num_epochs}, on the validation span: sign right "
-            f"in {best['valid/sign_accuracy']:.1%} (always the same sign: {most_frequent:.1%})"
+            f"best epoch {result.best_epoch} of {num_epochs}: sign right in "
+            f"{best['valid/sign_accuracy']:.1%} of the validation span\n"
+            f"next: python train_distributed.py --pretrained {run_dir}",
+            flush=True,
         )
-        print(f"next: python train_distributed.py --pretrained {run_dir}", flush=True)
-    return 0
-
-
-def _add_run_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("run")
-    about = f"directory to write to (default: {RUNS}/DATE_TIME)"
-    group.add_argument("--run_dir", default="", metavar="DIR", help=about)
-    group.add_argument("--resume", default="", metavar="DIR", help="continue this pre-training")
+    elif world.is_main_process:
+        saved = f"continue with --resume {run_dir}" if result.history else "no epoch had ended"
+        print(f"stopped by {signal.Signals(result.signum).name}; {saved}")
+    return 128 + result.signum if result.signum else 0
 
 
 @explains_errors
 def main() -> int:
     """Run the command; return the exit code."""
+    sections = {"run": RunFlags(), **SECTIONS}
     parse = partial(
         parse_flags,
         description=(__doc__ or "").partition("\n")[0],
         epilog=EPILOG,
-        extra=_add_run_flags,
         prog="python -m agents.pretrain",
     )
-    parsed = parse(SECTIONS)
-    resume = parsed.extra.resume
-    if resume:  # saved settings become the defaults; `fit` refuses changes that do not fit
-        parsed = parse(SECTIONS | read_sections(SECTIONS, RunDir(resume).config()))
-    config = PretrainRunConfig(**parsed.configs)
+    configs = parse(sections).configs
+    flags = configs.pop("run")
+    run = RunDir(flags.resume or flags.run_dir or RUNS)
+    if flags.resume:  # saved settings become the defaults; `fit` refuses changes that do not fit
+        configs = parse(sections | read_sections(SECTIONS, run.config())).configs
+        configs.pop("run")
+    config = PretrainRunConfig(**configs)
     digest = data_digest(config.data)
     config = replace(config, data=replace(config.data, data_digest=digest))
     resolved = resolve(config.launch)
-    run = RunDir(resume or parsed.extra.run_dir or RUNS)
     with ExitStack() as held:
         if is_first():
             print(f"{resolved.message}\n{config.prepare_task().describe()}")
-            if not (resume or parsed.extra.run_dir):
+            if run.path == RUNS:
                 run = RunDir.fresh(RUNS)
-            held.enter_context(run.hold() if resume else run.hold_new())
+            held.enter_context(run.hold() if flags.resume else run.hold_new())
             print(f"run directory: {run.path}", flush=True)
             run.write_config(saved_form(config))
         code = 1
         try:
             code = launch(
                 run_rank,
-                (config, resolved, run, bool(resume)),
+                (config, resolved, run, bool(flags.resume)),
                 resolved.num_ranks,
                 max_restarts=config.launch.max_restarts,
                 run_dir=run.path,
                 threads=resolved.threads,
             )
         finally:
-            if code and not resume:
+            if code and not flags.resume:
                 close_logging()
                 run.discard_unstarted(code)
         return code
+
+
+if __name__ == "__main__":
+    outlive_readers()
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Pre-train the feature LSTM on market data."""
