@@ -19,54 +19,240 @@ from __future__ import annotations
 
 import json
 import logging
-import re
+import math
 import sys
+import time
+from argparse import SUPPRESS
 from collections.abc import Sequence
-from dataclasses import asdict
-from inspect import getdoc, signature
-from typing import Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from rl_dist.errors import CommandParser, UserError, explains_errors
+import torch
+from torch.utils.benchmark import Timer
+
+from rl_dist.checkpoint.trust import check_named
+from rl_dist.errors import CommandParser, UserError, explains_errors, table
+from rl_dist.flags import Field, configuration, fields_of
 from rl_dist.launch.child import ChildError, leave_at_signals
-from rl_dist.speedup.estimate import as_text, estimate_training_speedup
-from rl_dist.speedup.model import CARDS
+from rl_dist.run_dir import RunDir
+from rl_dist.speedup.measure import MeasuredJob, measure_job
+from rl_dist.speedup.model import CARDS, Prediction, bottleneck, predict, steps_per_episode
 
-SPECIAL: dict[str, dict[str, Any]] = {
-    "gpus": {"type": int, "nargs": "+", "metavar": "N"},
-    "gpu": {"metavar": "NAME"},
-    "scaling": {"choices": ("strong", "weak", "both")},
-    "device": {"choices": ("auto", "cpu", "cuda")},
+COLUMNS = {  # heading: (name of the value in a row, format)
+    "ranks": ("gpus", "{}"),
+    "scaling": ("scaling", "{}"),
+    "predicted": ("speedup", "{:.2f}x"),
+    "95 %": ("speedup_interval", "{0[0]:.2f}-{0[1]:.2f}"),
+    "efficiency": ("efficiency", "{:.0%}"),
+    "lost most in": ("bottleneck", "{}"),
+    "source": ("source", "{}"),
+    "steps/s": ("steps_per_s", "{:,.0f}"),
+    "hours": ("hours", "{:.3g}"),
+    "cost": ("cost", "{:,.2f}"),
 }
+EPISODES = 5000  # default length of a training run
+CARD_ESTIMATE = (
+    "an estimate from data sheets and the lowest list price of 2026-11 in US dollars: rollouts as "
+    "measured here, the rest scaled by peak fp32 rates, 8 cards in a machine, InfiniBand NDR "
+    "between machines"
+)
+NO_COST = (
+    "no time or cost: give --sps N (the steps/s of a run on one such GPU) and, if no episode ended "
+    "in the short runs, --total_steps"
+)
 
 
-def _parse(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return `estimate_training_speedup` arguments by name, and the training flags."""
+@configuration
+class SpeedupOptions:
+    """The options of an estimate."""
+
+    run_dir: Path | None = None  # directory of an earlier run; the job of this run is estimated
+    gpus: tuple[Annotated[int, Field(ge=1)], ...] = (1, 2)
+    """Numbers of GPUs (ranks)."""
+    scaling: Literal["strong", "weak", "both"] = "both"
+    """strong (batch sizes etc. are totals), weak (they are per rank) or both."""
+    gpu: Literal["", *CARDS] = ""  # type: ignore[valid-type]
+    """Name of a GPU model to estimate for, instead of this machine."""
+    sps: float = Field(0.0, ge=0)
+    """Steps/s of one rank, from a run here or on `gpu`; 0: measure them here."""
+    num_episodes: int = Field(0, ge=0)
+    """Length of the training run; 0: the length of the earlier run, else 5000."""
+    total_steps: int = Field(0, ge=0)
+    """Length of the training run in environment steps, not episodes."""
+    price_per_hour: float = Field(0.0, ge=0)
+    """Price of one GPU hour; 0: the lowest list price of `gpu` in US dollars."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the short runs."""
+
+
+@dataclass(frozen=True)
+class SpeedupReport:
+    """All predictions of one call, as JSON values; None marks an unknown value."""
+
+    title: str  # names the job, the machine and the date
+    rows: list[dict[str, Any]]
+    notes: list[str]
+
+
+def estimate_training_speedup(flags: Sequence[str] = (), **options: Any) -> SpeedupReport:
+    """Measure short runs and predict the training speed on each number of GPUs.
+
+        report = estimate_training_speedup(["--env", "CartPole-v1"], gpus=[1, 2])
+        report.rows[-1]["speedup"]
+
+    Args:
+        flags: flags of train_distributed.py; they override the flags from `run_dir`.
+        options: run_dir, directory of an earlier run whose job is estimated; gpus, scaling, gpu,
+            sps, num_episodes, total_steps, price_per_hour and device, which the flags of
+            `python -m rl_dist.speedup` with these names explain.
+
+    Raises:
+        UserError: wrong arguments, or flags that training refuses.
+        ChildError: a short run failed, or its rate kept changing.
+    """
+    chosen = SpeedupOptions(**options)
+    device = chosen.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    saved = _job_of(RunDir(chosen.run_dir), flags) if chosen.run_dir else {}
+    job_flags = [*(f"--{name}={value}" for name, value in saved.items()), *flags]
+    num_episodes = chosen.num_episodes or int(saved.get("num_episodes", EPISODES))
+    saved_steps = 0 if chosen.num_episodes else int(saved.get("total_steps", 0))
+    scalings = ("strong", "weak") if chosen.scaling == "both" else (chosen.scaling,)
+    card = CARDS.get(chosen.gpu)
+    job = measure_job(
+        job_flags,
+        device,
+        chosen.gpus,
+        scalings,
+        steady=not chosen.sps,
+        network=card.network if card else None,
+    )
+    length = chosen.total_steps or saved_steps or num_episodes * steps_per_episode(job.records)
+    rows = _rows(job, chosen, device, length)
+    notes = [f"{chosen.gpu}: {CARD_ESTIMATE}"] if chosen.gpu else []
+    notes += [NO_COST] if rows[0]["hours"] is None else []
+    title = f"{job.title}; {chosen.gpu or job.hardware}, {time.strftime('%Y-%m-%d')}"
+    return SpeedupReport(title, rows, job.notes + notes)
+
+
+def _job_of(run: RunDir, flags: Sequence[str]) -> dict[str, str]:
+    """Return the flags of a saved run by name.
+
+    Raise UserError if the run names Python modules that the user did not name as well.
+    """
+    saved = run.flags()
+    if not {"env", "core", "num_episodes", "total_steps"} <= saved.keys():
+        raise UserError(f"{run.config_path} names no env, core and length: give flags instead")
+    for section, name in (("task", "env"), ("policy", "core")):
+        settings = {key: saved[key] for key in (name, f"{name}_kwargs") if key in saved}
+        is_given = any(flag.split("=")[0] == f"--{name}" for flag in flags)
+        check_named(run.path, section, settings, saved[name] if is_given else None)
+    return saved
+
+
+def print_training_speedup_estimates(flags: Sequence[str] = (), **options: Any) -> None:
+    """Print the result of `estimate_training_speedup`, with the same arguments.
+
+    print_training_speedup_estimates(["--env", "CartPole-v1"], gpus=[1, 2])
+    """
+    print(as_text(estimate_training_speedup(flags, **options)))
+
+
+# ---- the rows of the report
+
+
+def _rows(
+    job: MeasuredJob, options: SpeedupOptions, device: str, env_steps: float
+) -> list[dict[str, Any]]:
+    """Return a row for each number of ranks, on this machine or on other cards.
+
+    Args:
+        env_steps: length of the training run in environment steps; NaN: unknown.
+    """
+    rows = []
+    baseline: Prediction | None = None  # the first prediction, which is for one rank
+    slower = 1.0  # time per step at the rate `sps`, divided by the measured time
+    card = CARDS.get(options.gpu)
+    usd_per_hour = options.price_per_hour or (card.usd_per_hour if card else 0.0)
+    # time on the card divided by the time on one CPU thread or GPU of this machine
+    ratio = _fp32_tflops(device) / card.fp32_tflops if card else 1.0
+    for share in job.shares:
+        update = share.processors * ratio if card else 1.0  # factor of the time of an update
+        work = share.work.scaled(1.0, update)
+        if options.sps and not baseline:
+            slower = work.env_steps / options.sps / work.seconds
+        # ranks on other cards share no cores
+        crowding = 1.0 if card else share.crowding
+        work = work.scaled(crowding * slower, crowding * slower)
+        talk_s = job.network.iteration_s(work.gradient_steps, job.gradient_bytes, share.ranks)
+        prediction = predict(work, share.ranks, talk_s * crowding)
+        baseline = baseline or prediction
+        speedup = prediction.steps_per_s / baseline.steps_per_s
+        error = math.hypot(baseline.relative_error, prediction.relative_error)
+        margin = min(0.9, 1.96 * error) if share.ranks > 1 else 0.0
+        # NaN means that the rate is unknown, which makes time and cost NaN as well
+        rate = prediction.steps_per_s if options.sps or not card else math.nan
+        hours = env_steps / rate / 3600
+        cost = hours * share.ranks * usd_per_hour or math.nan
+        times = {"steps_per_s": rate, "hours": hours, "cost": cost}
+        rows.append(
+            {
+                "gpus": share.ranks,
+                "scaling": share.scaling,
+                "source": "estimate" if card else share.source,
+                "speedup": speedup,
+                "speedup_interval": [speedup * (1 - margin), speedup * (1 + margin)],
+                "efficiency": speedup / share.ranks,
+                "bottleneck": bottleneck(baseline, prediction),
+                **{name: None if math.isnan(value) else value for name, value in times.items()},
+            }
+        )
+    return rows
+
+
+def _fp32_tflops(device_type: str) -> float:
+    """Measure the fp32 TFLOP/s of one CPU thread, or of the GPU."""
+    matrix = torch.randn(768, 768, device=device_type)
+    timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=1)
+    return 2 * 768**3 / timer.timeit(8).median / 1e12
+
+
+def as_text(report: SpeedupReport) -> str:
+    """Format a report as title, table and notes; omit columns without values."""
+    rows = report.rows
+    columns = {
+        heading: [form.format(row[name]) for row in rows]
+        for heading, (name, form) in COLUMNS.items()
+        if rows[0][name] is not None
+    }
+    notes = [f"note: {note}" for note in report.notes]
+    cells = zip(*columns.values(), strict=True)
+    return "\n".join([report.title, "", table([*columns], cells), "", *notes])
+
+
+@explains_errors
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
     parser = CommandParser(
         prog="python -m rl_dist.speedup",
         usage="%(prog)s [RUN_DIR] [--gpus N [N ...]] [training flags]",
         description=__doc__,
         epilog=f"names for --gpu: {', '.join(CARDS)}",
     )
-    texts = dict(re.findall(r"^ +(\w+): (.+)\.$", getdoc(estimate_training_speedup) or "", re.M))
-    _, _, *parameters = signature(estimate_training_speedup).parameters.values()
-    for parameter in parameters:
-        name, default = parameter.name, parameter.default
-        options = SPECIAL.get(name) or {"type": type(default), "metavar": "X"}
-        parser.add_argument(f"--{name}", default=default, help=texts[name], **options)
+    for name, field in fields_of(SpeedupOptions()).items():
+        nargs = "+" if name == "gpus" else None
+        parser.add_argument(
+            f"--{name}", metavar="X", nargs=nargs, default=SUPPRESS, help=field.description
+        )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     args, flags = parser.parse_known_args(argv)
-    args.run_dir = flags.pop(0) if argv and not argv[0].startswith("-") else ""
-    if flags and not flags[0].startswith("-"):
-        fix = "RUN_DIR comes first, other values follow a flag"
-        raise UserError(f"unexpected argument {flags[0]!r}: {fix}")
-    return vars(args), flags
-
-
-@explains_errors
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    options, flags = _parse(sys.argv[1:] if argv is None else argv)
+    options = vars(args)
     as_json = options.pop("json")
+    if argv and not argv[0].startswith("-"):
+        options["run_dir"] = flags.pop(0)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         report = estimate_training_speedup(flags, **options)

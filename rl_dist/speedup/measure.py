@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -44,95 +45,113 @@ class Share:
     source: str  # "measured": a copy ran for each rank; "modelled": fewer copies ran
 
 
+@dataclass(frozen=True, kw_only=True)
 class MeasuredJob:
-    """Measurements of a job, which one rank of this machine trains for some seconds.
+    """Measurements of a job on this machine."""
+
+    records: list[dict[str, Any]]  # of one rank
+    title: str  # names the job
+    hardware: str
+    gradient_bytes: int
+    network: Network
+    shares: list[Share]  # for each scaling, by number of ranks; 1 rank first
+    notes: list[str]
+
+
+def measure_job(
+    flags: Sequence[str],
+    device_type: str,
+    gpus: Sequence[int],
+    scalings: Sequence[str],
+    *,
+    steady: bool,
+    network: Network | None = None,
+) -> MeasuredJob:
+    """Measure one rank, reductions, and copies of one rank's share for each number of ranks.
+
+    Copies train at the same time, at most one per core or GPU. A number of ranks that does not
+    divide the job's sizes is skipped, and a note says so.
 
     Args:
         flags: flags of the training script.
         gpus: numbers of ranks to measure, in addition to 1.
-        rate_is_known: accept measured steps/s that keep changing.
+        steady: refuse measured steps/s that keep changing.
+        network: connections between the ranks; None: measure those of this machine.
 
     Raises:
         UserError: training does not accept the flags.
         ChildError: a short run or a reduction failed, or the steps/s keep changing.
     """
-
-    def __init__(
-        self, flags: Sequence[str], device_type: str, gpus: Sequence[int], rate_is_known: bool
-    ) -> None:
-        self.flags = [*flags, "--num_gpus=1", f"--device={device_type}", "--gpu_ids="]
-        self.device_type = device_type
-        self.on_cpu = device_type == "cpu"
-        logger.info("measuring the whole job on one rank")
-        whole = measure_short_runs([[*self.flags, "--strategy=default"]])
-        (self.records,) = whole.records
-        rates = round_rates(self.records)
-        if not (is_steady(rates) or rate_is_known):
-            problem = f"the rate of one rank keeps changing: {describe_rates(rates)}"
-            fix = "stop other programs and measure again, or give --sps N from a run"
-            raise ChildError(f"{problem}: {fix}")
-        work, config = rank_cost(self.records), whole.config
-        self.gradient_bytes = whole.gradient_bytes
-        self.threads = config["launch"]["threads"]
-        self.sizes = {
-            "num_envs": work.env_steps // config["train"]["num_steps"],
-            "batch_size": config["train"]["batch_size"],
-        }
-        self.title = f"{config['task']['env']}, {self.sizes['num_envs']} environments"
-        self.cores = available_cores()
-        self.hardware = (
-            f"{self.cores} CPU core(s)" if self.on_cpu else torch.cuda.get_device_name(0)
+    # the whole job on one rank
+    flags = [*flags, "--num_gpus=1", f"--device={device_type}", "--gpu_ids="]
+    logger.info("measuring the whole job on one rank")
+    whole = measure_short_runs([[*flags, "--strategy=default"]])
+    (records,) = whole.records
+    rates = round_rates(records)
+    if steady and not is_steady(rates):
+        raise ChildError(
+            f"the rate of one rank keeps changing: {describe_rates(rates)}: stop other programs "
+            "and measure again, or give --sps N from a run"
         )
-        self.numbers = sorted({1, *gpus})
-        most_ranks = self.numbers[-1]
-        self.most_copies = min(most_ranks, self.cores if self.on_cpu else torch.cuda.device_count())
-        # number of ranks in one machine
-        self.ranks_here = most_ranks if self.on_cpu else self.most_copies
-        self.notes: list[str] = []
-        # measured costs; the key is (divisor of the sizes, threads, copies)
-        self._works = {(1, self.threads, 1): work}
+    config = whole.config
+    cost = rank_cost(records)
+    sizes = {
+        "num_envs": cost.env_steps // config["train"]["num_steps"],
+        "batch_size": config["train"]["batch_size"],
+    }
+    most_threads = config["launch"]["threads"]
 
-    def network(self) -> Network:
-        """Time reductions between ranks of this machine and fit a network model."""
-        if self.ranks_here == 1:
-            return Network(Link(), 1)
-        ranks = max(2, self.most_copies)
+    # reductions between the ranks of this machine
+    on_cpu = device_type == "cpu"
+    cores = available_cores()
+    numbers = sorted({1, *gpus})
+    most_copies = min(numbers[-1], cores if on_cpu else torch.cuda.device_count())
+    ranks_here = numbers[-1] if on_cpu else most_copies
+    if not network and ranks_here > 1:
+        ranks = max(2, most_copies)
         logger.info("measuring reductions over %d ranks", ranks)
-        num_bytes = [max(4, int(self.gradient_bytes * factor)) for factor in FIT_FACTORS]
-        seconds = time_reductions(ranks, num_bytes, self.device_type)
-        return Network(fit_link(ranks, seconds), self.ranks_here)
+        num_bytes = [max(4, int(whole.gradient_bytes * factor)) for factor in FIT_FACTORS]
+        seconds = time_reductions(ranks, num_bytes, device_type)
+        network = Network(fit_link(ranks, seconds), ranks_here)
 
-    def shares(self, scalings: Sequence[str]) -> Iterator[Share]:
-        """Measure and yield one rank's work for each scaling and each number of ranks.
-
-        Copies of the rank's share train at the same time, at most one per core or GPU. If the
-        job's sizes are not divisible by a number of ranks, skip this number and add a note.
-        """
-        for scaling, ranks in itertools.product(scalings, self.numbers):
-            divisor = ranks if scaling == "strong" else 1
-            if any(size % divisor for size in self.sizes.values()):
-                sizes = " and ".join(f"{name} {size}" for name, size in self.sizes.items())
-                fix = f"choose multiples of {ranks}, or --scaling weak"
-                self.notes.append(f"{sizes} do not divide over {ranks} ranks: {fix}")
-                continue
-            threads = min(threads_per_rank(min(ranks, self.ranks_here)), self.threads)
-            copies = min(ranks, self.most_copies)
-            key = divisor, threads, copies
-            if key not in self._works:
-                logger.info("measuring %d x 1/%d of the job", copies, divisor)
-                smaller = [f"--{name}={size // divisor}" for name, size in self.sizes.items()]
-                share = [*self.flags, "--strategy=ddp", f"--threads={threads}", *smaller]
-                gpu_ids = [[] if self.on_cpu else [f"--gpu_ids={n}"] for n in range(copies)]
-                runs = measure_short_runs([[*share, *gpu_id] for gpu_id in gpu_ids])
-                self._works[key] = rank_cost(sum(runs.records, []))
-            work = self._works[key]
-            if copies < ranks:
-                work = replace(work, relative_error=max(work.relative_error, MODEL_ERROR))
-            yield Share(
+    # one rank's share of the job
+    shares: list[Share] = []
+    notes: list[str] = []
+    costs = {(1, most_threads, 1): cost}  # the key is (divisor of the sizes, threads, copies)
+    for scaling, ranks in itertools.product(scalings, numbers):
+        divisor = ranks if scaling == "strong" else 1
+        if any(size % divisor for size in sizes.values()):
+            notes.append(f"{sizes} do not divide over {ranks} ranks: use --scaling weak")
+            continue
+        threads = min(threads_per_rank(min(ranks, ranks_here)), most_threads)
+        copies = min(ranks, most_copies)
+        key = divisor, threads, copies
+        if key not in costs:
+            logger.info("measuring %d x 1/%d of the job", copies, divisor)
+            smaller = [f"--{name}={size // divisor}" for name, size in sizes.items()]
+            share = [*flags, "--strategy=ddp", f"--threads={threads}", *smaller]
+            gpu_ids = [[] if on_cpu else [f"--gpu_ids={number}"] for number in range(copies)]
+            runs = measure_short_runs([[*share, *gpu_id] for gpu_id in gpu_ids])
+            costs[key] = rank_cost(sum(runs.records, []))
+        work = costs[key]
+        if copies < ranks:
+            work = replace(work, relative_error=max(work.relative_error, MODEL_ERROR))
+        shares.append(
+            Share(
                 ranks=ranks,
                 scaling=scaling,
                 work=work,
-                processors=threads if self.on_cpu else 1,
-                crowding=max(1.0, ranks * threads / self.cores) if self.on_cpu else 1.0,
+                processors=threads if on_cpu else 1,
+                crowding=max(1.0, ranks * threads / cores) if on_cpu else 1.0,
                 source="modelled" if copies < ranks else "measured",
             )
+        )
+    return MeasuredJob(
+        records=records,
+        title=f"{config['task']['env']}, {sizes['num_envs']} environments",
+        hardware=f"{cores} CPU core(s)" if on_cpu else torch.cuda.get_device_name(0),
+        gradient_bytes=whole.gradient_bytes,
+        network=network or Network(Link(), 1),
+        shares=shares,
+        notes=notes,
+    )

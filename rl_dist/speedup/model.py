@@ -20,18 +20,7 @@ from typing import Any
 
 MODEL_ERROR = 0.1  # assumed relative standard error of an iteration that was not measured
 SMALL_COLLECTIVES = 3  # collectives per iteration that do not reduce gradients
-# For each part of an iteration: its name in the column "lost most in", and how to reduce the loss.
-LOSSES = {
-    "rollouts": (
-        "rollouts",
-        "raise --num_envs, step slow environments in processes (--env_workers auto), or give each "
-        "rank its own cores",
-    ),
-    "update": ("update", "raise --batch_size and --num_envs, or give each rank more cores"),
-    "communication": ("reducing gradients", "raise --batch_size, or use a faster link"),
-    "waiting": ("waiting for the slowest", "raise --num_steps, or level out environments"),
-}
-WARM_UP, LATEST = 2, 200  # an audit omits the first 2 iterations and uses at most the last 200
+WARM_UP = 2  # an audit omits this many first iterations
 
 
 # ---- the work of one rank
@@ -77,11 +66,9 @@ def rank_cost(records: Sequence[Mapping[str, Any]]) -> RankCost:
     entries = [entry for record in records for entry in record["ranks"]]
     collect_s = [entry["time/collect_s"] for entry in entries]
     update_s = [entry["time/update_own_s"] for entry in entries]
-    iteration_s = [sum(parts) for parts in zip(collect_s, update_s, strict=True)]
-    error_s = _spread(iteration_s) / math.sqrt(len(entries))
     steps = round(fmean(record["optim/steps"] for record in records))
     step_spread_s = fmean(entry["time/step_spread_s"] for entry in entries)
-    return RankCost(
+    work = RankCost(
         env_steps=round(steps_per_iteration(records) / len(records[0]["ranks"])),
         gradient_steps=steps,
         collect_s=fmean(collect_s),
@@ -89,8 +76,10 @@ def rank_cost(records: Sequence[Mapping[str, Any]]) -> RankCost:
         collect_spread_s=_spread(collect_s),
         # Either single steps vary, or whole updates do. Use the larger of the two variations.
         update_spread_s=max(steps * step_spread_s, _spread(update_s)),
-        relative_error=error_s / fmean(iteration_s),
     )
+    # A core that is slow for a whole iteration slows both parts down, so their spreads add up.
+    error_s = (work.collect_spread_s + _spread(update_s)) / math.sqrt(len(entries))
+    return replace(work, relative_error=error_s / work.seconds)
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -220,7 +209,7 @@ class Prediction:
 
     ranks: int
     env_steps: int  # environment steps of all ranks together
-    parts_s: dict[str, float]  # seconds of each part; the keys are those of LOSSES
+    parts_s: dict[str, float]  # seconds of each part; the keys name the parts
     relative_error: float  # standard error of the iteration time, as a fraction of it
 
     @property
@@ -243,8 +232,8 @@ def predict(work: RankCost, ranks: int, communication_s: float) -> Prediction:
         parts_s={
             "rollouts": work.collect_s,
             "update": work.update_s,
-            "communication": communication_s,
-            "waiting": expected_maximum(ranks) * spread_s,
+            "reducing gradients": communication_s,
+            "waiting for the slowest": expected_maximum(ranks) * spread_s,
         },
         relative_error=work.relative_error,
     )
@@ -259,19 +248,13 @@ def expected_maximum(count: int) -> float:
     return NormalDist().inv_cdf((count - 1 / 3) / (count + 1 / 3))
 
 
-def bottleneck(baseline: Prediction, many: Prediction) -> tuple[str, str]:
-    """Describe where several ranks lose most time, and how to reduce the loss.
-
-    Both texts are empty if the ranks reach more than 90 % of perfect scaling.
-    """
-    if many.steps_per_s > 0.9 * many.ranks * baseline.steps_per_s:
-        return "", ""
+def bottleneck(baseline: Prediction, many: Prediction) -> str:
+    """Name the part in which several ranks lose most time, and its share of an iteration."""
     # fraction of the work of the one-rank baseline that each rank does
     share = many.env_steps / many.ranks / baseline.env_steps
-    lost_s = {name: many.parts_s[name] - baseline.parts_s[name] * share for name in LOSSES}
-    worst = max(LOSSES, key=lambda name: lost_s[name])
-    label, fix = LOSSES[worst]
-    return f"{label} {lost_s[worst] / many.iteration_s:.0%}", fix
+    lost_s = {name: many.parts_s[name] - baseline.parts_s[name] * share for name in many.parts_s}
+    worst = max(lost_s, key=lambda name: lost_s[name])
+    return f"{worst} {lost_s[worst] / many.iteration_s:.0%}"
 
 
 # ---- the audit at the end of a run on several ranks
@@ -287,34 +270,28 @@ def audit(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     # Records that another program wrote may lack some values.
     with suppress(LookupError, TypeError, ValueError, ArithmeticError):
         ranks = len(records[-1]["ranks"])
-        same = [record for record in records if len(record["ranks"]) == ranks][WARM_UP:][-LATEST:]
+        same = [record for record in records if len(record["ranks"]) == ranks][WARM_UP:]
+        work = rank_cost(same)
+        # The last rank to arrive at a reduction waits only for the transfer: take the minimum.
+        reductions_s = [min(rank["time/reduction_s"] for rank in r["ranks"]) for r in same]
+        gradients_s = work.gradient_steps * median(reductions_s)
+        small_s = min(record["time/sync_s"] for record in same)
+        predicted = predict(work, ranks, gradients_s + small_s).steps_per_s
+        measured = harmonic_mean([record["time/sps"] for record in same])
         if ranks > 1:
-            return _compare(same, ranks)
+            return {
+                "ranks": ranks,
+                "iterations": len(same),
+                "measured_steps_per_s": measured,
+                "predicted_steps_per_s": predicted,
+                "error": predicted / measured - 1.0,
+            }
     return None
-
-
-def _compare(records: Sequence[Mapping[str, Any]], ranks: int) -> dict[str, Any]:
-    work = rank_cost(records)
-    # The last rank to arrive at a reduction waits only for the transfer, so take the minimum.
-    reductions = [min(entry["time/reduction_s"] for entry in record["ranks"]) for record in records]
-    gradients_s = work.gradient_steps * median(reductions)
-    small_s = min(record["time/sync_s"] for record in records)
-    prediction = predict(work, ranks, gradients_s + small_s)
-    measured = harmonic_mean([record["time/sps"] for record in records])
-    return {
-        "ranks": ranks,
-        "iterations": len(records),
-        "measured_steps_per_s": measured,
-        "predicted_steps_per_s": prediction.steps_per_s,
-        "error": prediction.steps_per_s / measured - 1.0,
-        "busy": min(1.0, work.seconds * measured / prediction.env_steps),
-    }
 
 
 def describe(scaling: Mapping[str, Any]) -> str:
     """Format the result of `audit` as one line."""
     return (
         "scaling: {ranks} ranks trained {measured_steps_per_s:,.0f} steps/s; from their times the "
-        "model of rl_dist.speedup predicts {predicted_steps_per_s:,.0f} ({error:+.1%}); each rank "
-        "worked {busy:.0%} of the time"
+        "model of rl_dist.speedup predicts {predicted_steps_per_s:,.0f} ({error:+.1%})"
     ).format(**scaling)

@@ -200,16 +200,14 @@ HALF = replace(WORK, env_steps=500, collect_s=0.5, update_s=0.5)
 @pytest.mark.parametrize(
     ("many", "talk_s", "where"),
     [
-        (HALF, 0.0, ""),
         (replace(HALF, collect_s=1.0), 0.0, "rollouts 33%"),
         (HALF, 1.0, "reducing gradients 50%"),
         (replace(HALF, collect_spread_s=1.0), 0.0, "waiting for the slowest 36%"),
         (replace(WORK, update_s=2.0), 0.0, "update 33%"),
     ],
 )
-def test_the_bottleneck_names_what_is_lost_and_its_fix(many, talk_s, where):
-    found, fix = bottleneck(predict(WORK, 1, 0.0), predict(many, 2, talk_s))
-    assert found == where and bool(fix) == bool(where)
+def test_the_bottleneck_names_what_is_lost(many, talk_s, where):
+    assert bottleneck(predict(WORK, 1, 0.0), predict(many, 2, talk_s)) == where
 
 
 # ---- the audit of a run
@@ -219,10 +217,6 @@ def test_the_bottleneck_names_what_is_lost_and_its_fix(many, talk_s, where):
 def test_ranks_that_meet_as_the_model_says_are_predicted(ranks):
     scaling = audit(list(simulated(ranks)))
     assert abs(scaling["error"]) < 0.03
-    waiting = expected_maximum(ranks) * (COLLECT[1] + STEPS * STEP[1])
-    busy = COLLECT[0] + STEPS * STEP[0]
-    whole = busy + waiting + STEPS * REDUCTION_S + SMALL_S
-    assert scaling["busy"] == pytest.approx(busy / whole, rel=0.03)
     assert f"{ranks} ranks" in describe(scaling)
 
 
