@@ -19,6 +19,7 @@ import torch
 from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.child import (
     ChildError,
+    ShortRuns,
     describe_rates,
     is_steady,
     measure_short_runs,
@@ -67,32 +68,19 @@ def measure_job(
     steady: bool,
     network: Network | None = None,
 ) -> MeasuredJob:
-    """Measure one rank, reductions, and copies of one rank's share for each number of ranks.
+    """Measure one rank, reductions, and copies of one rank's share.
 
     Copies train at the same time, at most one per core or GPU. A number of ranks that does not
     divide the job's sizes is skipped, and a note says so.
 
     Args:
-        flags: flags of the training script.
         gpus: numbers of ranks to measure, in addition to 1.
         steady: refuse measured steps/s that keep changing.
         network: connections between the ranks; None: measure those of this machine.
-
-    Raises:
-        UserError: training does not accept the flags.
-        ChildError: a short run or a reduction failed, or the steps/s keep changing.
     """
-    # the whole job on one rank
     flags = [*flags, "--num_gpus=1", f"--device={device_type}", "--gpu_ids="]
-    logger.info("measuring the whole job on one rank")
-    whole = measure_short_runs([[*flags, "--strategy=default"]])
+    whole = measure_one_rank(flags, steady)
     (records,) = whole.records
-    rates = round_rates(records)
-    if steady and not is_steady(rates):
-        raise ChildError(
-            f"the rate of one rank keeps changing: {describe_rates(rates)}: stop other programs "
-            "and measure again, or give --sps N from a run"
-        )
     config = whole.config
     cost = rank_cost(records)
     sizes = {
@@ -101,20 +89,16 @@ def measure_job(
     }
     most_threads = config["launch"]["threads"]
 
-    # reductions between the ranks of this machine
+    # the ranks of this machine
     on_cpu = device_type == "cpu"
     cores = available_cores()
     numbers = sorted({1, *gpus})
     most_copies = min(numbers[-1], cores if on_cpu else torch.cuda.device_count())
     ranks_here = numbers[-1] if on_cpu else most_copies
     if not network and ranks_here > 1:
-        ranks = max(2, most_copies)
-        logger.info("measuring reductions over %d ranks", ranks)
-        num_bytes = [max(4, int(whole.gradient_bytes * factor)) for factor in FIT_FACTORS]
-        seconds = time_reductions(ranks, num_bytes, device_type)
-        network = Network(fit_link(ranks, seconds), ranks_here)
+        link = measure_link(max(2, most_copies), whole.gradient_bytes, device_type)
+        network = Network(link, ranks_here)
 
-    # one rank's share of the job
     shares: list[Share] = []
     notes: list[str] = []
     costs = {(1, most_threads, 1): cost}  # the key is (divisor of the sizes, threads, copies)
@@ -151,7 +135,27 @@ def measure_job(
         title=f"{config['task']['env']}, {sizes['num_envs']} environments",
         hardware=f"{cores} CPU core(s)" if on_cpu else torch.cuda.get_device_name(0),
         gradient_bytes=whole.gradient_bytes,
-        network=network or Network(Link(), 1),
+        network=network or Network(Link()),
         shares=shares,
         notes=notes,
     )
+
+
+def measure_one_rank(flags: Sequence[str], steady: bool) -> ShortRuns:
+    """Train the whole job for some seconds; refuse unsteady rates if `steady`."""
+    logger.info("measuring the whole job on one rank")
+    whole = measure_short_runs([[*flags, "--strategy=default"]])
+    rates = round_rates(whole.records[0])
+    if steady and not is_steady(rates):
+        raise ChildError(
+            f"the rate of one rank keeps changing: {describe_rates(rates)}: stop other programs "
+            "and measure again, or give --sps N from a run"
+        )
+    return whole
+
+
+def measure_link(ranks: int, gradient_bytes: int, device_type: str) -> Link:
+    """Time reductions between new processes and fit a link to the times."""
+    logger.info("measuring reductions over %d ranks", ranks)
+    num_bytes = [max(4, int(gradient_bytes * factor)) for factor in FIT_FACTORS]
+    return fit_link(ranks, time_reductions(ranks, num_bytes, device_type))

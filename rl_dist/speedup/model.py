@@ -249,7 +249,7 @@ def expected_maximum(count: int) -> float:
 
 
 def bottleneck(baseline: Prediction, many: Prediction) -> str:
-    """Name the part in which several ranks lose most time, and its share of an iteration."""
+    """Name the part in which several ranks lose most, and its share of the time."""
     # fraction of the work of the one-rank baseline that each rank does
     share = many.env_steps / many.ranks / baseline.env_steps
     lost_s = {name: many.parts_s[name] - baseline.parts_s[name] * share for name in many.parts_s}

@@ -114,7 +114,7 @@ def to_device(batch: Any, device: torch.device | str) -> Any:
 def check_loader(
     loader: DataLoader[Any], step: Callable[[Any], object], device: torch.device | str = "cpu"
 ) -> dict[str, float]:
-    """Measure the mean time of a training step and of the wait for its batch, for 2 seconds.
+    """Measure for 2 seconds how long a training step takes and waits for its batch.
 
         >>> check_loader(DataLoader(dataset, num_workers=2), step)
         {'wait_s': 0.0001, 'step_s': 0.02}

@@ -86,7 +86,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass
 class Pass:
-    """Computes losses in one pass over the data, and their mean and the means of metrics."""
+    """Computes losses in one pass over the data, and means of loss and metrics."""
 
     module: nn.Module
     criterion: Criterion
@@ -107,7 +107,7 @@ class Pass:
         return loss
 
     def means(self) -> dict[str, float]:
-        """Return the means over all ranks and the number of samples; every rank must call this."""
+        """Return means and number of samples of all ranks; every rank must call this."""
         # A rank without any sample has no sums, but must name the same ones.
         names = ("loss", *self.metrics, "samples")
         sums = all_reduce_sum({name: self.sums[name] for name in names}, self.strategy.world)
@@ -147,7 +147,7 @@ def evaluate(
 # ---- training
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Fitting:
     """The state of a training, which checkpoints store, and what changes it."""
 
@@ -302,32 +302,24 @@ def fit(
 
         result = fit(module, loader, optimizer, criterion, strategy, validation=held_out)
 
-    Before every epoch, torch is seeded from `config.seed`, the epoch and the rank, so a resumed run
-    gives the same result as an uninterrupted one. A stop signal ends the current epoch early; a
-    resumed run repeats that epoch. After each epoch, floating-point buffers are averaged over
-    ranks. At the end, the module gets the weights of the best epoch, unless a signal stopped
-    training or there is no validation.
+    A resumed run gives the same result as an uninterrupted one; it repeats the epoch that a stop
+    signal has ended early. At the end, the module gets the weights of the best epoch, unless a
+    signal stopped training or there is no validation.
 
     Args:
         module: the result of `strategy.wrap`.
         loader: training data; its batch_size is the total over all ranks.
         criterion: returns the mean loss over the samples of a batch.
         validation: held-out data that determines the best epoch and when to stop (`patience`).
-        metrics: functions by name; their values are averaged over all samples.
         scheduler: its `step()` is called after every epoch.
-        run_dir: directory for checkpoints, metrics.jsonl and TensorBoard events.
         resume: continue from the newest checkpoint in `run_dir`, if there is one.
         extra: plain values to store in checkpoints; they must be the same when resuming.
-
-    Raises:
-        UserError: wrong sizes, a checkpoint of another module, optimizer or settings, or too many
-            steps in a row with a NaN or infinite loss or gradient.
     """
     config = config or FitConfig()
     metrics = metrics or {}
     world = strategy.world
     if module is not strategy.module:
-        raise UserError("fit takes the module that strategy.wrap returned last: wrap it first")
+        raise UserError("fit takes the module that strategy.wrap returned last")
     train = SharedLoader(loader, world, training=True, seed=config.seed)
     held_out = SharedLoader(validation, world, training=False) if validation is not None else None
     settings = {
@@ -337,14 +329,9 @@ def fit(
         "batch_size": train.batch_size,
         "grad_accumulation": config.grad_accumulation,
         "samples": train.num_samples,
+        **(extra or {}),
     }
-    fitting = Fitting(
-        optimizer=optimizer,
-        strategy=strategy,
-        scheduler=scheduler,
-        config=config,
-        extra=dict(extra or {}) | settings,
-    )
+    fitting = Fitting(optimizer, strategy, scheduler, config, settings)
     run = RunDir(run_dir) if run_dir is not None else None
     board: GuardedLogger | None = None
     if run:
@@ -369,8 +356,7 @@ def fit(
                 board.write(without_nan(record), fitting.epoch)
                 board.flush()
             if config.progress and world.is_main_process:
-                figures = (f"{name} {value:.4g}" for name, value in record.items())
-                print(", ".join(figures), flush=True)
+                print(*(f"{name} {value:.4g}" for name, value in record.items()), sep=", ")
         signum = all_reduce_max(stop_flag.signum, world)
     if board:
         board.close()
