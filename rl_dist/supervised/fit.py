@@ -323,13 +323,13 @@ def fit(
     train = SharedLoader(loader, world, training=True, seed=config.seed)
     held_out = SharedLoader(validation, world, training=False) if validation is not None else None
     settings = {
+        **(extra or {}),
         "optimizer": type(optimizer).__name__,
         "scheduler": type(scheduler).__name__,
         "seed": config.seed,
         "batch_size": train.batch_size,
         "grad_accumulation": config.grad_accumulation,
         "samples": train.num_samples,
-        **(extra or {}),
     }
     fitting = Fitting(optimizer, strategy, scheduler, config, settings)
     run = RunDir(run_dir) if run_dir is not None else None
