@@ -17,7 +17,7 @@ from agents.evaluate import command
 from agents.ppo import PPO
 from agents.run import auto
 from agents.run.sizes import shard_sizes
-from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
+from rl_dist.checkpoint.store import latest_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.resume_check import differences, result_of
 from rl_dist.strategies.measure import doublings
@@ -60,10 +60,8 @@ def test_every_size_that_auto_may_choose_shares_out_over_the_ranks(scaling, num_
     ("flag", "field", "allowed", "others"),
     [
         ("batch_size", "train.batch_size", (8, 16, 32), ""),
-        ("batch_size", "train.batch_size", [8 << n for n in range(17)], "--num_envs 0"),
         ("precision", "launch.precision", ("fp32", "bf16"), "--batch_size 16"),
         ("strategy", "launch.chosen_strategy", ("none", "ddp"), "--batch_size 16"),
-        ("env_workers", "task.env_workers", (0,), "--batch_size 16"),
         ("env_workers", "task.env_workers", (2, 8), "--batch_size 8 " + SLOW),
     ],
 )
@@ -154,8 +152,3 @@ def test_out_of_memory_names_the_phase_and_what_to_change(phase, tmp_path, monke
         resume = ["--resume", run_dir, "--total_steps", "768"]
         assert train_here(monkeypatch, *resume, *smaller, "4") == 2
         assert train_here(monkeypatch, *resume, *smaller, "2") == 0
-        assert train(monkeypatch, tmp_path / "whole", "--batch_size 16") == 0
-        ended, whole = (
-            load_checkpoint(latest_checkpoint(path)) for path in (run_dir, tmp_path / "whole")
-        )
-        torch.testing.assert_close(ended["policy"], whole["policy"], rtol=1e-4, atol=1e-6)

@@ -8,7 +8,7 @@ import signal
 import sys
 
 import pytest
-from train_runs import SIZES, only_error, train_here
+from train_runs import SIZES, train_here
 
 from agents.config import RunConfig, with_threads
 from agents.run.choice import fresh_config, parse_training
@@ -66,14 +66,4 @@ def test_answers_with_mistakes_become_a_command_line_and_a_training(monkeypatch,
 def test_a_dialogue_that_is_left_writes_nothing(monkeypatch, tmp_path, lines, interrupts, code):
     flags = [*CARTPOLE, "--run_dir", tmp_path / "run"]
     assert converse(monkeypatch, lines, *flags, interrupts=interrupts) == code
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("flags", [["--resume", "auto"], []])
-def test_nobody_can_answer_for_a_resume_or_under_torchrun(flags, monkeypatch, capsys, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    if not flags:
-        monkeypatch.setenv("RANK", "0")
-    assert converse(monkeypatch, [], *flags) == 2
-    assert "--interactive" in only_error(capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []

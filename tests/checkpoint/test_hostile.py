@@ -11,10 +11,9 @@ from contextlib import suppress
 
 import pytest
 import torch
-from hostile import CASES, FOREIGN, ODD_FILES, check, name_core, setting, write_module
+from hostile import CASES, FOREIGN, ODD_FILES, check, setting, write_module
 from train_runs import evaluate_here, run_here, train_here
 
-from agents import load_policy
 from agents.api.training import TrainedRun
 from agents.config import SECTIONS
 from agents.export import command as export
@@ -81,18 +80,10 @@ def test_the_users_own_run_and_a_named_module_are_imported(
     assert evaluate_here(monkeypatch, copy, "--env", env) == 0
 
 
-def test_a_core_that_the_user_names_is_imported(copy, canary):
-    name_core(copy)
-    with pytest.raises(UserError, match="no function or class Core"):
-        load_policy(copy, core="foreign_envs:Core")
-    assert canary.exists()
-
-
 @pytest.mark.parametrize(
     ("module", "named"),
     [
         ("foreign_envs", True),
-        ("run.foreign_envs", False),
         ("run.foreign_package.inner", True),
         ("linked", False),
     ],
@@ -102,8 +93,7 @@ def test_no_module_is_imported_from_the_run_directory(
 ):
     shutil.rmtree(tmp_path / "modules")
     write_module(copy, canary)
-    for name in ("inner", "__init__"):
-        write_module(copy / "foreign_package", canary, name)
+    write_module(copy / "foreign_package", canary, "inner")
     write_module(tmp_path / "elsewhere", canary, "target")
     (copy / "linked.py").symlink_to(tmp_path / "elsewhere" / "target.py")
     env = f"{module}:Foreign-v0"
@@ -144,11 +134,10 @@ def test_text_of_a_run_is_escaped_for_people(copy, untraced, monkeypatch, capsys
         assert "\x1b" not in shown and "\nINJECTED" not in shown
 
 
-@pytest.mark.parametrize("content", ["", "x", "[" * 10**5, "pipe", "device", "sparse giant"])
-def test_an_odd_summary_is_named_in_one_line(content, copy):
+@pytest.mark.parametrize("odd", ["pipe", "sparse giant"])
+def test_an_odd_summary_is_named_in_one_line(odd, copy):
     (copy / "summary.json").unlink()
-    make = ODD_FILES.get(content, lambda path: path.write_text(content))
-    make(copy / "summary.json")
+    ODD_FILES[odd](copy / "summary.json")
     with pytest.raises((UserError, OSError), match=f"^.*{copy}/summary.json.*$"):
         _ = TrainedRun(run_dir=copy, exit_code=0).test
 

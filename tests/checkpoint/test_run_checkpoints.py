@@ -110,28 +110,6 @@ def test_no_best_is_kept_without_a_metric_or_a_value(world, tmp_path, metric, va
     assert names(tmp_path) == ["iteration_00000001.pt"]
 
 
-# ---- a run directory that is moved away
-
-
-def test_training_ends_when_its_directory_is_no_longer_there(world, tmp_path):
-    run_dir = tmp_path / "run"
-    held = RunDir(run_dir).hold()
-    writer = MetricsWriter(held, total=6, unit="episodes")
-
-    def write(record, *, done):
-        if record["iteration"] == 3:
-            run_dir.rename(tmp_path / "moved")
-        MetricsWriter.write(writer, record, done=done)
-
-    writer.write = write
-    with pytest.raises(UserError, match=str(run_dir)) as error:
-        run(world, run_dir, [1.0] * 6, writer=writer, **CONTINUE)
-    writer.close()
-    held.release()
-    assert error.value.exit_code == 1 and not run_dir.exists()
-    assert latest_checkpoint(tmp_path / "moved").name == "iteration_00000002.pt"
-
-
 # ---- disks that reject writes
 
 
