@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from agents_ranks import make_job, world_of_one
+from agents_ranks import make_job
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agents.trainer import Training
@@ -38,18 +38,17 @@ def counted_reads():
 
 
 @pytest.mark.parametrize("name", ["trading, clstm", "trading, mlp"])
-def test_the_host_reads_once_after_a_rollout_and_once_after_an_update(name, tmp_path):
+def test_the_host_reads_once_after_a_rollout_and_once_after_an_update(name, world):
     """No vector step and no gradient step reads a device value."""
-    with world_of_one() as world:
-        training = Training(make_job(name, tmp_path, iterations=1), world)
-        training.warm_up_normalizers()
-        # Switch off the branches for the CPU, which may read values.
-        training.env.reads_steps = False
-        with mock.patch.object(strategy, "step_if", lambda finite, optimizer: optimizer.step()):
-            with counted_reads() as collecting:
-                collected = training.collect(lifetime_step=16)
-            with counted_reads() as updating:
-                training.update(collected)
+    training = Training(make_job(name), world)
+    training.warm_up_normalizers()
+    # Switch off the branches for the CPU, which may read values.
+    training.env.reads_steps = False
+    with mock.patch.object(strategy, "step_if", lambda finite, optimizer: optimizer.step()):
+        with counted_reads() as collecting:
+            collected = training.collect(lifetime_step=16)
+        with counted_reads() as updating:
+            training.update(collected)
     assert +collecting == {"cpu": 1} and +updating == {"tolist": 1}
 
 

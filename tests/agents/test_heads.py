@@ -19,7 +19,6 @@ MASKED = Layout((Part("observation", "vector", (4,)), Part("action_mask", "mask"
 SMALL = PolicyConfig(hidden_size=8)
 WINDOWS = PolicyConfig(hidden_size=8, feature_window=2)
 MASK = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0]
-ALL = [1.0] * 9
 COUNTS = [3, 2, 4]  # number of options of each choice in SEVERAL
 
 
@@ -34,11 +33,11 @@ def one_step(policy, mask, num_envs=1):
 def choices_of(policy, obs, state, mask):
     """Return a list of (logits, allowed options) for each choice."""
     logits = policy.network(obs[None, :1], state[:1])[0][0][0, 0].detach()
-    allowed = torch.tensor(mask or ALL, dtype=torch.bool)
+    allowed = torch.tensor(mask or [1] * 9).bool()
     return list(zip(logits.split(COUNTS), allowed.split(COUNTS), strict=True))
 
 
-@pytest.mark.parametrize("mask", [[], MASK, ALL], ids=len)
+@pytest.mark.parametrize("mask", [[], MASK], ids=len)
 def test_several_choices_are_drawn_and_rated_as_independent_softmaxes_of_the_allowed(mask):
     policy = make_policy(SMALL, SEVERAL, MASKED if mask else 4)
     obs, state, start = one_step(policy, mask, 50_000)
@@ -57,19 +56,14 @@ def test_several_choices_are_drawn_and_rated_as_independent_softmaxes_of_the_all
     evaluation = policy(obs[None, :1], greedy[None, :1], state[:1], start[None, :1])
     torch.testing.assert_close(evaluation.logprobs[0, 0], logprob)
     torch.testing.assert_close(evaluation.entropy[0, 0], entropy)
-    if mask == MASK:
+    if mask:
         forbidden = torch.tensor([[[1, 1, 2]]])
         assert policy(obs[None, :1], forbidden, state[:1], start[None, :1]).logprobs.exp() == 0.0
 
 
 @pytest.mark.parametrize(
     ("space", "mask", "most"),
-    [
-        (spaces.Discrete(3), [], [3]),
-        (SEVERAL, [], COUNTS),
-        (SEVERAL, MASK, [2, 1, 2]),
-        (spaces.Discrete(9), MASK, [5]),
-    ],
+    [(SEVERAL, [], COUNTS), (SEVERAL, MASK, [2, 1, 2]), (spaces.Discrete(9), MASK, [5])],
 )
 def test_no_entropy_exceeds_that_of_equally_likely_allowed_actions(space, mask, most):
     policy = make_policy(WINDOWS, space, MASKED) if mask else make_policy(SMALL, space)
@@ -95,12 +89,12 @@ def test_the_gradient_ignores_forbidden_actions_and_the_mask_is_no_input():
     gradient = policy.actor_head.weight.grad.abs().sum(1)
     assert gradient[[0, 2]].min() > 0 and gradient[[1, 3, 5, 6]].max() == 0
     assert policy.feature_core.input_size == 4
-    rows = obs, one_step(policy, ALL)[0]
+    rows = obs, one_step(policy, [1.0] * 9)[0]
     values = [act(policy, torch.cat([row, row], dim=1), state, start)[2] for row in rows]
     assert torch.equal(*values)
 
 
-@pytest.mark.parametrize(("mean", "log_std"), [(0.0, -0.5), (1.5, 0.0), (-3.0, -1.0), (0.3, 0.4)])
+@pytest.mark.parametrize(("mean", "log_std"), [(1.5, 0.0), (-3.0, -1.0)])
 def test_the_density_of_a_squashed_action_integrates_to_one_and_gives_the_entropy(mean, log_std):
     parameters = torch.tensor([[mean], [log_std]], dtype=torch.float64)
     distribution = SquashedNormal(*parameters)

@@ -16,10 +16,8 @@ def box(num_actions):
 
 
 KINDS = {  # name: (action space, noise colour)
-    "one number": (box(1), 0.0),
     "nine numbers": (box(9), 0.0),
     "pink": (box(3), 1.0),
-    "two choices": (spaces.Discrete(2), 0.0),
     "seven choices": (spaces.Discrete(7), 1.0),
 }
 
@@ -47,19 +45,16 @@ def test_no_number_comes_twice():
 def test_noise_does_not_depend_on_how_environments_and_steps_are_grouped(kind):
     space, color = KINDS[kind]
     together = action_noise(space, 3, 0, 8, 32, 16, color=color)
-    for size in (1, 2, 4):
-        parts = [action_noise(space, 3, i, size, 32, 16, color=color) for i in range(0, 8, size)]
-        assert torch.equal(torch.cat(parts, dim=1), together)
+    parts = [action_noise(space, 3, i, 2, 32, 16, color=color) for i in range(0, 8, 2)]
+    assert torch.equal(torch.cat(parts, dim=1), together)
     white = action_noise(space, 3, 0, 8, 32, 16)
-    for length in (8, 1, 3):
-        starts = range(0, 16, length)
-        parts = [action_noise(space, 3, 0, 8, 32 + t, min(length, 16 - t)) for t in starts]
-        assert torch.equal(torch.cat(parts), white)
+    parts = [action_noise(space, 3, 0, 8, t, length) for t, length in ((32, 13), (45, 3))]
+    assert torch.equal(torch.cat(parts), white)
     assert torch.equal(together, white) == (kind != "pink")  # colour does not affect choices
     assert torch.equal(action_noise(space, 3, 0, 8, 32, 1, color=color), white[:1])
 
 
-@pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("exponent", [0.0, 0.5, 2.0])
 def test_noise_of_boxes_is_standard_normal_with_the_spectrum_asked_for(exponent):
     pairs = action_noise(box(2), 7, 0, 2000, 0, 64, color=exponent).numpy()  # [64, 2000, 2]
     numbers = pairs.reshape(64, -1)
@@ -70,10 +65,10 @@ def test_noise_of_boxes_is_standard_normal_with_the_spectrum_asked_for(exponent)
     assert slope == pytest.approx(-exponent, abs=0.05)
 
 
-@pytest.mark.parametrize("word", [0, MASK])
 @pytest.mark.parametrize("space", [box(2), spaces.Discrete(3)], ids=str)
-def test_noise_is_finite_for_every_random_word(monkeypatch, space, word):
-    monkeypatch.setattr(noise, "philox", lambda *_: 4 * [torch.full((2, 2, 2), word)])
+def test_noise_is_finite_for_every_random_word(monkeypatch, space):
+    extremes = torch.tensor([0, MASK]).expand(2, 2, 2)
+    monkeypatch.setattr(noise, "philox", lambda *_: 4 * [extremes])
     assert torch.isfinite(action_noise(space, 1, 0, 2, 0, 2)).all()
 
 
@@ -99,10 +94,9 @@ def test_sequences_are_shuffled_differently_by_seed_iteration_epoch_and_stratum(
 # ---- running statistics
 
 
-@pytest.mark.parametrize(("offset", "scale"), [(3.0, [0.1, 1.0, 50.0]), (1e6, 0.1), (3e4, 300.0)])
-def test_statistics_of_all_ranks_and_rollouts_equal_one_pass(offset, scale):
-    rng = np.random.default_rng(0)
-    samples = torch.from_numpy(rng.standard_normal((96, 24, 3)) * scale + offset).float()
+def test_statistics_of_all_ranks_and_rollouts_equal_one_pass():
+    normal = np.random.default_rng(0).standard_normal((96, 24, 3))
+    samples = torch.from_numpy(normal * [50.0, 0.1, 300.0] + [3.0, 1e6, 3e4]).float()
     warm_up, *rollouts = samples.split(32)
 
     def merged(num_ranks):
@@ -119,9 +113,8 @@ def test_statistics_of_all_ranks_and_rollouts_equal_one_pass(offset, scale):
     assert float(alone.count) == len(wide)
     np.testing.assert_allclose(alone.mean, wide.mean(0), rtol=1e-12)
     np.testing.assert_allclose(alone.variance, wide.var(0), rtol=1e-9)
-    for num_ranks in (2, 3, 8):
-        for name, value in merged(num_ranks).state_dict().items():
-            torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-11, atol=0)
+    for name, value in merged(3).state_dict().items():
+        torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-11, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -14,28 +14,13 @@ SCRIPTS = [
     [(1, TRUNCATED), (1, TERMINATED), (1, BOTH)],  # an episode ends in every step
     [(100, TERMINATED)],
 ]
-NUM_STEPS, GAMMA = 8, 0.5
+GAMMA = 0.5
 
 
-def make_policy(**options):
+def make_policy(window=0):
     torch.manual_seed(0)
     space = ScriptedEnv(SCRIPTS).single_action_space
-    return Policy(PolicyConfig(hidden_size=8, **options), 4, space).double()
-
-
-def collected(policy, normalizer, count=1, num_steps=NUM_STEPS):
-    """Collect rollouts in sequence; return them, the final carry and the environment."""
-    env = ScriptedEnv(SCRIPTS)
-    carry = fresh_carry(policy, env.reset()[0])
-    generator = torch.Generator().manual_seed(5)
-    noise = torch.randn(16, len(SCRIPTS), 2, dtype=torch.float64, generator=generator)
-    parts = noise.split(num_steps)[:count]
-    return [collect(policy, normalizer, env, carry, part, 4, GAMMA) for part in parts], carry, env
-
-
-@pytest.fixture(scope="module")
-def policy():
-    return make_policy()
+    return Policy(PolicyConfig(hidden_size=8, feature_window=window), 4, space).double()
 
 
 @pytest.fixture(scope="module")
@@ -45,33 +30,48 @@ def normalizer():
     return normalizer
 
 
+def collected(policy, normalizer, num_steps=8):
+    """Collect 16 steps in rollouts; return the rollouts, the last carry and the environment."""
+    env = ScriptedEnv(SCRIPTS)
+    carry = fresh_carry(policy, env.reset()[0])
+    generator = torch.Generator().manual_seed(5)
+    noise = torch.randn(16, len(SCRIPTS), 2, dtype=torch.float64, generator=generator)
+    parts = noise.split(num_steps)
+    return [collect(policy, normalizer, env, carry, part, 4, GAMMA) for part in parts], carry, env
+
+
+@pytest.fixture(scope="module")
+def rollouts(normalizer):
+    return collected(make_policy(), normalizer)
+
+
 def steps_of(flags):
     return flags.nonzero().flatten().tolist()
 
 
-def test_episode_starts_are_about_inputs_and_ends_about_steps(policy, normalizer):
-    (first, second), _, _ = collected(policy, normalizer, count=2)
+def test_episode_starts_are_about_inputs_and_ends_about_steps(rollouts, normalizer):
+    (first, second), _, env = rollouts
     assert steps_of(first.episode_start[:, 0]) == steps_of(second.episode_start[:, 0]) == [0, 3]
     assert (steps_of(first.terminated[:, 0]), steps_of(first.truncated[:, 0])) == ([2], [7])
     # In environment 3, an episode continues over the start of the second rollout.
     assert second.episode_start[0].tolist() == [True, True, True, False]
     assert steps_of(first.terminated[:, 2]) == [1, 2, 4, 5, 7] and first.episode_start[:, 2].all()
     assert steps_of(first.truncated[:, 2]) == [0, 2, 3, 5, 6]
-    assert torch.equal(first.episode_end, first.terminated | first.truncated)
-
-
-def test_observations_and_rewards_stand_beside_the_action_they_belong_to(policy, normalizer):
-    (rollout, _), _, env = collected(policy, normalizer, count=2)
+    # Observations and rewards are stored with the action that they belong to.
     ages, episodes = [0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 0, 1, 1, 1, 1, 1]
-    assert rollout.raw_obs[:, 0, 1:3].T.tolist() == [episodes, ages]
+    assert first.raw_obs[:, 0, 1:3].T.tolist() == [episodes, ages]
     rewards = [10.0 * episode + age for episode, age in zip(episodes, ages, strict=True)]
-    assert rollout.rewards[:, 0].tolist() == rewards
-    assert torch.equal(rollout.actions, torch.stack(env.received[:8]))
-    torch.testing.assert_close(rollout.obs, normalizer(rollout.raw_obs.double()))
+    assert first.rewards[:, 0].tolist() == rewards
+    assert torch.equal(first.actions, torch.stack(env.received[:8]))
+    torch.testing.assert_close(first.obs, normalizer(first.raw_obs.double()))
+    # The next value is that of the true successor.
+    continuing = ~first.episode_end[:-1]
+    assert torch.equal(first.next_values[:-1][continuing], first.values[1:][continuing])
+    assert torch.equal(first.next_values == 0, first.terminated)
 
 
-def test_sums_of_episodes_go_on_over_rollouts_and_stop_at_their_ends(policy, normalizer):
-    (first, second), carry, _ = collected(policy, normalizer, count=2)
+def test_sums_of_episodes_go_on_over_rollouts_and_stop_at_their_ends(rollouts):
+    (first, second), carry, _ = rollouts
     # The episodes have lengths 3 and 5; 8; and eight times 1. A plain reward is twice the reward.
     plain = [6, 120, 2 * 828, sum(2 * (200 + 10 * episode) for episode in range(8))]
     assert first.episodes.flatten().tolist() == [11, sum(plain), 24]
@@ -81,9 +81,9 @@ def test_sums_of_episodes_go_on_over_rollouts_and_stop_at_their_ends(policy, nor
     discounted = torch.cat([first.discounted_returns, second.discounted_returns])
     assert discounted[:5, 0].tolist() == [0, 1, 2.5, 10, 16]
     total = 0.0
-    for age, found in enumerate(discounted[:, 3].tolist()):  # its episode does not end
+    for age, value in enumerate(discounted[:, 3].tolist()):  # its episode does not end
         total = GAMMA * total + 300.0 + age
-        assert found == pytest.approx(total)
+        assert value == pytest.approx(total)
 
 
 def states_after(policy, rollout, column):
@@ -95,25 +95,18 @@ def states_after(policy, rollout, column):
     return states
 
 
-def test_the_next_value_is_that_of_the_true_successor(policy, normalizer):
-    (rollout,), _, _ = collected(policy, normalizer)
-    continuing = ~rollout.episode_end[:-1]
-    assert torch.equal(rollout.next_values[:-1][continuing], rollout.values[1:][continuing])
-    assert torch.equal(rollout.next_values == 0, rollout.terminated)
-
-
 @pytest.mark.parametrize(
     ("window", "column", "step", "rows"),
     [
         # The value uses the final observation and state of the episode, not those of the next one.
         (0, 1, 7, [[1.0, 0.0, 8.0, 1.0]]),
-        *((0, 2, t, [[2.0, episode, 1.0, 1.0]]) for t, episode in ((0, 0.0), (3, 3.0), (6, 6.0))),
+        (0, 2, 3, [[2.0, 3.0, 1.0, 1.0]]),
         (3, 1, 7, [[1.0, 0, 6, 1], [1.0, 0, 7, 1], [1.0, 0, 8, 1]]),
     ],
 )
 def test_a_truncated_step_looks_at_its_final_observation(normalizer, window, column, step, rows):
-    policy = make_policy(feature_window=window)
-    (rollout,), _, _ = collected(policy, normalizer)
+    policy = make_policy(window)
+    (rollout, _), _, _ = collected(policy, normalizer)
     state = states_after(policy, rollout, column)[step]
     seen = normalizer(torch.tensor(rows).double()).flatten()[None]
     expected = policy.act(seen, state[None], torch.tensor([False]))[2][0]
@@ -123,15 +116,14 @@ def test_a_truncated_step_looks_at_its_final_observation(normalizer, window, col
 @pytest.mark.parametrize("window", [0, 3])
 def test_bootstrap_values_leave_no_trace_in_states_and_windows(normalizer, window):
     """Two rollouts of 8 steps, with bootstrap values between them, equal one of 16."""
-    policy = make_policy(feature_window=window)
-    halves, carry, _ = collected(policy, normalizer, count=2)
+    policy = make_policy(window)
+    halves, carry, _ = collected(policy, normalizer)
     (whole,), whole_carry, _ = collected(policy, normalizer, num_steps=16)
     for name in ("obs", "actions", "logprobs", "values", "rewards", "discounted_returns"):
-        assert torch.equal(
-            torch.cat([getattr(half, name) for half in halves]), getattr(whole, name)
-        )
+        parts = [getattr(half, name) for half in halves]
+        assert torch.equal(torch.cat(parts), getattr(whole, name))
     for name, tensor in vars(carry).items():
-        assert torch.equal(tensor, vars(whole_carry)[name]), name
+        assert torch.equal(tensor, getattr(whole_carry, name)), name
     for column in range(len(SCRIPTS)):
         state = states_after(policy, whole, column)[-1]
         torch.testing.assert_close(carry.lstm_state[column], state)

@@ -11,10 +11,10 @@ from agents.network.minibatches import to_sequences
 from agents.network.sequences import run_sequence, state_after
 
 FEATURES, HIDDEN = 3, 5
-SHAPES = [(1, 1), (1, 7), (2, 1), (3, 2), (5, 4), (8, 1), (16, 6), (17, 3), (32, 5)]
+SHAPES = [(1, 1), (1, 7), (2, 1), (5, 4), (17, 3), (32, 5)]
 
 
-def make_network(dtype=torch.float64):
+def make_network(dtype):
     """Return an LSTM network and its parameters.
 
     The network maps (obs, state [N, 2, H]) to ((hidden outputs, values), new state).
@@ -30,7 +30,7 @@ def make_network(dtype=torch.float64):
     return network, [*core.parameters(), *head.parameters()]
 
 
-def make_inputs(num_steps, num_columns, dtype=torch.float64):
+def make_inputs(num_steps, num_columns, dtype):
     generator = torch.Generator().manual_seed(0)
     obs = torch.randn(num_steps, num_columns, FEATURES, dtype=dtype, generator=generator)
     return obs, torch.randn(num_columns, 2, HIDDEN, dtype=dtype, generator=generator)
@@ -45,11 +45,9 @@ def patterns(num_steps, num_columns):
         "everywhere": t >= 0,
         "first step": t == 0,
         "last step, first column only": (t == num_steps - 1) & (n == 0),
-        "middle": t == num_steps // 2,
-        "staircase": t % (n + 1) == 0,
         "every column another piece length": (t + 1) % (n + 2) == 0,
     }
-    for density in (0.02, 0.2, 0.5, 0.9):
+    for density in (0.02, 0.2, 0.9):
         resets[f"random {density}"] = rng.random((num_steps, num_columns)) < density
     return {name: torch.from_numpy(pattern) for name, pattern in resets.items()}
 
@@ -67,11 +65,11 @@ def run_packed(*given):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_sequence_equals_its_single_steps_for_any_pattern_of_resets(shape):
     """Compare outputs, gradients (none may cross an episode start) and last state."""
-    network, parameters = make_network()
+    network, parameters = make_network(torch.float64)
     for name, starts in patterns(*shape).items():
         results = []
         for run in (run_sequence, run_in_one_call, run_packed, run_stepwise):
-            obs, state = (tensor.requires_grad_() for tensor in make_inputs(*shape))
+            obs, state = (tensor.requires_grad_() for tensor in make_inputs(*shape, torch.float64))
             hidden, values = run(network, obs, state, starts)
             weights = torch.linspace(-1, 2, values.numel(), dtype=torch.float64).view_as(values)
             loss = (values * weights).sum() + hidden.pow(3).sum()
@@ -88,20 +86,17 @@ def test_a_sequence_equals_its_single_steps_for_any_pattern_of_resets(shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("scale", [1.0, 1e4, 1e8])
-def test_a_reset_shuts_the_gates_whatever_is_observed(dtype, scale):
+def test_a_reset_shuts_the_gates_whatever_is_observed(dtype):
     network, _ = make_network(dtype)
     starts = patterns(17, 3)["random 0.2"]
     obs, state = make_inputs(17, 3, dtype)
-    given = network, obs * scale, state, starts
+    given = network, obs * 1e8, state, starts
     torch.testing.assert_close(run_packed(*given), run_stepwise(*given), rtol=1e-5, atol=1e-6)
     inside, cut = (state_after(*given, starts.numpy(), way) for way in (True, False))
     torch.testing.assert_close(inside, cut, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("density", "packed"), [(0.0, False), (0.003, False), (0.02, True), (0.1, True)]
-)
+@pytest.mark.parametrize(("density", "packed"), [(0.0, False), (0.003, False), (0.1, True)])
 def test_pieces_are_packed_where_that_takes_fewer_steps(density, packed):
     starts = torch.from_numpy(np.random.default_rng(1).random((32, 64)) < density)
     plans = [planned(starts, 100.0, inside) for inside in (False, True)]
