@@ -20,10 +20,9 @@ sys.path.insert(
 # Everything that is taken from the source is imported here, and nowhere else in this file.
 import check_gpu_setup
 import rl_dist
-from agents import pretrain
+from agents import export, pretrain
 from agents.config import DEFAULTS, PRESETS, QUICK, SECTIONS
 from agents.evaluate import command as evaluate
-from agents.export import command as export
 from agents.run.choice import ALL_SECTIONS, CHANGEABLE
 from agents.run.metric_table import METRIC_TABLE
 from agents.run.saved import load_agent

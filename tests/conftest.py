@@ -110,13 +110,11 @@ def world():
 @pytest.fixture
 def untraced(monkeypatch):
     """Make export write a placeholder file, because tracing a model takes seconds."""
-    from agents.export import command
+    from agents import export
 
-    monkeypatch.setattr(
-        command, "write_onnx", lambda step, path, contract: path.write_text("model")
-    )
-    monkeypatch.setattr(command, "run_onnx", lambda path: None)
-    monkeypatch.setattr(command, "largest_difference", lambda *_: 0.0)
+    monkeypatch.setattr(export, "write_onnx", lambda step, path, contract: path.write_text("model"))
+    monkeypatch.setattr(export, "run_onnx", lambda path: None)
+    monkeypatch.setattr(export, "largest_difference", lambda *_: 0.0)
 
 
 @pytest.fixture

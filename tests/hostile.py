@@ -21,9 +21,8 @@ from train_runs import RECALL, run_here
 
 import check_gpu_setup
 import train_distributed
-from agents import pretrain
+from agents import export, pretrain
 from agents.evaluate import command as evaluate
-from agents.export import command as export
 from agents.run import start
 from rl_dist import status
 from rl_dist.checkpoint import __main__ as checkpoint

@@ -19,7 +19,7 @@ import torch
 from test_docs import MARK, PAGES, ROOT, TEXTS, TRAINING, commands, generated
 from train_runs import daily_bars, run_here, train_here
 
-from agents.export import command as export
+from agents import export
 from rl_dist.telemetry.metrics import close_logging
 
 # This code runs before every block. It defines the names that the pages assume.

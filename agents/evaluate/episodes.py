@@ -74,7 +74,7 @@ class PolicyController:
     """
 
     policy: Policy
-    normalizer: Normalizer
+    normalizer: Callable[[Tensor], Tensor]
     zero_state: bool = False
     state: Tensor | None = None  # recurrent state [B, S, H]
     history: Tensor | None = None  # earlier observations of the window [B, n-1, F]

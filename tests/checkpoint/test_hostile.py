@@ -14,9 +14,9 @@ import torch
 from hostile import CASES, FOREIGN, ODD_FILES, check, setting, write_module
 from train_runs import evaluate_here, run_here, train_here
 
+from agents import export
 from agents.api.training import TrainedRun
 from agents.config import SECTIONS
-from agents.export import command as export
 from agents.run import choice, start
 from rl_dist import status
 from rl_dist.checkpoint.__main__ import main

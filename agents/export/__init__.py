@@ -1,1 +1,0 @@
-"""Export a trained policy to one file for other runtimes, and verify the file."""
