@@ -16,7 +16,7 @@ from rl_dist.errors import UserError
 from rl_dist.flags import Field, configuration
 from rl_dist.process_group.clock import StepClock, section
 from rl_dist.process_group.collectives import all_reduce_sum
-from rl_dist.strategies.adam import make_adam
+from rl_dist.strategies.adam import EagerAdam
 from rl_dist.strategies.precision import autocast_dtype
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry import events
@@ -181,7 +181,9 @@ class PPO:
         self.iteration = 0
         self.bad_in_a_row = 0  # bad gradient steps since the last step taken
         self.clock = StepClock(self.world.device)
-        self.optimizer = make_adam(strategy.parameters, config.learning_rate)
+        self.optimizer = EagerAdam(
+            strategy.parameters, lr=config.learning_rate, eps=1e-5, fused=True
+        )
 
     def begin_iteration(self, iteration: int, remaining: float, factor: float) -> None:
         """Set the learning rate of an iteration.

@@ -24,7 +24,6 @@ CASES = {
     "four parts": {"batch_size": 4, "grad_accumulation": 4},
     "single": {"dtype": SINGLE},
     "compressed": {"dtype": SINGLE, "compression": "bf16"},
-    "bf16": {"dtype": SINGLE, "precision": "bf16"},
     "fp16, overflow on one rank": {"dtype": SINGLE, "precision": "fp16"},
 }
 

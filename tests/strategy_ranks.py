@@ -3,21 +3,14 @@
 import itertools
 import os
 import time
-from functools import partial
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from on_ranks import saves_results
 from rl_dist_ranks import make_module
 from torch.nn.utils import get_total_norm
 
-from agents.config import RunConfig, TrainConfig
-from agents.policy import PolicyConfig
-from agents.run.auto import Trials
-from envs.task import TaskConfig
 from rl_dist.errors import UserError
-from rl_dist.launch.config import LaunchConfig
 from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.measure import Candidate, fastest, fastest_batch_size
@@ -48,15 +41,6 @@ def ddp_steps(world, error=None):
         yield
 
 
-def jobs_steps(world, mode):
-    """Return the gradient steps of a small training job in a strategy mode."""
-    train = TrainConfig(num_envs=8, batch_size=8, num_steps=16, bptt_steps=8)
-    policy, task = PolicyConfig(hidden_size=8), TaskConfig(env="Recall-v0")
-    launch = LaunchConfig(device="cpu", strategy=mode)
-    config = RunConfig(train=train, policy=policy, task=task, launch=launch)
-    return Trials(config.prepare_task(), (), world).steps(config, together=True)
-
-
 def batch_step(size):
     """Simulate a step with a batch; rank 1 runs out of memory above 300 samples."""
     if int(os.environ["RANK"]) == 1 and size > 300:
@@ -78,11 +62,6 @@ def choose(world, _):
     found = {result.name: vars(result) for result in results}
     found["chosen"] = best.name
     found["size"] = fastest_batch_size(batch_step, [16, 64, 256, 512], world)
-    groups = dist.distributed_c10d._world.pg_map
-    before = len(groups)
-    modes = [Candidate(mode, partial(jobs_steps, world, mode)) for mode in ("ddp", "hybrid")]
-    assert not any(result.problem for result in fastest(modes, world)[1])
-    found["groups left behind"] = len(groups) - before
     return found
 
 

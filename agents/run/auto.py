@@ -36,8 +36,6 @@ from rl_dist.strategies.strategy import Strategy
 
 # range of values that batch_size auto tries, in sequences per rank
 SMALLEST, LARGEST = 8, 2**19
-# Minimum speedup before auto takes a value that costs more memory, precision or cores.
-WORTH = 1.1
 
 
 # ---- memory
@@ -171,7 +169,7 @@ class Trials:
             )
             for value in values
         )
-        best, results = fastest(candidates, self.world, tolerance=WORTH, growing=growing)
+        best, results = fastest(candidates, self.world, growing=growing)
         figures = "; ".join(map(str, results)) or "no value divides over the ranks"
         name = flag.removeprefix("chosen_")
         if best is None:

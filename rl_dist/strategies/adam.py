@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class EagerAdam(torch.optim.Adam):
@@ -38,11 +37,6 @@ def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
         del fused.grad_scale, fused.found_inf
     elif finite:
         optimizer.step()
-
-
-def make_adam(parameters: Iterable[nn.Parameter], lr: float) -> torch.optim.Adam:
-    """Return an Adam optimizer that updates all parameters in one kernel."""
-    return EagerAdam(parameters, lr=lr, eps=1e-5, fused=True)
 
 
 def keep_options(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from rl_dist.errors import UserError
 from rl_dist.flags import Field, configuration
-from rl_dist.strategies.precision import Precision, check_precision
+from rl_dist.strategies.precision import Precision
 
 Mode = Literal["default", "none", "dp", "ddp", "hybrid", "auto"]
 HybridForm = Literal["shard", "pipeline"]
@@ -54,8 +54,6 @@ def check_strategy(
     mode = config.mode
     if mode == "default":
         mode = "ddp" if ranks > 1 else "none"
-    uses_ddp = mode == "ddp" or (mode == "auto" and ranks > 1)
-    compression = config.gradient_compression
     # each rule: whether it is broken, the problem, how to fix it
     rules = (
         (mode in ("none", "dp") and ranks > 1,
@@ -65,9 +63,6 @@ def check_strategy(
          "use --strategy none"),
         (config.pipelined and ranks % 2,
          f"hybrid_form pipeline works on pairs of ranks, got {ranks}", "use --strategy ddp"),
-        (compression != "none" and not uses_ddp,
-         f"gradient_compression {compression} needs strategy ddp, got {mode} on {ranks} rank(s)",
-         "use --gradient_compression none"),
         (config.precision == "fp16" and mode == "hybrid",
          "precision fp16 does not work with strategy hybrid", "use --precision bf16"),
     )  # fmt: skip
@@ -77,7 +72,6 @@ def check_strategy(
     tries_hybrid = mode == "auto" and ranks > 1 and config.shard_size
     if (mode == "hybrid" and not config.pipelined) or tries_hybrid:
         resolve_shard_size(config.shard_size, ranks)
-    check_precision(config.precision, device_type)
     return mode
 
 

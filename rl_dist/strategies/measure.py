@@ -25,7 +25,9 @@ from rl_dist.process_group.world import CollectiveError, World
 
 STEPS = 4  # timed steps in each of the two turns
 HEADROOM = 0.9  # fraction of the memory that a batch may use
-TOLERANCE = 1.05  # choose the first setting whose time is at most this factor times the shortest
+# Choose the first setting whose time is at most this factor times the shortest: later ones cost
+# more memory, precision or cores.
+TOLERANCE = 1.1
 PATIENCE = 2  # stop after this many sizes in a row that bring no gain
 LONGEST_STEP_S = 10.0  # try no larger size once a step takes this long
 logger = logging.getLogger(__name__)
@@ -58,11 +60,7 @@ class Result:
 
 
 def fastest(
-    candidates: Iterable[Candidate],
-    world: World,
-    *,
-    tolerance: float = TOLERANCE,
-    growing: bool = False,
+    candidates: Iterable[Candidate], world: World, *, growing: bool = False
 ) -> tuple[Result | None, list[Result]]:
     """Return the first candidate that is about as fast as the fastest one.
 
@@ -72,7 +70,6 @@ def fastest(
     restored afterwards.
 
     Args:
-        tolerance: the chosen candidate may take this many times as long as the fastest one.
         growing: the candidates are increasing sizes; stop trying at the first size that fails or
             takes too long, or once PATIENCE sizes in a row bring no gain.
 
@@ -93,7 +90,7 @@ def fastest(
                 results[candidate] = min(turns, key=lambda turn: (not turn.problem, turn.seconds))
     world.set_phase(phase)
     working = [result for result in results.values() if not result.problem]
-    limit = tolerance * min((result.seconds for result in working), default=0.0)
+    limit = TOLERANCE * min((result.seconds for result in working), default=0.0)
     best = next((result for result in working if result.seconds <= limit), None)
     return best, [*results.values()]
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_dist.process_group.world import GROUP_TIMEOUT, World, destroy_group
+from rl_dist.process_group.world import GROUP_TIMEOUT, World
 
 _numbers = count()
 
@@ -33,10 +33,3 @@ def make_mesh(world: World, shape: tuple[int, int]) -> DeviceMesh:
     return DeviceMesh.from_group(
         groups_of_rank, world.device.type, mesh=ranks, mesh_dim_names=names
     )
-
-
-def close_mesh(mesh: DeviceMesh) -> None:
-    """Close the mesh's groups if the world is still open; every rank must call this."""
-    if dist.is_initialized():
-        for group in mesh.get_all_groups():
-            destroy_group(group)

@@ -14,8 +14,6 @@ from typing import Literal
 
 import torch
 
-from rl_dist.errors import UserError
-
 # auto: fp32, unless training timed bf16 and chose it
 Precision = Literal["auto", "fp32", "fp64", "tf32", "bf16", "fp16"]
 
@@ -28,21 +26,6 @@ def parameter_dtype(precision: str) -> torch.dtype:
 def autocast_dtype(precision: str) -> torch.dtype | None:
     """Return the dtype of matrix products; None means the parameters' dtype."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-
-
-def check_precision(precision: str, device_type: str) -> None:
-    """Raise UserError if the device does not support the precision."""
-    if precision == "tf32" and device_type == "cpu":
-        raise UserError(
-            "precision tf32 is a mode of NVIDIA GPUs and does nothing on a CPU: use fp32"
-        )
-    if precision in ("tf32", "bf16") and device_type == "cuda" and torch.version.cuda:
-        major, minor = torch.cuda.get_device_capability()
-        if major < 8:  # has no tensor cores for TF32 and bf16
-            raise UserError(
-                f"precision {precision} needs compute capability 8.0, "
-                f"{torch.cuda.get_device_name()} has {major}.{minor}: use fp16"
-            )
 
 
 def set_tf32(precision: str) -> None:

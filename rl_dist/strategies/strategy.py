@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from rl_dist.errors import UserError
 from rl_dist.process_group.clock import section
 from rl_dist.process_group.hosts import devices_differ
-from rl_dist.process_group.world import World
+from rl_dist.process_group.world import World, destroy_group
 from rl_dist.strategies.adam import step_if
 from rl_dist.strategies.config import StrategyConfig, check_strategy
 from rl_dist.strategies.precision import autocast, autocast_dtype, set_tf32
@@ -156,8 +156,12 @@ class Strategy:
         Raises:
             UserError: the optimizer holds parameters that are not in `parameters`.
         """
-        if self.mode in ("ddp", "hybrid"):
-            self._check_parameters(optimizer)
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if self.mode in ("ddp", "hybrid") and not held <= {*self.parameters}:
+            raise UserError(
+                "the optimizer holds parameters that were not there, or frozen, when the module "
+                "was wrapped: make it of strategy.parameters, after wrap"
+            )
 
         # compute the norm and clip
         if self.scaler:
@@ -192,20 +196,6 @@ class Strategy:
             with self.world.waiting("norm of the gradient"):
                 dist.broadcast(norm, src=0)
         return norm
-
-    def _check_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise UserError for an optimizer with wrong parameters.
-
-        Parameters are wrong if their gradients are not reduced, or if shards have replaced them.
-        """
-        reduced = {id(parameter) for parameter in self.parameters}
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if id(parameter) not in reduced and (self.shards or parameter.grad is not None):
-                raise UserError(
-                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that was "
-                    "not there, or frozen, when the module was wrapped: make the optimizer of "
-                    "strategy.parameters, after wrap"
-                )
 
     def share_parameters(self) -> None:
         """Receive parameters that only other ranks train.
@@ -248,9 +238,8 @@ class Strategy:
 
     def close(self) -> None:
         """Release the module and close its mesh's process groups; keep the world open."""
-        if self.mesh is not None:
-            from rl_dist.strategies.mesh import close_mesh
-
-            close_mesh(self.mesh)
+        if self.mesh is not None and dist.is_initialized():
+            for group in self.mesh.get_all_groups():
+                destroy_group(group)
         self.module = self.bare = self.shards = self.mesh = None
         self.parameters = []

@@ -2,14 +2,13 @@
 
 import json
 import re
-import signal
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from agents_ranks import world_of_one
-from train_runs import SIZES, SPANS, WORLDS, only_error, run_here, start, train_here, wait_until
+from train_runs import SIZES, SPANS, WORLDS, only_error, run_here, train_here
 
 import train_distributed
 from agents import pretrain
@@ -177,22 +176,3 @@ def test_a_pre_training_that_is_refused_leaves_nothing(trained, tmp_path, monkey
         assert run_here(main, argv, monkeypatch) == 2
         assert problem in only_error(capfd.readouterr().err)
         assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_two_ranks_pre_train_as_one_does(trained, tmp_path, monkeypatch):
-    flags = ["--epochs", "2", "--num_gpus", "2", "--device", "cpu"]
-    assert run(monkeypatch, tmp_path / "two", *flags) == 0
-    one, two = checkpoint(trained, 2), checkpoint(tmp_path / "two", 2)
-    for left, right in zip(one["history"], two["history"], strict=True):
-        assert left == pytest.approx(right, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_a_stop_before_the_first_epoch_ends_leaves_no_run(tmp_path):
-    command = start("-m", "agents.pretrain", "--run_dir", tmp_path / "run")
-    wait_until((tmp_path / "run/logs/rank_0.log").exists, command)
-    command.send_signal(signal.SIGINT)
-    out, err = command.communicate(timeout=120)
-    assert command.returncode == 130 and "SIGINT" in out, out + err
-    assert not (tmp_path / "run/config.json").exists()

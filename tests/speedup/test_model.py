@@ -1,6 +1,5 @@
 """The scaling model against formulas, simulated machines and published figures."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -12,22 +11,13 @@ from rl_dist.speedup.model import (
     Network,
     RankCost,
     audit,
-    bottleneck,
     describe,
-    expected_maximum,
     fit_link,
     predict,
     rank_cost,
 )
 
 WORK = RankCost(env_steps=1000, gradient_steps=10, collect_s=1.0, update_s=1.0)
-
-
-@pytest.mark.parametrize(
-    ("count", "expected"), [(1, 0.0), (2, 1 / math.sqrt(math.pi)), (3, 0.84628), (100, 2.50759)]
-)
-def test_expected_maximum_of_normal_numbers(count, expected):  # from Teichroew (1956)
-    assert expected_maximum(count) == pytest.approx(expected, rel=0.02, abs=1e-9)
 
 
 def test_rings_trees_and_machines():
@@ -109,21 +99,6 @@ def test_latency_and_bandwidth_are_recovered(ranks):
     assert found.bytes_per_s == pytest.approx(machine.bytes_per_s, rel=0.05)
 
 
-def test_cores_of_two_speeds_that_last_for_an_iteration_are_predicted():
-    """On a shared host a core is slow or fast for a whole iteration.
-
-    A median would show only one of the two speeds.
-    """
-    rng = np.random.default_rng(4)
-    collect, speed = 0.8 * np.where(rng.random((2, 8000, 2)) < 0.45, 1.7, 1.0)
-    steps = rng.normal(0.05, 0.002, (8000, STEPS, 2)) * speed[:, None] / 0.8
-    own_s = float(collect.max(1).mean() + steps.max(2).sum(1).mean())
-    talk_s = STEPS * 0.004 + 0.01
-    copies = [record(1, collect[i], steps[i]) for i in range(400)]
-    found = predict(rank_cost(copies), 2, talk_s)
-    assert found.iteration_s == pytest.approx(own_s + talk_s, rel=0.02)
-
-
 # ---- published scaling, predicted from published inputs; no constant is fitted to the results
 
 # Isaac Lab, "Performance Benchmarks", https://isaac-sim.github.io/IsaacLab/main/source/overview/
@@ -192,22 +167,6 @@ def test_published_scaling_of_two_rtx_5090():
 
 
 # ---- bottlenecks and presets
-
-
-HALF = replace(WORK, env_steps=500, collect_s=0.5, update_s=0.5)
-
-
-@pytest.mark.parametrize(
-    ("many", "talk_s", "where"),
-    [
-        (replace(HALF, collect_s=1.0), 0.0, "rollouts 33%"),
-        (HALF, 1.0, "reducing gradients 50%"),
-        (replace(HALF, collect_spread_s=1.0), 0.0, "waiting for the slowest 36%"),
-        (replace(WORK, update_s=2.0), 0.0, "update 33%"),
-    ],
-)
-def test_the_bottleneck_names_what_is_lost(many, talk_s, where):
-    assert bottleneck(predict(WORK, 1, 0.0), predict(many, 2, talk_s)) == where
 
 
 # ---- the audit of a run

@@ -20,15 +20,12 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.mark.slow  # faster tests below check the causes
 @pytest.mark.parametrize("num_ranks", [3, 4])
-def test_a_first_step_and_a_resumed_training_or_fit_are_bit_for_bit_those_of_one_that_went_on(
-    num_ranks, tmp_path
-):
+def test_a_resumed_training_or_fit_is_bit_for_bit_one_that_went_on(num_ranks, tmp_path):
     assert launch(ordered_ranks.exercise, (str(tmp_path),), num_ranks) == 0
     for path in sorted(tmp_path.glob("rank_*.pt")):
         found = torch.load(path, weights_only=True)
-        assert len(found) > 10
-        same = {name for name, rows in found.items() if (rows == rows[0]).all() and rows.any()}
-        assert same == found.keys(), f"{path.stem}, torch {torch.__version__}"
+        same = {name for name, (whole, resumed) in found.items() if torch.equal(whole, resumed)}
+        assert same == found.keys() and {"fit", "training, hybrid"} <= same
 
 
 def test_adam_without_the_compiler_steps_and_resumes_bit_for_bit_as_torchs():
@@ -105,7 +102,7 @@ def test_ranks_whose_devices_round_differently_stay_equal(ranks):
 
 @pytest.mark.parametrize(
     ("form", "space"),
-    [("clstm", BOX), ("clstm", DISCRETE), ("window of 4", BOX), ("mlp", DISCRETE)],
+    [("clstm", BOX), ("mlp", DISCRETE)],
 )
 def test_slots_cut_into_parts_are_evaluated_as_all_together(form, space, monkeypatch):
     """Split and join by hand, because torch needs several GPUs to run the parts."""
