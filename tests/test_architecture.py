@@ -5,17 +5,18 @@ One test applies each rule to the checkout, another to planted violations that t
 
 import ast
 import io
-import os
 import re
+import subprocess
 import tokenize
 from collections import Counter
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_UNITS, MAX_MODULES, MAX_FILE, MAX_FUNCTION, MAX_FIRST_LINE = 15, 10, 400, 80, 79
+MAX_UNITS, MAX_MODULES, MAX_FILE, MAX_FUNCTION = 15, 10, 400, 80
 MAX_LEARNER = 65  # lines of the methods `update` and `collect` in agents/
 # Lower these totals when you can; never raise them. Source is counted in tokens, because longer
 # lines do not lower that count.
@@ -38,8 +39,6 @@ FILES = {  # names of totals: patterns of the files that count
     "tokens of the path to loss.backward()": READING_PATH,
 }
 SHIPPED = r"(rl_dist|envs|agents)/.*\.py|\w+\.py"
-SKIPPED = r"\.git|\.venv|runs|shared|build|dist|site|__pycache__|.*_cache|.*\.egg-info"
-TEXT = {"", ".py", ".md", ".toml", ".txt", ".cfg", ".yml", ".yaml", ".html", ".sh", ".json"}
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT")}
 # (pattern of files, imports that are forbidden there, exceptions)
 FORBIDDEN = (
@@ -76,15 +75,12 @@ parse = cache(ast.parse)
 
 
 def read(root):
-    """Return {path: text} of a checkout, without files that runs and tools create."""
-    sources = {}
-    for folder, folders, names in os.walk(root):
-        kept = [name for name in folders if not re.fullmatch(SKIPPED, name)]
-        folders[:] = [name for name in kept if not Path(folder, name, "pyvenv.cfg").exists()]
-        for path in (Path(folder, name) for name in names if name != ".git"):
-            if path.suffix in TEXT and path.is_file() and path.stat().st_size < 1_000_000:
-                sources[path.relative_to(root).as_posix()] = path.read_text(errors="replace")
-    return sources
+    """Return {path: text} of a clone, without the files that git ignores."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    paths = [root / name for name in listed.stdout.splitlines()]
+    texts = {path: path.read_text(errors="replace") for path in paths if path.is_file()}
+    return {path.relative_to(root).as_posix(): text for path, text in texts.items()}
 
 
 def nodes(sources, files, *kinds):
@@ -125,24 +121,17 @@ def cycles(sources):
     for path, _, name in imports(sources, SHIPPED):
         target = name if name in graph else name.rpartition(".")[0]
         graph[module_of(path)] |= {target} & graph.keys() - {module_of(path)}
-    before = None
-    while graph != before:  # drop modules that import nothing or that none imports
-        before, targets = graph, set().union(*graph.values())
-        graph = {
-            m: graph[m] & graph.keys() for m in graph if m in targets and graph[m] & graph.keys()
-        }
-    if graph:
-        yield f"a cycle of imports among {sorted(graph)}"
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        yield f"a cycle of imports: {error.args[1]}"
 
 
 def units(sources):
     """A package has at most 15 units, its folders 10 modules; no file name is vague."""
     paths = [path for path in sources if re.fullmatch(SHIPPED, path) and "/__" not in path]
-    folders = Counter(path.rpartition("/")[0] for path in paths)
-    units = Counter(
-        package for package, _ in {tuple(path.split("/")[:2]) for path in paths if "/" in path}
-    )
-    for folder, count in (folders | units).items():
+    members = {part for path in paths for part in (path, path.rpartition("/")[0]) if "/" in part}
+    for folder, count in Counter(member.rpartition("/")[0] for member in members).items():
         if count > (MAX_MODULES if "/" in folder else MAX_UNITS):
             yield f"{folder} has {count} units"
     yield from (path for path in sources if re.fullmatch(BAD_NAMES, path))
@@ -174,17 +163,6 @@ def sizes(sources):
         length = node.end_lineno - node.lineno + 1
         if length > (MAX_LEARNER if learns else MAX_FUNCTION):
             yield f"{path}:{node.lineno} {node.name} has {length} lines"
-
-
-def docstrings(sources):
-    """Modules and public names have docstrings with first lines of < 80 characters."""
-    for path, node in nodes(sources, SHIPPED, ast.Module, ast.ClassDef):
-        needed = isinstance(node, ast.Module)
-        public = [n for n in node.body if not getattr(n, "name", "_").startswith("_")]
-        for part in (node, *public) if needed or not node.name.startswith("_") else ():
-            first = (ast.get_docstring(part) or "").partition("\n")[0]
-            if len(first) > MAX_FIRST_LINE or (needed and not first):
-                yield f"{path}: docstring of {getattr(part, 'name', 'the module')}"
 
 
 def data_alone(sources):
@@ -220,13 +198,13 @@ def words(sources):
             yield f"{path} says dones"
 
 
-A, WORLD, DOC = "agents/a.py", "rl_dist/process_group/world.py", '"""Says what it is."""\n'
+A, WORLD = "agents/a.py", "rl_dist/process_group/world.py"
 MANY = "x = 1\n" * 70_000
 
 
 def lines(count, name):
     """Return the text of a file with one function of `count` lines."""
-    return f'{DOC}def {name}():\n    """Does it."""\n' + "    x = 1\n" * (count - 2)
+    return f"def {name}():\n" + "    x = 1\n" * (count - 1)
 
 
 PLANTED = {
@@ -236,22 +214,15 @@ PLANTED = {
         {"envs/a.py": "from torch import distributed"}, {A: "from envs.trading import E"},
         {A: "import train_distributed"}, {A: "from . import b"},
     ],
-    cycles: [
-        {A: "from agents.b import x", "agents/b.py": "from agents import a"},
-        {A: "import agents.b", "agents/b.py": "def f():\n    from agents.a import g"},
-    ],
+    cycles: [{A: "from agents.b import x", "agents/b.py": "def f():\n    from agents import a"}],
     units: [
         {f"envs/a{i}.py": "" for i in range(16)}, {f"envs/a/b{i}.py": "" for i in range(11)},
-        {"envs/utils.py": ""}, {"agents/core/a.py": ""},
+        {f"envs/a{i}/b.py": "" for i in range(16)}, {"envs/utils.py": ""}, {"agents/core/a.py": ""},
     ],
     sizes: [
-        {"envs/a.py": "x = 1\n" * 451}, {"README.md": "x\n" * 151}, {"tests/test_a.py": MANY},
+        {"envs/a.py": "x = 1\n" * 401}, {"README.md": "x\n" * 151}, {"tests/test_a.py": MANY},
         {"examples/a.py": MANY}, {"benchmarks/a.py": MANY}, {"agents/ppo.py": MANY},
         {"agents/ppo.py": lines(66, "update")}, {"a.py": lines(81, "main")},
-    ],
-    docstrings: [
-        {A: "x = 1"}, {A: DOC + "def f(): pass"}, {A: DOC + "class A: pass"},
-        {A: f"{DOC}class A:\n  '''A'''\n  def f():\n    '''{'x' * 80}'''"},
     ],
     data_alone: [
         {A: "torch.load(path)"}, {A: "from torch import load"}, {A: "import pickle"},
@@ -274,12 +245,15 @@ def checkout():
     return read(ROOT)
 
 
-@pytest.mark.parametrize("rule", PLANTED, ids=lambda rule: rule.__name__)
+RULES = pytest.mark.parametrize("rule", PLANTED, ids=lambda rule: rule.__name__)
+
+
+@RULES
 def test_the_checkout_keeps_the_rule(rule, checkout):
-    found = list(rule(checkout))
-    assert not found, f"{rule.__doc__} Found:\n" + "\n".join(found)
+    violations = list(rule(checkout))
+    assert not violations, f"{rule.__doc__} Found:\n" + "\n".join(violations)
 
 
-@pytest.mark.parametrize("rule", PLANTED, ids=lambda rule: rule.__name__)
+@RULES
 def test_planted_violations_are_found(rule):
     assert [files for files in PLANTED[rule] if not list(rule(files))] == []

@@ -104,11 +104,10 @@ def test_python_blocks_run(text, runs, monkeypatch):
 # Replacements for words of commands, and flags that make training short.
 SMALL = {"RUN_DIR": "runs/trading", "DIR": "out", "runs/pretrain/DATE_TIME": "runs/pretrained"}
 LENGTHS = {"--total_steps": "1024", "--num_episodes": "1", "--epochs": "1"}
-OF_ENV = {"--total_steps": "1024", "--eval_episodes": "2"}
-OF_MARKETS = {"--num_episodes": "1", "--threads": "1", "--hidden_size": "16", "--num_envs": "8"}
-OF_MARKETS |= {"--num_steps": "64", "--batch_size": "8"}
-SIMULATED = {"--num_worlds": "2", "--test_start": "2019-06-03", "--test_end": "2019-08-30"}
-OF_PRETRAINING = {"--epochs": "1", "--num_worlds": "2", "--hidden_size": "16"}
+OF_ENV = "--total_steps 1024 --eval_episodes 2"
+OF_BARS = "--num_episodes 1 --threads 1 --hidden_size 16"
+OF_MARKETS = f"{OF_BARS} --num_worlds 2 --test_start 2019-06-03 --test_end 2019-08-30"
+OF_PRETRAINING = "--epochs 1 --num_worlds 2 --hidden_size 16"
 ELSEWHERE = {  # first words of a command -> why it is not run here
     "make test": "it runs this",
     "make train$": "the main job, five minutes; tests train it shorter",
@@ -123,19 +122,19 @@ if not torch.cuda.is_available():
 
 
 def small(words):
-    """Return the command with flags for a short training run."""
+    """Return the command with flags for a short training run; its own flags come last and win."""
     words = [SMALL.get(word, word) for word in words]
-    more = {}
-    if "agents.pretrain" in words:
-        more = OF_PRETRAINING
-    elif TRAINING in words and not {"--quick", "--resume"} & set(words):
-        of_markets = OF_MARKETS | ({} if "--data" in words else SIMULATED)
-        more = OF_ENV if "--env" in words else of_markets
-        if "--batch_size" in words:
-            more = {flag: more[flag] for flag in more if flag not in ("--num_envs", "--num_steps")}
     for flag in LENGTHS.keys() & set(words):
         words[words.index(flag) + 1] = LENGTHS[flag]
-    return words + [each for flag in more if flag not in words for each in (flag, more[flag])]
+    program, more = TRAINING, ""
+    if "agents.pretrain" in words:
+        program, more = "agents.pretrain", OF_PRETRAINING
+    elif TRAINING in words and not {"--quick", "--resume"} & set(words):
+        more = OF_ENV if "--env" in words else OF_BARS if "--data" in words else OF_MARKETS
+        if not {"--env", "--batch_size"} & set(words):
+            more += " --num_envs 8 --num_steps 64 --batch_size 8"
+    place = words.index(program) + 1 if more else 0
+    return words[:place] + more.split() + words[place:]
 
 
 def run(words, folder):

@@ -148,29 +148,27 @@ def fill_one_by_one(cash, shares, orders, priority, sell_price, buy_price):
     return cash, trades
 
 
-def random_case(rng, n):
-    """Return a portfolio with tied priorities, zeros, and cash for some orders."""
-    fill = rng.choice([0.37, 1.0, 25.0, 99.99, 411.7], n) * rng.choice([1.0, 1.013], n)
-    sell, buy = net_prices(to_grid(torch.from_numpy(fill)), float(rng.choice([0, 10, 123])))
-    shares = torch.from_numpy(rng.integers(0, 30, n) * rng.integers(0, 2, n)).double()
-    orders = torch.from_numpy(rng.integers(-20, 25, n)).double()
-    priority = torch.from_numpy(rng.choice([0, 0.25, 0.5, 1], n)).float()
-    some = torch.from_numpy(rng.integers(0, 2, n))
-    proceeds = (torch.minimum((-orders).clamp_min(0), shares) * sell).sum()
-    cost = (orders.clamp_min(0) * buy * some).sum()
-    cash = (cost - proceeds - rng.integers(0, 3) / GRID).clamp_min(0.0)
-    return cash, shares, orders, priority, sell, buy
-
-
 @pytest.mark.parametrize("n", [1, 5, 30])
 def test_fills_equal_a_greedy_loop_to_the_last_bit(n):
-    rng = np.random.default_rng(n)
-    cases = [random_case(rng, n) for _ in range(500)]
-    cash, *rest = (torch.stack(part) for part in zip(*cases, strict=True))
-    cash_after, trades = fill_orders(cash.unsqueeze(1), *rest)
-    expected = [fill_one_by_one(*(part.tolist() for part in case)) for case in cases]
-    assert list(zip(cash_after.squeeze(1).tolist(), trades.tolist(), strict=True)) == expected
-    cut = trades.clamp_min(0) < rest[1].clamp_min(0)
+    """Priorities are tied, and the cash pays for some of the orders, often exactly."""
+    rng, size = np.random.default_rng(n), (500, n)
+
+    def draw(values):
+        return torch.from_numpy(rng.choice(values, size))
+
+    sell, buy = net_prices(to_grid(draw([0.37, 1.013, 25.0, 99.99, 411.7])), 12.3)
+    shares = draw(30) * draw([0.0, 1.0])
+    orders = draw(45) - 20.0
+    proceeds = torch.minimum(-orders, shares).clamp_min(0) * sell
+    cost = orders.clamp_min(0) * buy * draw(2)
+    cash = (cost - proceeds).sum(1) - draw(3)[:, 0] / GRID
+    case = cash.clamp_min(0.0), shares, orders, draw([0, 0.25, 0.5, 1]).float(), sell, buy
+    cash_after, trades = fill_orders(case[0][:, None], *case[1:])
+    expected = [
+        fill_one_by_one(*row) for row in zip(*(part.tolist() for part in case), strict=True)
+    ]
+    assert list(zip(cash_after[:, 0].tolist(), trades.tolist(), strict=True)) == expected
+    cut = trades.clamp_min(0) < orders.clamp_min(0)
     assert cut.any(dim=1).sum() > 50, "too few cases run out of cash"
 
 
@@ -316,17 +314,14 @@ def test_an_ended_episode_is_followed_by_a_new_one_in_the_same_step():
 
 
 def test_first_episodes_have_ages_and_days_by_the_seed_and_later_ones_full_length():
-    def starts(seed):
-        env = make_env(64, seed=[seed + 1000 * i for i in range(64)])
-        return env.row, env.end_row - env.row
-
-    rows, lengths = starts(7)
-    assert same([(rows, lengths)], [starts(7)]) and len(set(rows.tolist())) > 40
-    assert lengths.min() >= 1 and lengths.max() <= 20 and len(set(lengths.tolist())) > 12
-    for other in (8, 2**63 - 70_000):
-        assert (starts(other)[0] != rows).sum() > 48
-    env = make_env(64)
-    truncated = torch.stack([env.step(torch.zeros(64, 4))[3] for _ in range(61)])
+    seeds = 7, 7, 8, 2**63 - 70_000
+    envs = [make_env(64, seed=[seed + 1000 * i for i in range(64)]) for seed in seeds]
+    lengths = [env.end_row - env.row for env in envs]
+    assert torch.equal(envs[0].row, envs[1].row) and torch.equal(*lengths[:2])
+    assert all((env.row != envs[0].row).sum() > 48 for env in envs[2:])
+    assert len(set(envs[0].row.tolist())) > 40
+    assert set(lengths[0].tolist()) <= set(range(1, 21)) and len(set(lengths[0].tolist())) > 12
+    truncated = torch.stack([envs[0].step(torch.zeros(64, 4))[3] for _ in range(61)])
     assert {int(n) for column in truncated.T for n in column.nonzero().flatten().diff()} == {20}
 
 
