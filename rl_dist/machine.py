@@ -213,11 +213,6 @@ def available_cores() -> int:
     return cores
 
 
-def cpu_has_bf16() -> bool:
-    """Return True if this CPU has instructions that multiply bf16 numbers."""
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if an error means that a GPU or this machine is out of memory."""
     if isinstance(error, OSError):

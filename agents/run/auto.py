@@ -24,7 +24,6 @@ from rl_dist.errors import UserError
 from rl_dist.machine import (
     GIB,
     available_cores,
-    cpu_has_bf16,
     free_memory_bytes,
     peak_memory_bytes,
 )
@@ -107,12 +106,10 @@ def choose(run: Run, world: World) -> Run:
     kept = all_gather_json({name: known.values[name] for name in names}, world)[0]
     config = run.config.changed(kept)
 
-    has_units = world.device.type == "cpu" and cpu_has_bf16()
-    has_units = all(all_gather_json(has_units, world))
     cores = max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     values: dict[str, Iterable[Any]] = {
         "batch_size": doublings(allowed_batch_sizes(config.train, world.size)),
-        "precision": ("fp32", "bf16") if has_units else ("fp32",),
+        "precision": ("fp32", "bf16"),
         "chosen_strategy": strategy_modes(world.size, len(run.resolved.gpu_ids)),
         "env_workers": (0, cores, 4 * cores),
     }
@@ -258,14 +255,11 @@ def dummy_minibatch(policy: Policy, length: int, sequences: int) -> Minibatch:
     start = torch.rand(length, sequences, device=obs.device) < 1.0 / length
     state = policy.initial_state(sequences)
     actions, _, values, _ = policy.act(obs[0], state, start[0])
-    numbers = torch.stack([values] * length)  # [L, N]
+    names = ("logprobs", "values", "advantages", "returns")
     return Minibatch(
         obs=obs,
         actions=torch.stack([actions] * length),
-        logprobs=numbers,
-        values=numbers,
-        advantages=numbers,
-        returns=numbers,
         episode_start=start,
         lstm_state=state,
+        **dict.fromkeys(names, torch.stack([values] * length)),  # each [L, N]
     )

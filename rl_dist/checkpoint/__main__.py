@@ -61,7 +61,7 @@ def show_list(files: Sequence[Path]) -> bool:
 def inspect(file: Path, as_json: bool) -> None:
     """Print the numbers, the configuration and the tensors in one checkpoint."""
     state = load_checkpoint(file)
-    report = {"path": str(file), "bytes": file.stat().st_size, MEASURED: state.get(MEASURED, {})}
+    report = {"path": str(file), MEASURED: state.get(MEASURED, {})}
     report |= {name: value for name, value in state.items() if isinstance(value, int | float)}
     config = json.loads(state.get("config", "{}"))
     tensors = [

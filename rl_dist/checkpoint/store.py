@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import io
 import math
-import os
 import re
 import struct
 import warnings
@@ -152,11 +151,6 @@ def write_atomically(path: Path, data: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, data, sync=True, part="unfinished.part")
-        # Sync the folder, so that the new name survives a power failure. Some file systems cannot.
-        folder = os.open(path.parent, os.O_RDONLY)
-        with suppress(OSError):
-            os.fsync(folder)
-        os.close(folder)
     except OSError as error:
         cause = f"({len(data):,} bytes): {error.strerror or error}"
         raise CheckpointError(f"cannot write checkpoint {path} {cause}") from None

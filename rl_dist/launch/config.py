@@ -53,8 +53,7 @@ class LaunchConfig:
     hybrid, then none) instead of ending."""
     precision: Precision = "fp32"
     """tf32: fp32 with rounded products, on GPUs; bf16, fp16: autocast with fp32 parameters; fp64:
-    for proofs; auto: bf16 if the CPU has units for it and gradient steps are 1.1 times as fast with
-    it, otherwise fp32."""
+    for proofs; auto: bf16 if gradient steps are 1.1 times as fast with it, otherwise fp32."""
     gradient_compression: Compression = "none"
     """bf16: send gradients in half the bytes, for slow links; only with strategy ddp."""
     max_restarts: int = Field(0, ge=0, le=10**6)

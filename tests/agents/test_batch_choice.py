@@ -69,7 +69,6 @@ def test_auto_trains_as_its_value_would_writes_it_down_and_resumes_with_it(
     flag, field, allowed, others, tmp_path, monkeypatch, capsys
 ):
     section, name = field.split(".")
-    monkeypatch.setattr(auto, "cpu_has_bf16", lambda: True)
     monkeypatch.setattr(auto, "available_cores", lambda: 2)
     # offer two strategies that both work on one rank
     monkeypatch.setattr(auto, "strategy_modes", lambda *_: ("none", "ddp"))
