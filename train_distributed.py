@@ -14,7 +14,7 @@ if __name__ == "__main__":  # start the supervisor before the slow imports
 import sys
 
 from agents.rank import run_rank
-from agents.run.choice import parse_training
+from agents.run.choice import ask_user, parse_training
 from agents.run.start import start
 from rl_dist.errors import explains_errors, outlive_readers
 from rl_dist.launch.supervisor import imports_done
@@ -26,8 +26,6 @@ def main() -> int:
     """Start the run, or one run per seed with --seeds; return the exit code."""
     parsed = parse_training()
     if parsed.configs["run"].interactive:
-        from agents.run.interactive import ask_user
-
         parsed = ask_user(parsed, sys.argv[1:])
     if parsed.configs["run"].seeds:
         from agents.api.seeds import train_several

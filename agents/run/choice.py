@@ -1,9 +1,12 @@
-"""Choose the run to start from the command line: a new run, or one to resume."""
+"""Choose the run to start, from the command line or a dialogue: new or resumed."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +17,7 @@ from gymnasium import spaces
 from agents.config import (
     AUTO,
     MAIN_FLAGS,
+    OWNERS,
     PRESETS,
     QUICK,
     SECTIONS,
@@ -30,7 +34,17 @@ from envs.task import GymTask, TaskConfig
 from rl_dist.checkpoint.store import Found, find_latest_run
 from rl_dist.checkpoint.trust import check_named, import_from_here
 from rl_dist.errors import UserError
-from rl_dist.flags import Field, ParsedFlags, Text, configuration, parse_flags
+from rl_dist.flags import (
+    Field,
+    ParsedFlags,
+    Text,
+    allowed,
+    configuration,
+    fields_of,
+    parse_flags,
+    shown,
+)
+from rl_dist.machine import available_cores, print_gpu_info
 from rl_dist.process_group.join import MAX_RESTARTS, elastic_count
 from rl_dist.run_dir import RunDir
 
@@ -61,6 +75,12 @@ CHANGEABLE = {
 KEPT_CHOICES = (("batch_size", "auto"), ("precision", "auto"))
 # For each section: the field that names a module to import, and the fields passed to that module.
 NAMED_MODULES = {"task": ("env", "env_kwargs"), "policy": ("core",), "train": ("callback",)}
+
+# Flags that --interactive asks for.
+QUESTIONS = [
+    *("env", "data", "num_gpus", "strategy", "hidden_size", "num_steps"),
+    *("batch_size", "num_envs", "total_steps", "num_episodes"),
+]
 
 
 @configuration
@@ -275,3 +295,63 @@ def check_resumable(state: dict[str, Any], config: RunConfig, policy: Policy) ->
 def _refuse(differing: list[str], fix: str) -> None:
     if differing:
         raise UserError(f"this differs from the run to resume: {', '.join(differing)}; {fix}")
+
+
+# ---- the dialogue of --interactive
+
+
+def ask_user(parsed: ParsedFlags, words: list[str]) -> ParsedFlags:
+    """Ask for the main flags in the terminal; print the equivalent command line.
+
+    Each answer is appended to the command line as a flag. The command line is then parsed again, so
+    answers get the same checks and error messages as flags. No files are written.
+
+    Args:
+        words: the command line that gave `parsed`.
+
+    Raises:
+        SystemExit: the user cancels or does not want to start.
+        ValueError: there is no terminal, or the flags do not fit.
+    """
+    has_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if parsed.configs["run"].resume or "RANK" in os.environ or not has_terminal:
+        raise UserError(
+            "--interactive needs a terminal and a new run, without --resume and torchrun: give "
+            "other flags, see --help"
+        )
+    words = [word for word in words if word != "--interactive"]
+    print_gpu_info()
+    print(f"{available_cores()} CPU cores")
+    print("Enter takes the value in brackets. Ctrl-C leaves without a trace.")
+    try:
+        for flag in QUESTIONS:
+            words = _ask(flag, words)
+        print(f"\nThe same without questions:\n  python train_distributed.py {shlex.join(words)}")
+        reply = input("Start it? yes or no [yes]: ")
+    except (EOFError, KeyboardInterrupt):
+        print("\nCancelled; nothing was started.")
+        raise SystemExit(128 + signal.SIGINT) from None
+    if reply not in ("", "yes"):
+        raise SystemExit(0)
+    return parse_training(words)
+
+
+def _ask(flag: str, words: list[str]) -> list[str]:
+    """Ask for a flag until the answer is valid; return `words` and this flag."""
+    config = fresh_config(parse_training(words))
+    if flag in config.idle_flags():
+        return words
+    section = getattr(config, OWNERS[flag])
+    field = fields_of(section)[flag]
+    question = f"{flag}: {field.description} ({allowed(field)}) [{shown(getattr(section, flag))}]: "
+    while reply := input(question).strip():
+        answered = [*words, f"--{flag}={reply}"]
+        try:
+            fresh_config(parse_training(answered))
+        except SystemExit:  # the parser has already printed the error
+            continue
+        except ValueError as error:
+            print(f"  {' '.join(str(error).split())}")
+        else:
+            return answered
+    return words

@@ -12,7 +12,6 @@ from train_runs import RECALL, REPO, records
 NOT_LOADED = (
     "agents.export",
     "agents.pretrain",
-    "agents.run.interactive",
     "envs.trading.task",
     "envs.memory_tasks",
     "rl_dist.speedup",
