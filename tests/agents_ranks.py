@@ -282,10 +282,19 @@ class Recording(Training):
         self.rollouts = []
         self.parameters = []
         self.losses = []
+        self.firsts = {}  # iteration: KL, clip fraction and sample count at its first step
         self.hashes: list[str] = []
         self.ppo.optimizer.register_step_post_hook(
             lambda *_: self.hashes.append(parameter_hash(self.policy))
         )
+        self.step = self.ppo.step
+        self.ppo.step = self.recorded_step
+
+    def recorded_step(self, minibatch, starts):
+        result = self.step(minibatch, starts)
+        first = (result[0].approx_kl, result[0].clip_fraction, self.normalizers.obs.moments.count)
+        self.firsts.setdefault(self.iteration, [float(number) for number in first])
+        return result
 
     def collect(self, lifetime_step):
         rollout = super().collect(lifetime_step)
@@ -311,6 +320,7 @@ class Recording(Training):
             "parameters": torch.stack(self.parameters),  # [iterations, P]
             "hashes": self.hashes,
             "losses": self.losses,
+            "firsts": self.firsts,
             "moments": self.normalizers.obs.state_dict()
             | {"count_of_rewards": self.normalizers.rewards.moments.count},
         }

@@ -21,17 +21,6 @@ class Decay(nn.Module):
         return torch.stack(outputs), state
 
 
-class Hoarder(Decay):
-    """Keep a state inside the module."""
-
-    kept = 0.0
-
-    def forward(self, inputs, state):
-        outputs, state = super().forward(inputs, state + self.kept)
-        self.kept = state.mean()
-        return outputs, state
-
-
 class Prophet(Decay):
     """Use the whole sequence, also later steps, in every step."""
 

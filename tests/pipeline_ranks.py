@@ -2,15 +2,15 @@
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from agents_ranks import Recording, make_job, parameters_of
+from on_ranks import saves_results
 
 from agents.trainer import train
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.process_group.collectives import parameter_hash
-from rl_dist.process_group.world import StopFlag, close_world, open_world
+from rl_dist.process_group.world import StopFlag
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.telemetry.metrics import NullWriter
 
@@ -26,7 +26,7 @@ CURVES = {
     "KL stop": ("trading, KL stop", {}),
     "fp32": ("cartpole, clstm, fp32", {}),
 }
-BRIEFLY = ["resets inside slots", "accumulation"]
+BRIEFLY = ("resets inside slots", "accumulation")
 REST = [label for label in CURVES if label not in BRIEFLY]
 
 
@@ -59,10 +59,10 @@ def poisoned(world, run_dir):
     training = training_of(BRIEFLY[0], "pipeline", world, run_dir)
     step, calls = training.ppo.step, itertools.count()
 
-    def poison(minibatch, plans):
+    def poison(minibatch, starts):
         if next(calls) == 0 and world.rank == 0:
             minibatch.advantages[0, 0] = torch.inf
-        return step(minibatch, plans)
+        return step(minibatch, starts)
 
     training.ppo.step = poison
     groups = training.ppo.strategy.mesh.get_all_groups()
@@ -71,13 +71,12 @@ def poisoned(world, run_dir):
     return trained(training) | {"timeouts_s": timeouts_s}
 
 
-def exercise(out_dir, labels):
-    """Train the labelled curves in both forms; save the results in SIZE_rank_N.pt.
+@saves_results
+def exercise(world, out_dir, labels=BRIEFLY):
+    """Train the labelled curves in both forms.
 
     With the first label, also resume in other forms and train with an infinite loss.
     """
-    world = open_world("cpu", timeout_s=60)
-    out_dir = Path(out_dir)
     results = {
         (label, form): trained(training_of(label, form, world, out_dir / f"{label}, {form}"))
         for label in labels
@@ -87,6 +86,4 @@ def exercise(out_dir, labels):
         for before, after in (("pipeline", "pipeline"), ("pipeline", "ddp"), ("ddp", "pipeline")):
             results["resumed", before, after] = resumed(before, after, world, out_dir)
         results["poisoned"] = poisoned(world, out_dir / "poisoned")
-    torch.save(results, out_dir / f"{world.size}_rank_{world.rank}.pt")
-    close_world(world)
-    return 0
+    return results

@@ -6,7 +6,6 @@ Spawned processes import this file.
 import os
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ EXERCISES: dict[str, Callable[[str], Any]] = {
     "test_example_images": classify_images,
     "test_faults": faults_ranks.survived,
     "test_grad_accumulation": speed_ranks.exercise,
-    "test_pipeline": partial(pipeline_ranks.exercise, labels=pipeline_ranks.BRIEFLY),
+    "test_pipeline": pipeline_ranks.exercise,
     "test_rl_dist_ranks": rl_dist_ranks.exercise,
     "test_measure": strategy_ranks.choose,
     "test_supervised": supervised_ranks.exercise,

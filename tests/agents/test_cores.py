@@ -45,7 +45,7 @@ def test_slow_units_of_a_mingru_remember_for_long_to_begin_with():
 @pytest.mark.parametrize(
     ("core", "problem"),
     [
-        *((f"own_cores:{name}", "step by step") for name in ("Hoarder", "Forgetful", "Herd")),
+        *((f"own_cores:{name}", "step by step") for name in ("Forgetful", "Herd")),
         ("own_cores:Thin", r"\(7, 3, 7\)"),
         ("own_cores:Broken", "no such shape"),
         ("own_cores:Stateless", "num_states"),

@@ -115,6 +115,12 @@ def test_a_training_is_that_of_one_rank(plan, name, num_ranks, one_rank, ranks_o
     if single:
         return
 
+    # The ratio is 1 before the first gradient step of every iteration: normalisers, states and
+    # inputs are those of the rollout. An update adds the samples of its rollout at its end.
+    samples = alone["obs"][0, :, :, 0].numel()
+    for iteration, (kl, clip_fraction, count) in alone["firsts"].items():
+        assert abs(kl) < 1e-14 and clip_fraction == 0.0 and count in (0, iteration * samples)
+
     for what in ("obs", "rewards"):
         many = together(ranks, name, what)
         torch.testing.assert_close(many, alone[what], rtol=1e-8, atol=1e-8)
