@@ -95,9 +95,8 @@ def allowed(field: FieldInfo) -> str:
     """Describe the values that a field accepts."""
     sides = "ge", "le"
     limits = [getattr(m, side) for m in field.metadata for side in sides if hasattr(m, side)]
-    kinds: dict[Any, str] = {bool: "on or off", int: "whole number", float: "number"}
-    choices = typing.get_args(field.annotation)
-    return ", ".join(choices) or "..".join(map(str, limits)) or kinds.get(field.annotation, "text")
+    choices = ["on or off"] if field.annotation is bool else typing.get_args(field.annotation)
+    return ", ".join(choices) or "..".join(map(str, limits)) or "text"
 
 
 def shown(value: Any) -> str:

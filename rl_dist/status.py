@@ -55,30 +55,22 @@ def read_status(run_dir: Path) -> Status:
     if job is None:
         raise UserError(f"{run_dir} has no {STATE_FILE}: give the directory of a run")
     records = run.records(last=RECENT)
-    last = records[-1] if records else {"iteration": 0, "global_step": 0}
     entries = [entry for record in records for entry in record.get("ranks", ())]
     speeds = [speed for record in records if (speed := record.get("time/sps") or 0) > 1e-9]
-    done = last["global_step"] if job.unit == "steps" else int(last.get("episode/total") or 0)
-    spent_s = last["global_step"] / median(speeds) if speeds and done > 0 else None
-    status: Status = {
+    steps_per_s = median(speeds) if speeds else None
+    done = job.global_step if job.unit == "steps" else job.episodes
+    status: Status = job.model_dump() | {
         "run_dir": str(run_dir),
         "env": "",
-        "strategy": job.strategy,
-        "num_ranks": job.num_ranks,
-        "iteration": last["iteration"],
-        "global_step": last["global_step"],
         "done": done,
-        "total": job.target,
-        "unit": job.unit,
-        "steps_per_s": spent_s and median(speeds),
-        "eta_s": spent_s and spent_s * max(0.0, job.target / done - 1.0),
+        "steps_per_s": steps_per_s,
+        "eta_s": None,
         "returns": _latest(records, RETURNS),
-        "checkpoint": Path(job.checkpoint.path).name if job.checkpoint else None,
-        "ranks": [
-            rank.model_dump() | _latest((e for e in entries if e.get("rank") == rank.rank), USE)
-            for rank in job.ranks
-        ],
     }
+    for rank in status["ranks"]:
+        rank |= _latest((entry for entry in entries if entry.get("rank") == rank["rank"]), USE)
+    if steps_per_s and done:
+        status["eta_s"] = job.global_step / steps_per_s * max(0.0, job.target / done - 1.0)
     with suppress(OSError, UserError, LookupError, TypeError):
         status["env"] = str(run.config()["task"]["env"])
     state, reason = _state_of(run, job)
@@ -116,7 +108,7 @@ def _state_of(run: RunDir, job: JobState) -> tuple[str, str]:
 
 def describe(run: Status) -> dict[str, str]:
     """Return the rows to print: the text of each row, by name."""
-    done = f"{run['done']:,} of {run['total']:,} {run['unit']}"
+    done = f"{run['done']:,} of {run['target']:,} {run['unit']}"
     rows = {
         "run": run["run_dir"],
         "state": run["state"] + f": {run['reason']}" * bool(run["reason"]),
@@ -128,7 +120,7 @@ def describe(run: Status) -> dict[str, str]:
         pace = f"{run['steps_per_s']:,.1f} steps/s"
         rows["speed"] = f"{pace}, {left} to go without validation and checkpoints"
     rows["returns"] = _listed(run["returns"])
-    rows["checkpoint"] = run["checkpoint"] or "none"
+    rows["checkpoint"] = run["checkpoint"]["path"] if run["checkpoint"] else "none"
     for rank in run["ranks"]:
         place = f"process {rank['pid']} of {rank['host']}, {rank['device']}"
         rows[f"rank {rank['rank']}"] = f"{place}, {_listed(rank)}"

@@ -1,6 +1,5 @@
 """Flags, saved files and arguments give valid settings or a one-line error."""
 
-import argparse
 import json
 import math
 import pickle
@@ -106,13 +105,6 @@ def test_help_shows_the_main_flags_and_help_all_the_rest(capsys):
     assert f"Environments of all ranks (default: 64; 1..{2**62 + 1})" in short
     assert "--run_dir" not in short and "--chosen" not in whole
     assert "fall (default: on" in whole and "write (default: none" in whole
-
-
-def test_further_flags_can_be_added_but_no_name_twice():
-    parsed = parse("--more", "x", extra=lambda parser: parser.add_argument("--more"))
-    assert parsed.extra.more == "x" and parsed.given == {}
-    with pytest.raises(argparse.ArgumentError, match="run_dir"):
-        parse(sections={"one": Place(), "two": Place()})
 
 
 def test_a_section_is_a_frozen_value_that_other_processes_can_have():
