@@ -38,8 +38,7 @@ from rl_dist.errors import UserError, explains_errors, outlive_readers
 from rl_dist.flags import Field, Text, configuration, parse_flags, read_sections, saved_form
 from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
 from rl_dist.launch.ranks import launch, restart_count
-from rl_dist.process_group.collectives import all_gather_json
-from rl_dist.process_group.hosts import check_settings
+from rl_dist.process_group.collectives import all_gather_json, check_settings
 from rl_dist.process_group.world import open_world
 from rl_dist.run_dir import RunDir
 from rl_dist.strategies.adam import EagerAdam

@@ -23,8 +23,7 @@ from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.checkpoint.trust import module_files
 from rl_dist.files import remove
 from rl_dist.launch.ranks import restart_count
-from rl_dist.process_group.collectives import all_gather_json
-from rl_dist.process_group.hosts import check_settings, warn_of_crowded_cores
+from rl_dist.process_group.collectives import all_gather_json, check_settings
 from rl_dist.process_group.join import may_start_again
 from rl_dist.process_group.world import World, open_world, stop_flag
 from rl_dist.run_dir import RankEntry, RunDir
@@ -57,7 +56,6 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
         if world.is_main_process:
             events.configure(run.config.launch.on_event, run.path)
         setup_logging(run.path, world.rank)
-        warn_of_crowded_cores(world)
         logger.info("%s, rank %d of %d", run.config.task.env, world.rank, world.size)
         run = choose(run, world)
         check_rollouts(run.config, world.device, world.size)

@@ -67,7 +67,7 @@ def run_rank(fitting: FitConfig, launching: LaunchConfig, device: str) -> int:
     figures = evaluate(module, loader(make_images(1001, seed=3)), criterion, strategy, metrics)
     if world.is_main_process:
         print(json.dumps(figures), flush=True)
-    close_world(world)
+    close_world()
     return 128 + result.signum if result.signum else 0
 
 

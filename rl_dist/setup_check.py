@@ -29,10 +29,9 @@ from rl_dist.launch.child import (
     ChildError,
     ChildTimeoutError,
     Record,
-    describe_rates,
-    is_steady,
     measure_short_runs,
     round_rates,
+    unsteady,
 )
 from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
 from rl_dist.machine import GIB, GpuInfo, available_cores, get_gpu_info, host_memory
@@ -243,9 +242,8 @@ def check_run(
     steps_per_s = median(record["time/sps"] for record in records)  # sum over all ranks
     total_steps = length * (1.0 if unit == "steps" else steps_per_episode(records))
     total_s = None  # seconds of the training run, without start-up and evaluations
-    if not is_steady(rates):
-        fix = "check again without other programs"
-        yield Check("pace", WARNING, describe_rates(rates), fix)
+    if problem := unsteady(rates):
+        yield Check("pace", WARNING, problem, "check again without other programs")
     else:
         yield check("pace", f"{steps_per_s:,.0f} steps/s in {len(records)} iterations")
         time, fix = "no episode ended", "give --total_steps to know the time"

@@ -271,7 +271,7 @@ def world_of_one():
     try:
         yield world
     finally:
-        close_world(world)
+        close_world()
 
 
 class Recording(Training):
@@ -367,7 +367,7 @@ def train_in_world(out_dir, names):
         with_files = world.size == 2 and name in (WITH_FILES, "weak")
         records[name] = record_of(name, world, **files if with_files else {})
     torch.save(records, out_dir / f"{world.size}_rank_{world.rank}.pt")
-    close_world(world)
+    close_world()
 
 
 def parameters_of(training):
@@ -390,4 +390,4 @@ def count_small_collectives(out_dir):
     train(Training(job, world), Counting(), StopFlag())
     (before, _), (after, steps) = calls[1:]
     Path(out_dir, f"calls_{world.rank}").write_text(json.dumps([after - before, steps]))
-    close_world(world)
+    close_world()

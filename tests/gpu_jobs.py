@@ -37,7 +37,7 @@ def world_on(device):
     try:
         yield world
     finally:
-        close_world(world)
+        close_world()
 
 
 def make_env_on(device, task, num_envs, env_offset=0):
@@ -90,7 +90,7 @@ def train_rank(out_dir, strategy):
     record = {"parameters": parameters_on_cpu(training), "hash": parameter_hash(training.policy)}
     torch.save(record, Path(out_dir, f"rank_{world.rank}.pt"))
     all_reduce_max(0, world)
-    close_world(world)
+    close_world()
     return 0
 
 

@@ -1,10 +1,8 @@
 """Random-walk environments that fail on purpose, such as Misbehaving-v0."""
 
 import ctypes
-import itertools
 import os
 import signal
-import sys
 import time
 
 import gymnasium
@@ -26,13 +24,6 @@ def interrupt():
     raise KeyboardInterrupt
 
 
-def set_the_clock():
-    """Make time.time() jump forward and back by years and hours from now on."""
-    real = time.time
-    jumps = itertools.cycle((0.0, 3e8, -3e8, 7200.0, -7200.0))
-    time.time = lambda: real() + next(jumps)
-
-
 def speak():
     """Print through Python and directly to file descriptor 1."""
     print("hello from an environment")
@@ -43,10 +34,7 @@ def speak():
 DEEDS = {
     "speak": speak,
     "interrupt": interrupt,
-    "close stdout": lambda: sys.stdout.close(),
-    "close descriptor 1": lambda: os.close(1),
     "close descriptors": lambda: os.closerange(3, 256),
-    "set the clock": set_the_clock,
     "exit 77": lambda: os._exit(77),
     "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
 }

@@ -16,6 +16,6 @@ def saves_results(function):
         world = open_world("cpu", timeout_s=60)
         results = function(world, Path(out_dir), *args)
         torch.save(results, Path(out_dir, f"rank_{world.rank}.pt"))
-        close_world(world)
+        close_world()
 
     return run

@@ -147,6 +147,14 @@ def assert_nobody_left(leader):
     wait_until(lambda: not session(leader))
 
 
+def end_of(job, code=0, within_s=300):
+    """Wait for a job to end with `code` and without processes; return its stderr."""
+    out, err = job.communicate(timeout=within_s)
+    assert job.returncode == code, out + err
+    assert_nobody_left(job.pid)
+    return err
+
+
 def wait_until(true, job=None, within_s=PATIENCE_S):
     """Wait until the function returns a true value, and return that value.
 

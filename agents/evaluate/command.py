@@ -31,8 +31,11 @@ from rl_dist.errors import UserError, explained, explains_errors
 from rl_dist.files import path_to_write, plain_file
 from rl_dist.flags import Field, Text, configuration, parse_flags
 from rl_dist.launch.ranks import launch
-from rl_dist.process_group.collectives import all_gather_json, parameter_hash
-from rl_dist.process_group.hosts import check_settings
+from rl_dist.process_group.collectives import (
+    all_gather_json,
+    check_settings,
+    parameter_hash,
+)
 from rl_dist.process_group.world import World, open_world
 from rl_dist.run_dir import RunDir
 

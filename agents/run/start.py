@@ -26,8 +26,7 @@ from rl_dist.errors import (
     unwritable,
 )
 from rl_dist.flags import ParsedFlags
-from rl_dist.launch.config import ResolvedLaunch
-from rl_dist.launch.fallback import resolve_launch
+from rl_dist.launch.config import ResolvedLaunch, resolve_launch
 from rl_dist.launch.ranks import launch, restart_count
 from rl_dist.machine import GIB, is_out_of_memory, peak_memory_bytes
 from rl_dist.process_group.process_ends import report

@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -34,8 +33,8 @@ WORK_S, WARM_UP, REPEATS = 0.004, 3, 12
 RUN = """import json, sys
 from rl_dist.launch.bench import run_rank
 from rl_dist.launch.ranks import launch
-job = json.loads(sys.argv[1])
-sys.exit(launch(run_rank, (job,), job["num_ranks"]))"""
+num_ranks, *args = json.loads(sys.argv[1])
+sys.exit(launch(run_rank, args, num_ranks))"""
 
 
 def time_reductions(
@@ -61,14 +60,8 @@ def time_reductions(
         ChildError: a sum was wrong or a rank died.
         ChildTimeoutError: the ranks did not finish in time.
     """
-    job = {
-        "num_ranks": num_ranks,
-        "sizes_bytes": list(sizes_bytes),
-        "device_type": device_type,
-        "timeout_s": timeout_s,
-        "gpu_ids": list(gpu_ids),
-    }
     bench = f"an all-reduce over {num_ranks} {device_type} ranks"
+    job = num_ranks, device_type, timeout_s, [*gpu_ids], [*sizes_bytes]
     with (
         tempfile.TemporaryDirectory(prefix="all_reduce_") as folder,
         Child(["-c", RUN, json.dumps(job)], Path(folder)) as child,
@@ -86,14 +79,16 @@ def time_reductions(
 # ---- in the ranks
 
 
-def run_rank(job: dict[str, Any]) -> None:
+def run_rank(
+    device_type: str, timeout_s: float, gpu_ids: Sequence[int], sizes_bytes: Sequence[int]
+) -> None:
     """Reduce gradients of each size; the main process reports the times."""
-    world = open_world(job["device_type"], max(job["timeout_s"] / 2, 1.0), job["gpu_ids"])
+    world = open_world(device_type, max(timeout_s / 2, 1.0), gpu_ids)
     world.set_phase("all-reduce")
-    seconds = [_last_arrival_s(num_bytes, world) for num_bytes in job["sizes_bytes"]]
+    seconds = [_last_arrival_s(num_bytes, world) for num_bytes in sizes_bytes]
     if world.is_main_process:
         report_to_caller(seconds=json.dumps(seconds))
-    close_world(world)
+    close_world()
 
 
 def _last_arrival_s(num_bytes: int, world: World) -> float:

@@ -124,8 +124,9 @@ class Child(AbstractContextManager["Child"]):
         if code == 2 and error:
             return UserError(error)
         last_lines = self._stderr.read_text(errors="replace").splitlines()[-3:]
-        reason = error or "; ".join(last_lines)
-        return ChildError(f"a child process ended with code {code}: {reason}")
+        return ChildError(
+            f"a child process ended with code {code}: {error or '; '.join(last_lines)}"
+        )
 
 
 # ---- whole training runs
@@ -281,12 +282,9 @@ def round_rates(records: Sequence[Record]) -> list[float]:
     return [statistics.harmonic_mean(rates[start : start + size]) for start in starts]
 
 
-def is_steady(rates: Sequence[float]) -> bool:
-    """Return True if all rates are similar (see MAX_SPREAD)."""
-    return max(rates) <= MAX_SPREAD * min(rates)
-
-
-def describe_rates(rates: Sequence[float]) -> str:
-    """Describe rates that are not steady, for use in a message."""
+def unsteady(rates: Sequence[float]) -> str:
+    """Describe rates that differ too much (see MAX_SPREAD); "" if they are similar."""
+    if max(rates) <= MAX_SPREAD * min(rates):
+        return ""
     listed = ", ".join(f"{rate:,.0f}" for rate in rates)
     return f"{listed} steps/s in equal rounds (they differ by more than {MAX_SPREAD}x)"

@@ -1,15 +1,18 @@
-"""Decide how many processes a job starts, and on which devices."""
+"""Decide how many processes a job starts, on which devices and with which strategy."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, one_line
 from rl_dist.flags import Field, Text, configuration
+from rl_dist.launch.bench import time_reductions
+from rl_dist.launch.child import ChildError
 from rl_dist.process_group.join import check_variables
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.strategies.config import (
@@ -20,6 +23,8 @@ from rl_dist.strategies.config import (
     check_strategy,
 )
 from rl_dist.strategies.precision import Precision, parameter_dtype
+
+PROBE_BYTES = 4096  # size of the gradient in the trial of a strategy
 
 
 @configuration
@@ -134,8 +139,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) if ranks_exist else num_ranks
     threads = config.threads or threads_per_rank(local_ranks)
     if on_gpu:
-        listed = f": GPU {', '.join(map(str, gpu_ids))}" if gpu_ids else ""
-        message = f"{num_ranks} rank(s) on {torch.cuda.get_device_name(0)}{listed}"
+        message = f"{num_ranks} rank(s) on {torch.cuda.get_device_name(0)}"
     else:
         reason = "no CUDA GPU found" if gpus == 0 else "the CPU was chosen"
         message = f"{reason}: {num_ranks} CPU process(es), {threads} thread(s) each"
@@ -155,11 +159,6 @@ def _existing_ranks(config: LaunchConfig, gpu_ids: tuple[int, ...]) -> int:
     if config.num_gpus not in (-1, size, local_size):
         raise ValueError(
             f"num_gpus is {config.num_gpus}, but the launcher started {size} ranks: omit it"
-        )
-    if config.max_restarts:
-        raise ValueError(
-            f"max_restarts is {config.max_restarts}, but the ranks were started elsewhere: "
-            "give --max-restarts to torchrun"
         )
     several_each = config.strategy_config.mode in ("dp", "auto") and local_size == 1
     if gpu_ids and len(gpu_ids) != local_size and not several_each:
@@ -181,3 +180,48 @@ def parse_gpu_ids(text: str, num_visible: int) -> tuple[int, ...]:
             f"{num_visible}, the number of GPUs that can be used (CUDA_VISIBLE_DEVICES: {visible})"
         )
     return tuple(map(int, ids))
+
+
+# ---- a strategy that was chosen earlier, or a fallback
+
+
+def resolve_launch(config: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch, str]:
+    """Return a configuration that can start, its ranks, and a note on any fallback.
+
+    A strategy that was chosen earlier in this run is kept as long as the number of ranks and their
+    device stay the same. With --fallback, the ranks are first started for a trial. If they fail,
+    hybrid is replaced by ddp, and any other strategy by none on one rank.
+    """
+    if config.chosen_strategy:
+        with suppress(ValueError):
+            resolved = resolve(_with_mode(config, config.chosen_strategy))
+            if resolved.place == config.chosen_on:
+                return config, resolved, ""
+        config = replace(config, chosen_strategy="", chosen_on="")
+    problems = ""
+    simpler: tuple[Mode, ...] = ("ddp", "none") if config.strategy == "hybrid" else ("none",)
+    for mode in (config.strategy, *simpler):
+        try:
+            resolved = resolve(_with_mode(config, mode) if problems else config)
+            if config.fallback and resolved.num_ranks > 1 and "RANK" not in os.environ:
+                kind, gpu_ids = resolved.device_type, resolved.gpu_ids
+                time_reductions(resolved.num_ranks, [PROBE_BYTES], kind, gpu_ids=gpu_ids)
+            break
+        except (ValueError, ChildError) as error:
+            if mode == "none" or not config.fallback:
+                raise
+            problems += f"{mode} does not work here ({one_line(error, named=False)}); "
+    if not problems:
+        return config, resolved, ""
+    note = f"{problems}fallback to strategy {mode}, {resolved.place}"
+    chosen = replace(config, chosen_strategy=mode, chosen_on=resolved.place)
+    return replace(chosen, gradient_compression="none"), resolved, note
+
+
+def _with_mode(config: LaunchConfig, mode: Mode) -> LaunchConfig:
+    """Return the configuration with strategy `mode`; mode "none" uses one rank."""
+    config = replace(config, strategy=mode, chosen_strategy="", gradient_compression="none")
+    if mode != "none" or "RANK" in os.environ:
+        return config
+    num_gpus, gpu_ids = int(config.num_gpus != 0), config.gpu_ids.split(",")[0]
+    return replace(config, num_gpus=num_gpus, gpu_ids=gpu_ids)

@@ -24,12 +24,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from rl_dist.checkpoint.store import iteration_in_name, latest_checkpoint
 from rl_dist.errors import (
@@ -55,12 +56,10 @@ from rl_dist.process_group.process_ends import (
     StopFlag,
     how_it_ended,
     stopped_in_evaluation,
-    unnamed_file,
 )
 from rl_dist.process_group.world import (
     close_world,
     connection_broke,
-    leave_world,
     stop_flag,
     threads_per_rank,
 )
@@ -145,29 +144,53 @@ def run_as_rank(
 # ---- in the launcher
 
 
-class Ranks:
-    """All ranks of one start of a job on this machine, each in a new process."""
+@dataclass
+class LocalJob:
+    """A job whose ranks are new processes on this machine."""
 
-    def __init__(self, stop: StopFlag) -> None:
-        self.stop = stop  # the stop flag of the launcher
-        self.processes: list[BaseProcess] = []  # in rank order
-        self.pages: list[ReportPage] = []  # in rank order
-        self.silent: list[int] = []  # ranks that died without a report, the first death first
+    fn: RankFunction
+    args: tuple[Any, ...]
+    num_ranks: int
+    threads: int  # threads of each rank
+    run_dir: Path | None
+    stop: StopFlag = field(default_factory=StopFlag)  # the stop flag of the launcher
+    processes: list[BaseProcess] = field(init=False)  # in rank order
+    pages: list[ReportPage] = field(init=False)  # in rank order
+    silent: list[int] = field(init=False)  # ranks that died without a report, the first one first
 
-    def start(
-        self, fn: RankFunction, args: tuple[Any, ...], num_ranks: int, variables: dict[str, str]
-    ) -> None:
+    def run(self, restarts: int) -> RankReport:
+        """Start all ranks, wait for them and return one report for the whole job."""
+        self.processes, self.pages, self.silent = [], [], []
+        store = os.memfd_create("store")
+        with tempfile.TemporaryDirectory(prefix="rl_dist_") as job_dir:
+            # Keep the store in memory. On a full disk, a record in a file could be cut off, and
+            # torch's FileStore would wait forever for the rest of it.
+            Path(job_dir, f"store_{restarts}").symlink_to(f"/proc/{os.getpid()}/fd/{store}")
+            variables = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.num_ranks))
+            variables |= {JOB_DIR_VARIABLE: job_dir, RESTART_COUNT: str(restarts)}
+            try:
+                with _prepared_for_starts(self.threads):
+                    self._start(variables)
+                self._wait()
+            finally:
+                self._kill(signal.SIGKILL)
+                for process in self.processes:
+                    process.join()
+                os.close(store)
+        return self._outcome()
+
+    def _start(self, variables: dict[str, str]) -> None:
         """Start all ranks with these environment variables."""
         spawn = multiprocessing.get_context("spawn")
-        for rank in range(num_ranks):
+        for rank in range(self.num_ranks):
             numbered = variables | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
             self.pages.append(ReportPage())
-            arguments = fn, args, numbered, self.pages[rank], os.getpid()
+            arguments = self.fn, self.args, numbered, self.pages[rank], os.getpid()
             process = spawn.Process(target=run_as_rank, args=arguments, name=f"rank {rank}")
             process.start()
             self.processes.append(process)
 
-    def wait(self) -> None:
+    def _wait(self) -> None:
         """Wait until all ranks end or their time is up; pass the first stop signal on."""
         passed_on = False
         deadline_s = math.inf
@@ -175,29 +198,29 @@ class Ranks:
             time.sleep(POLL_S)
             ended = {rank for rank, p in enumerate(self.processes) if p.exitcode is not None}
             reports = self._reports()
-            silent = ended - reports.keys()  # normally a rank reports before it ends
-            self.silent += sorted(silent - {*self.silent})
-            if len(ended) == len(self.processes):
+            # normally a rank reports before it ends
+            self.silent += sorted(ended - reports.keys() - {*self.silent})
+            if len(ended) == self.num_ranks:
                 return
             if not passed_on and (signum := self._stop_signal()):
                 passed_on = True
-                self.kill(signum)
+                self._kill(signum)
             # The first failure, or the report of the last rank, sets the deadline.
             if deadline_s == math.inf:
                 failed = {rank for rank, report in reports.items() if report.failed}
                 if self.silent or failed & ended:
                     deadline_s = time.monotonic() + DEATH_GRACE_S
-                elif len(reports) == len(self.processes):
+                elif len(reports) == self.num_ranks:
                     deadline_s = time.monotonic() + (FAILED_GRACE_S if failed else EXIT_GRACE_S)
 
-    def kill(self, signum: int) -> None:
+    def _kill(self, signum: int) -> None:
         """Send a signal to all ranks that are still running."""
         for process in self.processes:
             if process.exitcode is None:
                 with suppress(ProcessLookupError):  # the rank has just ended
                     os.kill(process.pid or 0, signum)
 
-    def outcome(self, run_dir: Path | None) -> RankReport:
+    def _outcome(self) -> RankReport:
         """Return one report for the whole job.
 
         A rank that died without a report is the cause, unless another rank reports an error of its
@@ -208,7 +231,7 @@ class Ranks:
             summary = "stopped immediately, nothing saved since the last checkpoint"
             return RankReport(128 + signum, summary=summary)
         if signum and any(process.exitcode == -signum for process in self.processes):
-            return RankReport(128 + signum, summary=stopped_in_evaluation(signum, run_dir))
+            return RankReport(128 + signum, summary=stopped_in_evaluation(signum, self.run_dir))
         reports = sorted(self._reports().values(), key=lambda report: report.consequence)
         failed = [report for report in reports if report.failed]
         reported_cause = failed and failed[0].consequence == 0
@@ -233,37 +256,6 @@ class Ranks:
     def _reports(self) -> dict[int, RankReport]:
         pages = {rank: page.read() for rank, page in enumerate(self.pages)}
         return {rank: RankReport(**facts) for rank, facts in pages.items() if facts}
-
-
-def _run_once(
-    fn: RankFunction,
-    args: tuple[Any, ...],
-    num_ranks: int,
-    threads: int,
-    stop: StopFlag,
-    run_dir: Path | None,
-    restarts: int,
-) -> RankReport:
-    """Start all ranks, wait for them and return one report for the whole job."""
-    ranks = Ranks(stop)
-    store = unnamed_file()
-    with tempfile.TemporaryDirectory(prefix="rl_dist_") as job_dir:
-        # Keep the store in memory. On a full disk, a record in a file could be cut off, and torch's
-        # FileStore would wait forever for the rest of it.
-        if sys.platform == "linux":
-            Path(job_dir, f"store_{restarts}").symlink_to(f"/proc/{os.getpid()}/fd/{store}")
-        variables = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
-        variables |= {JOB_DIR_VARIABLE: job_dir, RESTART_COUNT: str(restarts)}
-        try:
-            with _prepared_for_starts(threads or threads_per_rank(num_ranks)):
-                ranks.start(fn, args, num_ranks, variables)
-            ranks.wait()
-        finally:
-            ranks.kill(signal.SIGKILL)
-            for process in ranks.processes:
-                process.join()
-            os.close(store)
-    return ranks.outcome(run_dir)
 
 
 def _announce_restart(
@@ -330,19 +322,18 @@ def launch(
     if "RANK" in os.environ or (num_ranks == 1 and not max_restarts):
         report = _run_here(fn, args)
     else:
-        stop = StopFlag()
-        stop.install()
+        job = LocalJob(fn, args, num_ranks, threads or threads_per_rank(num_ranks), run_dir)
+        job.stop.install()
         try:
-            run = partial(_run_once, fn, args, num_ranks, threads, stop, run_dir)
-            report = run(restarts)
-            while restarts < max_restarts and not stop.signum:
+            report = job.run(restarts)
+            while restarts < max_restarts and not job.stop.signum:
                 if not report.failed or report.exit_code == 2:
                     break
                 restarts += 1
                 _announce_restart(report, restarts, max_restarts, run_dir)
-                report = run(restarts)
+                report = job.run(restarts)
         finally:
-            stop.uninstall()
+            job.stop.uninstall()
     _print_end(report)
     may_restart = may_start_again(report.exit_code - 128)  # by torchrun
     if run_dir is not None and os.environ.get("RANK", "0") == "0":
@@ -352,9 +343,11 @@ def launch(
     if not may_restart:  # a restart sends its own event, `restarted`
         _notify_end(report, restarts)
     events.close()
-    if report.failed and leave_world():
+    if report.failed and dist.is_initialized() and dist.get_world_size() > 1:
         # Exit without leaving the group: leaving could wait for ranks inside a collective call.
         atexit.register(process_ends.flush_and_leave, report.exit_code or 1)
+    else:
+        close_world()
     return report.exit_code
 
 
@@ -372,7 +365,6 @@ def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
         while not stop_flag.signum and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
     stop_flag.uninstall()
-    stop_flag.signum = 0
     return report
 
 

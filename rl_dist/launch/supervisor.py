@@ -45,7 +45,7 @@ def supervise() -> None:
     """
     if restarts_refused():
         sys.exit(2)
-    if "RANK" in os.environ or not hasattr(signal, "sigtimedwait"):  # as on macOS
+    if "RANK" in os.environ:
         return
     # Fill the descriptors 0 to 2. If stdout is closed, the next open file would take its place.
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:

@@ -1,4 +1,6 @@
-"""Exchange numbers, tensors and JSON between ranks; nothing is ever pickled.
+"""Exchange numbers, tensors and JSON between ranks, and compare what must be equal.
+
+Nothing is ever pickled.
 
 Every rank must make the same calls in the same order. All calls work with gloo and NCCL: tensors
 are sent from `world.device`, and each result is moved to the device that its function documents. A
@@ -10,24 +12,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+import platform
+import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, refuse_restarts
 from rl_dist.process_group.world import World
 
 # Data is gathered in chunks. Gloo copies received data in its own thread. If a copy has more than
 # 32,768 elements (ATen's grain size), that thread opens a second OpenMP team and keeps it. libgomp
 # then no longer spins between parallel regions of the training, and iterations took twice as long.
-GATHER_WORDS = 16_384  # number of 8-byte words in each later chunk
-# Number of words in the first chunk, which starts with the length. Most data fits into it.
-FIRST_WORDS = 512
+CHUNK_BYTES = 32_768
+# The first chunk is shorter, because most data fits into it. It starts with the length.
+FIRST_BYTES, LENGTH_BYTES = 4096, 8
+CODE = Path(__file__).parents[2]
+PACKAGES = ("rl_dist", "agents", "envs")
 
 
 class DesyncError(UserError):
@@ -50,21 +58,19 @@ def all_reduce_sum(values: Mapping[str, float | Tensor], world: World) -> dict[s
     if world.size == 1:
         return {name: tensor.double() for name, tensor in tensors.items()}
     layout = [(name, list(tensor.shape)) for name, tensor in tensors.items()]
-    # below 2**20, so that float64 sums its square without rounding
-    checksum = float(zlib.crc32(json.dumps(layout).encode()) % 2**20)
-    head = torch.tensor([checksum, checksum**2], dtype=torch.float64, device=world.device)
+    checksum = float(zlib.crc32(json.dumps(layout).encode()))
+    head = torch.tensor([checksum], dtype=torch.float64, device=world.device)
     flat = [tensor.to(world.device, torch.float64).reshape(-1) for tensor in tensors.values()]
     packed = torch.cat([head, *flat])
     listed = ", ".join(f"{name}{shape or ''}" for name, shape in layout)
     with world.waiting(f"sum of {listed}"):
         dist.all_reduce(packed)
-        sums = packed[:2].tolist()
-    # both sums match only if all ranks have the same checksum
-    if sums != [checksum * world.size, checksum**2 * world.size]:
+        checksums = packed[0].item()
+    if checksums != checksum * world.size:
         raise DesyncError(
             f"rank {world.rank} sums {listed}; another rank has other names or shapes"
         )
-    parts = packed[2:].split([tensor.numel() for tensor in flat])
+    parts = packed[1:].split([tensor.numel() for tensor in flat])
     return {
         name: part.reshape(tensor.shape).to(tensor.device)
         for (name, tensor), part in zip(tensors.items(), parts, strict=True)
@@ -89,12 +95,9 @@ def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tenso
     joined = {}
     for name in sorted(tensors):
         tensor = tensors[name]
-        gathered = _gather_bytes(_as_bytes(tensor), world)
-        parts = [
-            raw.view(tensor.dtype).reshape(lengths_there[name], *tensor.shape[1:])
-            for raw, (_, lengths_there) in zip(gathered, ranks, strict=True)
-        ]
-        joined[name] = torch.cat(parts)
+        parts = _gather_bytes(_as_bytes(tensor), world)
+        total = sum(lengths_there[name] for _, lengths_there in ranks)
+        joined[name] = torch.cat(parts).view(tensor.dtype).reshape(total, *tensor.shape[1:])
     return joined if world.is_main_process else None
 
 
@@ -108,30 +111,23 @@ def _gather_bytes(raw: Tensor, world: World) -> list[Tensor]:
     """Return the bytes that each rank passed, as CPU tensors in rank order."""
     if world.size == 1:
         return [raw]
-    num_bytes = raw.numel()
-    num_words = 1 + math.ceil(num_bytes / 8)  # the first word holds the length
-    words = torch.zeros(max(FIRST_WORDS, num_words), dtype=torch.int64)
-    words[0] = num_bytes
-    words[1:].view(torch.uint8)[:num_bytes] = raw
+    data = torch.cat([torch.tensor([raw.numel()]).view(torch.uint8), raw])
+
+    def gather(begin: int, end: int) -> Tensor:
+        """Return these bytes of all W ranks, filled up with zeros, as a CPU tensor [W, bytes]."""
+        chunk = data[begin:end]
+        chunk = nn.functional.pad(chunk, (0, end - begin - len(chunk))).to(world.device)
+        gathered = [torch.empty_like(chunk) for _ in range(world.size)]
+        dist.all_gather(gathered, chunk)
+        return torch.stack(gathered).cpu()
+
     with world.waiting("gather of bytes"):
-        parts = [_gather_words(words[:FIRST_WORDS], world)]
-        lengths = parts[0][:, 0].tolist()
-        longest = 1 + math.ceil(max(lengths) / 8)
-        words = nn.functional.pad(words, (0, max(0, longest - len(words))))
-        parts += [
-            _gather_words(words[begin : begin + GATHER_WORDS], world)
-            for begin in range(FIRST_WORDS, longest, GATHER_WORDS)
-        ]
-    rows = torch.cat(parts, dim=1)[:, 1:].contiguous().view(torch.uint8)  # [W, bytes]
-    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
-
-
-def _gather_words(words: Tensor, world: World) -> Tensor:
-    """Return the words [n] of all W ranks as a CPU tensor [W, n]."""
-    words = words.to(world.device)
-    gathered = [torch.empty_like(words) for _ in range(world.size)]
-    dist.all_gather(gathered, words)
-    return torch.stack(gathered).cpu()
+        parts = [gather(0, FIRST_BYTES)]
+        ends = [LENGTH_BYTES + int(row[:LENGTH_BYTES].view(torch.int64)) for row in parts[0]]
+        begins = range(FIRST_BYTES, max(ends), CHUNK_BYTES)
+        parts += [gather(begin, begin + CHUNK_BYTES) for begin in begins]
+    rows = torch.cat(parts, dim=1)
+    return [row[LENGTH_BYTES:end] for row, end in zip(rows, ends, strict=True)]
 
 
 def broadcast_bytes(data: bytes, source: int, world: World) -> bytes:
@@ -210,3 +206,68 @@ def tensor_hash(*tensors: Tensor) -> str:
         # Copy, because a numpy view would keep the memory of full parameters that FSDP frees.
         digest.update(_as_bytes(tensor.detach().to("cpu", copy=True)).numpy().data)
     return digest.hexdigest()
+
+
+# ---- settings, software and devices
+
+
+def check_settings(
+    settings: Mapping[str, Any],
+    world: World,
+    modules: Mapping[str, Sequence[Path]] = MappingProxyType({}),
+) -> None:
+    """Check that settings, software and code are equal on all ranks.
+
+    Every rank must call this.
+
+    Args:
+        settings: further values to compare, by name.
+        modules: source files of the user's modules, by module name.
+
+    Raises:
+        UserError: something differs. Every rank raises it, with the first difference, both values,
+            both ranks and their hosts.
+    """
+    if world.size == 1:
+        return
+    host = socket.gethostname()
+    (first_host, first), *others = all_gather_json([host, {**software(modules), **settings}], world)
+    for rank, (host, values) in enumerate(others, 1):
+        for name in first | values:
+            if values.get(name) != first.get(name):
+                refuse_restarts()
+                raise UserError(
+                    f"rank {rank} on host {host} has {name} {values.get(name)!r}, but rank 0 on "
+                    f"host {first_host} has {first.get(name)!r}: start all ranks with the same "
+                    "software, code, flags and data"
+                )
+
+
+def software(modules: Mapping[str, Sequence[Path]]) -> dict[str, str]:
+    """Return the versions of Python, torch, numpy and code on this rank, by name."""
+    our_files = [path for name in PACKAGES for path in (CODE / name).rglob("*.py")]
+    our_files += CODE.glob("train_distributed.py")
+    hashes = {f"module {name}, version": short_hash(files) for name, files in modules.items()}
+    return hashes | {
+        "Python": platform.python_version()[:4],
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "this project's code, version": short_hash(our_files),
+    }
+
+
+def short_hash(paths: Sequence[Path]) -> str:
+    """Return a short hash of the contents and names of files."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(f"{path.name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def devices_differ(world: World) -> bool:
+    """Return True if device models differ, so that ranks may round differently."""
+    if world.device.type == "cuda":
+        name = torch.cuda.get_device_name(world.device)
+    else:
+        name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return len(set(all_gather_json(name, world))) > 1

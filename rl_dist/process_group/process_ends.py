@@ -9,14 +9,13 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import mmap
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 from contextlib import suppress
+from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -32,8 +31,7 @@ PAGE_BYTES = 2**19
 SCRIPT_RAN_AGAIN = 79
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Load libc now: loading it between fork and exec can deadlock a process with several threads.
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
-_prctl = getattr(_libc, "prctl", None)
+_prctl = ctypes.CDLL(None).prctl
 
 
 class StopFlag:
@@ -62,17 +60,14 @@ class StopFlag:
     def install(self, *, second_ends: bool = False) -> None:
         """Set the handlers, then unblock the stop signals.
 
-        Outside the main thread only the counts are reset: Python allows no handlers there.
+        Outside the main thread this does nothing: Python allows no handlers there.
 
         Args:
             second_ends: a second SIGINT or SIGTERM ends this process immediately.
         """
-        self.signum = self._demands = 0
-        self.notice = ""
-        self._counted_s = -SAME_KEYPRESS_S
-        self._second_ends = second_ends
         if threading.current_thread() is not threading.main_thread():
             return
+        self._second_ends = second_ends
         for signum in awaited_signals():
             self._previous.setdefault(signum, signal.signal(signum, self._on_signal))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -83,10 +78,10 @@ class StopFlag:
             signal.signal(signum, handler)
 
     def uninstall(self) -> None:
-        """Restore the handlers that `install` replaced."""
+        """Restore the handlers that `install` replaced, and forget all signals."""
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
-        self._previous.clear()
+        vars(self).update(vars(StopFlag()))
 
     def count(self, signum: int) -> None:
         """Count a signal, unless it comes from the same key press as the last one."""
@@ -99,13 +94,10 @@ class StopFlag:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self.notice and not self.signum:
-            again = " (press again to end without saving)" if signum == signal.SIGINT else ""
             with suppress(OSError):  # stderr has no reader
-                os.write(2, f"\n{signal.Signals(signum).name}: {self.notice}{again}\n".encode())
+                os.write(2, f"\n{signal.Signals(signum).name}: {self.notice}\n".encode())
         self.count(signum)
         if self._second_ends and self.insists:
-            with suppress(OSError):
-                os.write(2, b"\nstopped immediately, nothing saved since the last checkpoint\n")
             leave(128 + self.signum)
 
 
@@ -119,9 +111,7 @@ def awaited_signals() -> list[signal.Signals]:
 
 
 def die_with_parent(parent_pid: int, signum: int = signal.SIGTERM) -> None:
-    """Make Linux send `signum` when the parent dies; do nothing on other systems."""
-    if _prctl is None:
-        return
+    """Make Linux send `signum` to this process when the parent dies."""
     _prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
     if os.getppid() != parent_pid:  # the parent died before the call above
         os.kill(os.getpid(), signum)
@@ -147,40 +137,19 @@ class ReportPage:
     cannot open more files.
     """
 
-    def __init__(self, sent: Any = None) -> None:
-        """Create a page, or open the page that another process sent by `__reduce__`."""
-        self._descriptor = sent.detach() if sent else unnamed_file()
-        os.posix_fallocate(self._descriptor, 0, PAGE_BYTES)
-        self._memory = mmap.mmap(self._descriptor, PAGE_BYTES)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the page for a spawned process, which inherits the file descriptor."""
-        from multiprocessing.reduction import DupFd  # saves 10 ms at start-up
-
-        return ReportPage, (DupFd(self._descriptor),)
+    def __init__(self) -> None:
+        self._text = RawArray("c", PAGE_BYTES)  # also reaches spawned processes
 
     def write(self, **facts: Any) -> None:
         """Add facts to the page."""
-        data = json.dumps(self.read() | facts, ensure_ascii=False).encode(errors="replace")
-        assert len(data) < PAGE_BYTES, f"a report of {len(data)} bytes"
-        self._memory[:] = data.ljust(PAGE_BYTES, b"\0")
+        self._text.value = json.dumps(self.read() | facts).encode()
 
     def read(self) -> dict[str, Any]:
         """Return the facts on the page, or {} if it is empty or half written."""
         try:
-            # Copy only the used part: copying the whole page would slow the training down.
-            return json.loads(self._memory[: self._memory.find(b"\0")] or b"{}")
+            return json.loads(self._text.value or b"{}")
         except ValueError:
             return {}
-
-
-def unnamed_file() -> int:
-    """Open a new file without a name, in memory if possible; return its descriptor."""
-    try:
-        return os.memfd_create("report")
-    except (AttributeError, OSError):  # another system, or forbidden in this container
-        with tempfile.TemporaryFile() as file:
-            return os.dup(file.fileno())
 
 
 _page: ReportPage | None = None  # None: no process watches this one

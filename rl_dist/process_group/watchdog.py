@@ -76,15 +76,6 @@ def end_rank(message: str, exit_code: int = 1, *, consequence: int = 0) -> None:
 
 
 @dataclass
-class Peer:
-    """The last status of a rank, and when it was first seen."""
-
-    status: RankStatus
-    # time of the first `look` with this status, after the watching rank's own status changed
-    since_s: float
-
-
-@dataclass
 class Verdicts:
     """Decides from given statuses and times whether this rank must end."""
 
@@ -98,7 +89,8 @@ class Verdicts:
     _heard_s: float = 0.0  # time when the store last answered
     # calls of `look` since this rank's status last changed; a suspended process makes none
     _looks: int = 0
-    _peers: dict[int, Peer] = field(default_factory=dict)
+    # (rank, its last status) -> time of the first `look` that saw it since this rank's own change
+    _seen: dict[tuple[int, bytes], float] = field(default_factory=dict)
 
     @property
     def period_s(self) -> float:
@@ -115,14 +107,11 @@ class Verdicts:
         """
         if own != self._own:
             self._own, self._since_s, self._heard_s, self._looks = own, now_s, now_s, 0
-            self._peers.clear()
+            self._seen.clear()
         self._looks += 1
         if messages is not None:
             self._heard_s = now_s
-        for rank, message in (messages or {}).items():
-            status = RankStatus(**json.loads(message))
-            if rank not in self._peers or self._peers[rank].status != status:
-                self._peers[rank] = Peer(status, now_s)
+            self._seen = {item: self._seen.get(item, now_s) for item in messages.items()}
         limit_s, flag = self.timeout_s, "--collective_timeout"
         if own.phase == STARTUP:
             limit_s, flag = self.startup_timeout_s, "--startup_timeout"
@@ -139,24 +128,22 @@ class Verdicts:
         waited = f"waited {waited_s:.0f} s {own.where}"
         if now_s - self._heard_s >= limit_s:
             return f"{waited}, and the store of all statuses does not answer: it may be lost"
-        elsewhere = {
-            rank: peer
-            for rank, peer in sorted(self._peers.items())
-            if rank != self.rank
-            and (peer.status.place, peer.status.calls) != (own.place, own.calls)
-        }
-        # If a rank's status changed after this time, the rank is slow but makes progress.
+        missing = {rank: "never came" for rank in range(self.size) if rank != self.rank}
+        # A rank with a status that is newer than this time is slow but makes progress.
         progress_s = now_s - limit_s + 2 * self.period_s
-        if waited_s < limit_s or any(peer.since_s > progress_s for peer in elsewhere.values()):
+        is_slow = waited_s < limit_s
+        for (rank, message), since_s in self._seen.items():
+            status = RankStatus(**json.loads(message))
+            if (status.place, status.calls) == (own.place, own.calls):
+                missing.pop(rank, None)
+            elif rank != self.rank:
+                missing[rank] = f"made no progress {status.where}"
+                is_slow |= since_s > progress_s
+        if is_slow:
             return ""
-        missing = [
-            f"rank {rank}, which made no progress {peer.status.where}"
-            for rank, peer in elsewhere.items()
-        ]
-        absent = {*range(self.size)} - {self.rank, *self._peers}
-        missing += [f"rank {rank}, which never came" for rank in sorted(absent)]
         if missing:
-            return f"{waited} for {' and '.join(missing)} {limit}"
+            listed = [f"rank {rank}, which {reason}" for rank, reason in missing.items()]
+            return f"{waited} for {' and '.join(listed)} {limit}"
         return (
             f"{waited}, as all other ranks do: they do not reach each other, check firewalls and "
             "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME on their machines"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
-import socket
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -30,10 +28,7 @@ from rl_dist.process_group.watchdog import (
     Watchdog,
 )
 
-logger = logging.getLogger(__name__)
-
 PLACE_BYTES = 256  # length of the padded text that names a collective call
-VANISHED_STORE_TIMEOUT = timedelta(seconds=5)  # torch's wait for a store file that was deleted
 GROUP_TIMEOUT = timedelta(days=1)  # never reached: the watchdog ends a rank much earlier
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -171,9 +166,7 @@ class World:
         raise CollectiveError(f"the ranks made different collective calls: {listed}", exit_code=1)
 
 
-_current: World | None = None
-_threads_before = 1  # torch's number of threads before the world was opened
-_bound: list[str] = []  # environment variables that `_stay_on_loopback` has set
+_leaving = ExitStack()  # undoes what `open_world` did
 
 
 def threads_per_rank(local_ranks: int) -> int:
@@ -214,7 +207,6 @@ def open_world(
         UserError: there is no CUDA device for this rank.
         ValueError: the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
     """
-    global _current, _threads_before
     assert not dist.is_initialized(), "the process group is already open"
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
@@ -222,35 +214,40 @@ def open_world(
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if started_elsewhere():
         leave_with_parent(os.getppid())  # stop the training if torchrun is killed
-    _threads_before = torch.get_num_threads()
+    _leaving.callback(torch.set_num_threads, torch.get_num_threads())
     torch.set_num_threads(threads or threads_per_rank(local_size))
     torch_device = torch.device("cpu")
-    options: dict[str, Any] = {"backend": "gloo"}
+    backend = "gloo"
     if device == "cuda":
         torch_device = _own_gpu(local_rank, gpu_ids)
         torch.cuda.set_device(torch_device)
-        options = {"backend": "nccl", "device_id": torch_device}
+        backend = "nccl"
     store = open_store(rank, size, startup_timeout_s)
-    world = _current = World(rank, local_rank, size, torch_device, options["backend"])
+    world = World(rank, local_rank, size, torch_device, backend)
+    _leaving.callback(destroy_group)
     if size > 1 or watches_work:
         verdicts = Verdicts(rank, size, timeout_s, startup_timeout_s, watches_work=watches_work)
         world.watchdog = Watchdog(world.doing, store, verdicts)
+        _leaving.callback(world.watchdog.close)
     # Without LOCAL_WORLD_SIZE (as under srun and mpirun), ranks may be on several machines.
     if size == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(size):
-        _stay_on_loopback()
+        # Let ranks talk over loopback only, unless the user has chosen an interface.
+        for variable in {*INTERFACES} - os.environ.keys():
+            os.environ[variable] = "lo"
+            # Child processes that are started later may have to reach other machines.
+            _leaving.callback(os.environ.pop, variable, None)
     # All ranks reached the store, but connections between them can still fail. The watchdog then
     # ends this rank and names this place.
     world.doing.place = CONNECTION
     dist.init_process_group(
-        rank=rank, world_size=size, timeout=GROUP_TIMEOUT, store=store, **options
+        backend,
+        rank=rank,
+        world_size=size,
+        timeout=GROUP_TIMEOUT,
+        store=store,
+        device_id=torch_device if device == "cuda" else None,
     )
     world.doing.place = ""
-    # From here only NCCL may still need the store. With gloo, do not wait long for a
-    # deleted store file.
-    if isinstance(store, dist.FileStore) and world.backend == "gloo":
-        store.set_timeout(VANISHED_STORE_TIMEOUT)
-    threads = torch.get_num_threads()
-    logger.info("rank %d of %d on %s, %d threads", rank, size, torch_device, threads)
     return world
 
 
@@ -269,25 +266,12 @@ def _own_gpu(local_rank: int, gpu_ids: Sequence[int]) -> torch.device:
     return torch.device("cuda", gpu)
 
 
-def close_world(world: World | None = None) -> None:
+def close_world() -> None:
     """Leave the process group; safe to call twice.
 
     If a process exits without leaving, threads of gloo can abort it.
     """
-    global _current
-    world = world or _current
-    if world is None:
-        return
-    if world.watchdog is not None:
-        world.watchdog.close()
-    if _current is world:
-        if dist.is_initialized():
-            destroy_group()
-        torch.set_num_threads(_threads_before)
-    _current = None
-    # Child processes that are started later may have to reach other machines.
-    while _bound:
-        os.environ.pop(_bound.pop(), None)
+    _leaving.close()
 
 
 def destroy_group(group: dist.ProcessGroup | None = None) -> None:
@@ -296,26 +280,6 @@ def destroy_group(group: dist.ProcessGroup | None = None) -> None:
     A thread of gloo may still have to release a Python object, for which it needs Python's global
     lock. Freeing the group here would hold this lock while waiting for that thread: a deadlock.
     """
-    _left_groups.append(group or dist.group.WORLD)
-    dist.destroy_process_group(group)
-
-
-def leave_world() -> bool:
-    """Leave the group after a failure, unless leaving could block.
-
-    With several ranks, leaving could wait for the others. Then the group stays open and the result
-    is True: this process must end by `os._exit`.
-    """
-    if _current is not None and _current.size > 1:
-        return True
-    close_world()
-    return False
-
-
-def _stay_on_loopback() -> None:
-    """Let ranks talk over loopback only, unless the user has chosen an interface."""
-    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    for variable in INTERFACES if loopback else ():
-        if variable not in os.environ:
-            os.environ[variable] = loopback[0]
-            _bound.append(variable)
+    if dist.is_initialized():
+        _left_groups.append(group or dist.group.WORLD)
+        dist.destroy_process_group(group)

@@ -20,10 +20,9 @@ from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.child import (
     ChildError,
     ShortRuns,
-    describe_rates,
-    is_steady,
     measure_short_runs,
     round_rates,
+    unsteady,
 )
 from rl_dist.machine import available_cores
 from rl_dist.process_group.world import threads_per_rank
@@ -145,10 +144,10 @@ def measure_one_rank(flags: Sequence[str], steady: bool) -> ShortRuns:
     """Train the whole job for some seconds; refuse unsteady rates if `steady`."""
     logger.info("measuring the whole job on one rank")
     whole = measure_short_runs([[*flags, "--strategy=default"]])
-    rates = round_rates(whole.records[0])
-    if steady and not is_steady(rates):
+    problem = unsteady(round_rates(whole.records[0]))
+    if steady and problem:
         raise ChildError(
-            f"the rate of one rank keeps changing: {describe_rates(rates)}: stop other programs "
+            f"the rate of one rank keeps changing: {problem}: stop other programs "
             "and measure again, or give --sps N from a run"
         )
     return whole

@@ -26,7 +26,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from rl_dist.errors import UserError
 from rl_dist.process_group.clock import section
-from rl_dist.process_group.hosts import devices_differ
+from rl_dist.process_group.collectives import devices_differ
 from rl_dist.process_group.world import World, destroy_group
 from rl_dist.strategies.adam import step_if
 from rl_dist.strategies.config import StrategyConfig, check_strategy

@@ -8,7 +8,7 @@ import os
 import signal
 
 import pytest
-from train_runs import RECALL, REPO, start, start_training, wait_until
+from train_runs import RECALL, REPO, end_of, start, start_training, wait_until
 
 from rl_dist.resume_check import differences, result_of
 
@@ -44,6 +44,5 @@ def test_ray_starts_the_ranks_again_and_the_end_is_the_same(address, tmp_path):
     os.kill(ranks[1]["pid"], signal.SIGKILL)
     out, err = job.communicate(timeout=400)
     assert job.returncode == 0 and (out + err).count("continuing from") == 1, out + err
-    straight = start_training(*FLAGS, "--num_gpus", "2", "--run_dir", alone)
-    assert straight.communicate(timeout=300) and straight.returncode == 0
+    end_of(start_training(*FLAGS, "--num_gpus", "2", "--run_dir", alone))
     assert differences(result_of(run_dir), result_of(alone)) == []

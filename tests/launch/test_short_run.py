@@ -7,7 +7,7 @@ from train_runs import RECALL
 from rl_dist.errors import UserError
 from rl_dist.launch import child
 from rl_dist.launch.bench import time_reductions
-from rl_dist.launch.child import ChildError, ChildTimeoutError, measure_short_runs
+from rl_dist.launch.child import ChildTimeoutError, measure_short_runs
 
 TINY = [*RECALL, "--threads", "1"]
 
@@ -51,19 +51,6 @@ def test_a_run_that_refuses_its_flags_or_makes_no_progress_is_given_up(
 ):
     with pytest.raises(error, match=says):
         measure_short_runs([[*TINY, *flags]], timeout_s=timeout_s)
-
-
-@pytest.mark.slow  # tests/setup_check/ checks it by default
-def test_every_size_is_timed_on_two_ranks():
-    seconds = time_reductions(2, [4, 1024, 2**20])
-    assert list(seconds) == [4, 1024, 2**20] and all(1e-6 < s < 5.0 for s in seconds.values())
-
-
-@pytest.mark.slow
-def test_a_failure_of_the_backend_is_reported_with_its_message(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
-    with pytest.raises(ChildError, match="code 1: .*RuntimeError.*no_such_interface"):
-        time_reductions(2, [4])
 
 
 def test_ranks_that_do_not_end_in_time_are_killed():

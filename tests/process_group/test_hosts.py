@@ -1,13 +1,12 @@
-"""All ranks must have the same software, code and settings; few cores cause a warning."""
+"""All ranks must have the same software, code and settings."""
 
-import os
 from types import SimpleNamespace
 
 import pytest
 
 from rl_dist.errors import UserError
-from rl_dist.process_group import hosts
-from rl_dist.process_group.hosts import check_settings, software, warn_of_crowded_cores
+from rl_dist.process_group import collectives
+from rl_dist.process_group.collectives import check_settings, software
 
 TWO = SimpleNamespace(size=2, is_main_process=True)
 
@@ -19,16 +18,16 @@ def test_a_host_with_another_version_or_setting_is_named(name, tmp_path, monkeyp
     facts = software({"own_env": [file]}) | {"gamma": 0.99}
     (key,) = (key for key in facts if name in key)
     other = ["second", facts | {key: "0.1"}]
-    monkeypatch.setattr(hosts, "all_gather_json", lambda own, _: [own, ["second", own[1]]])
+    monkeypatch.setattr(collectives, "all_gather_json", lambda own, _: [own, ["second", own[1]]])
     check_settings({"gamma": 0.99}, TWO, {"own_env": [file]})
-    monkeypatch.setattr(hosts, "all_gather_json", lambda own, _: [own, other])
+    monkeypatch.setattr(collectives, "all_gather_json", lambda own, _: [own, other])
     with pytest.raises(UserError, match="rank 1 on host second has .*'0.1'") as refusal:
         check_settings({"gamma": 0.99}, TWO, {"own_env": [file]})
     assert key in str(refusal.value) and repr(facts[key]) in str(refusal.value)
 
 
 def test_the_version_of_the_code_follows_every_module(tmp_path, monkeypatch):
-    monkeypatch.setattr(hosts, "CODE", tmp_path)
+    monkeypatch.setattr(collectives, "CODE", tmp_path)
     versions = [software({})]
     for name, text in (
         ("agents/new.py", ""),
@@ -40,15 +39,3 @@ def test_the_version_of_the_code_follows_every_module(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
         assert software({}) not in versions
         versions.append(software({}))
-
-
-@pytest.mark.parametrize(("threads", "warnings"), [(1, 0), (500, 1)])
-def test_ranks_that_share_cores_are_warned_of(threads, warnings, monkeypatch, caplog):
-    """If several torchruns run on one machine, each gives its rank all cores."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(hosts.torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(hosts, "all_gather_json", lambda own, _: [own, own])
-    warn_of_crowded_cores(TWO)
-    assert len(caplog.records) == warnings
-    cores = len(os.sched_getaffinity(0))
-    assert not warnings or f"--threads {max(1, cores // 2)}" in caplog.text

@@ -11,7 +11,7 @@ from train_runs import RECALL, REPO, only_error, output_in, run_here
 
 import check_gpu_setup
 from rl_dist import setup_check
-from rl_dist.launch.child import ChildError, is_steady
+from rl_dist.launch.child import ChildError, unsteady
 from rl_dist.launch.config import ResolvedLaunch
 from rl_dist.setup_check import check_facts, check_run, read_facts
 
@@ -138,7 +138,7 @@ def test_what_it_measured_is_what_was_asked_and_as_documented(tmp_path, monkeypa
     assert 0.05 < used < 50 and free > 0 and 0 < measured["rollout_share"] < 1
     # on a busy machine no total time is estimated
     total_s = pytest.approx(128 / measured["steps_per_second"])
-    assert measured["total_s"] == (total_s if is_steady(measured["rates"]) else None)
+    assert measured["total_s"] == (None if unsteady(measured["rates"]) else total_s)
 
 
 @pytest.mark.parametrize("flags", [["--device", "cuda"], ["--strategy", "dp"]])

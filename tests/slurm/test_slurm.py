@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from simulated_hosts import REPO, connected_or_skip
-from train_runs import RECALL, start_training
+from train_runs import RECALL, end_of, start_training
 
 from rl_dist.checkpoint.store import iteration_in_name, latest_checkpoint
 from rl_dist.resume_check import differences, result_of
@@ -128,6 +128,5 @@ def test_a_job_over_two_nodes_is_requeued_and_ends_as_if_it_had_not_been(cluster
 
     text = output.read_text()
     assert text.count("continuing from") == 1 and "stopped by SIGUSR1, saved" in text
-    straight = start_training(*FLAGS, "--num_gpus", "2", "--run_dir", alone)
-    assert straight.communicate(timeout=300) and straight.returncode == 0
+    end_of(start_training(*FLAGS, "--num_gpus", "2", "--run_dir", alone))
     assert differences(result_of(run_dir), result_of(alone)) == []

@@ -15,10 +15,8 @@ from agents.run.choice import parse_training, resumed_config
 from agents.run.start import Run
 from envs.task import TaskConfig
 from rl_dist.errors import UserError
-from rl_dist.launch import fallback
 from rl_dist.launch.child import ChildError
-from rl_dist.launch.config import LaunchConfig, resolve
-from rl_dist.launch.fallback import resolve_launch
+from rl_dist.launch.config import LaunchConfig, resolve, resolve_launch
 from rl_dist.run_dir import RunDir
 from rl_dist.strategies.config import StrategyConfig, check_strategy
 
@@ -100,7 +98,7 @@ def broken(monkeypatch):
     def fail(num_ranks, *_, **__):
         raise ChildError(f"{num_ranks} ranks failed: NCCL error")
 
-    monkeypatch.setattr(fallback, "time_reductions", fail)
+    monkeypatch.setattr("rl_dist.launch.config.time_reductions", fail)
 
 
 @pytest.mark.parametrize("strategy", ["default", "auto", "hybrid"])
@@ -111,7 +109,9 @@ def test_ranks_that_cannot_work_together_step_down_to_one(strategy, broken, monk
     assert note.count("NCCL error") == (2 if strategy == "hybrid" else 1)
     assert config.num_gpus == 2  # the requested number of ranks is kept
     assert resolve_launch(config)[0] == config
-    monkeypatch.setattr(fallback, "time_reductions", lambda *_, **__: None)  # ranks work again
+    monkeypatch.setattr(
+        "rl_dist.launch.config.time_reductions", lambda *_, **__: None
+    )  # ranks work again
     assert resolve_launch(asked)[0] == asked
 
 
