@@ -26,10 +26,9 @@ def train_as_rank(config: dict[str, Any]) -> None:
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed.elastic.utils.distributed import get_free_port
 
-    from rl_dist.process_group.join import free_port
-
-    port = torch.tensor([free_port()])
+    port = torch.tensor([get_free_port()])
     dist.broadcast(port, src=0)
     variables = os.environ | {"MASTER_PORT": str(port.item())}
     argv = [sys.executable, config["script"], *config["flags"]]

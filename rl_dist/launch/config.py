@@ -136,13 +136,12 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         gpu_ids = gpu_ids or tuple(range(gpus if ranks_exist else num_ranks))
         num_ranks = num_ranks if ranks_exist else 1
     check_strategy(config.strategy_config, num_ranks, device_type, len(gpu_ids))
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) if ranks_exist else num_ranks
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     threads = config.threads or threads_per_rank(local_ranks)
     if on_gpu:
         message = f"{num_ranks} rank(s) on {torch.cuda.get_device_name(0)}"
     else:
-        reason = "no CUDA GPU found" if gpus == 0 else "the CPU was chosen"
-        message = f"{reason}: {num_ranks} CPU process(es), {threads} thread(s) each"
+        message = f"{num_ranks} CPU process(es), {threads} thread(s) each"
     return ResolvedLaunch(
         num_ranks=num_ranks,
         device_type=device_type,

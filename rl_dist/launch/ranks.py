@@ -48,10 +48,9 @@ from rl_dist.process_group.join import (
     may_start_again,
 )
 from rl_dist.process_group.process_ends import (
-    EXIT_GRACE_S,
-    FAILED_GRACE_S,
     SCRIPT_RAN_AGAIN,
     STOP_SIGNALS,
+    TEARDOWN_S,
     ReportPage,
     StopFlag,
     how_it_ended,
@@ -186,7 +185,7 @@ class LocalJob:
             numbered = variables | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
             self.pages.append(ReportPage())
             arguments = self.fn, self.args, numbered, self.pages[rank], os.getpid()
-            process = spawn.Process(target=run_as_rank, args=arguments, name=f"rank {rank}")
+            process = spawn.Process(target=run_as_rank, args=arguments)
             process.start()
             self.processes.append(process)
 
@@ -211,7 +210,7 @@ class LocalJob:
                 if self.silent or failed & ended:
                     deadline_s = time.monotonic() + DEATH_GRACE_S
                 elif len(reports) == self.num_ranks:
-                    deadline_s = time.monotonic() + (FAILED_GRACE_S if failed else EXIT_GRACE_S)
+                    deadline_s = time.monotonic() + TEARDOWN_S
 
     def _kill(self, signum: int) -> None:
         """Send a signal to all ranks that are still running."""

@@ -19,9 +19,8 @@ from typing import Any
 
 from rl_dist.errors import outlive_readers, report_to_caller, restarts_refused
 from rl_dist.process_group.process_ends import (
-    EXIT_GRACE_S,
-    FAILED_GRACE_S,
     STOP_SIGNALS,
+    TEARDOWN_S,
     ReportPage,
     StopFlag,
     awaited_signals,
@@ -85,8 +84,8 @@ def _watch(child: int, page: ReportPage) -> int:
     awaited = awaited_signals()
     deadline_s = math.inf
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-        if deadline_s == math.inf and (exit_code := page.read().get("exit_code")) is not None:
-            deadline_s = time.monotonic() + (FAILED_GRACE_S if exit_code == 1 else EXIT_GRACE_S)
+        if deadline_s == math.inf and "exit_code" in page.read():
+            deadline_s = time.monotonic() + TEARDOWN_S
         if time.monotonic() > deadline_s:
             pass_on(signal.SIGKILL)
         time.sleep(POLL_S)

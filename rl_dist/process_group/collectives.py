@@ -28,28 +28,15 @@ from torch import Tensor, nn
 from rl_dist.errors import UserError, refuse_restarts
 from rl_dist.process_group.world import World
 
-# Data is gathered in chunks. Gloo copies received data in its own thread. If a copy has more than
-# 32,768 elements (ATen's grain size), that thread opens a second OpenMP team and keeps it. libgomp
-# then no longer spins between parallel regions of the training, and iterations took twice as long.
-CHUNK_BYTES = 32_768
-# The first chunk is shorter, because most data fits into it. It starts with the length.
-FIRST_BYTES, LENGTH_BYTES = 4096, 8
 CODE = Path(__file__).parents[2]
 PACKAGES = ("rl_dist", "agents", "envs")
-
-
-class DesyncError(UserError):
-    """Error: values that must be equal on all ranks differ."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, exit_code=1)
 
 
 def all_reduce_sum(values: Mapping[str, float | Tensor], world: World) -> dict[str, Tensor]:
     """Sum named numbers and tensors over all ranks in one float64 all-reduce.
 
     A checksum of names and shapes is summed as well. If names or shapes differ between ranks, the
-    call raises a CollectiveError or DesyncError instead of adding unrelated numbers.
+    call raises a UserError instead of adding unrelated numbers.
 
     Returns:
         float64 tensors with the shapes and devices of `values`.
@@ -57,18 +44,17 @@ def all_reduce_sum(values: Mapping[str, float | Tensor], world: World) -> dict[s
     tensors = {name: torch.as_tensor(values[name]).detach() for name in sorted(values)}
     if world.size == 1:
         return {name: tensor.double() for name, tensor in tensors.items()}
-    layout = [(name, list(tensor.shape)) for name, tensor in tensors.items()]
-    checksum = float(zlib.crc32(json.dumps(layout).encode()))
+    listed = ", ".join(f"{name}{[*tensor.shape] or ''}" for name, tensor in tensors.items())
+    checksum = float(zlib.crc32(listed.encode()))
     head = torch.tensor([checksum], dtype=torch.float64, device=world.device)
     flat = [tensor.to(world.device, torch.float64).reshape(-1) for tensor in tensors.values()]
     packed = torch.cat([head, *flat])
-    listed = ", ".join(f"{name}{shape or ''}" for name, shape in layout)
     with world.waiting(f"sum of {listed}"):
         dist.all_reduce(packed)
         checksums = packed[0].item()
     if checksums != checksum * world.size:
-        raise DesyncError(
-            f"rank {world.rank} sums {listed}; another rank has other names or shapes"
+        raise UserError(
+            f"rank {world.rank} sums {listed}; another rank has other names or shapes", exit_code=1
         )
     parts = packed[1:].split([tensor.numel() for tensor in flat])
     return {
@@ -84,14 +70,15 @@ def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tenso
         CPU tensors [sum of all B, ...] on rank 0, None on other ranks. B may differ by rank.
 
     Raises:
-        DesyncError: the ranks passed different names, types or trailing shapes.
+        UserError: the ranks passed different names, types or trailing shapes.
     """
     layout = {name: [str(tensor.dtype), *tensor.shape[1:]] for name, tensor in tensors.items()}
     lengths = {name: len(tensor) for name, tensor in tensors.items()}
     ranks = all_gather_json([layout, lengths], world)
     for rank, (other, _) in enumerate(ranks):
         if other != ranks[0][0]:
-            raise DesyncError(f"rank {rank} gathers {other}, but rank 0 gathers {ranks[0][0]}")
+            message = f"rank {rank} gathers {other}, but rank 0 gathers {ranks[0][0]}"
+            raise UserError(message, exit_code=1)
     joined = {}
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -111,23 +98,8 @@ def _gather_bytes(raw: Tensor, world: World) -> list[Tensor]:
     """Return the bytes that each rank passed, as CPU tensors in rank order."""
     if world.size == 1:
         return [raw]
-    data = torch.cat([torch.tensor([raw.numel()]).view(torch.uint8), raw])
-
-    def gather(begin: int, end: int) -> Tensor:
-        """Return these bytes of all W ranks, filled up with zeros, as a CPU tensor [W, bytes]."""
-        chunk = data[begin:end]
-        chunk = nn.functional.pad(chunk, (0, end - begin - len(chunk))).to(world.device)
-        gathered = [torch.empty_like(chunk) for _ in range(world.size)]
-        dist.all_gather(gathered, chunk)
-        return torch.stack(gathered).cpu()
-
     with world.waiting("gather of bytes"):
-        parts = [gather(0, FIRST_BYTES)]
-        ends = [LENGTH_BYTES + int(row[:LENGTH_BYTES].view(torch.int64)) for row in parts[0]]
-        begins = range(FIRST_BYTES, max(ends), CHUNK_BYTES)
-        parts += [gather(begin, begin + CHUNK_BYTES) for begin in begins]
-    rows = torch.cat(parts, dim=1)
-    return [row[LENGTH_BYTES:end] for row, end in zip(rows, ends, strict=True)]
+        return world.exchange_bytes(raw)
 
 
 def broadcast_bytes(data: bytes, source: int, world: World) -> bytes:
@@ -156,19 +128,14 @@ def broadcast_from_rank0(tensor: Tensor) -> None:
 
 def all_reduce_max(value: int, world: World) -> int:
     """Return the maximum over all ranks, so that all of them take the same decision."""
-    if world.size == 1:
-        return value
-    agreed = torch.tensor([value], dtype=torch.int64, device=world.device)
-    with world.waiting("agreement on a number"):
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-        return int(agreed.item())
+    return max(all_gather_json(value, world))
 
 
 def check_in_sync(tensors: Mapping[str, Tensor], world: World) -> None:
     """Check by hashes that tensors are equal on all ranks.
 
     Raises:
-        DesyncError: tensors differ; the error names them and the ranks that deviate from the most
+        UserError: tensors differ; the error names them and the ranks that deviate from the most
             frequent values.
     """
     if world.size == 1:
@@ -181,13 +148,9 @@ def check_in_sync(tensors: Mapping[str, Tensor], world: World) -> None:
     for rank, local in enumerate(hashes):
         names = [name for name in usual | local if local.get(name) != usual.get(name)]
         if names:
-            differences.append(
-                f"rank {rank} in {', '.join(names[:3])} ({len(names)} of {len(usual)})"
-            )
-    raise DesyncError(
-        f"the ranks drifted apart: {'; '.join(differences)} (against rank {hashes.index(usual)}); "
-        "this state is not saved"
-    )
+            differences.append(f"rank {rank} in {', '.join(names[:3])}")
+    message = f"the ranks drifted apart: {'; '.join(differences)}; this state is not saved"
+    raise UserError(message, exit_code=1)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -75,13 +75,6 @@ def _number(name: str) -> int:
 # ---- the store
 
 
-def free_port() -> int:
-    """Return a TCP port of this machine that is free at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
     """Open the store in which all ranks meet.
 

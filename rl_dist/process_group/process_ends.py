@@ -23,8 +23,7 @@ from typing import Any, NoReturn
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # One Ctrl-C may arrive twice: from the terminal and from a launcher that passes it on.
 SAME_KEYPRESS_S = 0.5
-EXIT_GRACE_S = 60.0  # time for teardown after a process has reported its exit code
-FAILED_GRACE_S = 10.0  # time for teardown after a process has reported a failure
+TEARDOWN_S = 20.0  # time for teardown after a process has reported its exit code
 ORPHAN_GRACE_S = 20.0  # time for ranks to save after their launcher has died
 PAGE_BYTES = 2**19
 # Exit code of a spawned rank that imports the user's script and thereby calls train() again.

@@ -13,7 +13,7 @@ import rl_dist_ranks
 from train_runs import PATIENCE_S, REPO, assert_nobody_left, start, wait_until
 
 from rl_dist.errors import UserError
-from rl_dist.launch.ranks import launch, restart_count
+from rl_dist.launch.ranks import launch
 from rl_dist.process_group.world import stop_flag
 
 
@@ -49,8 +49,7 @@ def test_a_signal_to_anybody_ends_all_ranks_after_they_have_saved(
     ("work", "args", "ranks", "code", "says", "tracebacks"),
     [
         # rank 0 misses rank 1 and fails too, but the error names rank 1 as the cause
-        ("loop", ["fail slowly"], 2, 1, "rank 1 failed with RuntimeError: the roof", 1),
-        ("loop", ["fail at length"], 2, 1, "rank 1 failed with RuntimeError: the roof", 0),
+        ("loop", ["fail slowly"], 2, 1, "rank 1 failed with RuntimeError: the roof", 0),
         ("loop", ["mistake"], 2, 2, "num_envs must be at least 1, got 0", 0),
         ("loop", ["exit"], 2, 1, "ended with code 0", 0),
         # no rank reports the cause, so the report that names a rank is shown
@@ -64,7 +63,7 @@ def test_a_signal_to_anybody_ends_all_ranks_after_they_have_saved(
 def test_a_rank_that_fails_or_dies_ends_the_job_and_is_named_in_one_line(
     work, args, ranks, code, says, tracebacks, tmp_path, monkeypatch, capfd
 ):
-    monkeypatch.setattr("rl_dist.launch.ranks.FAILED_GRACE_S", 2.0)
+    monkeypatch.setattr("rl_dist.launch.ranks.TEARDOWN_S", 2.0)
     function, arguments = getattr(rl_dist_ranks, work), (str(tmp_path), *args)
     restarts = code - 1  # a user's mistake (code 2) is not restarted, even if restarts are allowed
     assert launch(function, arguments, num_ranks=ranks, max_restarts=restarts) == code
@@ -109,14 +108,11 @@ def test_a_stop_signal_only_sets_a_flag_and_handlers_are_put_back():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def fall(times):
-    if restart_count() < times:
-        os.kill(os.getpid(), signal.SIGKILL)
+def fall():
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("times", "code"), [(1, 0), pytest.param(9, 1, marks=pytest.mark.slow)])
-def test_one_rank_restarts_too_and_only_as_many_times_as_it_may(times, code, capfd):
-    assert launch(fall, (times,), num_ranks=1, max_restarts=1) == code
+def test_one_rank_restarts_too_and_only_as_many_times_as_it_may(capfd):
+    assert launch(fall, (), num_ranks=1, max_restarts=1) == 1
     died = r"rank 0 \(process \d+\) was ended by SIGKILL"
-    error = f"error: {died}\n" * code
-    assert re.fullmatch(rf"{died}: restart 1 of 1\n{error}", capfd.readouterr().err)
+    assert re.fullmatch(rf"{died}: restart 1 of 1\nerror: {died}\n", capfd.readouterr().err)

@@ -9,12 +9,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.utils.distributed import get_free_port
 from train_runs import PATIENCE_S, RECALL, only_error, start, train_here
 
 from rl_dist import errors
 from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.process_group import world
-from rl_dist.process_group.join import COPIES, free_port, open_store, part_of_this_start
+from rl_dist.process_group.join import COPIES, open_store, part_of_this_start
 
 BOUND = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
@@ -123,7 +124,7 @@ def test_torchrun_with_restarts_needs_a_name_for_the_run(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_meets_nobody_says_where_it_looked(environment, rank, capfd):
-    port = str(free_port())
+    port = str(get_free_port())
     environment(**TORCHRUN | {"RANK": str(rank), "MASTER_PORT": port})
     says = f"rank {rank} .*MASTER_ADDR 127.0.0.1, MASTER_PORT {port} within 1 s"
     with pytest.raises(ValueError, match=says):
@@ -133,7 +134,7 @@ def test_a_rank_that_meets_nobody_says_where_it_looked(environment, rank, capfd)
 
 def test_a_rank_that_meets_the_others_but_never_connects_is_named(environment):
     """Rank 1 joins the store of rank 0, but never opens its connections."""
-    variables = TORCHRUN | {"MASTER_PORT": str(free_port())}
+    variables = TORCHRUN | {"MASTER_PORT": str(get_free_port())}
     environment(**variables | {"RANK": "0", "LOCAL_RANK": "0"})
     opening = "world.open_world('cpu', startup_timeout_s=2)"
     job = start("-c", f"from rl_dist.process_group import world; {opening}")

@@ -18,7 +18,7 @@ SUPERVISED = """
 import os, signal, sys, threading, time
 from rl_dist.launch import supervisor
 from rl_dist.process_group.process_ends import leave, report
-supervisor.EXIT_GRACE_S, supervisor.LAST_WORD_S = 1.0, 1.0
+supervisor.TEARDOWN_S, supervisor.LAST_WORD_S = 1.0, 1.0
 supervisor.supervise()
 {before_training}
 supervisor.imports_done()

@@ -12,7 +12,6 @@ from train_runs import RECALL, lives, records, start, train_here, wait_until
 import rl_dist
 from rl_dist.launch.child import Child, as_flags, launch_distributed_training
 from rl_dist.resume_check import differences, result_of
-from rl_dist.status import read_status
 
 SHORT = [*RECALL, "--eval_episodes", "4"]
 
@@ -21,15 +20,14 @@ SHORT = [*RECALL, "--eval_episodes", "4"]
 def test_a_training_that_succeeds_has_its_result_and_monitoring_changes_no_number(
     tmp_path, monkeypatch
 ):
-    named = {"total_steps": 512, "monitor_every": 0.01, "anneal_lr": False, "num_gpus": 1}
+    named = {"total_steps": 512, "anneal_lr": False, "num_gpus": 1, "stop_at": None}
     run_dir = tmp_path / "run"
-    result = launch_distributed_training(SHORT, echo=False, run_dir=run_dir, **named)
+    result = launch_distributed_training(
+        SHORT, echo=False, run_dir=run_dir, monitor_every=0.01, **named
+    )
     assert (result.success, result.exit_code, result.error) == (True, 0, "")
-    assert result.run_dir == run_dir and result.iterations == 8 and 0 < result.seconds < 600
-    last = records(run_dir)[-1]
-    assert {"loss/policy", "loss/value", "loss/entropy"} <= result.final_losses.keys()
-    assert result.final_losses.items() <= last.items()
-    assert read_status(run_dir)["state"] == "finished"
+    assert result.run_dir == run_dir and result.iterations == 8
+    assert result.final_losses and result.final_losses.items() <= records(run_dir)[-1].items()
     sampled = [line["ranks"][0] for line in records(run_dir)]
     assert any(rank["cpu/percent"] is not None for rank in sampled)
     flags = [*SHORT, *as_flags(named), "--monitor_every", 0, "--run_dir", tmp_path / "plain"]
@@ -39,23 +37,20 @@ def test_a_training_that_succeeds_has_its_result_and_monitoring_changes_no_numbe
     assert differences(result_of(run_dir), result_of(tmp_path / "plain")) == []
 
 
-def test_bad_flags_are_refused_with_the_scripts_message(tmp_path, capfd):
-    result = launch_distributed_training(SHORT, run_dir=tmp_path / "run", num_stepz=3)
-    assert (result.success, result.exit_code, result.run_dir) == (False, 2, None)
-    assert "--num_stepz" in result.error and "--num_steps" in result.error
-    assert capfd.readouterr().err == f"error: {result.error}\n"
-    assert (result.iterations, result.final_losses) == (0, {}) and not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("code", "exit_code", "error"),
-    [("os.abort()", -6, "SIGABRT"), ("sys.exit(4)", 4, "without a report")],
+    [
+        ("os.abort()", -6, "SIGABRT"),
+        ("sys.exit(4)", 4, "without a report"),
+        ("report_to_caller(error='too many cooks'); sys.exit(2)", 2, "too many cooks"),
+    ],
 )
-def test_a_training_that_dies_has_its_error(code, exit_code, error, tmp_path):
+def test_a_training_that_fails_has_its_error(code, exit_code, error, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(f"import os, sys; {code}")
+    script.write_text(f"import os, sys\nfrom rl_dist.errors import report_to_caller\n{code}")
     result = launch_distributed_training(echo=False, script=script)
-    assert (result.success, result.exit_code) == (False, exit_code) and error in result.error
+    assert (result.success, result.exit_code, result.run_dir) == (False, exit_code, None)
+    assert error in result.error and (result.iterations, result.final_losses) == (0, {})
 
 
 def test_ctrl_c_lets_the_training_save_and_is_raised_here(tmp_path):
@@ -75,12 +70,6 @@ def test_ctrl_c_lets_the_training_save_and_is_raised_here(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         launch_distributed_training(echo=False, script=script)
     assert saved.exists()
-
-
-def test_keywords_become_flags():
-    named = {"num_gpus": 2, "quick": True, "anneal_lr": False, "env_kwargs": {"a": 1}}
-    flags = ["--num_gpus=2", "--quick", "--no-anneal_lr", '--env_kwargs={"a": 1}', "--max_order=-1"]
-    assert as_flags(named | {"device": None, "max_order": -1}) == flags
 
 
 @pytest.mark.parametrize("name", rl_dist.__all__)

@@ -7,11 +7,11 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.elastic.utils.distributed import get_free_port
 from train_runs import start, wait_until
 
 from rl_dist.process_group import watchdog
 from rl_dist.process_group.clock import IN_A_ROW, Stragglers
-from rl_dist.process_group.join import free_port
 from rl_dist.process_group.watchdog import CONNECTION, RankStatus, Verdicts, Watchdog
 
 SUM = RankStatus("update", 5, "sum of x", 7)
@@ -84,7 +84,7 @@ def test_a_rank_that_waits_ends_in_time_when_the_machine_of_the_store_vanishes(m
     """
     ended = []
     monkeypatch.setattr(watchdog, "end_rank", lambda message, **_: ended.append(message))
-    port = free_port()
+    port = get_free_port()
     host = start("-c", HOST_OF_STORE.format(port=port))
     assert host.stdout.readline() == "ready\n"
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=100))

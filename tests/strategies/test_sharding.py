@@ -81,7 +81,7 @@ def test_ranks_start_equal_skip_a_nan_together_and_refuse_what_would_part_them(r
         assert rank["hashes"] == [start, start] and not rank["stepped"]
         assert "early optimizer" not in rank  # refused: it was made before wrap
         assert "rank 0 in 'gradient reduction'" in rank["other calls"]
-        assert "rank 1 in 'agreement on a number'" in rank["other calls"]
+        assert "rank 1 in 'gather of bytes'" in rank["other calls"]
 
 
 def test_groups_are_the_ranks_of_a_machine_by_default(monkeypatch):
