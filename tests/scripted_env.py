@@ -3,7 +3,6 @@
 import numpy as np
 import torch
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, VectorEnv
 
 from envs.vector.layout import Layout, TorchEnv
 
@@ -12,7 +11,7 @@ TRUNCATED = (False, True)
 BOTH = (True, True)
 
 
-class ScriptedEnv(VectorEnv, TorchEnv):
+class ScriptedEnv(TorchEnv):
     """Environment that repeats scripted episodes.
 
     Script b is a list of (length, (terminated, truncated)) for the episodes of environment b. The
@@ -21,18 +20,15 @@ class ScriptedEnv(VectorEnv, TorchEnv):
     `received` collects the actions.
     """
 
-    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
-
     def __init__(self, scripts):
         self.scripts = scripts
         self.num_envs = len(scripts)
         self.device = torch.device("cpu")
         self.layout = Layout.vector(4)
-        self.single_observation_space = spaces.Box(-np.inf, np.inf, (4,), np.float32)
         self.single_action_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
         self.received = []
 
-    def reset(self, *, seed=None, options=None):
+    def reset(self, *, seed=None):
         self.episode = torch.zeros(self.num_envs)
         self.age = torch.zeros(self.num_envs)
         return self._observe(), {}

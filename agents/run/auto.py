@@ -234,7 +234,7 @@ class Trials:
         device = self.world.device
         env = task.training_env(sizes.num_envs, sizes.env_offset, str(device))
         try:
-            env.action_space.seed(0)
+            env.single_action_space.seed(0)
             obs = env.reset(seed=list(range(sizes.num_envs)))[0]
             yield
             while True:

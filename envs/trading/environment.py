@@ -13,8 +13,8 @@ from torch import Tensor
 from envs.trading.config import TradingConfig
 from envs.trading.features import GRID, market_tables, portfolio_columns
 from envs.trading.market_data import Market, Span
-from envs.vector.layout import Layout
-from envs.vector.tensors import TensorVectorEnv, random_int63, seed_keys
+from envs.vector.layout import Layout, TorchEnv
+from envs.vector.tensors import random_int63, seed_keys
 
 REWARD_SCALE = 1e-4  # reward per USD
 # names of the attributes that make up a snapshot
@@ -60,7 +60,7 @@ def fill_orders(
     return funds.sub_(spent).clamp_min_(0.0), trades
 
 
-class TradingVectorEnv(TensorVectorEnv):
+class TradingVectorEnv(TorchEnv):
     """B portfolios of n stocks, one trading day per step, on one or several markets.
 
     A step on day d: the agent sees the close of day d. Its actions, Box(-1, 1, (n,)), become orders
@@ -142,7 +142,8 @@ class TradingVectorEnv(TensorVectorEnv):
         self.cash = self.value = self._prices.new_zeros(num_envs, 1)  # USD, at the last close
         self.shares = self._prices.new_zeros(num_envs, num_stocks)
         width = self._features.shape[1]
-        self.set_spaces(Layout.vector(width), Box(-1.0, 1.0, (num_stocks,), np.float32))
+        self.layout = Layout.vector(width)
+        self.single_action_space = Box(-1.0, 1.0, (num_stocks,), np.float32)
 
     @property
     def weights(self) -> Tensor:
@@ -150,15 +151,12 @@ class TradingVectorEnv(TensorVectorEnv):
         closes = self._prices[:, 0].index_select(0, self.row)
         return self.shares * closes / self.value
 
-    def reset(
-        self, *, seed: int | Sequence[int] | None = None, options: Any = None
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def reset(self, *, seed: int | Sequence[int] | None = None) -> tuple[Tensor, dict[str, Any]]:
         """Start an episode in every environment.
 
         Args:
             seed: one integer per environment; an integer s means s, s + 1, ...; None: start the
                 next episodes of the current seeds.
-            options: ignored.
         """
         if seed is not None or not len(self.keys):
             self.keys = seed_keys(seed, self.num_envs).to(self.device)

@@ -28,7 +28,7 @@ from envs.vector.spaces import (
     flat_mask,
     to_json,
 )
-from envs.vector.tensors import LIFE, ArrayVectorEnv, step_result
+from envs.vector.tensors import LIFE, ArrayEnv, step_result
 
 _LOGGER = logging.getLogger(__name__)
 MAX_REWARD = 1e30  # larger rewards are refused like infinite ones
@@ -41,7 +41,7 @@ def _guarded(method: Callable[..., Any]) -> Any:
 
 
 @dataclass(eq=False)
-class TorchVectorEnv(ArrayVectorEnv):
+class TorchVectorEnv(ArrayEnv):
     """Adapts a numpy vector environment to the TorchEnv interface.
 
     The adapter checks everything that the environments return and watches how long each call
@@ -96,7 +96,8 @@ class TorchVectorEnv(ArrayVectorEnv):
             parts.append(Part("previous_action", "plain", (size,)))
         if self.previous_reward:
             parts.append(Part("previous_reward", "vector", (1,)))
-        self.set_spaces(Layout(tuple(parts)), self.decoder.space)
+        self.layout = Layout(tuple(parts))
+        self.single_action_space = self.decoder.space
 
     def step(
         self,
@@ -143,7 +144,7 @@ class TorchVectorEnv(ArrayVectorEnv):
             self.lives[name] = arrays.pop(f"life/{name}")
         self._set_env_states(arrays)
 
-    def close_extras(self, **kwargs: Any) -> None:
+    def close(self) -> None:
         """Close the environments; log a failure instead of raising it."""
         for row, env in enumerate(self.env) if isinstance(self.env, list) else [(None, self.env)]:
             self.watch.close_env(row, env)
@@ -172,7 +173,7 @@ class TorchVectorEnv(ArrayVectorEnv):
             try:
                 final_obs[ended] = self.encoder(finals, len(ended))
             except RowFaultError as fault:
-                raise RowFaultError(int(ended[fault.row or 0]), f"final {fault}") from None
+                raise RowFaultError(None, f"final {fault}") from None
         return rewards, obs, final_obs, terminated, truncated
 
     @_guarded
@@ -311,12 +312,11 @@ class OneByOne(TorchVectorEnv):
     def _get_env_states(self) -> dict[str, Any]:
         states = self.watch.call(None, lambda: [env.get_state() for env in self.env])
         columns = {name: [state[name] for state in states] for name in states[0]}
-        return columns | ({"life/last_row": self._last_rows} if self.env_restarts else {})
+        return columns | {"last_row": self._last_rows}
 
     @_guarded
     def _set_env_states(self, state: dict[str, np.ndarray]) -> None:
-        last_rows = state.pop("life/last_row", self._last_rows)  # only with env_restarts
-        self._last_rows = [np.asarray(row, np.float32) for row in last_rows]
+        self._last_rows = list(state.pop("last_row").astype(np.float32))
         for row, env in enumerate(self.env):
             env.set_state(
                 {

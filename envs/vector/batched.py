@@ -139,7 +139,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
 
 
 class SingleEnv(gymnasium.Env[np.ndarray, np.int64]):
-    """A single environment that wraps a BatchedEnv with one row."""
+    """A single environment, without snapshots, that wraps a BatchedEnv with one row."""
 
     metadata: dict[str, Any] = {"render_modes": []}
 
@@ -161,11 +161,3 @@ class SingleEnv(gymnasium.Env[np.ndarray, np.int64]):
         rewards, terminated, truncated = self._batch.advance_all(np.array([action]))
         obs = self._batch.observe()[0]
         return obs, float(rewards[0]), bool(terminated[0]), bool(truncated[0]), {}
-
-    def get_state(self) -> dict[str, np.ndarray]:
-        """Return a complete snapshot."""
-        return {name: array[0] for name, array in self._batch.get_state().items()}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a snapshot."""
-        self._batch.set_state({name: np.asarray(value)[None] for name, value in state.items()})

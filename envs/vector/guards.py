@@ -156,13 +156,15 @@ class HangWatch:
         self._closed.set()
 
     def _watch(self) -> None:
-        while not self._closed.wait(min(1.0, max(0.05, self.timeout_s / 20))):
+        limit_s = max(self.timeout_s + 2 * GRACE_S, MIN_FAULTHANDLER_S)
+        while True:
             # Restart faulthandler's timer: it ends the process unless this loop comes back in time.
-            limit_s = max(self.timeout_s + 2 * GRACE_S, MIN_FAULTHANDLER_S)
             with suppress(RuntimeError, ValueError):  # cannot start a thread, or stderr is closed
                 faulthandler.dump_traceback_later(
                     limit_s, exit=True, file=sys.__stderr__ or sys.stderr
                 )
+            if self._closed.wait(min(1.0, max(0.05, self.timeout_s / 20))):
+                break
             started_s = self._started_s
             if not started_s:
                 continue

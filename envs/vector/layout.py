@@ -112,7 +112,6 @@ class TorchEnv:
     """
 
     num_envs: int  # B
-    single_observation_space: Any  # Box [F]
     single_action_space: Any  # Discrete, MultiDiscrete or Box
     layout: Layout
     env_offset: int = 0  # global number of the first environment
@@ -170,12 +169,12 @@ class TorchEnv:
 def random_actions(env: Any, rows: Any) -> Any:
     """Return an allowed action for each observation in `rows` [B, F].
 
-    If the observations contain masks, return the first allowed action, else a random action.
+    If the observations contain masks, return the first allowed action, else one random action.
     """
     columns = env.layout.columns("mask")
-    if not columns:
-        return env.action_space.sample()
     space = env.single_action_space
+    if not columns:
+        return np.stack([space.sample()] * len(rows))
     sizes = space.nvec if space.shape else [space.n]  # number of options of each choice
     masks = np.split(np.asarray(rows)[:, columns], np.cumsum(sizes)[:-1], axis=1)
     digits = [mask.argmax(axis=1) for mask in masks]

@@ -85,18 +85,14 @@ def _image_axes(space: Space) -> list[int]:
     """Return the axes in the order frames, channels, height, width; []: not an image.
 
     An image is uint8 [H, W], [H, W, C] or [C, H, W]. Stacked frames are [N, H, W, C] or
-    [N, C, H, W]. If removing only one of the first and last axes leaves a square image, that axis
-    holds the channels; otherwise the shorter of the two does.
+    [N, C, H, W]. The shorter one of the first and the last axis holds the channels.
     """
     shape = space.shape
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:
         return []
     axes = list(range(len(shape)))
-    if len(shape) > 2:
-        first, middle, last = shape[-3:]
-        channels_last = (first == middle, first) > (middle == last, last)
-        if channels_last:
-            axes.insert(-2, axes.pop())
+    if len(shape) > 2 and shape[-1] < shape[-3]:  # channels last
+        axes.insert(-2, axes.pop())
     *channels, height, width = (shape[axis] for axis in axes)
     fits = min(height, width) >= MIN_IMAGE_SIDE and math.prod(channels) <= MAX_CHANNELS
     return axes if fits else []
@@ -247,7 +243,7 @@ class ActionDecoder:
                 self.space = spaces.Discrete(int(self.sizes[0]))
         elif all(isinstance(box, spaces.Box) and box.dtype.kind == "f" for box in parts):
             ends = [[box.low.ravel(), box.high.ravel()] for box in parts]
-            bounds = np.concatenate(ends, axis=1).astype(np.float64)  # [2, A]
+            self.bounds = bounds = np.concatenate(ends, axis=1).astype(np.float64)  # [2, A]
             finite = np.isfinite(bounds).all(axis=0)
             units = np.array([[-1.0], [1.0]])
             self.low, self.high = np.where(finite, units, bounds)
@@ -274,9 +270,8 @@ class ActionDecoder:
         values = actions.reshape(len(actions), -1)
         if self.mask_size:
             return values.astype(np.int64) + self.start
-        if not np.isfinite(values).all():
-            raise ValueError("actions must be finite, got NaN or infinity: the policy has diverged")
-        return np.clip(values.astype(np.float64), self.low, self.high) * self.scale + self.offset
+        stretched = values.astype(np.float64) * self.scale + self.offset
+        return np.clip(stretched, self.bounds[0], self.bounds[1])
 
     def __call__(self, actions: np.ndarray) -> Any:
         """Convert actions [count, ...] to a batch in the environment's action space."""
@@ -290,10 +285,7 @@ def _nested(target: Space, parts: Iterator[np.ndarray]) -> Any:
     if isinstance(target, spaces.Tuple):
         return tuple(_nested(inner, parts) for inner in target.spaces)
     numbers = next(parts)
-    shaped = numbers.reshape(len(numbers), *target.shape).astype(target.dtype)
-    if isinstance(target, spaces.Box):
-        shaped = np.clip(shaped, target.low, target.high)  # rounding may have passed the bounds
-    return shaped
+    return numbers.reshape(len(numbers), *target.shape).astype(target.dtype)
 
 
 # ---- spaces as JSON, which checkpoints store

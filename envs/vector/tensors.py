@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import gymnasium
 import numpy as np
 import torch
-from gymnasium.spaces import Box
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
-from envs.vector.layout import Layout, StepResult, TorchEnv
+from envs.vector.layout import StepResult, TorchEnv
 
 # Arrays of one step. The largest items come first, see `to_tensors`.
 STEP_FIELDS = ("rewards", "obs", "final_obs", "terminated", "truncated")
@@ -27,22 +23,8 @@ LIFE = [
 GOLDEN_STEP = 0x9E3779B97F4A7C15 - 2**64  # splitmix64's increment, as int64
 
 
-class TensorVectorEnv(VectorEnv[Tensor, Tensor, Tensor], TorchEnv):  # type: ignore[misc]
-    """A TorchEnv that is also a Gymnasium vector environment."""
-
-    metadata: dict[str, Any] = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": []}
-
-    def set_spaces(self, layout: Layout, action_space: gymnasium.Space[Any]) -> None:
-        """Set the observation spaces from a layout, and the action spaces from a space."""
-        self.layout = layout
-        self.single_observation_space = Box(-np.inf, np.inf, (layout.size,), np.float32)
-        self.single_action_space = action_space
-        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        self.action_space = batch_space(action_space, self.num_envs)
-
-
-class ArrayVectorEnv(TensorVectorEnv):
-    """A TensorVectorEnv whose subclasses work with numpy arrays."""
+class ArrayEnv(TorchEnv):
+    """A TorchEnv whose subclasses work with numpy arrays."""
 
     env_id: str
     kind: str  # first word of every message about an environment
@@ -71,9 +53,7 @@ class ArrayVectorEnv(TensorVectorEnv):
         step = self.lives["lifetime_step"][first]
         return f"{self.kind} {self.env_id} number {number} at its step {step}: {problem}"
 
-    def reset(
-        self, *, seed: Any = None, options: dict[str, Any] | None = None
-    ) -> tuple[Tensor, dict[str, Any]]:
+    def reset(self, *, seed: Any = None) -> tuple[Tensor, dict[str, Any]]:
         """Start all environments; new seeds also set their lifetime step to 0."""
         if seed is not None:
             self.lives["life_seed"] = seed

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import select
-import signal
 import socket
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
@@ -20,17 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from envs.vector.guards import GRACE_S, EnvironmentFaultError
+from envs.vector.guards import EnvironmentFaultError
 from envs.vector.layout import StepResult
-from envs.vector.tensors import LIFE, STEP_FIELDS, ArrayVectorEnv, step_result
+from envs.vector.tensors import LIFE, STEP_FIELDS, ArrayEnv, step_result
 from envs.workers.host import ask_host
 from envs.workers.worker import STATUS, shared_rows
 from rl_dist.process_group.process_ends import how_it_ended
 
 _LOGGER = logging.getLogger(__name__)
 LOOK_S = 0.2  # interval of progress checks while the rank waits for a worker
-CLOSE_S = 10.0  # longest time without progress while environments are closed
-TIMEOUT_MARGIN_S = GRACE_S + 1.0  # the worker ends a hanging call itself within this time
 Reply = tuple[Exception | None, Any]  # (problem, None) or (None, answer)
 
 
@@ -53,13 +48,11 @@ class _Worker:
         self.status = shared_rows(status_file, 1, STATUS)[0]
         os.close(status_file)
         self.beats = 0  # last value of status["beats"] that was seen
-        self.since_s = time.monotonic()  # time of the last question or of the last new beat
         self.last_words = ""  # why the process was ended, in one line
         self._end = ""
 
     def send(self, message: Any) -> None:
         """Send a message; drop it if the process has ended."""
-        self.since_s = time.monotonic()
         with suppress(OSError):
             self._connection.send(message)
 
@@ -84,7 +77,7 @@ class _Worker:
 
 
 @dataclass(eq=False)
-class WorkerEnv(ArrayVectorEnv):
+class WorkerEnv(ArrayEnv):
     """Steps environments in worker processes, with `num_workers` processes per group.
 
     Each worker makes its environments with `make_vector_env`, so the results are the same as
@@ -92,9 +85,9 @@ class WorkerEnv(ArrayVectorEnv):
     worker answers before it gets the next question. Arrays are in shared memory, so the messages of
     a step are short.
 
-    If a worker dies, or hangs in a call that it cannot interrupt, this counts as a failure of its
-    environments. As long as restarts are left, a new process makes these environments again and
-    answers the open question.
+    A worker ends itself if a call hangs and cannot be interrupted. If a worker dies, this counts as
+    a failure of its environments. As long as restarts are left, a new process makes these
+    environments again and answers the open question.
     """
 
     env_id: str
@@ -113,8 +106,7 @@ class WorkerEnv(ArrayVectorEnv):
     def __post_init__(self) -> None:
         self.device = torch.device(self.device)
         self.lives = np.zeros(self.num_envs, LIFE)
-        # No time limits and no restarts apply until all environments have been made.
-        self._limit_s = math.inf
+        # No restarts apply until all environments have been made.
         self._max_restarts = 0
         self._groups = _split(slice(0, self.num_envs), min(self.num_groups, self.num_envs))
         self._group_workers = [
@@ -125,7 +117,7 @@ class WorkerEnv(ArrayVectorEnv):
             for group in self._groups
         ]
         self.workers: list[_Worker] = []  # those that were started, ordered by their rows
-        self._file = os.memfd_create("environments")
+        self._file = os.fdopen(os.memfd_create("environments"))
         try:
             for worker in chain.from_iterable(self._group_workers):
                 self._start(worker)
@@ -134,13 +126,11 @@ class WorkerEnv(ArrayVectorEnv):
         except BaseException:
             self.close()
             raise
-        layout, actions, self.spaces_json, self.can_snapshot, row_type = facts[0]
-        self.set_spaces(layout, actions)
-        self._rows = shared_rows(self._file, self.num_envs, row_type)
+        self.layout, self.single_action_space, *more = facts[0]
+        self.spaces_json, self.can_snapshot, row_type = more
+        self._rows = shared_rows(self._file.fileno(), self.num_envs, row_type)
         self.lives = self._rows["life"]
         self._max_restarts = self.env_restarts
-        if self.env_timeout:
-            self._limit_s = self.env_timeout + TIMEOUT_MARGIN_S
         _LOGGER.info("%s in %d worker processes", self.env_id, len(self.workers))
 
     @property
@@ -152,7 +142,7 @@ class WorkerEnv(ArrayVectorEnv):
 
     def reset_arrays(self, seeds: list[int] | None) -> np.ndarray:
         """Start all environments; return their observations as a new array [B, F]."""
-        self._ask_all("reset", lambda rows: (seeds and seeds[rows],))
+        self._ask_all("reset", seeds is not None)  # `reset` stored the seeds as `life_seed`
         return self._rows["obs"].copy()
 
     def step(self, actions: Tensor) -> StepResult:
@@ -193,15 +183,15 @@ class WorkerEnv(ArrayVectorEnv):
 
     def set_arrays(self, state: dict[str, np.ndarray]) -> None:
         """Restore a snapshot; it may come from a different number of workers."""
-        self._ask_all(
-            "set_arrays", lambda rows: ({name: array[rows] for name, array in state.items()},)
-        )
+        for worker in self.workers:
+            part = {name: array[worker.rows] for name, array in state.items()}
+            self._ask(worker, ("set_arrays", part))
+        self._answers(self.workers)
 
-    def close_extras(self, **kwargs: Any) -> None:
-        """Let the workers close their environments; kill workers that take too long."""
+    def close(self) -> None:
+        """Let the workers close their environments, then end them."""
         for worker in self.workers:
             self._ask(worker, ("close",))
-        self._limit_s = CLOSE_S
         for worker in self.workers:
             while self._receive(worker):
                 pass
@@ -209,19 +199,15 @@ class WorkerEnv(ArrayVectorEnv):
                 worker.end()
             if worker.last_words:
                 _LOGGER.warning("%s", worker.last_words)
-        os.close(self._file)
+        self.workers = []
+        self._file.close()
 
     # ---- questions and answers
 
-    def _ask_all(
-        self, name: str, args: Callable[[slice], tuple[Any, ...]] = lambda rows: ()
-    ) -> list[Any]:
-        """Ask all workers; return their answers, ordered by their rows.
-
-        `args` receives a worker's rows and returns the arguments of its question.
-        """
+    def _ask_all(self, *question: Any) -> list[Any]:
+        """Ask all workers; return their answers, ordered by their rows."""
         for worker in self.workers:
-            self._ask(worker, (name, *args(worker.rows)))
+            self._ask(worker, question)
         return self._answers(self.workers)
 
     def _ask(self, worker: _Worker, question: tuple[Any, ...]) -> None:
@@ -255,26 +241,14 @@ class WorkerEnv(ArrayVectorEnv):
                 worker.last_words = content
         return None
 
-    # ---- workers that die or hang
+    # ---- workers that die
 
     def _look_after(self, worker: _Worker) -> None:
-        """Report a worker's progress; kill its process after too long without progress."""
+        """Report a worker's progress."""
         beats = int(worker.status["beats"])
-        now_s = time.monotonic()
         if beats != worker.beats:
             worker.beats = beats
-            worker.since_s = now_s
             self.heartbeat()
-        if now_s - worker.since_s > self._limit_s:
-            problem = f"did not come back within {self._limit_s:g} s (--env_timeout)"
-            worker.last_words = self._named(worker, problem)
-            os.kill(worker.pid, signal.SIGKILL)
-
-    def _named(self, worker: _Worker, problem: str) -> str:
-        """Return one line that names the environment that a worker was calling."""
-        number = int(worker.status["number"])
-        row = number - 1 - self.env_offset if number else None
-        return self.describe(row, problem, worker.rows)
 
     def _replace(self, worker: _Worker) -> Exception | None:
         """Replace a process that has ended; return the error if no restart is left.
@@ -285,7 +259,9 @@ class WorkerEnv(ArrayVectorEnv):
         reply = None
         while reply is None:  # every attempt uses up one restart
             problem = f"its worker process {worker.pid} {worker.end()}"
-            fault = worker.last_words or self._named(worker, problem)
+            number = int(worker.status["number"])
+            row = number - 1 - self.env_offset if number else None
+            fault = worker.last_words or self.describe(row, problem, worker.rows)
             if (used := restarts.max()) >= self._max_restarts:
                 return EnvironmentFaultError(f"{fault} (after {used} restarts, --env_restarts)")
             _LOGGER.warning("%s; all environments of this worker are made again", fault)
@@ -299,7 +275,7 @@ class WorkerEnv(ArrayVectorEnv):
 
     def _start(self, worker: _Worker, again: bool = False) -> None:
         """Start a process that makes the environments; `again`: it replaces another one."""
-        worker.start(self._file)
+        worker.start(self._file.fileno())
         rows = worker.rows
         options = self.options | {
             "env_id": self.env_id,

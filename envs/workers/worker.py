@@ -102,8 +102,9 @@ class Worker:
             env.begin_again(self._rows["obs"])
         return env.layout, actions, env.spaces_json, env.can_snapshot, row_type
 
-    def reset(self, seeds: list[int] | None) -> None:
-        """Start all environments."""
+    def reset(self, is_seeded: bool) -> None:
+        """Start all environments, with the seeds in the shared rows if `is_seeded`."""
+        seeds = self._env.lives["life_seed"].tolist() if is_seeded else None
         self._rows["obs"] = self._env.reset_arrays(seeds)
 
     def step(self) -> None:

@@ -115,7 +115,7 @@ def test_a_killed_worker_is_named_once_its_restarts_are_used_up(restarts, make):
         ("hang in C", "did not come back within 1 s (--env_timeout)", 1, [2, 3]),
         pytest.param(
             "hang in C, holding the interpreter",
-            "did not come back within 7 s (--env_timeout)",
+            "ended with code 1",
             *(1, [2, 3]),
             marks=pytest.mark.slow,
         ),
