@@ -61,7 +61,7 @@ JOBS: dict[str, list[str]] = {
         "--min_adv_std 0.2 --run_dir RUN"
     ],
     "workers and masks": [
-        f"{TRAIN} {SPACES}:MaskedCartPole-v0 --info_mask --num_gpus 2 --env_workers 2 "
+        f"{TRAIN} {SPACES}:Orders-v0 --num_gpus 2 --env_workers 2 "
         "--env_groups 2 --policy mingru --run_dir RUN"
     ],
     "images in fp64": [
@@ -99,7 +99,7 @@ PATTERNS = {  # options whose names differ from the words of the command
     "1 rank": "num_gpus 1", "2 ranks": "num_gpus 2", "3 ranks": "num_gpus 3",
     "ddp": r"num_gpus [23](?!.*hybrid)", "pipeline": "hybrid_form pipeline",
     "trading": "train_end", "CSV": "--data", "CartPole": "CartPole-v1", "workers": "env_workers",
-    "groups": "env_groups", "masks": "info_mask", "images": "PatchRecall",
+    "groups": "env_groups", "masks": "Orders", "images": "PatchRecall",
     "feature window": "feature_window", "GRU": "policy gru", "minGRU": "mingru",
     "MLP": "policy mlp", "LSTM": "policy lstm", "fp32": r"train(?!.*precision)",
     "accumulation": "grad_accumulation", "refreshed states": "refresh_states",
@@ -111,9 +111,9 @@ PATTERNS = {  # options whose names differ from the words of the command
 MACHINE = ("time/", "cpu/", "gpu/", "ram/")  # metrics that differ from run to run
 # keys of BASE that have a new name now
 RENAMED = {"guard/last_obs": "guard/last_row"}
-# the settings, which may be renamed, and figures of a summary that BASE has in another form
+# settings and spaces, which may be renamed, and figures of a summary that BASE has in another form
 NOT_COMPARED = {
-    "config", "extra", "facts", "return_with_noise", "guessed", "most_frequent_sign",
+    "config", "extra", "facts", "spaces", "return_with_noise", "guessed", "most_frequent_sign",
 }  # fmt: skip
 FLAKY = """
 import gymnasium, numpy as np

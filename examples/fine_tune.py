@@ -17,6 +17,7 @@ a return of 1.00 and the third at 0.63, after 16,384 steps each (2026-11-23).
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installation
@@ -26,11 +27,10 @@ from agents import train
 
 def main(total_steps: int = 16_000) -> dict[str, float]:
     """Train three times; return each run's mean test return, without action noise."""
-    settings = {"env": "Recall-v0", "total_steps": total_steps, "validate_every": 0, "threads": 1}
-    hard = settings | {"env_kwargs": {"delay": 20}}
-    easy = train(**settings | {"env_kwargs": {"delay": 2}})  # type: ignore[arg-type]
-    tuned = train(**hard, init_from=easy.run_dir)  # type: ignore[arg-type]
-    fresh = train(**hard)  # type: ignore[arg-type]
+    recall = partial(train, "Recall-v0", total_steps=total_steps, validate_every=0, threads=1)
+    easy = recall(env_kwargs={"delay": 2})
+    tuned = recall(env_kwargs={"delay": 20}, init_from=easy.run_dir)
+    fresh = recall(env_kwargs={"delay": 20})
     runs = {"easy task": easy, "hard task, fine-tuned": tuned, "hard task, from nothing": fresh}
     return {name: run.test["return"] for name, run in runs.items()}
 

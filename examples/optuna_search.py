@@ -45,9 +45,13 @@ def objective(trial: optuna.Trial, total_steps: int, **fixed: object) -> float:
 
 def main(trials: int = 20, total_steps: int = 20_000, **fixed: object) -> optuna.Study:
     """Run trials; continue the search if the storage already holds one."""
-    storage, pruner = "sqlite:///search.db", optuna.pruners.MedianPruner(n_startup_trials=4)
-    how = {"storage": storage, "load_if_exists": True, "study_name": "cartpole"}
-    study = optuna.create_study(direction="maximize", pruner=pruner, **how)  # type: ignore[arg-type]
+    study = optuna.create_study(
+        direction="maximize",
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=4),
+        storage="sqlite:///search.db",
+        load_if_exists=True,
+        study_name="cartpole",
+    )
     study.optimize(lambda trial: objective(trial, total_steps, **fixed), trials, catch=[UserError])
     return study
 

@@ -22,26 +22,21 @@ class CueEnv(gymnasium.Env[np.ndarray, np.int64]):
     observation_space = spaces.Box(0.0, 1.0, (3,), np.float32)  # one-hot cue, question flag
     action_space = spaces.Discrete(2)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
         """Draw a cue and show it."""
         super().reset(seed=seed)
-        self.cue = int(self.np_random.integers(2))
+        self.cue = self.np_random.integers(2)
         self.age = 0
-        return self._observation(), {}
+        return np.eye(3, dtype=np.float32)[self.cue], {}
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Advance one step; after the question, reward the right answer and end."""
         asked = self.age == DELAY
         reward = float(asked and action == self.cue)
         self.age += 1
+        obs = np.array([0, 0, self.age == DELAY], np.float32)
         info = {"metrics": {"right_answers": reward}} if asked else {}  # env/right_answers in logs
-        return self._observation(), reward, asked, False, info
-
-    def _observation(self) -> np.ndarray:
-        cues = [self.age == 0 and self.cue == number for number in range(2)]
-        return np.array([*cues, self.age == DELAY], dtype=np.float32)
+        return obs, reward, asked, False, info
 
 
 gymnasium.register("Cue-v0", entry_point="own_environment:CueEnv")

@@ -33,9 +33,9 @@ class PhaseCore(nn.Module):
         self.read = nn.Linear(num_inputs + self.num_states * hidden_size, hidden_size)
 
     def powers(self, length: int, like: Tensor) -> Tensor:
-        """Return the powers 1 to `length` of the eigenvalues, [length, H] complex."""
-        times = torch.arange(1, length + 1, device=like.device, dtype=like.dtype)[:, None]
-        speeds = torch.arange(self.window // 2, device=like.device, dtype=like.dtype) + 0.5
+        """Return the powers 1 to `length` of the eigenvalues, [length, 1, 1, H] complex."""
+        times = torch.arange(1, length + 1).to(like)[:, None, None, None]
+        speeds = torch.arange(self.window // 2).to(like) + 0.5
         angles = times * speeds * (2 * math.pi / self.window)
         return torch.polar(torch.exp(-times / self.window).expand_as(angles), angles)
 
@@ -45,7 +45,7 @@ class PhaseCore(nn.Module):
         The state is [2 * CHANNELS, N, H]. The recurrence h_t = a h_(t-1) + u_t is computed as
         h_t = a^t (h_0 + the sum of u_s / a^s over s <= t).
         """
-        powers = self.powers(len(inputs), state)[:, None, None]  # [L, 1, 1, H]
+        powers = self.powers(len(inputs), state)  # [L, 1, 1, H]
         written = self.write(inputs)[..., None] / math.sqrt(self.window)  # [L, N, CHANNELS, 1]
         first = torch.complex(*state.transpose(0, 1).chunk(2, dim=1))  # [N, CHANNELS, H]
         held = powers * (first + (written / powers).cumsum(0))  # [L, N, CHANNELS, H]

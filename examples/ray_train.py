@@ -39,32 +39,24 @@ def train_as_rank(config: dict[str, Any]) -> None:
 
 def main() -> None:
     """Start the ranks and wait until they have ended."""
-    about = __doc__.partition("\n")[0]
-    parser = argparse.ArgumentParser(
-        description=about,
-        epilog="All others are training flags; --run_dir is needed.",
-        allow_abbrev=False,
-    )
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--workers", type=int, default=2, help="number of ranks")
     parser.add_argument("--gpus", action="store_true", help="one GPU for each rank")
     parser.add_argument("--max_failures", type=int, default=0, help="restarts of all ranks")
     parser.add_argument("--address", default="auto", help="the cluster; local: start one here")
+    parser.add_argument("--run_dir", required=True, help="a restart finds its run there")
     args, flags = parser.parse_known_args()
-    if not any(flag.startswith("--run_dir") for flag in flags):
-        parser.error("give --run_dir DIR: a restart must find its run again")
+    flags += ["--run_dir", args.run_dir, "--resume", "auto"]
 
     import ray
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     python_path = f"{SCRIPT.parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    ray.init(
-        address=None if args.address == "local" else args.address,
-        runtime_env={"env_vars": {"PYTHONPATH": python_path}},
-    )
+    ray.init(args.address, runtime_env={"env_vars": {"PYTHONPATH": python_path}})
     TorchTrainer(
         train_as_rank,
-        train_loop_config={"script": str(SCRIPT), "flags": [*flags, "--resume", "auto"]},
+        train_loop_config={"script": str(SCRIPT), "flags": flags},
         scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpus),
         torch_config=TorchConfig(backend="gloo"),
         run_config=RunConfig(failure_config=FailureConfig(max_failures=args.max_failures)),
