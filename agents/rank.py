@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -32,7 +31,6 @@ from rl_dist.telemetry.loggers import named_loggers
 from rl_dist.telemetry.metrics import MetricsWriter, NullWriter, setup_logging
 from rl_dist.telemetry.monitor import Monitor, sources_of
 
-logger = logging.getLogger(__name__)
 # Settings that may differ between hosts: hardware settings and file paths. `data_digest` compares
 # the content of the data files. Only rank 0 runs the on_event command.
 HOST_SETTINGS = {"num_gpus", "device", "gpu_ids", "threads", "env_workers", "data", "on_event"}
@@ -56,7 +54,6 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
         if world.is_main_process:
             events.configure(run.config.launch.on_event, run.path)
         setup_logging(run.path, world.rank)
-        logger.info("%s, rank %d of %d", run.config.task.env, world.rank, world.size)
         run = choose(run, world)
         check_rollouts(run.config, world.device, world.size)
 
@@ -71,7 +68,6 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
         stop_flag.notice = "saving after this iteration" if world.is_main_process else ""
         signum = train(training, writer, stop_flag)
         world.set_phase("closing of loggers and environments")
-        logger.info("trained to iteration %d, %d steps", training.iteration, training.global_step)
         writer.close()
         training.env.close()
 
@@ -148,10 +144,7 @@ def open_run_writer(run: Run, training: Training) -> NullWriter:
 
 def say_stopped(signum: int, directory: RunDir) -> None:
     """Print which signal ended the run, and how to continue the run."""
-    may_restart = may_start_again(signum)
-    directory.update_state(phase="restarting" if may_restart else "stopped")
-    if may_restart:
-        print("torchrun stopped this rank, and restarts it if a host joined or left")
+    directory.update_state(phase="restarting" if may_start_again(signum) else "stopped")
     name = signal.Signals(signum).name
     print(f"stopped by {name}, saved; continue with --resume {directory.path}")
 

@@ -119,18 +119,8 @@ def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
 def announce(config: RunConfig, resolved: ResolvedLaunch, checkpoint: Found | None) -> None:
     """Check the run before its ranks start; print its device, task and sizes."""
     train = config.train
-    num_ranks = resolved.num_ranks
     for flag, name in train.named_metrics.items():
         check_metric(flag, name, config.task.is_trading, config.launch.precision)
-    sizes = ""
-    if train.batch_size != AUTO:
-        saved_num_envs = len(checkpoint.state["carry"]["obs"]) if checkpoint else 0
-        share = shard_sizes(train, 0, num_ranks, saved_num_envs)
-        sizes = (
-            f"each of {num_ranks} rank(s): {share.num_envs} of {share.global_num_envs} "
-            f"environments, {share.batch_size} of {share.global_batch_size} sequences of "
-            f"{train.bptt_steps} steps in a gradient step"
-        )
     task = config.prepare_task()
     env = probe(task)
     policy = empty_policy(config, env.layout, env.single_action_space)
@@ -146,8 +136,14 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, checkpoint: Found | No
     print(f"{resolved.message}\n{task.describe()}")
     if train.chosen_preset and not checkpoint:
         print(f"preset {train.chosen_preset} (--preset chooses another)")
-    if sizes:
-        print(sizes)
+    if train.batch_size != AUTO:
+        saved_num_envs = len(checkpoint.state["carry"]["obs"]) if checkpoint else 0
+        share = shard_sizes(train, 0, resolved.num_ranks, saved_num_envs)
+        print(
+            f"each of {resolved.num_ranks} rank(s): {share.num_envs} of {share.global_num_envs} "
+            f"environments, {share.batch_size} of {share.global_batch_size} sequences of "
+            f"{train.bptt_steps} steps in a gradient step"
+        )
     budget, unit = train.budget
     counter = "global_step" if unit == "steps" else "episodes"
     if checkpoint and checkpoint.state[counter] >= budget:
@@ -178,11 +174,11 @@ def _record(
 ) -> None:
     """Write configuration and state; remove metrics newer than the checkpoint."""
     directory.write_config(config.to_dict())
-    counters = {"iteration": 0, "global_step": 0, "episodes": 0}
+    state = checkpoint.state if checkpoint else {}
+    counters = {name: state.get(name, 0) for name in ("iteration", "global_step", "episodes")}
     saved: SavedCheckpoint | None = None
     continuing = ""
     if checkpoint:
-        counters = {name: checkpoint.state[name] for name in counters}
         path = f"{CHECKPOINT_DIR}/{checkpoint.path.name}"
         saved = SavedCheckpoint(path=path, iteration=counters["iteration"])
         continuing = f", continuing from {checkpoint.path}"
@@ -191,7 +187,7 @@ def _record(
     directory.begin_state(
         num_ranks=resolved.num_ranks,
         strategy=config.launch.strategy_config.mode,
-        precision=config.launch.precision.replace("auto", "fp32"),
+        precision=config.launch.precision,
         target=target,
         unit=unit,
         checkpoint=saved,

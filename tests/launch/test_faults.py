@@ -131,8 +131,8 @@ def test_a_signal_during_the_evaluation_ends_the_run_and_the_users_command_hears
     flags = ["--env_timeout", 0, "--total_steps", ITERATION, "--on_event", note]
     flags += ["--max_restarts", ranks - 1]
     job = misbehaving(run_dir, {3: "hang"}, 5, *flags, stream="evaluation", ranks=ranks)
-    path = run_dir / "logs" / "rank_0.log"
-    wait_until(lambda: path.exists() and "trained to iteration 1" in log(run_dir), job)
+    path = run_dir / "state.json"
+    wait_until(lambda: path.exists() and '"phase":"evaluation"' in path.read_text(), job)
     time.sleep(0.5)  # wait for the evaluation to begin; before it the run ends the same way
     rank = psutil.Process(job.pid).children(recursive=True)[-1]
     (job if to == "launcher" else rank).send_signal(signum)
