@@ -19,79 +19,72 @@ from rl_dist.process_group.world import World
 CHECK_S = 2.0  # `check_loader` measures for this long
 
 
-class SharedLoader:
-    """Loads this rank's share of each batch; the batch size is a total over ranks.
+def check_shares(loader: DataLoader, world: World, *, training: bool) -> None:
+    """Raise UserError if the batches of a loader cannot be shared out over the ranks.
 
-    In training, batch k of an epoch consists of the same samples for any number of ranks, and an
-    incomplete last batch is omitted. In evaluation, exactly one rank sees each sample; some ranks
-    may have one batch less than others.
-
-    Raises:
-        UserError: the sampler is neither torch's SequentialSampler nor its RandomSampler without
-            replacement, or the training batch size is not divisible by the number of ranks or
-            exceeds the number of samples.
+    The sampler must be torch's SequentialSampler or its RandomSampler without replacement. The
+    training batch size must be divisible by the number of ranks and at most the number of samples.
     """
-
-    def __init__(self, loader: DataLoader, world: World, *, training: bool, seed: int = 0) -> None:
-        self.world = world
-        self.training = training
-        self.seed = seed
-        sampler: Any = loader.sampler
-        size = loader.batch_size
-        self.shuffles = type(sampler) is RandomSampler and not sampler.replacement
-        if size is None or not (self.shuffles or type(sampler) is SequentialSampler):
-            raise UserError(
-                f"a {type(sampler).__name__} or batch_sampler cannot be shared out over ranks: use "
-                "DataLoader(dataset, batch_size=N, shuffle=True or False)"
-            )
-        self.num_samples = len(sampler)
-        self.batch_size = size
-        if training and (size % world.size or size > self.num_samples):
-            nearest = max(1, min(size, self.num_samples) // world.size) * world.size
-            raise UserError(
-                f"batch_size {size}, a total, must divide over {world.size} ranks and be at most "
-                f"the {self.num_samples} samples: use {nearest}"
-            )
-        # sample numbers of this rank's batches; refilled in every epoch
-        self.numbers: list[list[int]] = []
-        self.generator = torch.Generator()  # leaves the global random generator unchanged
-        workers = loader.num_workers > 0
-        # NCCL's threads do not survive a fork: docs.pytorch.org/docs/stable/distributed.html
-        start = "forkserver" if workers and world.backend == "nccl" else None
-        self.loader: DataLoader = DataLoader(
-            loader.dataset,
-            batch_sampler=self.numbers,
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            prefetch_factor=loader.prefetch_factor,
-            pin_memory=world.device.type == "cuda",
-            multiprocessing_context=loader.multiprocessing_context or start,
-            persistent_workers=workers,
-            generator=self.generator,
+    size = loader.batch_size
+    kind = type(loader.sampler)
+    replaces = getattr(loader.sampler, "replacement", False)
+    if size is None or replaces or kind not in (SequentialSampler, RandomSampler):
+        raise UserError(
+            f"a {kind.__name__} or batch_sampler cannot be shared out over ranks: use "
+            "DataLoader(dataset, batch_size=N, shuffle=True or False)"
+        )
+    count = len(loader.sampler)  # type: ignore[arg-type]
+    if training and (size % world.size or size > count):
+        nearest = max(1, min(size, count) // world.size) * world.size
+        raise UserError(
+            f"batch_size {size}, a total, must divide over {world.size} ranks and be at most "
+            f"the {count} samples: use {nearest}"
         )
 
-    def batches(self, epoch: int = 0) -> Iterator[tuple[int, Any, Any]]:
-        """Yield (number of samples, inputs, targets) for each batch of this rank.
 
-        The tensors are on the rank's device. `epoch` determines the order of the samples and the
-        seeds of the workers.
-        """
-        rank, ranks = self.world.rank, self.world.size
-        self.generator.manual_seed(epoch_seed(self.seed, epoch, rank))
-        order = torch.arange(self.num_samples)
-        if self.training:
-            if self.shuffles:
-                generator = torch.Generator().manual_seed(self.seed + epoch)
-                order = torch.randperm(self.num_samples, generator=generator)
-            order = order[: self.num_samples // self.batch_size * self.batch_size]
-        parts = order[rank::ranks].split(max(1, self.batch_size // ranks))
-        self.numbers[:] = [part.tolist() for part in parts if len(part)]
-        for numbers, batch in zip(self.numbers, self.loader, strict=True):
-            inputs, targets = to_device(batch, self.world.device)
-            yield len(numbers), inputs, targets
-            self.world.heartbeat()
+def shared_batches(
+    loader: DataLoader, world: World, *, training: bool, seed: int = 0, epoch: int = 0
+) -> Iterator[tuple[int, Any, Any]]:
+    """Yield (number of samples, inputs, targets) of this rank's share of each batch.
+
+    The batch size is a total over ranks. In training, batch k of an epoch consists of the same
+    samples for any number of ranks, and an incomplete last batch is omitted. In evaluation, exactly
+    one rank sees each sample; some ranks may have one batch less than others. The tensors are on
+    the rank's device.
+
+    Args:
+        seed: determines the order of the samples and the seeds of the workers, with `epoch`.
+    """
+    rank, ranks = world.rank, world.size
+    size: Any = loader.batch_size
+    count = len(loader.sampler)  # type: ignore[arg-type]
+    order = torch.arange(count)
+    if training:
+        if isinstance(loader.sampler, RandomSampler):
+            generator = torch.Generator().manual_seed(seed + epoch)
+            order = torch.randperm(count, generator=generator)
+        order = order[: count // size * size]
+    parts = order[rank::ranks].split(max(1, size // ranks))
+    numbers = [part.tolist() for part in parts if len(part)]
+    # NCCL's threads do not survive a fork: docs.pytorch.org/docs/stable/distributed.html
+    start = "forkserver" if loader.num_workers and world.backend == "nccl" else None
+    shared: DataLoader = DataLoader(
+        loader.dataset,
+        batch_sampler=numbers,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        prefetch_factor=loader.prefetch_factor,
+        pin_memory=world.device.type == "cuda",
+        multiprocessing_context=loader.multiprocessing_context or start,
+        # leaves the global random generator unchanged
+        generator=torch.Generator().manual_seed(epoch_seed(seed, epoch, rank)),
+    )
+    for samples, batch in zip(numbers, shared, strict=True):
+        inputs, targets = to_device(batch, world.device)
+        yield len(samples), inputs, targets
+        world.heartbeat()
 
 
 def epoch_seed(seed: int, epoch: int, rank: int) -> int:

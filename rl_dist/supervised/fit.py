@@ -28,7 +28,7 @@ from rl_dist.process_group.collectives import (
 from rl_dist.process_group.world import World, stop_flag
 from rl_dist.run_dir import RunDir
 from rl_dist.strategies.strategy import Strategy
-from rl_dist.supervised.batches import SharedLoader, epoch_seed
+from rl_dist.supervised.batches import check_shares, epoch_seed, shared_batches
 from rl_dist.telemetry.loggers import GuardedLogger, open_tensorboard
 from rl_dist.telemetry.metrics import without_nan
 
@@ -60,16 +60,6 @@ class FitConfig:
     """Newest checkpoints to keep."""
     progress: bool = True
     """Print a line for every epoch."""
-
-
-@dataclass(frozen=True)
-class FitResult:
-    """The result of `fit`."""
-
-    history: list[dict[str, float]]  # one record per epoch with train/loss, valid/loss, ...
-    # epoch with the lowest validation loss, or the last epoch without validation
-    best_epoch: int
-    signum: int = 0  # signal that stopped training early; 0: none
 
 
 # ---- one pass over the data
@@ -118,7 +108,7 @@ class Pass:
 @torch.no_grad()
 def evaluate(
     module: nn.Module,
-    loader: DataLoader | SharedLoader,
+    loader: DataLoader,
     criterion: Criterion,
     strategy: Strategy,
     metrics: Mapping[str, Metric] | None = None,
@@ -132,13 +122,12 @@ def evaluate(
     Returns:
         The entry "loss", one entry per metric, and the number of samples as "samples".
     """
-    if isinstance(loader, DataLoader):
-        loader = SharedLoader(loader, strategy.world, training=False)
+    check_shares(loader, strategy.world, training=False)
     strategy.world.set_phase("evaluation")
     evaluation = Pass(module, criterion, strategy, metrics or {})
     was_training = module.training
     module.eval()
-    for num_samples, inputs, targets in loader.batches():
+    for num_samples, inputs, targets in shared_batches(loader, strategy.world, training=False):
         evaluation.loss(num_samples, inputs, targets)
     module.train(was_training)
     return evaluation.means()
@@ -149,29 +138,33 @@ def evaluate(
 
 @dataclass
 class Fitting:
-    """The state of a training, which checkpoints store, and what changes it."""
+    """The state and the result of a training."""
 
     optimizer: torch.optim.Optimizer
     strategy: Strategy
     scheduler: Any
     config: FitConfig
     extra: dict[str, Any]  # settings that must be the same when resuming
-    epoch: int = 0
+    epoch: int = 0  # number of epochs so far
+    # epoch with the lowest validation loss; without validation, the last one
     best_epoch: int = 0
     best_loss: float = math.inf
     bad_in_a_row: int = 0  # steps skipped since the last step that was taken
+    # one record per epoch with train/loss, valid/loss, ...
     history: list[dict[str, float]] = field(default_factory=list)
+    signum: int = 0  # signal that stopped training early; 0: none
     best_weights: dict[str, Tensor] | None = None
 
-    def train_epoch(self, loader: SharedLoader, training: Pass) -> dict[str, float] | None:
+    def train_epoch(self, loader: DataLoader, training: Pass) -> dict[str, float] | None:
         """Train on each batch once; return means, or None if a signal stopped the epoch."""
-        world = loader.world
+        world = self.strategy.world
+        seed = self.config.seed
         epoch = self.epoch + 1
         world.set_phase(f"epoch {epoch}")
         world.forget_waits()  # otherwise the list of wait times grows in every epoch
-        torch.manual_seed(epoch_seed(self.config.seed, epoch, world.rank))
+        torch.manual_seed(epoch_seed(seed, epoch, world.rank))
         training.module.train()
-        batches = loader.batches(epoch)
+        batches = shared_batches(loader, world, training=True, seed=seed, epoch=epoch)
         # An optimizer step uses several batches; the last step of an epoch may use fewer.
         steps = iter(lambda: list(islice(batches, self.config.grad_accumulation)), [])
         for number, parts in enumerate(steps):
@@ -212,8 +205,9 @@ class Fitting:
         self.epoch += 1
         self.history.append(record)
         improved = record.get("valid/loss", math.inf) < self.best_loss
-        if improved:
+        if improved or "valid/loss" not in record:
             self.best_epoch = self.epoch
+        if improved:
             self.best_loss = record["valid/loss"]
             weights = self.strategy.module_state().items()
             self.best_weights = {name: value.detach().cpu().clone() for name, value in weights}
@@ -279,7 +273,7 @@ class Fitting:
             setattr(self, name, state[name])
         # A process that was killed while saving may have written best.pt for the next epoch. That
         # epoch is repeated now, so the file becomes correct again.
-        if self.best_epoch:
+        if self.best_loss < math.inf:
             self.best_weights = load_checkpoint(best_file)["module"]
 
 
@@ -297,7 +291,7 @@ def fit(
     run_dir: str | Path | None = None,
     resume: bool = False,
     extra: Mapping[str, Any] | None = None,
-) -> FitResult:
+) -> Fitting:
     """Train a module that `strategy` has wrapped; every rank must call this.
 
         result = fit(module, loader, optimizer, criterion, strategy, validation=held_out)
@@ -320,16 +314,17 @@ def fit(
     world = strategy.world
     if module is not strategy.module:
         raise UserError("fit takes the module that strategy.wrap returned last")
-    train = SharedLoader(loader, world, training=True, seed=config.seed)
-    held_out = SharedLoader(validation, world, training=False) if validation is not None else None
+    check_shares(loader, world, training=True)
+    if validation is not None:
+        check_shares(validation, world, training=False)
     settings = {
         **(extra or {}),
         "optimizer": type(optimizer).__name__,
         "scheduler": type(scheduler).__name__,
         "seed": config.seed,
-        "batch_size": train.batch_size,
+        "batch_size": loader.batch_size,
         "grad_accumulation": config.grad_accumulation,
-        "samples": train.num_samples,
+        "samples": len(loader.sampler),  # type: ignore[arg-type]
     }
     fitting = Fitting(optimizer, strategy, scheduler, config, settings)
     run = RunDir(run_dir) if run_dir is not None else None
@@ -338,16 +333,15 @@ def fit(
         fitting.restore(run, resume)
         if world.is_main_process:
             board = open_tensorboard(run.path, purge_step=fitting.epoch + 1)
-    signum = 0
-    while not signum and fitting.epoch < config.epochs:
-        if held_out and 0 < config.patience <= fitting.epoch - fitting.best_epoch:
+    while not fitting.signum and fitting.epoch < config.epochs:
+        if 0 < config.patience <= fitting.epoch - fitting.best_epoch:
             break
-        means = fitting.train_epoch(train, Pass(module, criterion, strategy, metrics))
+        means = fitting.train_epoch(loader, Pass(module, criterion, strategy, metrics))
         if means is not None:
             record = {"epoch": fitting.epoch + 1.0}
             record |= {f"train/{name}": mean for name, mean in means.items()}
-            if held_out:
-                means = evaluate(module, held_out, criterion, strategy, metrics)
+            if validation is not None:
+                means = evaluate(module, validation, criterion, strategy, metrics)
                 record |= {f"valid/{name}": mean for name, mean in means.items()}
             improved = fitting.end_epoch(record)
             if run:
@@ -356,13 +350,15 @@ def fit(
                 board.write(without_nan(record), fitting.epoch)
                 board.flush()
             if config.progress and world.is_main_process:
-                print(*(f"{name} {value:.4g}" for name, value in record.items()), sep=", ")
-        signum = all_reduce_max(stop_flag.signum, world)
+                figures = (f"{name} {value:.4g}" for name, value in record.items())
+                print(", ".join(figures), flush=True)
+        fitting.signum = all_reduce_max(stop_flag.signum, world)
     if board:
         board.close()
-    if not signum and fitting.best_weights and fitting.best_epoch != fitting.epoch:
-        strategy.load(fitting.best_weights, optimizer, strategy.optimizer_state(optimizer))
-    return FitResult(fitting.history, fitting.best_epoch if held_out else fitting.epoch, signum)
+    weights = fitting.best_weights
+    if not fitting.signum and weights and fitting.best_epoch != fitting.epoch:
+        strategy.load(weights, optimizer, strategy.optimizer_state(optimizer))
+    return fitting
 
 
 def merge_buffers(module: nn.Module, world: World) -> None:

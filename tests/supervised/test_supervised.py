@@ -4,6 +4,7 @@ import itertools
 import math
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from rl_dist import check_loader
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import World, stop_flag
-from rl_dist.supervised.batches import SharedLoader, to_device
+from rl_dist.supervised import batches
+from rl_dist.supervised.batches import check_shares, shared_batches, to_device
 from rl_dist.supervised.fit import evaluate
 
 SAMPLES = TensorDataset(torch.arange(8), torch.arange(8))
@@ -39,17 +41,18 @@ def shares(size, count, batch_size, *, epoch=0):
     loader = DataLoader(data, batch_size, shuffle=bool(epoch))
     ranks = []
     for rank in range(size):
-        shared = SharedLoader(loader, world_of(rank, size), training=bool(epoch), seed=5)
-        ranks.append([inputs.tolist() for _, inputs, _ in shared.batches(epoch)])
+        world = world_of(rank, size)
+        share = shared_batches(loader, world, training=bool(epoch), seed=5, epoch=epoch)
+        ranks.append([inputs.tolist() for _, inputs, _ in share])
     return ranks
 
 
 @pytest.mark.parametrize("num_samples", [1, 7, 23])
 def test_evaluation_gives_every_sample_to_one_rank(num_samples):
     for batch_size, size in itertools.product([1, 4, 12, 1000], [1, 2, 3, 7]):
-        batches = list(itertools.chain(*shares(size, num_samples, batch_size)))
-        assert sorted(itertools.chain(*batches)) == list(range(num_samples))
-        assert all(1 <= len(batch) <= max(1, batch_size // size) for batch in batches)
+        seen = list(itertools.chain(*shares(size, num_samples, batch_size)))
+        assert sorted(itertools.chain(*seen)) == list(range(num_samples))
+        assert all(1 <= len(batch) <= max(1, batch_size // size) for batch in seen)
 
 
 def test_a_training_batch_holds_the_same_samples_on_any_number_of_ranks():
@@ -76,7 +79,7 @@ def test_a_training_batch_holds_the_same_samples_on_any_number_of_ranks():
 )
 def test_a_loader_that_cannot_be_shared_out_is_refused_by_name(options, words):
     with pytest.raises(UserError, match=words):
-        SharedLoader(DataLoader(SAMPLES, **options), world_of(0, 2), training=True)
+        check_shares(DataLoader(SAMPLES, **options), world_of(0, 2), training=True)
 
 
 def test_nested_batches_move_to_the_device_as_a_whole():
@@ -88,9 +91,10 @@ def test_nested_batches_move_to_the_device_as_a_whole():
 
 
 def test_workers_beside_nccl_are_not_forked():
-    loader = DataLoader(SAMPLES, batch_size=8, num_workers=1)
-    shared = SharedLoader(loader, world_of(0, 1, "nccl"), training=False)
-    assert shared.loader.multiprocessing_context.get_start_method() == "forkserver"
+    with mock.patch.object(batches, "DataLoader", return_value=[(SAMPLES, SAMPLES)]) as made:
+        loader = DataLoader(SAMPLES, batch_size=8, num_workers=1)
+        list(batches.shared_batches(loader, world_of(0, 1, "nccl"), training=False))
+    assert made.call_args.kwargs["multiprocessing_context"] == "forkserver"
 
 
 def test_waiting_and_stepping_are_measured_apart():
