@@ -315,8 +315,6 @@ def fit(
     if module is not strategy.module:
         raise UserError("fit takes the module that strategy.wrap returned last")
     check_shares(loader, world, training=True)
-    if validation is not None:
-        check_shares(validation, world, training=False)
     settings = {
         **(extra or {}),
         "optimizer": type(optimizer).__name__,
