@@ -119,12 +119,11 @@ class Network:
         own = f"mount --bind {self.folder}/etc_hosts /etc/hosts && {setup}"
         host = self.hosts[name] = self._unshare(name, number, own)
         port = f"port{number}"
-        self.switch.run("ip", "link", "add", port, "type", "veth", "peer", "name", f"to{number}")
-        # Move the interface from outside: the process id is only valid in this namespace.
-        target = ["nsenter", "--target", str(self.switch.pid), "--net", "ip", "link", "set"]
-        subprocess.check_call([*target, f"to{number}", "netns", str(host.pid)])
+        # Run this from outside the switch: the process id is only valid in this namespace.
+        switch = ["nsenter", "--target", str(self.switch.pid), "--net"]
+        pair = [port, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid)]
+        subprocess.check_call([*switch, "ip", "link", "add", *pair])
         self.switch.run("ip", "link", "set", port, "master", "bridge", "up")
-        host.run("ip", "link", "set", f"to{number}", "name", "eth0")
         host.run("ip", "address", "add", f"10.9.0.{number}/24", "dev", "eth0")
         host.run("ip", "link", "set", "eth0", "up")
         return host

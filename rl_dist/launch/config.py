@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -119,24 +120,32 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     on_gpu = config.device != "cpu" and gpus > 0 and config.num_gpus != 0
     device_type = "cuda" if on_gpu else "cpu"
     gpu_ids = parse_gpu_ids(config.gpu_ids, gpus if on_gpu else 0)
+    mode = config.strategy_config.mode
     # Decide the number of ranks.
+    usable = len(gpu_ids) or gpus
+    num_ranks = usable if on_gpu and config.num_gpus == -1 else max(1, config.num_gpus)
     if ranks_exist:
-        num_ranks = _existing_ranks(config, gpu_ids)
+        num_ranks = int(os.environ["WORLD_SIZE"])
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    choices: Collection[int] = [config.num_gpus]
+    if ranks_exist:
+        choices = {num_ranks, local_ranks}
     elif on_gpu:
-        num_ranks = len(gpu_ids) or (gpus if config.num_gpus == -1 else config.num_gpus)
-        if num_ranks > gpus or config.num_gpus not in (-1, num_ranks):
-            raise ValueError(
-                f"num_gpus is {config.num_gpus}, but {len(gpu_ids) or gpus} GPU(s) can be used: "
-                "omit num_gpus"
-            )
-    else:
-        num_ranks = max(1, config.num_gpus)
-    if config.strategy_config.mode == "dp":
+        choices = [usable] if gpu_ids else range(1, gpus + 1)
+    if config.num_gpus not in (-1, *choices):
+        listed = " or ".join(map(str, choices))
+        raise ValueError(f"num_gpus is {config.num_gpus}, but can only be {listed}: omit it")
+    several_each = mode in ("dp", "auto") and local_ranks == 1
+    if ranks_exist and gpu_ids and len(gpu_ids) != local_ranks and not several_each:
+        raise ValueError(
+            f"gpu_ids names {len(gpu_ids)} GPU(s), but the launcher started {local_ranks} rank(s) "
+            "on this machine: name one for each"
+        )
+    if mode == "dp":
         # Strategy dp has a single rank. It takes the GPUs of all ranks, or all GPUs under torchrun.
         gpu_ids = gpu_ids or tuple(range(gpus if ranks_exist else num_ranks))
         num_ranks = num_ranks if ranks_exist else 1
     check_strategy(config.strategy_config, num_ranks, device_type, len(gpu_ids))
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     threads = config.threads or threads_per_rank(local_ranks)
     if on_gpu:
         message = f"{num_ranks} rank(s) on {torch.cuda.get_device_name(0)}"
@@ -149,23 +158,6 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         gpu_ids=gpu_ids,
         threads=threads,
     )
-
-
-def _existing_ranks(config: LaunchConfig, gpu_ids: tuple[int, ...]) -> int:
-    """Return the number of ranks of another launcher; reject conflicting flags."""
-    size = int(os.environ["WORLD_SIZE"])
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    if config.num_gpus not in (-1, size, local_size):
-        raise ValueError(
-            f"num_gpus is {config.num_gpus}, but the launcher started {size} ranks: omit it"
-        )
-    several_each = config.strategy_config.mode in ("dp", "auto") and local_size == 1
-    if gpu_ids and len(gpu_ids) != local_size and not several_each:
-        raise ValueError(
-            f"gpu_ids names {len(gpu_ids)} GPU(s), but the launcher started {local_size} rank(s) "
-            "on this machine: name one for each"
-        )
-    return size
 
 
 def parse_gpu_ids(text: str, num_visible: int) -> tuple[int, ...]:

@@ -155,7 +155,7 @@ class LocalJob:
     stop: StopFlag = field(default_factory=StopFlag)  # the stop flag of the launcher
     processes: list[BaseProcess] = field(init=False)  # in rank order
     pages: list[ReportPage] = field(init=False)  # in rank order
-    silent: list[int] = field(init=False)  # ranks that died without a report, the first one first
+    silent: list[int] = field(init=False)  # the first ranks that died without a report
 
     def run(self, restarts: int) -> RankReport:
         """Start all ranks, wait for them and return one report for the whole job."""
@@ -198,7 +198,7 @@ class LocalJob:
             ended = {rank for rank, p in enumerate(self.processes) if p.exitcode is not None}
             reports = self._reports()
             # normally a rank reports before it ends
-            self.silent += sorted(ended - reports.keys() - {*self.silent})
+            self.silent = self.silent or sorted(ended - reports.keys())
             if len(ended) == self.num_ranks:
                 return
             if not passed_on and (signum := self._stop_signal()):

@@ -1,5 +1,6 @@
 """Dead ranks: the job names them, then ends or restarts with the same result."""
 
+import functools
 import json
 import os
 import re
@@ -49,15 +50,14 @@ def undisturbed(tmp_path_factory):
 
     A second call with the same number returns the same run.
     """
-    runs = {}
 
+    @functools.cache
     def run(num_ranks):
-        if num_ranks not in runs:
-            runs[num_ranks] = run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-            with pytest.MonkeyPatch.context() as monkeypatch:
-                flags = [*SIX, "--num_gpus", num_ranks, "--run_dir", run_dir]
-                assert train_here(monkeypatch, *flags) == 0
-        return runs[num_ranks]
+        run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            flags = [*SIX, "--num_gpus", num_ranks, "--run_dir", run_dir]
+            assert train_here(monkeypatch, *flags) == 0
+        return run_dir
 
     return run
 

@@ -14,7 +14,6 @@ from train_runs import PATIENCE_S, REPO, assert_nobody_left, start, wait_until
 
 from rl_dist.errors import UserError
 from rl_dist.launch.ranks import launch
-from rl_dist.process_group.world import stop_flag
 
 
 @pytest.mark.parametrize(
@@ -95,17 +94,6 @@ def test_a_single_rank_runs_here_with_the_same_exit_codes(function, argument, co
     assert launch(function, (argument,), num_ranks=1) == code
     stderr = capfd.readouterr().err
     assert says in stderr and bool(says) == bool(stderr)
-
-
-def test_a_stop_signal_only_sets_a_flag_and_handlers_are_put_back():
-    def stopped_by(signum):
-        os.kill(os.getpid(), signum)
-        return stop_flag.signum
-
-    before = signal.getsignal(signal.SIGTERM)
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        assert launch(stopped_by, (signum,), num_ranks=1) == signum
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def fall():

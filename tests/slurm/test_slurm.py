@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from simulated_hosts import REPO, connected_or_skip
-from train_runs import RECALL, end_of, start_training
+from train_runs import RECALL, end_of, start_training, wait_until
 
 from rl_dist.checkpoint.store import iteration_in_name, latest_checkpoint
 from rl_dist.resume_check import differences, result_of
@@ -85,13 +85,8 @@ class Cluster:
         text = self.run("scontrol", "show", "job", number)
         return dict(re.findall(r"(\S+?)=(\S*)", text))
 
-    def wait(self, condition, timeout_s=300):
-        end_s = time.monotonic() + timeout_s
-        while not condition():
-            logs = [path.read_text()[-2000:] for path in sorted(self.folder.glob("*.log"))]
-            assert time.monotonic() < end_s, "\n\n".join(logs)
-            assert all(daemon.process.poll() is None for daemon in self.daemons), "\n\n".join(logs)
-            time.sleep(0.2)
+    def wait(self, condition):
+        wait_until(condition, self.daemons[0].process, within_s=300)
 
 
 @pytest.fixture
