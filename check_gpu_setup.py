@@ -63,7 +63,7 @@ def main() -> int:
     verdict = worst(check.verdict for check in checks)
     code = int(verdict == PROBLEM or (verdict == WARNING and options.strict))
     if options.json:
-        report = {"version": 7, "verdict": verdict, "exit_code": code, "command": command}
+        report = {"version": 8, "verdict": verdict, "exit_code": code, "command": command}
         report["checks"] = [dataclasses.asdict(check) for check in checks]
         print(json.dumps(report | figures, indent=2))
     else:

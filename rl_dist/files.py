@@ -23,12 +23,11 @@ from rl_dist.errors import UserError, one_line, unwritable
 logger = logging.getLogger(__name__)
 
 SMALL = 64 * 2**20  # bytes; config.json and summary.json are always much smaller
-EVENT_FILES = "events.out.tfevents.*"  # TensorBoard event files
 # Folders and files that training writes. Two kinds of files are not listed: those in checkpoints/
 # are created under a temporary name and then renamed, and in wandb/ W&B itself creates links.
 FOLDERS = ("checkpoints", "logs", "plots", "profile", "wandb")
 FILES = (
-    *("*.json", "*.jsonl", EVENT_FILES, "*_run_id", "mlflow.db"),
+    *("*.json", "*.jsonl", "events.out.tfevents.*", "*_run_id", "mlflow.db"),
     *("logs/rank_*.log", "plots/*.png*", "profile/*"),
 )
 LARGE = 1e18  # larger metric values become None
@@ -38,11 +37,10 @@ Record = dict[str, Any]
 def check_layout(run_dir: Path) -> None:
     """Refuse a run directory with links or special files where training writes."""
     for pattern in (*FOLDERS, *FILES):
-        kind = "folder" if pattern in FOLDERS else "file"
         for path in run_dir.glob(pattern):
             is_folder = path_to_write(run_dir, path.relative_to(run_dir)).is_dir()
-            if is_folder != (kind == "folder"):
-                raise UserError(f"{path} must be a {kind}: move it away")
+            if is_folder != (pattern in FOLDERS):
+                raise UserError(f"{path} is of the wrong kind, file or folder: move it away")
 
 
 def path_to_write(run_dir: str | Path, name: str | Path) -> Path:

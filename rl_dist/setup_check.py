@@ -35,7 +35,7 @@ from rl_dist.launch.child import (
 )
 from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
 from rl_dist.machine import GIB, GpuInfo, available_cores, get_gpu_info, host_memory
-from rl_dist.speedup.model import steps_per_episode, steps_per_iteration
+from rl_dist.speedup.model import steps_per_episode
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 HOT_C, BUSY_PERCENT = 85, 10
@@ -44,7 +44,6 @@ SHM_GIB = 1 / 16  # shared memory that NCCL needs for each rank
 REDUCED_BYTES = (2**10, 2**20, 2**26)
 SHORT_RUN_S = 180.0  # time limit of the short run, including its start
 TIGHT_SHARE = 0.1  # share of the memory that should stay free
-WAITING_SHARE, ROLLOUT_SHARE = 0.2, 0.7  # warn above these shares of an iteration
 NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
 
 
@@ -64,15 +63,15 @@ def worst(verdicts: Iterable[str]) -> str:
 
 
 def check(name: str, measured: str, *rules: tuple[object, str, str]) -> Check:
-    """Apply rules to one measurement; return the worst verdict and all fixes.
+    """Apply rules to one measurement; return the verdict and fix of the first broken rule.
 
     Args:
         measured: the measurement as text.
         rules: each rule is a tuple: is the rule broken, the verdict if it is, and how to fix it.
     """
-    broken = [(verdict, fix) for is_broken, verdict, fix in rules if is_broken]
-    verdict = worst(verdict for verdict, _ in broken)
-    return Check(name, verdict, measured, "; ".join(fix for _, fix in broken))
+    broken = ((verdict, fix) for is_broken, verdict, fix in rules if is_broken)
+    verdict, fix = next(broken, (OK, ""))
+    return Check(name, verdict, measured, fix)
 
 
 def check_setup(
@@ -106,7 +105,6 @@ def check_setup(
     step = "reductions"
     try:
         if plan.num_ranks > 1:
-            print("checking: ranks that reduce gradients", file=sys.stderr)
             seconds = time_reductions(
                 plan.num_ranks, REDUCED_BYTES, plan.device_type, gpu_ids=plan.gpu_ids
             )
@@ -123,7 +121,7 @@ def check_setup(
         fix = "choose smaller sizes, or see the lines above; NCCL_DEBUG=INFO prints more"
         yield Check(step, WARNING if only_slow else PROBLEM, str(error), fix)
         return
-    yield from check_run(records, facts, budget, plan.device_type == "cuda", figures)
+    yield from check_run(records, facts, budget, figures)
 
 
 # ---- facts
@@ -217,7 +215,6 @@ def check_run(
     records: Sequence[Record],
     facts: Facts,
     budget: tuple[int, str],
-    on_gpu: bool,
     figures: dict[str, Any],
 ) -> Iterator[Check]:
     """Check the memory use and the speed of a short run; add them to `figures`."""
@@ -238,7 +235,7 @@ def check_run(
             yield check(place, text, (free < TIGHT_SHARE * total, WARNING, fix))
 
     # speed: estimate the time of the training run only if the speed is steady
-    steps, rates, (length, unit) = steps_per_iteration(records), round_rates(records), budget
+    rates, (length, unit) = round_rates(records), budget
     steps_per_s = median(record["time/sps"] for record in records)  # sum over all ranks
     total_steps = length * (1.0 if unit == "steps" else steps_per_episode(records))
     total_s = None  # seconds of the training run, without start-up and evaluations
@@ -251,22 +248,10 @@ def check_run(
             total_s = total_steps / steps_per_s
             time = f"{total_s / 3600:.3g} h for {length:,} {unit}"
         yield check("training", time, (total_s is None, WARNING, fix))
-    collect_s = median(record["time/collect_s"] for record in records)
-    rollouts = collect_s * steps_per_s / steps
-    waiting = median(record["time/idle_share"] for record in records)
-    yield check(
-        "spent on",
-        f"rollouts {rollouts:.0%}, waiting for other ranks {waiting:.0%}",
-        (waiting > WAITING_SHARE, WARNING, "raise --batch_size, or use fewer ranks"),
-        (on_gpu and rollouts > ROLLOUT_SHARE, WARNING,
-         "raise --num_envs, or compare with --device cpu"),
-    )  # fmt: skip
     figures["measured"] = {
         "iterations": len(records),
         "steps_per_second": steps_per_s,
         "rates": rates,  # steps/s in each round
         "total_s": total_s,
-        "rollout_share": rollouts,
-        "waiting_share": waiting,
         "memory_gib": memory_gib,
     }

@@ -104,13 +104,6 @@ def test_all_that_differs_is_named_in_one_line_and_nothing_is_overwritten(
     assert "num_actions 5 (it has 2), num_obs 3 (it has 2)" in refusal(killed)
 
 
-@pytest.mark.slow
-def test_a_weak_run_continues_with_its_totals_on_another_number_of_ranks(run_dir, monkeypatch):
-    assert train_here(monkeypatch, "--resume", run_dir, "--num_gpus", "2") == 0
-    counted = [(line["iteration"], line["global_step"]) for line in records(run_dir)]
-    assert counted == [(i, 64 * i) for i in range(1, 5)]
-
-
 def test_a_run_in_use_or_without_a_valid_checkpoint_is_not_touched(run_dir, monkeypatch, refusal):
     monkeypatch.setattr(RunDir.hold, "__defaults__", (0.3,))
     with RunDir(run_dir).hold():
