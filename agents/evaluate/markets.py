@@ -56,8 +56,12 @@ Interval = list[float]  # value, and lower and upper end of its 95 % interval
 # ---- one pass over markets
 
 
-def run_markets(env: Any, controller: Controller, world: World) -> Record:
-    """Trade once through all markets; a ruined portfolio keeps its last value."""
+def run_markets(env: Any, controller: Controller, world: World) -> dict[str, list]:
+    """Trade once through all markets; a ruined portfolio keeps its last value.
+
+    Returns:
+        The record of these markets, as lists.
+    """
     obs, _ = env.reset(seed=[0] * env.num_envs)
     start = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     alive = start
@@ -73,7 +77,7 @@ def run_markets(env: Any, controller: Controller, world: World) -> Record:
         start = terminated | truncated
         alive = alive & ~start
     days["values"] = values
-    return {name: torch.stack(column, dim=1).cpu().numpy() for name, column in days.items()}
+    return {name: torch.stack(column, dim=1).tolist() for name, column in days.items()}
 
 
 def evaluate_markets(
@@ -94,15 +98,14 @@ def evaluate_markets(
     def make_env(held: bool) -> Any:
         return task.evaluation_env(local_markets, span, held=held, device=world.device)
 
-    local_records: dict[str, dict[str, list]] = {}
-    for name, trader in traders.items() if local_markets else ():
-        record = run_markets(make_env(trader is buy_equal_weight), trader, world)
-        local_records[name] = {key: column.tolist() for key, column in record.items()}
-    ranks = [rank for rank in all_gather_json(local_records, world) if rank]
-    return {
-        name: {key: np.concatenate([rank[name][key] for rank in ranks]) for key in record}
-        for name, record in ranks[0].items()
-    }
+    records: dict[str, Record] = {}
+    for name, trader in traders.items():
+        local_record: dict[str, list] = {}
+        if local_markets:
+            local_record = run_markets(make_env(trader is buy_equal_weight), trader, world)
+        parts = [part for part in all_gather_json(local_record, world) if part]
+        records[name] = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+    return records
 
 
 def market_validation(

@@ -26,7 +26,7 @@ class FadingEnv(gymnasium.Env):
 
     observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
     action_space = spaces.Discrete(2)
-    metadata = {"render_modes": ["rgb_array"], "render_fps": 20}
+    metadata = {"render_modes": ["rgb_array"]}
 
     def __init__(self, render_mode=None, nan_at=0):
         self.render_mode, self.nan_at = render_mode, nan_at
@@ -42,11 +42,11 @@ class FadingEnv(gymnasium.Env):
         return obs, 2.0, self.age == self.length, False, {}
 
     def render(self):
-        return np.full((30, 900, 3), 10 * self.age, np.uint8)
+        return np.full((3, 9, 3), 10 * self.age, np.uint8)
 
 
-for name, kwargs in (("Fading-v0", {}), ("FadingNan-v0", {"nan_at": 2})):
-    gymnasium.register(name, FadingEnv, kwargs=kwargs)
+gymnasium.register("Fading-v0", FadingEnv)
+gymnasium.register("FadingNan-v0", FadingEnv, kwargs={"nan_at": 2})
 
 
 @pytest.fixture(scope="module")
@@ -82,26 +82,21 @@ def evaluated(runs, tmp_path, monkeypatch, capsys):
     return call
 
 
+def summary_of(run_dir):
+    return json.loads((run_dir / "summary.json").read_text())
+
+
 def test_worlds_never_seen_compare_the_policy_with_rules_and_its_zeroed_state(runs, evaluated):
     text, figures = evaluated("simulated", "--num_worlds", "3")
     summary = figures["test"]
-    assert summary["markets"] == 3 and summary["days"][0] == "2019-06-03"
     policies = summary["policies"]
-    assert set(policies) == {
-        "policy",
-        markets.ZEROED,
-        "equal weight",
-        "reference",
-        "memoryless rule",
-    }
-    for name, entry in policies.items():
-        (row,) = (line for line in text.splitlines() if line.startswith(f"{name} "))
-        assert f"{entry['sharpe']:.2f}" in row and f"{entry['gap_closed']:.2f}" in row
-        low = entry.get("against_equal_weight", {"sharpe": [0.0]})["sharpe"][-1]
-        assert (f"{low:+.2f}]" in row) == (name != "equal weight")
+    assert summary["markets"] == 3 and summary["days"][0] == "2019-06-03"
+    rules = {"equal weight", "reference", "memoryless rule"}
+    assert policies.keys() == {"policy", markets.ZEROED} | rules
+    assert policies["policy"]["sharpe"] != policies[markets.ZEROED]["sharpe"]
     assert policies["equal weight"]["exposure"] > 0.9
     assert policies["reference"]["gap_closed"] == pytest.approx(1.0)
-    assert "SIMULATED" in text and "$" not in text and "annual" not in text
+    assert "SIMULATED" in text and "annual" not in text
     assert (runs / "simulated" / "plots" / "evaluation.png").stat().st_size > 1000
 
 
@@ -110,11 +105,10 @@ def test_the_command_repeats_the_figures_at_the_end_of_training_on_two_ranks_too
 ):
     spans = {"csv": ["train", "valid"], "csv_mlp": ["train"], "simulated": ["test"]}
     for run, names in spans.items():
-        summary = json.loads((runs / run / "summary.json").read_text())
+        summary = summary_of(runs / run)
         text, figures = evaluated(run, "--num_worlds", "4")
         assert figures == {span: summary[span] for span in names}
         assert ("test" in summary) == (run == "simulated") != ("--open_test" in text)
-        assert ("nothing is annualised" in text) == (run == "csv")
     path = tmp_path / "figures_of_two.json"
     flags = ["--num_gpus", "2", "--num_worlds", "4", "--json", path]
     command = start("-m", "agents.evaluate", runs / "simulated", *flags)
@@ -129,25 +123,24 @@ def test_every_look_at_the_test_span_of_real_prices_is_kept(runs, evaluated, mon
     text, figures = evaluated("csv", "--open_test")
     assert "/iteration_" in text.splitlines()[0]  # the last checkpoint, not the best
     assert "look number 1 " in text and list(figures) == ["test"]
-    with monkeypatch.context() as patched:
-        patched.setattr(markets, "evaluate_markets", None)
-        assert evaluate_here(monkeypatch, runs / "csv", "--open_test") == 1
-        looks = [json.loads(line) for line in path.read_text().splitlines()]
-        assert [look["span"] for look in looks] == [figures["test"]["days"]] * 2
-        for look in looks:
-            assert look["data_digest"] == config["data"]["data_digest"] and look["iteration"] > 0
+    monkeypatch.setattr(markets, "evaluate_markets", None)
+    assert evaluate_here(monkeypatch, runs / "csv", "--open_test") == 1
+    for line in path.read_text().splitlines():
+        look = json.loads(line)
+        assert look["span"] == figures["test"]["days"] and look["iteration"] > 0
+        assert look["data_digest"] == config["data"]["data_digest"]
+    assert "look number 2 " in capsys.readouterr().out
 
-        # The command refuses to open the test span if it cannot record that.
-        capsys.readouterr()
-        path.unlink()
-        path.mkdir()
-        assert evaluate_here(monkeypatch, runs / "csv", "--open_test") == 2
-        assert str(path) in only_error(capsys.readouterr().err)
-        path.rmdir()
+    # The command refuses to open the test span if it cannot record that.
+    path.unlink()
+    path.mkdir()
+    assert evaluate_here(monkeypatch, runs / "csv", "--open_test") == 2
+    assert str(path) in only_error(capsys.readouterr().err)
+    path.rmdir()
 
 
 def test_daily_figures_on_real_bars_give_those_of_the_table_and_equal_weight_the_known_ones(runs):
-    summary = json.loads((runs / "csv" / "summary.json").read_text())["valid"]
+    summary = summary_of(runs / "csv")["valid"]
     table = pd.read_csv(runs / "csv" / "evaluation" / "valid.csv")
     for name, days in table.groupby("strategy"):
         assert days["date"].iloc[-1] == summary["days"][1] and len(days) == summary["num_days"]
@@ -157,14 +150,13 @@ def test_daily_figures_on_real_bars_give_those_of_the_table_and_equal_weight_the
     days = table[table["strategy"] == "policy"]
     weights, usd = (days.filter(like=f"{kind}:").to_numpy() for kind in ("weight", "usd"))
     assert weights.sum(1).mean() == pytest.approx(figures["exposure"], rel=1e-5)
-    assert (usd != 0).sum() == figures["num_trades"] and usd.shape[1] == 5
+    assert (usd != 0).sum() == figures["num_trades"]
     assert abs(usd).sum() * 1e-3 == pytest.approx(figures["fees_usd"], rel=1e-4)
     # Equal weight buys at the first open price and pays a fee of 0.1 %.
     bars = pd.read_csv(runs / "five.csv")
     stocks = bars[bars["date"].between(days["date"].iloc[0], summary["days"][1])].groupby("tic")
     expected = (stocks["close"].last() / stocks["open"].first()).mean() / 1.001 - 1
     assert held["cumulative_return"] == pytest.approx(expected, abs=1e-3)
-    assert held["num_trades"] == 5
 
 
 def test_a_run_does_not_continue_with_prices_that_have_changed(runs, monkeypatch, capsys):
@@ -181,40 +173,34 @@ def test_a_run_does_not_continue_with_prices_that_have_changed(runs, monkeypatch
 def test_policies_are_compared_and_a_copied_checkpoint_is_drawn_where_it_lies(
     runs, evaluated, tmp_path, monkeypatch
 ):
-    copy = tmp_path / "elsewhere" / "best.pt"
-    copy.parent.mkdir()
-    shutil.copy(latest_checkpoint(runs / "csv"), copy)
+    copy = shutil.copy(latest_checkpoint(runs / "csv"), tmp_path / "best.pt")
     mlp, original = str(runs / "csv_mlp"), str(runs / "csv")
     policies = evaluated(copy, "--compare", mlp, original)[1]["valid"]["policies"]
-    assert {*policies} - {markets.ZEROED} == {"policy", "equal weight", mlp, original}
     assert policies[original] == policies["policy"] != policies[mlp]
-    plots = copy.parent / "plots"
+    plots = tmp_path / "plots"
     assert (plots / "evaluation.png").exists()
-    evaluated(copy, "--plot", tmp_path / "mine.png")
-    assert (tmp_path / "mine.png").exists()
     plots.rename(tmp_path / "kept")
     plots.symlink_to(tmp_path / "kept")
+    evaluated(copy, "--plot", tmp_path / "mine.png")
+    assert (tmp_path / "mine.png").exists()
     assert evaluate_here(monkeypatch, copy) == 2  # refuses to write plots through a link
 
 
 def test_a_film_shows_every_step_of_the_first_episode_that_is_evaluated(
-    runs, evaluated, tmp_path, monkeypatch
+    evaluated, tmp_path, monkeypatch
 ):
     folder = tmp_path / "new" / "films"
     figures = evaluated("fading", "--episodes", "1", "--video", folder)[1]["policy"]
     (path,) = folder.iterdir()
     with Image.open(path) as film:
-        assert film.size == (900, 30)
         length = film.n_frames
         for age in range(length):
             film.seek(age)
             assert (np.asarray(film.convert("RGB")) == 10 * age).all()
-    expected = {"return": 2.0 * length, "return_std": 0, "return_min": 2.0 * length}
-    expected |= {"length": length, "episodes": 1, "episodes_cut": 0, "env_restarts": 0}
-    assert figures == pytest.approx(expected)
+    assert figures["return"] == figures["return_min"] == 2.0 * length == 2.0 * figures["length"]
     monkeypatch.setattr(episodes, "MAX_EPISODE_STEPS", 2)
     figures = evaluated("fading", "--episodes", "4")[1]["policy"]
-    assert figures["episodes_cut"] == 4 and figures["length"] == 2.0
+    assert figures["episodes_cut"] == figures["episodes"] == 4 and figures["length"] == 2.0
 
 
 REFUSED = [
@@ -226,9 +212,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("run", "flags", "expected"), REFUSED, ids=[f"{run} {flags}" for run, flags, _ in REFUSED]
-)
+@pytest.mark.parametrize(("run", "flags", "expected"), REFUSED)
 def test_what_cannot_be_evaluated_is_one_line(run, flags, expected, runs, monkeypatch, capsys):
     state = load_checkpoint(latest_checkpoint(runs / "fading"))
     state["config"] = state["config"].replace("Fading-v0", "FadingNan-v0")
@@ -242,14 +226,13 @@ def test_what_cannot_be_evaluated_is_one_line(run, flags, expected, runs, monkey
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_signal_ends_an_evaluation_in_one_line(signum, runs, monkeypatch, capsys):
     run_dir = runs / "fading"
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = summary_of(run_dir)
     with monkeypatch.context() as patched:
         patched.setattr(episodes, "policy_input", lambda *args: signal.raise_signal(signum))
-        assert evaluate_here(monkeypatch, run_dir, "--which", "last") == 128 + signum
-        lines = capsys.readouterr().out.splitlines()
-        assert [line for line in lines if "stop" in line] == [f"stopped by {signum.name}"]
-        assert train_here(monkeypatch, "--resume", run_dir) == 128 + signum
-        last = capsys.readouterr().out.splitlines()[-1]
-        assert f"stopped by {signum.name}" in last and f"--resume {run_dir}" in last
+        for call, flags in ((evaluate_here, [run_dir]), (train_here, ["--resume", run_dir])):
+            assert call(monkeypatch, *flags) == 128 + signum
+            lines = capsys.readouterr().out.splitlines()
+            assert [line for line in lines if "stopped by" in line] == [lines[-1]]
+            assert signum.name in lines[-1]
     assert train_here(monkeypatch, "--resume", run_dir) == 0
-    assert json.loads((run_dir / "summary.json").read_text()) == summary
+    assert summary_of(run_dir) == summary

@@ -5,13 +5,14 @@ Also test the figures and their confidence intervals.
 
 import functools
 import math
-from contextlib import suppress
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
+from policies import make_policy, small
 from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
 
 from agents.evaluate import episodes, markets
@@ -24,8 +25,6 @@ from agents.evaluate.markets import (
 )
 from agents.network.inputs import Normalizer
 from agents.network.seeds import EVALUATION_STREAM, stream_seeds
-from agents.policy import Policy, PolicyConfig
-from envs.vector.layout import Layout
 from rl_dist.process_group.world import World
 
 
@@ -60,41 +59,35 @@ def idle(env, obs, episode_start):
 
 
 def over_ranks(call, size, monkeypatch):
-    """Return the results of `call(world)` on `size` ranks, simulated in this process."""
+    """Return the results of `call(world)` on `size` ranks, each in a thread."""
     worlds = [World(rank, rank, size, torch.device("cpu"), "gloo") for rank in range(size)]
-    sent = []
+    sent, meeting = {}, threading.Barrier(size)
 
-    def remember(values, world):
-        sent.append(values)
-        raise InterruptedError
+    def gather(values, world):
+        sent[world.rank] = values
+        meeting.wait(60)
+        gathered = [sent[rank] for rank in range(size)]
+        meeting.wait(60)
+        return gathered
 
-    def gather_by(gather):
-        for module in (episodes, markets):
-            monkeypatch.setattr(module, "all_gather_json", gather)
-
-    gather_by(remember)
-    for world in worlds:
-        with suppress(InterruptedError):
-            call(world)
-    gather_by(lambda values, world: sent)
-    return [call(world) for world in worlds]
+    for module in (episodes, markets):
+        monkeypatch.setattr(module, "all_gather_json", gather)
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(call, worlds))
 
 
-@pytest.mark.parametrize(("count", "sizes"), [(5, (1, 2, 3)), (1, (2,))])
-def test_every_market_counts_once_on_any_number_of_ranks_and_ruin_ends_trading(
-    count, sizes, monkeypatch
-):
-    paths = [[100, 5, 100, 200], *([100, 90 + m, 80 - m, 70] for m in range(1, 5))][:count]
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_every_market_counts_once_on_any_number_of_ranks_and_ruin_ends_trading(size, monkeypatch):
+    paths = [[100, 5, 100, 200], *([100, 90 + m, 80 - m, 70] for m in range(1, 5))]
     task = SimpleNamespace(evaluation_env=lambda paths, span, **options: Paths(paths))
     traders = {"one": idle, "two": idle}
     call = functools.partial(evaluate_markets, task, paths, None, traders)
-    for size in sizes:
-        for records in over_ranks(call, size, monkeypatch):
-            assert list(records) == ["one", "two"]
-            for record in records.values():
-                assert record["values"].tolist() == [[100, 5, 5, 5], *paths[1:]]
-                for account in ACCOUNTS:  # the day of the ruin still counts
-                    assert record[account].tolist() == [[1, 0, 0], *[[1, 2, 3]] * (count - 1)]
+    for records in over_ranks(call, size, monkeypatch):
+        assert list(records) == ["one", "two"]
+        for record in records.values():
+            assert record["values"].tolist() == [[100, 5, 5, 5], *paths[1:]]
+            for account in ACCOUNTS:  # the day of the ruin still counts
+                assert record[account].tolist() == [[1, 0, 0], *[[1, 2, 3]] * 4]
 
 
 class Numbered(ScriptedEnv):
@@ -131,45 +124,42 @@ class Numbered(ScriptedEnv):
         self.closed = True
 
 
-def test_every_episode_counts_once_and_is_repeated_after_a_restart(monkeypatch):
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_every_episode_counts_once_and_is_repeated_after_a_restart(size, monkeypatch):
     # (return, length, restarts) per episode. Row 1 counts only the last 3 of 5 steps: the restart
     # discards the first 2.
     expected = [[0, 3, 0], [3, 3, 1], [2, 1, 0], [12, 4, 0], [8, 2, 0]]
     call = functools.partial(
         evaluate_episodes, SimpleNamespace(evaluation_env=Numbered), idle, 5, 1
     )
-    for size in (1, 2, 8):
-        Numbered.made.clear()
-        results = over_ranks(call, size, monkeypatch)
-        assert [rows.T.tolist() for rows in results] == [expected] * size
-        del Numbered.made[: len(Numbered.made) // 2]  # `over_ranks` calls each rank twice
-        seeds = [seed for env in Numbered.made for seed in env.seeds]
-        assert seeds == stream_seeds(1, EVALUATION_STREAM, 0, 5)
-        assert all(env.closed for env in Numbered.made)
+    Numbered.made.clear()
+    results = over_ranks(call, size, monkeypatch)
+    assert [rows.T.tolist() for rows in results] == [expected] * size
+    seeds = {env.first: env.seeds for env in Numbered.made}
+    assert sum((seeds[first] for first in sorted(seeds)), []) == stream_seeds(
+        1, EVALUATION_STREAM, 0, 5
+    )
+    assert all(env.closed for env in Numbered.made)
 
 
 @pytest.mark.parametrize("window", [0, 3])
 def test_a_controller_forgets_where_an_episode_starts_and_with_zeroed_state_always(window):
-    torch.manual_seed(0)
-    config = PolicyConfig(hidden_size=8, feature_window=window)
-    policy = Policy(config, 4, spaces.Box(-1.0, 1.0, (2,), np.float32))
-    env = SimpleNamespace(layout=Layout.vector(4))
+    policy = make_policy(small(feature_window=window)).float()
     observations = torch.randn(6, 2, 4)
+    no_starts = torch.zeros(6, 2, dtype=torch.bool)
+    starts = no_starts.clone()
+    starts[3, 0] = True
 
-    def answers(first, *restarts, **options):
-        """Return actions from step `first` on; row 0 also starts episodes at `restarts`."""
+    def answers(observations, starts, **options):
         controller = PolicyController(policy, Normalizer(4, enabled=False), **options)
-        starts = [torch.tensor([t == first or t in restarts, t == first]) for t in range(6)]
-        steps = zip(observations[first:], starts[first:], strict=True)
-        return torch.stack([controller(env, obs, start) for obs, start in steps])
+        return torch.stack([*map(functools.partial(controller, policy), observations, starts)])
 
-    whole, cut = answers(0), answers(0, 3)
-    torch.testing.assert_close(cut[3:, 0], answers(3)[:, 0])
+    whole, cut = answers(observations, no_starts), answers(observations, starts)
+    torch.testing.assert_close(cut[3:, 0], answers(observations[3:], no_starts[3:])[:, 0])
     torch.testing.assert_close(cut[:, 1], whole[:, 1])
     assert not torch.allclose(cut[3:, 0], whole[3:, 0], atol=1e-6)
-    always = answers(0, *range(6))[:, 0]
-    assert torch.equal(answers(0, zero_state=True)[:, 0], always)
-    assert not torch.equal(always, cut[:, 0])
+    zeroed = answers(observations, no_starts, zero_state=True)
+    assert torch.equal(zeroed, answers(observations, ~no_starts)) and not torch.equal(zeroed, cut)
 
 
 def record_of(returns, account=0.0):
@@ -203,16 +193,16 @@ def test_figures_are_those_of_a_year_or_of_a_span_below_60_days(repeats, period)
 
 
 @pytest.mark.parametrize("num_markets", [1, 9])
-def test_intervals_hold_the_differences_and_repeat(num_markets):
+@pytest.mark.parametrize("name", ["annual_return", "sharpe"])
+def test_intervals_hold_the_differences_and_repeat(num_markets, name):
     rng = np.random.default_rng(1)
     baseline = 0.01 * rng.standard_normal((num_markets, 500))
     policy = baseline + 0.001 + 0.002 * rng.standard_normal(baseline.shape)
     records = record_of(policy), record_of(baseline)
-    for name in ("annual_return", "sharpe"):
-        differences = np.subtract(*(performance(record)[name] for record in records))
-        value, low, high = difference(*records, name)
-        assert [value, low, high] == difference(*records, name)
-        assert value == pytest.approx(differences.mean()) and low < value < high
-        if num_markets > 1:  # about 1.96 standard errors on each side
-            width = 2 * 1.96 * differences.std() / math.sqrt(num_markets)
-            assert high - low == pytest.approx(width, rel=0.15)
+    differences = np.subtract(*(performance(record)[name] for record in records))
+    value, low, high = difference(*records, name)
+    assert [value, low, high] == difference(*records, name)
+    assert value == pytest.approx(differences.mean()) and low < value < high
+    if num_markets > 1:  # about 1.96 standard errors on each side
+        width = 2 * 1.96 * differences.std() / math.sqrt(num_markets)
+        assert high - low == pytest.approx(width, rel=0.15)
