@@ -59,7 +59,6 @@ def compare(name: str, scaling: str, args: argparse.Namespace) -> dict[str, Any]
     num_bytes = alone().gradient_bytes
     small_bytes = 64  # size of a sum of metrics
     reduction_s = time_reductions(ranks, [num_bytes, small_bytes], DEVICE_TYPE)
-    small_s = SMALL_COLLECTIVES * reduction_s[small_bytes]
     predictions, measured = [], []
     for number in range(args.rounds):
         runs = {
@@ -67,8 +66,9 @@ def compare(name: str, scaling: str, args: argparse.Namespace) -> dict[str, Any]
             for side in ((alone, together) if number % 2 else (together, alone))
         }
         work = rank_cost([record for copy in runs[alone] for record in copy])
-        gradients_s = work.gradient_steps * reduction_s[num_bytes]
-        predictions.append(predict(work, ranks, gradients_s + small_s))
+        all_s = work.gradient_steps * reduction_s[num_bytes]
+        all_s += SMALL_COLLECTIVES * reduction_s[small_bytes]
+        predictions.append(predict(work, ranks, all_s))
         measured.append(harmonic_mean([record["time/sps"] for record in runs[together][0]]))
     predicted = [prediction.steps_per_s for prediction in predictions]
     errors = [p / m - 1 for p, m in zip(predicted, measured, strict=True)]
@@ -81,9 +81,6 @@ def compare(name: str, scaling: str, args: argparse.Namespace) -> dict[str, Any]
         "predicted": round(median(predicted)),
         "measured": round(median(measured)),
         "predicted_parts_s": predictions[-1].parts_s,
-        "gradient_bytes": num_bytes,
-        "reduction_s": reduction_s[num_bytes],
-        "small_s": small_s,
     }
 
 

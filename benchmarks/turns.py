@@ -38,7 +38,6 @@ RESAMPLES = 10_000  # samples of a bootstrap
 
 NUM_STOCKS, NUM_DAYS, EPISODE_STEPS = 30, 3000, 252
 NUM_OBS = 1 + 6 * NUM_STOCKS
-LARGEST_ORDER, CASH, FEE = 100.0, 1e6, 0.001
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ TASKS = {
 
 
 class StockLikeVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
-    """StockLike-v0: shapes and arithmetic of trading on random numbers, only for timing.
+    """StockLike-v0: the shapes of trading with random numbers, only for timing.
 
     All environments are one batch; first episodes begin at a random age.
     """
@@ -79,10 +78,7 @@ class StockLikeVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     metadata: dict[str, Any] = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
 
     def __init__(self, num_envs: int = 1) -> None:
-        rng = np.random.default_rng(0)
-        walk = rng.normal(0.0002, 0.01, (NUM_DAYS, NUM_STOCKS)).cumsum(0)
-        self.prices = (50.0 * np.exp(walk)).astype(np.float32)  # [days, stocks]
-        self.indicators = rng.standard_normal((NUM_DAYS, 4 * NUM_STOCKS), np.float32)
+        self.table = np.random.default_rng(0).standard_normal((NUM_DAYS, NUM_OBS), np.float32)
         self.num_envs = num_envs
         self.single_observation_space = spaces.Box(-np.inf, np.inf, (NUM_OBS,), np.float32)
         self.single_action_space = spaces.Box(-1.0, 1.0, (NUM_STOCKS,), np.float32)
@@ -92,45 +88,21 @@ class StockLikeVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
         """Start new episodes; the seed may be a list with one for each environment."""
         seeds = seed if isinstance(seed, list) else range(self.num_envs)
-        self.rngs = [np.random.default_rng(env_seed) for env_seed in seeds]
-        self.day, self.age = np.zeros((2, self.num_envs), np.int64)
-        self.cash = np.zeros(self.num_envs, np.float32)
-        self.shares = np.zeros((self.num_envs, NUM_STOCKS), np.float32)
-        self._begin(np.arange(self.num_envs))
-        self.age = np.array([rng.integers(EPISODE_STEPS) for rng in self.rngs])
-        return self._observe(), {}
-
-    def _begin(self, rows: np.ndarray) -> None:
-        last = NUM_DAYS - EPISODE_STEPS - 1
-        self.day[rows] = [self.rngs[row].integers(last) for row in rows]
-        self.age[rows], self.cash[rows], self.shares[rows] = 0, CASH, 0.0
-
-    def _observe(self) -> np.ndarray:
-        parts = [self.cash[:, None] / CASH, self.prices[self.day] * 0.01, self.shares * 0.01]
-        return np.concatenate([*parts, self.indicators[self.day]], axis=1, dtype=np.float32)
+        rngs = (np.random.default_rng(env_seed) for env_seed in seeds)
+        draws = np.array([rng.integers([NUM_DAYS, EPISODE_STEPS]) for rng in rngs])
+        self.day, self.age = draws[:, 0], draws[:, 1]
+        return self.table[self.day], {}
 
     def step(
         self, actions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Sell, then buy as much of the orders as the cash allows."""
-        price = self.prices[self.day]  # [B, stocks]
-        before = self.cash + (self.shares * price).sum(1)
-        orders = np.clip(actions, -1.0, 1.0) * LARGEST_ORDER
-        sold = np.minimum(np.maximum(-orders, 0.0), self.shares)
-        cash = self.cash + (sold * price).sum(1) * (1.0 - FEE)
-        wanted = np.maximum(orders, 0.0)
-        cost = (wanted * price).sum(1) * (1.0 + FEE)
-        part = np.minimum(1.0, cash / np.maximum(cost, 1e-6))  # [B]
-        self.shares = (self.shares - sold + wanted * part[:, None]).astype(np.float32)
-        self.cash = (cash - cost * part).astype(np.float32)
-        self.day, self.age = self.day + 1, self.age + 1
-        after = self.cash + (self.shares * self.prices[self.day]).sum(1)
-        terminated = self.age >= EPISODE_STEPS
-        final_obs = self._observe()
-        self._begin(np.flatnonzero(terminated))
-        info = {"final_obs": final_obs, "_final_obs": terminated} if terminated.any() else {}
-        rewards = (after - before) * 1e-4
-        return self._observe(), rewards, terminated, np.zeros(self.num_envs, bool), info
+        """Go to the next row of the table; an action is rewarded with a number of the row."""
+        rewards = (actions * self.table[self.day, :NUM_STOCKS]).mean(1)
+        self.day = (self.day + 1) % NUM_DAYS
+        self.age = (self.age + 1) % EPISODE_STEPS
+        obs, terminated = self.table[self.day], self.age == 0
+        info = {"final_obs": obs, "_final_obs": terminated} if terminated.any() else {}
+        return obs, rewards, terminated, np.zeros(self.num_envs, bool), info
 
 
 gymnasium.register("StockLike-v0", vector_entry_point="turns:StockLikeVectorEnv")

@@ -211,8 +211,10 @@ CASES = {
         lambda run: setting(run, "train", "callback", "foreign_envs:call", config=False),
         says="--callback foreign_envs:call",
     ),
-    "core": Case(RESUME, name_core, says="--core foreign_envs:Core"),
-    "core, evaluated": Case(EVALUATE, name_core, says="--core foreign_envs:Core"),
+    **{
+        f"core: {command}": Case(command, name_core, says="--core foreign_envs:Core")
+        for command in (RESUME, EVALUATE)
+    },
     **{
         f"command for events: {command}": Case(
             command,

@@ -148,12 +148,6 @@ def to_grid(usd: Tensor) -> Tensor:
     return torch.round(usd * GRID) / GRID
 
 
-def net_prices(fill: Tensor, fee_bps: float) -> tuple[Tensor, Tensor]:
-    """Return the USD received per share sold and paid per share bought, after fees."""
-    fee = to_grid(fill * (fee_bps * 1e-4))
-    return fill - fee, fill + fee
-
-
 @dataclass(frozen=True, kw_only=True)
 class MarketTables:
     """Tables that an environment step reads, with one row per market and day.
@@ -182,14 +176,14 @@ def market_tables(
     fill = close
     if config.execution == "next_open":
         fill = _tomorrow(torch.from_numpy(np.stack([market.open[days] for market in markets])))
-    close = to_grid(close)
-    sell, buy = net_prices(to_grid(fill), config.fee_bps)
+    close, fill = to_grid(close), to_grid(fill)
+    fee = to_grid(fill * (config.fee_bps * 1e-4))
     # discounted sum of the price changes after each day, up to the end of the span
     changes = _tomorrow(close) - close
     gains = torch.zeros_like(close)
     for day in range(close.shape[1] - 2, -1, -1):
         gains[:, day] = changes[:, day] + discount * gains[:, day + 1]
-    prices = [close, sell, buy, _tomorrow(close), gains, discount * _tomorrow(gains)]
+    prices = [close, fill - fee, fill + fee, _tomorrow(close), gains, discount * _tomorrow(gains)]
     table = feature_table(markets, config.observation, span)
     assert np.isfinite(table).all(), "the span starts before every indicator is warm"
     table[:, :, 0] = 1.0 if config.observation == "relative" else config.initial_cash_usd

@@ -54,10 +54,6 @@ class Spans:
     test: Span
 
 
-class MarketDataError(ValueError):
-    """Error: market data cannot be used; the message names place, problem and fix."""
-
-
 def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -> Spans:
     """Return the training, validation and test spans.
 
@@ -67,7 +63,7 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
     SHARES. If no validation date is given, and training and test leave too few days for
     validation, `valid` is None.
 
-    Raises: MarketDataError: a span is too short, outside the data, or overlaps the one before it.
+    Raises: ValueError: a span is too short, outside the data, or overlaps the one before it.
     """
     days: dict[str, int] = {}
     for name in SPAN_DATES:
@@ -101,7 +97,7 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
             spans[name] = Span(start, end)
             end_before = end
         elif name != "valid" or config.valid_start or config.valid_end:
-            raise MarketDataError(
+            raise ValueError(
                 f"the {name} span has {num_days} trading days; it needs {MIN_SPAN_DAYS} after the "
                 f"span before it: move --{name}_start, --{name}_end or their neighbours"
             )
@@ -119,13 +115,13 @@ def load_market(path: str | Path, *, missing: str = "error") -> Market:
     Open, high, low and close are multiplied by adj_close / close. With missing="drop", days on
     which any ticker has no bar are dropped, but at most 5 % of all days.
 
-    Raises: MarketDataError: names the first wrong ticker and date, and counts the others.
+    Raises: ValueError: names the first wrong ticker and date, and counts the others.
     """
     path = Path(path).expanduser()
     try:
         bars = _complete(_parse(_read(path)), missing, path.name)
-    except MarketDataError as error:
-        raise MarketDataError(f"{path}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     dates = np.unique(bars["date"]).astype("datetime64[D]")
     open_, high, low, close, adjusted, volume = (
         bars[name].to_numpy().reshape(len(dates), -1) for name in NUMBERS
@@ -146,16 +142,16 @@ def load_market(path: str | Path, *, missing: str = "error") -> Market:
 def _read(path: Path) -> pd.DataFrame:
     """Return the rows of a file as text."""
     if not path.is_file():  # pandas would block on a pipe
-        raise MarketDataError("no such file: give a CSV or CSV.gz, or use --data simulated")
+        raise ValueError("no such file: give a CSV or CSV.gz, or use --data simulated")
     try:
         frame = pd.read_csv(path, dtype=str, encoding="utf-8-sig", keep_default_na=False)
     except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: also parser errors
-        raise MarketDataError(
+        raise ValueError(
             f"cannot be read as CSV ({one_line(error, named=False)}): check or download it again"
         ) from None
     complete = {*COLUMNS} <= {*frame.columns} and not frame.empty
     if not complete or not isinstance(frame.index, pd.RangeIndex):
-        raise MarketDataError(
+        raise ValueError(
             f"the header must have the columns {','.join(COLUMNS)}, with rows below it that have "
             f"as many fields, got {list(frame.columns[:12])} and {len(frame)} rows"
         )
@@ -190,7 +186,7 @@ def _refuse(
         row = bars[bad].sort_values(["date", "tic"]).iloc[0]
         values = ", ".join(f"{name} {row[name]}" for name in NUMBERS)
         date = str(row["date"])[:10]
-        raise MarketDataError(
+        raise ValueError(
             f"{row['tic']!r} on {date}: {problem} ({values}), {bad.sum()} rows in all: {fix}"
         )
 

@@ -8,7 +8,7 @@ import pytest
 from train_runs import daily_bars
 
 from envs.trading.config import DataConfig
-from envs.trading.market_data import MarketDataError, load_market, split_spans
+from envs.trading.market_data import load_market, split_spans
 
 
 def bars_with(rows=(), column="tic", value=None, num_days=60):
@@ -54,7 +54,7 @@ def test_a_broken_file_is_one_line(tmp_path, name):
     path = tmp_path / f"bars.csv{'.gz' * name.endswith('.gz')}"
     path.write_bytes(CONTENTS[name])
     for bad in (path, tmp_path, tmp_path / "absent"):
-        with pytest.raises(MarketDataError, match=rf"^{bad}: .*$") as caught:
+        with pytest.raises(ValueError, match=rf"^{bad}: .*$") as caught:
             load_market(bad)
         assert ("no such file" in str(caught.value)) == (bad != path)
 
@@ -75,14 +75,14 @@ REFUSED = [
 @pytest.mark.parametrize("missing", ["error", "drop"])  # a wrong bar is never dropped silently
 @pytest.mark.parametrize(("bars", "problem"), REFUSED, ids=[problem for _, problem in REFUSED])
 def test_bars_that_cannot_be_are_refused_with_ticker_and_date(bars, problem, missing, tmp_path):
-    with pytest.raises(MarketDataError, match=problem):
+    with pytest.raises(ValueError, match=problem):
         loaded(bars, tmp_path / "bars.csv", missing)
 
 
 @pytest.mark.parametrize("text", ["", "null", "abc", "inf"])
 def test_days_with_holes_are_dropped_on_demand(text, tmp_path, caplog):
     bars, path = bars_with(60, "high", text).drop(DAY), tmp_path / "bars.csv"
-    with pytest.raises(MarketDataError, match="'T1' on 2018-01-09: .* 2 rows.* --data_missing"):
+    with pytest.raises(ValueError, match="'T1' on 2018-01-09: .* 2 rows.* --data_missing"):
         loaded(bars, path)
     days = loaded(bars, path, "drop").dates.astype(str).tolist()
     assert set(bars["date"]) - set(days) == {"2018-01-09", "2018-01-29"} and len(days) == 58

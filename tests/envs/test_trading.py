@@ -12,7 +12,6 @@ from envs.trading.features import (
     GRID,
     feature_blocks,
     first_tradable_day,
-    net_prices,
     to_grid,
     turbulence,
 )
@@ -156,7 +155,8 @@ def test_fills_equal_a_greedy_loop_to_the_last_bit(n):
     def draw(values):
         return torch.from_numpy(rng.choice(values, size))
 
-    sell, buy = net_prices(to_grid(draw([0.37, 1.013, 25.0, 99.99, 411.7])), 12.3)
+    fill, fee = to_grid(draw([0.37, 1.013, 25.0, 99.99, 411.7])), to_grid(draw([0.0, 0.01, 0.1]))
+    sell, buy = fill - fee, fill + fee
     shares = draw(30) * draw([0.0, 1.0])
     orders = draw(45) - 20.0
     proceeds = torch.minimum(-orders, shares).clamp_min(0) * sell
