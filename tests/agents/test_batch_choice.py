@@ -11,7 +11,6 @@ import torch
 from train_runs import only_error, train_here
 
 import agents.trainer
-from agents import rank
 from agents.config import RunConfig, TrainConfig
 from agents.evaluate import command
 from agents.ppo import PPO
@@ -122,7 +121,6 @@ def test_cpu_ranks_share_the_memory_in_which_their_rollouts_must_fit(ranks, refu
 
 
 FAILURES = {  # phase: (owner and name of the failing function, number of the call, advice)
-    "start-up": (rank, "Training", 1, "--num_envs"),
     "collect": (agents.trainer, "collect", 4, "--num_envs"),  # call 1 is the warm-up
     "update": (PPO, "step", 6, "--grad_accumulation"),
     "final evaluation": (command, "evaluate_last_and_best", 1, "python -m agents.evaluate"),
