@@ -25,9 +25,8 @@ from agents.network.minibatches import Minibatch
 from agents.network.sequences import run_sequence
 from agents.ppo import PPO, LossParts, ppo_loss
 from rl_dist.errors import UserError
-from rl_dist.process_group.world import World
+from rl_dist.process_group.world import World, make_mesh
 from rl_dist.strategies.config import StrategyConfig
-from rl_dist.strategies.mesh import make_mesh
 from rl_dist.strategies.strategy import Strategy
 
 if TYPE_CHECKING:

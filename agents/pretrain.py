@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,11 +89,11 @@ class PretrainConfig:
 class PretrainRunConfig:
     """All settings of a pre-training run, as saved in config.json."""
 
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    launch: LaunchConfig = LaunchConfig()
     fit: FitConfig = FitConfig(epochs=20, patience=3, max_grad_norm=1.0)
-    pretrain: PretrainConfig = field(default_factory=PretrainConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    market: SimulatedMarketConfig = field(default_factory=SimulatedMarketConfig)
+    pretrain: PretrainConfig = PretrainConfig()
+    data: DataConfig = DataConfig()
+    market: SimulatedMarketConfig = SimulatedMarketConfig()
 
     def prepare_task(self) -> TradingTask:
         """Return the trading task, with the same markets and spans as in PPO training."""

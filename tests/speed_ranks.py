@@ -21,7 +21,6 @@ SINGLE = torch.float32
 NAME = "trading, clstm"  # Box actions, episodes shorter than rollouts
 CASES = {
     "two parts": {"batch_size": 8, "grad_accumulation": 2},
-    "four parts": {"batch_size": 4, "grad_accumulation": 4},
     "single": {"dtype": SINGLE},
     "compressed": {"dtype": SINGLE, "compression": "bf16"},
     "fp16, overflow on one rank": {"dtype": SINGLE, "precision": "fp16"},

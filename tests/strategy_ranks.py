@@ -67,8 +67,7 @@ def choose(world, _):
 
 def norm_of_another_device(*args):
     """Return the gradient norm as a device with different rounding would compute it."""
-    norm = get_total_norm(*args)
-    return torch.nextafter(norm, torch.full_like(norm, torch.inf))
+    return get_total_norm(*args) * (1 + 1e-6)
 
 
 @saves_results

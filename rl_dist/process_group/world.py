@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import zlib
 from collections import deque
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from rl_dist.errors import UserError
 from rl_dist.machine import available_cores
@@ -36,6 +38,7 @@ CHUNK_BYTES = 32_768
 # The first chunk is shorter, because most data fits into it. It starts with the length.
 FIRST_BYTES, LENGTH_BYTES = 4096, 8
 GROUP_TIMEOUT = timedelta(days=1)  # never reached: the watchdog ends a rank much earlier
+_mesh_numbers = itertools.count()
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 stop_flag = StopFlag()  # one for the whole process, because signal handlers are global, too
@@ -305,3 +308,25 @@ def destroy_group(group: dist.ProcessGroup | None = None) -> None:
     if dist.is_initialized():
         _left_groups.append(group or dist.group.WORLD)
         dist.destroy_process_group(group)
+
+
+def make_mesh(world: World, shape: tuple[int, int]) -> DeviceMesh:
+    """Return a mesh over all ranks with one process group for each axis.
+
+    Every rank must call this. The groups that torch creates for a mesh time out after 10 minutes
+    with NCCL and 30 minutes with gloo, regardless of `--collective_timeout`; the groups created
+    here leave the timeout to the watchdog. Each mesh gets new axis names: DTensor treats meshes
+    that compare equal as the same mesh, and would use the closed groups of an earlier mesh.
+    """
+    ranks = torch.arange(world.size).reshape(shape)
+    groups_of_rank: list[dist.ProcessGroup] = []
+    for lines in (ranks.T, ranks):  # groups along the first axis, then along the second
+        for members in lines.tolist():
+            group = dist.new_group(members, timeout=GROUP_TIMEOUT)
+            if world.rank in members:
+                groups_of_rank.append(group)
+    number = next(_mesh_numbers)
+    names = f"rows_{number}", f"columns_{number}"
+    return DeviceMesh.from_group(
+        groups_of_rank, world.device.type, mesh=ranks, mesh_dim_names=names
+    )

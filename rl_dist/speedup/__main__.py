@@ -21,7 +21,6 @@ import json
 import logging
 import math
 import sys
-import time
 from argparse import SUPPRESS
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -90,7 +89,7 @@ class SpeedupOptions:
 class SpeedupReport:
     """All predictions of one call, as JSON values; None marks an unknown value."""
 
-    title: str  # names the job, the machine and the date
+    title: str  # names the job and the device
     rows: list[dict[str, Any]]
     notes: list[str]
 
@@ -133,8 +132,7 @@ def estimate_training_speedup(flags: Sequence[str] = (), **options: Any) -> Spee
     rows = _rows(job, chosen, device, length)
     notes = [f"{chosen.gpu}: {CARD_ESTIMATE}"] if chosen.gpu else []
     notes += [NO_COST] if rows[0]["hours"] is None else []
-    title = f"{job.title}; {chosen.gpu or job.hardware}, {time.strftime('%Y-%m-%d')}"
-    return SpeedupReport(title, rows, job.notes + notes)
+    return SpeedupReport(f"{job.title}; {chosen.gpu or device}", rows, job.notes + notes)
 
 
 def _job_of(run: RunDir, flags: Sequence[str]) -> dict[str, str]:

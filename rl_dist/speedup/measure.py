@@ -51,7 +51,6 @@ class MeasuredJob:
 
     records: list[dict[str, Any]]  # of one rank
     title: str  # names the job
-    hardware: str
     gradient_bytes: int
     network: Network
     shares: list[Share]  # for each scaling, by number of ranks; 1 rank first
@@ -132,7 +131,6 @@ def measure_job(
     return MeasuredJob(
         records=records,
         title=f"{config['task']['env']}, {sizes['num_envs']} environments",
-        hardware=f"{cores} CPU core(s)" if on_cpu else torch.cuda.get_device_name(0),
         gradient_bytes=whole.gradient_bytes,
         network=network or Network(Link()),
         shares=shares,

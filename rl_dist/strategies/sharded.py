@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from rl_dist.process_group.collectives import broadcast_from_rank0
-from rl_dist.process_group.world import World
+from rl_dist.process_group.world import World, make_mesh
 from rl_dist.strategies.config import resolve_shard_size
-from rl_dist.strategies.mesh import make_mesh
 
 SHARD = 1  # the mesh axis along which parameters are split; along axis 0 they are repeated
 # Newer torch has renamed this function and warns about the old name.

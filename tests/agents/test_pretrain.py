@@ -158,7 +158,6 @@ def test_a_pre_training_that_is_refused_leaves_nothing(trained, tmp_path, monkey
     new = [*TINY, "--device", "cpu", "--run_dir", tmp_path / "run"]
     for main, argv, problem in (
         (train_distributed.main, [*PPO, "--pretrained", tmp_path], str(tmp_path)),
-        (pretrain.main, ["--resume", tmp_path], str(tmp_path)),
         (pretrain.main, ["--resume", trained, "--window", "30"], "(it has 20)"),
         (pretrain.main, [*TINY, "--run_dir", trained], f"--resume {trained}"),
         (pretrain.main, [*new, "--strategy", "auto"], "auto"),

@@ -5,15 +5,9 @@ import torch
 from speed_ranks import trained
 
 
-@pytest.fixture(scope="module")
-def alone(world):
-    """Train one rank on whole batches."""
-    return trained(world)
-
-
-@pytest.mark.parametrize("name", ["two parts", "four parts"])
-def test_two_ranks_accumulate_to_the_same_training_and_reduce_once_a_step(name, ranks, alone):
-    for rank in (rank[name] for rank in ranks):
+def test_two_ranks_accumulate_to_the_same_training_and_reduce_once_a_step(ranks, world):
+    alone = trained(world)  # on whole batches
+    for rank in (rank["two parts"] for rank in ranks):
         parameters, losses = rank["record"]["parameters"][-1], rank["record"]["losses"]
         torch.testing.assert_close(parameters, alone.parameters[-1], rtol=1e-6, atol=1e-6)
         for one, other in zip(losses, alone.losses, strict=True):

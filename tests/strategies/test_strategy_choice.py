@@ -31,7 +31,6 @@ PIPELINE = {"mode": "hybrid", "hybrid_form": "pipeline"}
     [
         ({"mode": "none"}, (2,), "strategy none"),
         ({"mode": "dp"}, (1, "cpu", 2), "strategy dp"),
-        ({"mode": "dp"}, (1, "cuda", 1), "strategy dp"),
         ({"mode": "hybrid"}, (1,), "strategy hybrid"),
         (PIPELINE, (3,), "hybrid_form pipeline"),
         ({"mode": "hybrid", "precision": "fp16"}, (2,), "precision fp16"),
@@ -51,10 +50,8 @@ def test_what_cannot_work_is_refused(options, hardware, field):
     ("chosen", "flags", "mode"),
     [
         (CHOSEN, (), "ddp"),
-        (CHOSEN, ("--strategy", "auto"), "ddp"),
         (CHOSEN, ("--num_gpus", "1"), "auto"),  # other number of ranks: measure again
         (CHOSEN, ("--shard_size", "2"), "auto"),
-        (CHOSEN, ("--gradient_compression", "bf16"), "auto"),
         # --fallback had chosen one rank
         (replace(TWO, chosen_strategy="none", chosen_on="1 rank on cpu"), (), "none"),
     ],
