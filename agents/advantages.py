@@ -82,34 +82,40 @@ def gae(
 
 
 def rollout_sums(advantages: Tensor, values: Tensor, returns: Tensor) -> dict[str, Tensor]:
-    """Return this rank's sums for `normalize_advantages` and `explained_variance`."""
-    sums = {"count": torch.tensor(returns.numel(), dtype=torch.float64)}
+    """Return this rank's sums [3] for `normalize_advantages` and `explained_variance`.
+
+    The sums are the number of steps, the sum and the sum of squares.
+    """
+    sums = {}
     samples = {"advantages": advantages, "returns": returns, "errors": returns - values}
     for name, tensor in samples.items():  # [T, B]
         wide = tensor.double()
-        sums |= {name: wide.sum(), f"{name}_square": wide.square().sum()}
+        count = wide.new_full((), wide.numel())
+        sums[name] = torch.stack([count, wide.sum(), wide.square().sum()])
     return sums
 
 
 def normalize_advantages(
-    advantages: Tensor, sums: Mapping[str, Tensor], least: float | Tensor = 0.0
+    advantages: Tensor, sums: Mapping[str, Tensor], least: float | Tensor
 ) -> Tensor:
     """Normalise advantages [T, B] to mean 0 and standard deviation 1 over all ranks.
 
     `least` is a lower bound for the divisor. If it applies, the deviation is below 1.
     """
-    mean, variance = _moments("advantages", sums)
+    mean, variance = _moments(sums["advantages"])
     deviation = (variance.clamp(min=0.0).sqrt() + 1e-8).clamp(min=least)
     return ((advantages.double() - mean) / deviation).to(advantages.dtype)
 
 
 def explained_variance(sums: Mapping[str, Tensor]) -> Tensor:
     """Return 1 - Var(returns - values) / Var(returns); 0 for constant returns."""
-    variance = _moments("returns", sums)[1]
-    errors = _moments("errors", sums)[1]
+    variance = _moments(sums["returns"])[1]
+    errors = _moments(sums["errors"])[1]
     return torch.where(variance > 0, 1.0 - errors / variance, 0.0)
 
 
-def _moments(name: str, sums: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    mean = sums[name] / sums["count"]
-    return mean, sums[f"{name}_square"] / sums["count"] - mean.square()
+def _moments(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and variance."""
+    count, total, squares = sums
+    mean = total / count
+    return mean, squares / count - mean.square()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
-from torch.distributions import Categorical, Distribution
+from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from agents.network import heads
 from agents.network.cores import CORES, PassThrough, State
@@ -70,11 +70,6 @@ class PolicyConfig:
                 f"feature_window does not go with policy {self.policy}: drop it or use --policy "
                 "clstm"
             )
-
-    @property
-    def is_cascade(self) -> bool:
-        """Return True if a shared core feeds separate actor and critic cores."""
-        return self.policy in ("clstm", "mlp")
 
     @property
     def stateless(self) -> bool:
@@ -142,11 +137,12 @@ class Policy(nn.Module):
         self.feature_mlp: nn.Module = nn.Identity()
         self.actor_core: Any = PassThrough()
         self.critic_core: Any = PassThrough()
-        if config.is_cascade or not config.separate_trunks:
+        is_cascade = config.policy in ("clstm", "mlp")
+        if is_cascade or not config.separate_trunks:
             self.feature_core = self._core(width)
             self.feature_mlp = nn.Sequential(nn.Linear(size, size), nn.Tanh())
             width = size
-        if config.is_cascade or config.separate_trunks:
+        if is_cascade or config.separate_trunks:
             self.actor_core = self._core(width)
             self.critic_core = self._core(width)
         self.cores = (self.feature_core, self.actor_core, self.critic_core)
@@ -227,26 +223,17 @@ class Policy(nn.Module):
 
         Takes obs [L, N, F], the state [N, S, H] before the first step, and optionally resets
         [L, N, 1]. Returns (actor [L, N, A], values [L, N]) and the state [N, S, H] after the last
-        step; without memory, the states [L * N, S, H] after every step.
+        step.
         """
-        shape = obs.shape[:2]
-        if not self.config.memory:  # treat every step as a sequence
-            obs = obs.flatten(0, 1)[None]
-            state = self.initial_state(obs.shape[1])
-
-        # compute features, then actor and critic
         before = state.permute(1, 0, 2).contiguous()  # [S, N, H]
         split = self.num_decision_states
         features, feature_state = self.features(obs, before[split:], *resets)
         (actor, values), states = self.decisions(features, before[:split], *resets)
         if self.mask_columns:
             actor = heads.forbid(actor, self._mask(obs))
-        outputs: tuple[Tensor, ...] = (actor, values)
-        if not self.config.memory:
-            outputs = tuple(output[0].unflatten(0, shape) for output in outputs)
         vectors = [vector for core_state in (*states, feature_state) for vector in core_state]
         after = torch.stack(vectors).permute(1, 0, 2).to(state.dtype) if vectors else state
-        return outputs, after
+        return (actor, values), after
 
     def _mask(self, obs: Tensor) -> Tensor:
         """Return the action mask in obs [..., F]; in a window, that of the newest step."""
@@ -292,13 +279,15 @@ class Policy(nn.Module):
 
     def distribution(self, actor: Tensor) -> Distribution:
         """Return the action distribution for the actor's outputs [..., A]."""
-        if self.action_sizes:
-            return self.choices.distribution(actor)
-        if self.discrete:
-            return Categorical(logits=actor, validate_args=False)
         if self.config.squash_actions:
             return heads.SquashedNormal(actor, self.log_std)
-        return heads.gaussian(actor, self.log_std)
+        if not self.discrete:
+            parts: Distribution = Normal(actor, self.log_std.exp(), validate_args=False)
+        elif self.action_sizes:
+            parts = Categorical(logits=self.choices(actor), validate_args=False)
+        else:
+            return Categorical(logits=actor, validate_args=False)
+        return Independent(parts, 1, validate_args=False)
 
     @torch.no_grad()
     def logprobs(self, actor: Tensor, actions: Tensor) -> Tensor:
@@ -326,6 +315,8 @@ class Policy(nn.Module):
             Actions, the actor's outputs [B, A], values [B] and the new state [B, S, H]. Actions are
             [B, A] if continuous (unclipped unless squashed), else [B] or [B, D] int64.
         """
+        if not self.config.memory:
+            episode_start = torch.ones_like(episode_start)
         state = state.masked_fill(episode_start[:, None, None], 0.0)
         (actor, values), new_state = self.network(obs[None], state)
         actor = actor[0]  # [B, A]
@@ -351,8 +342,10 @@ class Policy(nn.Module):
         [N, S, H] before the first step, episode_start [L, N] bool, and optionally its `plan`.
         """
         with weights_cast_once(self.low_precision, obs.device):
-            if self.config.stateless:  # nothing has to be cut
-                actor, values = self.network(obs, state)[0]
+            if self.config.stateless:  # treat every step as a sequence
+                steps = obs.flatten(0, 1)[None]
+                outputs = self.network(steps, self.initial_state(steps.shape[1]))[0]
+                actor, values = (output[0].unflatten(0, obs.shape[:2]) for output in outputs)
             else:
                 actor, values = run_sequence(self.network, obs, state, episode_start, plan)
         return self.evaluate(actor, values, actions)

@@ -53,7 +53,15 @@ class Recorder:
         """
         restarts = sum(env.restarts)
         ended, returns, lengths = rollout.episodes.sum(1).tolist()
-        times = self._times()
+        collect, update = self.seconds["collect"], self.seconds["update"]
+        waited = self.world.sync_seconds + self.world.gradient_seconds  # only in the update
+        times = {
+            "time/collect_s": collect,
+            "time/update_s": update,
+            "time/update_own_s": update - waited,
+            **self.clock.read(),
+            "time/idle_share": waited / (collect + update),
+        }
         pairs = {f"env/{name}": pair for name, pair in env.take_metrics().items()}
         pairs |= {"episode/return": (returns, ended), "episode/length": (lengths, ended)}
         local = {
@@ -85,18 +93,6 @@ class Recorder:
             "time/sync_s": self.world.sync_seconds,
             "time/sps": num_steps / (time.perf_counter() - self.started),
             "ranks": entries,
-        }
-
-    def _times(self) -> dict[str, float]:
-        """Return this rank's times; it waits for other ranks only during the update."""
-        waited = self.world.sync_seconds + self.world.gradient_seconds
-        collect, update = self.seconds["collect"], self.seconds["update"]
-        return {
-            "time/collect_s": collect,
-            "time/update_s": update,
-            "time/update_own_s": update - waited,
-            **self.clock.read(),
-            "time/idle_share": waited / (collect + update),
         }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,7 @@ class Job:
     ppo: PPOConfig
     make_env: Callable[[int, int], TorchEnv]  # (num_envs, env_offset)
     run_dir: Path
-    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    strategy: StrategyConfig = StrategyConfig()
     dtype: torch.dtype = torch.float32
     validate: Validate | None = None
     watch: Watch | None = None  # runs callbacks, decides whether to stop early
@@ -90,7 +90,10 @@ class Training:
             layout, scale_obs=train.normalize_obs, scale_rewards=train.normalize_rewards
         )
         self.normalizers.to(world.device)
-        self.ppo = make_ppo(job, self.policy, world)
+        pipelined = job.strategy.pipelined
+        strategy = (StageStrategy if pipelined else Strategy)(job.strategy, world)
+        learner = PipelinePPO if pipelined else PPO
+        self.ppo = learner(self.policy, job.ppo, strategy, train.grad_accumulation)
 
         # observers and counters
         self.recorder = Recorder(world, self.ppo.clock)
@@ -265,14 +268,6 @@ class Training:
                 f"the checkpoint is damaged: environments: {one_line(error)}"
             ) from error
         self.recorder.restarts_seen = sum(self.env.restarts)
-
-
-def make_ppo(job: Job, policy: Policy, world: World) -> PPO:
-    """Create the PPO learner of a policy with the job's distribution strategy."""
-    microbatches = job.train.grad_accumulation
-    if job.strategy.pipelined:
-        return PipelinePPO(policy, job.ppo, StageStrategy(job.strategy, world), microbatches)
-    return PPO(policy, job.ppo, Strategy(job.strategy, world), microbatches)
 
 
 def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:

@@ -139,10 +139,9 @@ class TanhCore(nn.Sequential):
     num_states = 0
 
     def __init__(self, num_inputs: int, size: int, num_layers: int = 1) -> None:
-        layers: list[nn.Module] = []
-        for width in [num_inputs] + [size] * (num_layers - 1):
-            layers += [nn.Linear(width, size), nn.Tanh()]
-        super().__init__(*layers)
+        widths = [num_inputs] + [size] * (num_layers - 1)
+        layers = ((nn.Linear(width, size), nn.Tanh()) for width in widths)
+        super().__init__(*(part for layer in layers for part in layer))
 
     def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Run the core; the module docstring gives the shapes."""

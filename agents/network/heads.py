@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical, Distribution, Independent, Normal
+from torch.distributions import Distribution, Normal
 from torch.nn import functional
 
 FORBIDDEN = -1e9  # logit of a forbidden action: its probability is exactly 0
@@ -36,17 +36,6 @@ class Choices(nn.Module):
     def forward(self, logits: Tensor) -> Tensor:
         """Return padded logits [..., D, K] for logits [..., A]."""
         return logits[..., self.index].masked_fill(self.padding, FORBIDDEN)
-
-    def distribution(self, logits: Tensor) -> Distribution:
-        """Return the distribution of actions [..., D] for logits [..., A]."""
-        choices = Categorical(logits=self(logits), validate_args=False)
-        return Independent(choices, 1, validate_args=False)
-
-
-def gaussian(means: Tensor, log_std: Tensor) -> Distribution:
-    """Return the distribution of actions [..., A] with independent normal components."""
-    normal = Normal(means, log_std.exp(), validate_args=False)
-    return Independent(normal, 1, validate_args=False)
 
 
 class SquashedNormal(Distribution):

@@ -45,7 +45,8 @@ def test_a_sequence_equals_its_single_steps_and_so_do_gradients(case):
         loss = logprobs.sum() + values.square().sum()
         return torch.autograd.grad(loss, list(policy.parameters()))
 
-    actor, stepwise = run_stepwise(policy.network, obs, state, starts)
+    resets = starts | (not config.memory)
+    actor, stepwise = run_stepwise(policy.network, obs, state, resets)
     expected = gradients(policy.distribution(actor).log_prob(actions), stepwise)
     for plan in plans_of(policy, starts):
         evaluation = policy(obs, actions, state, starts, plan)

@@ -54,7 +54,7 @@ def test_advantages_are_normalised_by_their_deviation_or_by_the_least(least, dev
     found = normalize_advantages(advantages, rollout_sums(advantages, zeros, zeros), least)
     torch.testing.assert_close(found, (advantages - 3.0) / deviation)
     equal = torch.full((2, 2), 5.0)
-    assert normalize_advantages(equal, rollout_sums(equal, zeros, zeros)).abs().max() == 0
+    assert normalize_advantages(equal, rollout_sums(equal, zeros, zeros), 0.0).abs().max() == 0
 
 
 @pytest.mark.parametrize(
