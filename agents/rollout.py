@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agents.network.inputs import Normalizer
 from agents.network.sequences import to_device
-from envs.vector.layout import TorchEnv
+from envs.vector.layout import StepResult, TorchEnv
 from rl_dist.process_group.clock import section
 from rl_dist.strategies.precision import weights_cast_once
 
@@ -133,7 +133,7 @@ def collect(
                 with section("environment"):
                     answers = env.recv(group)
                 on_step()
-                actor.observe(*answers)
+                actor.observe(answers)
                 if num_steps < len(noise):
                     env.send(actor.act(), group)
         parts = [actor.finish(bptt_steps, gamma) for actor in actors]  # also updates the carries
@@ -177,16 +177,10 @@ class Actor:
         carry.lstm_state = state
         return actions
 
-    def observe(
-        self,
-        obs: Tensor,
-        rewards: Tensor,
-        terminated: Tensor,
-        truncated: Tensor,
-        info: dict[str, Any],
-    ) -> None:
+    def observe(self, answers: StepResult) -> None:
         """Record the environments' answers; clear the history where an episode ended."""
         carry = self.carry
+        obs, rewards, terminated, truncated, info = answers
         step = self.steps[-1]
         step |= {"rewards": rewards, "terminated": terminated, "truncated": truncated}
         step["raw_rewards"] = info.get("raw_rewards", rewards)
@@ -256,6 +250,6 @@ class Actor:
 
         # compute the missing values in one call; discard the new recurrent states
         seen = policy_input(self.normalize, history, obs, state.dtype)
-        no_start = torch.zeros(len(seen), dtype=torch.bool, device=seen.device)
+        no_start = torch.zeros_like(cells, dtype=torch.bool)
         next_values.view(-1).index_copy_(0, cells, self.policy.act(seen, state, no_start)[2])
         return next_values * ~steps["terminated"]

@@ -3,37 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from policies import planned, run_stepwise
-from torch import nn
+from policies import FORMS, SEVERAL, make_inputs, make_policy, planned, run_stepwise
 
-from agents.network.cores import LSTMCore
 from agents.network.minibatches import to_sequences
 from agents.network.sequences import run_sequence, state_after
 
-FEATURES, HIDDEN = 3, 5
 SHAPES = [(1, 1), (1, 7), (2, 1), (5, 4), (17, 3), (32, 5)]
-
-
-def make_network(dtype):
-    """Return an LSTM network and its parameters.
-
-    The network maps (obs, state [N, 2, H]) to ((hidden outputs, values), new state).
-    """
-    torch.manual_seed(0)
-    core = LSTMCore(FEATURES, HIDDEN).to(dtype)
-    head = nn.Linear(HIDDEN, 1).to(dtype)
-
-    def network(obs, state, *resets):
-        hidden, new = core(obs, state.permute(1, 0, 2).contiguous(), *resets)
-        return (hidden, head(hidden).squeeze(-1)), torch.stack(new).permute(1, 0, 2)
-
-    return network, [*core.parameters(), *head.parameters()]
-
-
-def make_inputs(num_steps, num_columns, dtype):
-    generator = torch.Generator().manual_seed(0)
-    obs = torch.randn(num_steps, num_columns, FEATURES, dtype=dtype, generator=generator)
-    return obs, torch.randn(num_columns, 2, HIDDEN, dtype=dtype, generator=generator)
 
 
 def patterns(num_steps, num_columns):
@@ -65,32 +40,33 @@ def run_packed(*given):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_sequence_equals_its_single_steps_for_any_pattern_of_resets(shape):
     """Compare outputs, gradients (none may cross an episode start) and last state."""
-    network, parameters = make_network(torch.float64)
+    policy = make_policy(FORMS["clstm"], SEVERAL)
+    inputs = [tensor.requires_grad_() for tensor in make_inputs(policy, *shape)[:2]]
     for name, starts in patterns(*shape).items():
         results = []
         for run in (run_sequence, run_in_one_call, run_packed, run_stepwise):
-            obs, state = (tensor.requires_grad_() for tensor in make_inputs(*shape, torch.float64))
-            hidden, values = run(network, obs, state, starts)
+            actor, values = run(policy.network, *inputs, starts)
             weights = torch.linspace(-1, 2, values.numel(), dtype=torch.float64).view_as(values)
-            loss = (values * weights).sum() + hidden.pow(3).sum()
-            results.append((hidden, values, *torch.autograd.grad(loss, [obs, state, *parameters])))
-        after = state
-        for step, flags in zip(obs, starts, strict=True):
-            after = network(step[None], after * ~flags[:, None, None])[1]
-        for inside in (False, True):
-            reached = state_after(network, obs, state, starts, starts.numpy(), inside)
-            torch.testing.assert_close(reached, after, rtol=1e-11, atol=1e-12, msg=name)
+            loss = (values * weights).sum() + actor.pow(3).sum()
+            gradients = torch.autograd.grad(loss, [*inputs, *policy.parameters()])
+            results.append((actor, values, *gradients))
         *results, wanted = results
         for result in results:
             torch.testing.assert_close(result, wanted, rtol=1e-11, atol=1e-12, msg=name)
+        obs, after = inputs
+        for step, flags in zip(obs, starts, strict=True):
+            after = policy.network(step[None], after * ~flags[:, None, None])[1]
+        for inside in (False, True):
+            reached = state_after(policy.network, *inputs, starts, starts.numpy(), inside)
+            torch.testing.assert_close(reached, after, rtol=1e-11, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_reset_shuts_the_gates_whatever_is_observed(dtype):
-    network, _ = make_network(dtype)
+    policy = make_policy(FORMS["clstm"], SEVERAL).to(dtype)
+    obs, state = (tensor.to(dtype) for tensor in make_inputs(policy, 17, 3)[:2])
     starts = patterns(17, 3)["random 0.2"]
-    obs, state = make_inputs(17, 3, dtype)
-    given = network, obs * 1e8, state, starts
+    given = policy.network, obs * 1e8, state, starts
     torch.testing.assert_close(run_packed(*given), run_stepwise(*given), rtol=1e-5, atol=1e-6)
     inside, cut = (state_after(*given, starts.numpy(), way) for way in (True, False))
     torch.testing.assert_close(inside, cut, rtol=1e-5, atol=1e-6)
