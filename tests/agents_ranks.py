@@ -377,9 +377,8 @@ def parameters_of(training):
 
 def count_small_collectives(out_dir):
     """Save the numbers of collective calls and gradient steps of one iteration."""
-    job = make_job("recall, clstm", out_dir, iterations=3, dtype=torch.float32)
     quiet = {"sync_check_every": 0, "checkpoint_every": 100, "keep_best": "off"}
-    job = replace(job, train=replace(job.train, **quiet))
+    job = make_job("recall, clstm", out_dir, iterations=3, dtype=torch.float32, **quiet)
     world = open_world("cpu", timeout_s=60)
     calls = []
 

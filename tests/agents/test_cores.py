@@ -35,13 +35,6 @@ def test_a_scan_is_the_recurrence_and_so_are_its_gradients(length):
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
 
 
-def test_slow_units_of_a_mingru_remember_for_long_to_begin_with():
-    core = make_policy(PolicyConfig(hidden_size=8, policy="mingru")).feature_core
-    state = torch.ones(1, 1, 8, dtype=torch.float64)
-    outputs, _ = core(torch.zeros(64, 1, 4, dtype=torch.float64), state)
-    assert outputs[-1, 0, 0] < 1e-9 and 0.3 < outputs[-1, 0, -1] < 0.5  # exact: (64 / 65) ** 64
-
-
 @pytest.mark.parametrize(
     ("core", "problem"),
     [

@@ -17,10 +17,6 @@ from policies import (
     plans_of,
     run_stepwise,
 )
-from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
-
-from agents.network.inputs import Normalizer
-from agents.rollout import collect, fresh_carry
 
 CASES = ROWS | {
     f"{name}, {space}": (config, space, NUM_OBS)
@@ -82,31 +78,6 @@ def test_a_window_is_read_from_its_oldest_observation_to_its_newest_from_zero_st
         output, (hidden, cells) = policy.feature_core(row, state)
         state = torch.stack([hidden, cells])
     torch.testing.assert_close(features, policy.feature_mlp(output))
-
-
-def test_row_t_of_a_window_holds_the_observation_of_that_very_day():
-    """Windows start with zeros, stay within an episode, and continue over rollouts."""
-    size = 4
-    policy = make_policy(FORMS["window of 4"])
-    normalizer = Normalizer(NUM_OBS)
-    normalizer.moments.merge(normalizer.moments.sums(torch.linspace(-9, 11, 40).view(10, NUM_OBS)))
-    env = ScriptedEnv(
-        [[(3, TERMINATED), (6, TRUNCATED)], [(20, TRUNCATED)], [(1, TRUNCATED), (2, TERMINATED)]]
-    )
-    carry = fresh_carry(policy, env.reset()[0])
-    noise = torch.randn(8, 3, 2, dtype=torch.float64)
-    rollouts = [collect(policy, normalizer, env, carry, noise, 4, 0.9) for _ in range(2)]
-    # [T, B, n, F]
-    seen = torch.cat([rollout.obs for rollout in rollouts]).unflatten(-1, (size, NUM_OBS))
-    days = normalizer(torch.cat([rollout.raw_obs for rollout in rollouts]).double())
-    starts = torch.cat([rollout.episode_start for rollout in rollouts])
-    for b in range(3):
-        begin = 0
-        for t in range(len(days)):
-            begin = t if starts[t, b] else begin
-            window = days[max(begin, t - size + 1) : t + 1, b]
-            empty = torch.zeros(size - len(window), NUM_OBS, dtype=torch.float64)
-            torch.testing.assert_close(seen[t, b], torch.cat([empty, window]))
 
 
 @pytest.mark.parametrize("form", ["no memory", "mlp", "clstm"])
