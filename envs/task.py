@@ -86,13 +86,9 @@ class GymTask:
     ) -> Any:
         """Make environments numbered from `env_offset`; messages call them `kind`."""
         config = self.config
-        options: dict[str, Any] = {
-            "env_kwargs": config.kwargs(),
-            "vectorization": config.vectorization,
-            "info_mask": config.info_mask,
-            "previous_action": config.previous_action,
-            "previous_reward": config.previous_reward,
-        }
+        names = ("vectorization", "info_mask", "previous_action", "previous_reward")
+        options: dict[str, Any] = {name: getattr(config, name) for name in names}
+        options["env_kwargs"] = config.kwargs()
         make: Any = partial(make_vector_env, config.env, num_envs, end=self.end, **options)
         if config.env_workers > 0:
             from envs.workers.env import WorkerEnv

@@ -25,6 +25,7 @@ from envs.vector.spaces import (
     RowFaultError,
     Space,
     check_masks,
+    check_rows,
     flat_mask,
     to_json,
 )
@@ -162,10 +163,7 @@ class TorchVectorEnv(ArrayEnv):
         obs = self.encoder(raw_obs, self.num_envs)
         rewards = np.array(raw_rewards, np.float64).reshape(self.num_envs)
         terminated, truncated = (np.array(flag, bool).reshape(self.num_envs) for flag in flags)
-        usable = np.abs(rewards) <= MAX_REWARD  # NaN also gives False
-        if not usable.all():
-            first = int(usable.argmin())
-            raise RowFaultError(first, f"reward is {rewards[first]}")
+        check_rows(np.abs(rewards) <= MAX_REWARD, "reward is", rewards)  # NaN also gives False
         final_obs = obs.copy()
         ended = np.flatnonzero(terminated | truncated)
         if len(ended):

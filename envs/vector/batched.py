@@ -13,6 +13,7 @@ example.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -33,22 +34,14 @@ def has_snapshots(env: Any) -> bool:
 
 
 def pack_generator(generator: np.random.Generator) -> np.ndarray:
-    """Pack the state of a PCG64 generator, as Gymnasium uses it, into [6] int64."""
-    state: Any = generator.bit_generator.state
-    numbers = state["state"]["state"], state["state"]["inc"]  # 128-bit integers
-    words = [word for number in numbers for word in divmod(number, 2**64)]
-    return np.array([*words, state["has_uint32"], state["uinteger"]], np.uint64).view(np.int64)
+    """Pack the state of a PCG64 generator, as Gymnasium uses it, into [22] int64."""
+    text = json.dumps(generator.bit_generator.state)  # at most 176 characters
+    return np.frombuffer(text.ljust(176).encode(), np.int64)
 
 
 def unpack_generator(generator: np.random.Generator, packed: np.ndarray) -> None:
     """Restore a PCG64 generator from the result of `pack_generator`."""
-    words = packed.view(np.uint64).tolist()
-    generator.bit_generator.state = {
-        "bit_generator": "PCG64",
-        "state": {"state": words[0] << 64 | words[1], "inc": words[2] << 64 | words[3]},
-        "has_uint32": words[4],
-        "uinteger": words[5],
-    }
+    generator.bit_generator.state = json.loads(packed.tobytes())
 
 
 class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):

@@ -46,10 +46,15 @@ class RowFaultError(ValueError):
         self.row = row
 
 
-def check_rows(usable: np.ndarray, problem: str) -> None:
-    """Raise a RowFaultError for the first row that is not `usable`, [B] bool."""
+def check_rows(usable: np.ndarray, problem: str, values: np.ndarray) -> None:
+    """Raise a RowFaultError for the first of the values [B, ...] that is not usable.
+
+    `usable` is bool, [B] or [B, ...].
+    """
     if not usable.all():
-        raise RowFaultError(int(usable.argmin()), problem)
+        place = np.unravel_index(usable.argmin(), usable.shape)
+        value = " ".join(str(values[place]).split())
+        raise RowFaultError(int(place[0]), f"{problem} {value:.60}")
 
 
 def _leaves(space: Space, path: Path = ()) -> Iterator[tuple[Path, Space]]:
@@ -148,7 +153,7 @@ class Leaf:
         if len(self.sizes):
             rows = _one_hot(values - self.start, self.sizes)
             usable = rows.sum(axis=1) == len(self.sizes)
-            check_rows(usable, f"{name} has a value outside its space")
+            check_rows(usable, f"{name} has a value outside its space:", values)
             return rows
         with np.errstate(over="ignore"):  # the caller refuses infinity later
             rows = values.astype(np.float32)
@@ -194,10 +199,7 @@ class ObservationEncoder:
             values = [leaf.pick(single) for single in raw] if is_list else leaf.pick(raw)
             encoded.append(leaf.encode(values, count))
         rows = encoded[0] if len(encoded) == 1 else np.concatenate(encoded, axis=1)
-        usable = np.isfinite(rows)
-        if not usable.all():
-            row, column = np.argwhere(~usable)[0]
-            raise RowFaultError(int(row), f"observation is {rows[row, column]} at {column}")
+        check_rows(np.isfinite(rows), "observation is", rows)
         return rows
 
 
@@ -212,7 +214,8 @@ def check_masks(masks: np.ndarray, sizes: np.ndarray) -> None:
     """
     allowed = np.add.reduceat(masks, np.cumsum(sizes) - sizes, axis=1)  # [B, D]
     usable = ((masks == 0) | (masks == 1)).all(axis=1) & (allowed > 0).all(axis=1)  # [B]
-    check_rows(usable, f"{MASK_KEY} allows no option of a choice, or is not made of 0 and 1")
+    problem = f"{MASK_KEY} allows no option of a choice, or is not made of 0 and 1:"
+    check_rows(usable, problem, masks)
 
 
 def flat_mask(mask: Any) -> np.ndarray:

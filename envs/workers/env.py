@@ -26,7 +26,6 @@ from rl_dist.process_group.process_ends import how_it_ended
 
 _LOGGER = logging.getLogger(__name__)
 LOOK_S = 0.2  # interval of progress checks while the rank waits for a worker
-Reply = tuple[Exception | None, Any]  # (problem, None) or (None, answer)
 
 
 class _Worker:
@@ -215,22 +214,20 @@ class WorkerEnv(ArrayEnv):
         worker.send(question)
 
     def _answers(self, workers: Sequence[_Worker]) -> list[Any]:
-        """Wait for all workers; return their answers or raise the first problem."""
-        replies = [self._reply(worker) for worker in workers]
-        for problem, _ in replies:
-            if problem is not None:
-                raise problem
-        return [value for _, value in replies]
+        """Wait for workers; return their answers, or raise the problem of one."""
+        return [self._answer(worker) for worker in workers]
 
-    def _reply(self, worker: _Worker) -> Reply:
-        """Wait for the reply from a worker or from the process that replaces it."""
+    def _answer(self, worker: _Worker) -> Any:
+        """Wait for the answer from a worker or from the process that replaces it."""
         while (reply := self._receive(worker)) is None:
-            if fault := self._replace(worker):
-                return fault, None
-        return reply
+            self._replace(worker)
+        problem, answer = reply
+        if problem is not None:
+            raise problem
+        return answer
 
-    def _receive(self, worker: _Worker) -> Reply | None:
-        """Return a worker's next reply, or None if its process has ended."""
+    def _receive(self, worker: _Worker) -> tuple[Exception | None, Any] | None:
+        """Return a worker's next (problem, answer), or None if its process has ended."""
         while message := worker.receive(self._look_after):
             kind, content = message
             if kind == "reply":
@@ -250,31 +247,25 @@ class WorkerEnv(ArrayEnv):
             worker.beats = beats
             self.heartbeat()
 
-    def _replace(self, worker: _Worker) -> Exception | None:
-        """Replace a process that has ended; return the error if no restart is left.
+    def _replace(self, worker: _Worker) -> None:
+        """Start a process in place of one that has ended; raise an error if no restart is left.
 
         The new process is asked the question that the old process did not answer.
         """
+        problem = f"its worker process {worker.pid} {worker.end()}"
+        number = int(worker.status["number"])
+        row = number - 1 - self.env_offset if number else None
+        fault = worker.last_words or self.describe(row, problem, worker.rows)
         restarts = self.lives["restarts"][worker.rows]
-        reply = None
-        while reply is None:  # every attempt uses up one restart
-            problem = f"its worker process {worker.pid} {worker.end()}"
-            number = int(worker.status["number"])
-            row = number - 1 - self.env_offset if number else None
-            fault = worker.last_words or self.describe(row, problem, worker.rows)
-            if (used := restarts.max()) >= self._max_restarts:
-                return EnvironmentFaultError(f"{fault} (after {used} restarts, --env_restarts)")
-            _LOGGER.warning("%s; all environments of this worker are made again", fault)
-            restarts += 1
-            self._start(worker, again=True)
-            reply = self._receive(worker)
-        problem_again, _ = reply
-        if problem_again is None:
-            worker.send(worker.question)
-        return problem_again
+        if (used := restarts.max()) >= self._max_restarts:
+            raise EnvironmentFaultError(f"{fault} (after {used} restarts, --env_restarts)")
+        _LOGGER.warning("%s; all environments of this worker are made again", fault)
+        restarts += 1
+        self._start(worker, "begin_again")
+        worker.send(worker.question)
 
-    def _start(self, worker: _Worker, again: bool = False) -> None:
-        """Start a process that makes the environments; `again`: it replaces another one."""
+    def _start(self, worker: _Worker, begin: str = "begin") -> None:
+        """Start a process; `begin` is the question that lets it make the environments."""
         worker.start(self._file.fileno())
         rows = worker.rows
         options = self.options | {
@@ -285,7 +276,7 @@ class WorkerEnv(ArrayEnv):
             "env_timeout": self.env_timeout,
             "env_restarts": self.env_restarts,
         }
-        worker.send(("begin", rows, self.num_envs, options, again))
+        worker.send((begin, rows, self.num_envs, options))
 
 
 def _split(rows: slice, count: int) -> list[slice]:

@@ -56,22 +56,20 @@ class Worker:
             except (EnvironmentFaultError, ValueError) as error:
                 problem = error
             self._status["number"] = 0
-            self._send("reply", (problem, value))
+            if problem or name != "begin_again":  # the next question follows immediately
+                self._send("reply", (problem, value))
 
     def _send(self, kind: str, content: Any) -> None:
         """Send a message from any thread; drop it if the rank has ended."""
         with self._sending, suppress(OSError):
             self._connection.send((kind, content))
 
-    def begin(
-        self, rows: slice, num_rows: int, options: dict[str, Any], again: bool
-    ) -> tuple[Any, ...]:
+    def begin(self, rows: slice, num_rows: int, options: dict[str, Any]) -> tuple[Any, ...]:
         """Make the environments of these rows; return their layout, spaces and abilities.
 
         Args:
             num_rows: number of environments in all workers together.
             options: arguments of `make_vector_env`.
-            again: True if this process replaces one that died.
         """
         logging.getLogger().addHandler(QueueHandler(self))  # type: ignore[arg-type]
         logging.getLogger().setLevel(logging.INFO)
@@ -98,9 +96,12 @@ class Worker:
         self._rows = shared_rows(self._rows_file, num_rows, row_type)[rows]
         env.lives = self._rows["life"]
         self._env = env
-        if again:
-            env.begin_again(self._rows["obs"])
         return env.layout, actions, env.spaces_json, env.can_snapshot, row_type
+
+    def begin_again(self, rows: slice, num_rows: int, options: dict[str, Any]) -> None:
+        """Make the environments of a worker that died, and continue in its place."""
+        self.begin(rows, num_rows, options)
+        self._env.begin_again(self._rows["obs"])
 
     def reset(self, is_seeded: bool) -> None:
         """Start all environments, with the seeds in the shared rows if `is_seeded`."""

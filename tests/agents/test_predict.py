@@ -25,7 +25,7 @@ MASKED = "several masked choices"
         ("images", IMAGE | {"gear": 3}, None, "gear has a value outside"),
         ("clstm", np.zeros(3), None, "shape"),
         ("clstm", np.array(["a"] * 4), None, "could not convert"),
-        ("clstm", np.full(4, np.nan), None, "observation is nan at 0"),
+        ("clstm", np.full(4, np.nan), None, "observation is nan"),
         ("clstm", np.zeros((2, 4)), ONE_STATE, "the state of 2 observations"),
         (MASKED, {"action_mask": MASK, "place": PLACE}, None, "allows no option"),
     ],
