@@ -70,8 +70,9 @@ def measure(env_id: str, num_envs: int, num_steps: int, rounds: int) -> None:
     noise = torch.randn(num_steps, num_envs, 1)
     envs: dict[tuple[int, int], Any] = {(0, 1): make_vector_env(env_id, num_envs)}
     for workers, groups in WAYS[1:]:
-        envs[workers, groups] = WorkerEnv(env_id, num_envs, workers, groups)
-    carries = {way: fresh_carry(policy, env.reset()[0]) for way, env in envs.items()}
+        envs[workers, groups] = WorkerEnv(num_envs, workers, groups, env_id=env_id)
+    seeds = list(range(num_envs))
+    carries = {way: fresh_carry(policy, env.reset(seed=seeds)[0]) for way, env in envs.items()}
     rates: dict[tuple[int, int], list[float]] = {way: [] for way in WAYS}
     for _ in range(rounds):
         for way, env in envs.items():

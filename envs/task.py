@@ -89,19 +89,14 @@ class GymTask:
         names = ("vectorization", "info_mask", "previous_action", "previous_reward")
         options: dict[str, Any] = {name: getattr(config, name) for name in names}
         options["env_kwargs"] = config.kwargs()
-        make: Any = partial(make_vector_env, config.env, num_envs, end=self.end, **options)
+        make: Any = partial(make_vector_env, num_envs=num_envs, end=self.end, **options)
         if config.env_workers > 0:
             from envs.workers.env import WorkerEnv
 
-            make = partial(
-                WorkerEnv,
-                config.env,
-                num_envs,
-                config.env_workers,
-                config.env_groups,
-                options=options,
-            )
+            workers, groups = config.env_workers, config.env_groups
+            make = partial(WorkerEnv, num_envs, workers, groups, options=options)
         return make(
+            env_id=config.env,
             env_offset=env_offset,
             device=device,
             kind=kind,

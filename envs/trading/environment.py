@@ -151,17 +151,11 @@ class TradingVectorEnv(TorchEnv):
         closes = self._prices[:, 0].index_select(0, self.row)
         return self.shares * closes / self.value
 
-    def reset(self, *, seed: int | Sequence[int] | None = None) -> tuple[Tensor, dict[str, Any]]:
-        """Start an episode in every environment.
-
-        Args:
-            seed: one integer per environment; an integer s means s, s + 1, ...; None: start the
-                next episodes of the current seeds.
-        """
-        if seed is not None or not len(self.keys):
-            self.keys = seed_keys(seed, self.num_envs).to(self.device)
-            self.episode = torch.full_like(self.keys, -1)  # [B]
-            self._restarts_left = 0
+    def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
+        """Start the first episode of every environment, with one seed for each."""
+        self.keys = seed_keys(seed).to(self.device)
+        self.episode = torch.full_like(self.keys, -1)  # [B]
+        self._restarts_left = 0
         all_ended = torch.ones_like(self.keys, dtype=torch.bool)
         obs = self._restart(all_ended, self._features[:1])
         if not self.evaluation:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from numbers import Real
@@ -51,18 +52,10 @@ class TorchVectorEnv(ArrayEnv):
 
     env: Any  # the vector environment, or the list of environments of `OneByOne`
     _: KW_ONLY
-    env_id: str
     make: Any = None  # makes the replacement of a failed environment
     max_episode_steps: int | None = None  # limit for the episodes of single environments
-    env_offset: int = 0
-    device: Any = "cpu"
-    kind: str = "environment"
     end: Callable[[str], None] = end_process  # ends the process if a call cannot be interrupted
-    # Reports progress. It runs before every call and, in a watcher thread, during long calls.
-    heartbeat: Callable[[], None] = lambda: None
     # The flags below are those of `envs.task.TaskConfig`.
-    env_timeout: float = 0.0
-    env_restarts: int = 0
     info_mask: bool = False
     previous_action: bool = False
     previous_reward: bool = False
@@ -108,7 +101,7 @@ class TorchVectorEnv(ArrayEnv):
         self.lives["lifetime_step"] += 1
         return step_result(self.step_arrays(actions.detach().cpu().numpy()), self.device)
 
-    def reset_arrays(self, seeds: list[int] | None) -> np.ndarray:
+    def reset_arrays(self, seeds: Sequence[int]) -> np.ndarray:
         """Start all environments; return their observations as a new array [B, F]."""
         obs = np.zeros((self.num_envs, self.layout.size), np.float32)
         obs[:, : self.row_size] = self._reset_envs(seeds)
@@ -198,7 +191,7 @@ class OneByOne(TorchVectorEnv):
         self._last_rows = [np.zeros(self.row_size, np.float32)] * self.num_envs
         # First observation of the next episode, by row, where a restart has already begun it.
         self._first_rows: dict[int, np.ndarray] = {}
-        self._metrics: dict[str, tuple[float, int]] = {}
+        self._metrics: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))  # sum and count
         self.can_snapshot = all(map(has_snapshots, self.env))
 
     def begin_again(self, last_obs: np.ndarray) -> None:
@@ -212,18 +205,15 @@ class OneByOne(TorchVectorEnv):
 
     def take_metrics(self) -> dict[str, tuple[float, int]]:
         """Return (sum, count) of every metric that was reported since the last call."""
-        metrics = self._metrics
-        self._metrics = {}
+        metrics = {name: (pair[0].item(), int(pair[1])) for name, pair in self._metrics.items()}
+        self._metrics.clear()
         return metrics
 
     # ---- episodes
 
     def _reset_envs(self, seeds: Any) -> np.ndarray:
-        if seeds is not None:
-            self._first_rows = {}
-        return np.stack(
-            [self._first_row(row, seeds and seeds[row]) for row in range(self.num_envs)]
-        )
+        self._first_rows = {}
+        return np.stack([self._first_row(row, seed) for row, seed in enumerate(seeds)])
 
     def _first_row(self, row: int, seed: int | None = None) -> np.ndarray:
         """Begin an episode unless a restart already did; return its first observation."""
@@ -260,8 +250,7 @@ class OneByOne(TorchVectorEnv):
         metrics = info.get("metrics")
         for name, value in metrics.items() if isinstance(metrics, dict) else ():
             if isinstance(value, Real | np.bool_) and math.isfinite(value):
-                total, count = self._metrics.get(name, (0.0, 0))
-                self._metrics[name] = total + float(value), count + 1
+                self._metrics[name] += value, 1
         # No action follows the last observation of an episode, so its mask is not needed.
         self._last_rows[row] = self._row_of(obs, None if terminated or truncated else info)
         return reward, self._last_rows[row], bool(terminated), truncated

@@ -128,8 +128,8 @@ class TorchEnv:
         """Number of restarts of each environment, [B]."""
         return [0] * self.num_envs
 
-    def reset(self, *, seed: Sequence[int] | None = None) -> tuple[Tensor, dict[str, Any]]:
-        """Start all environments; return observations [B, F] and an empty info."""
+    def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
+        """Start all environments with new seeds; return observations [B, F] and an empty info."""
         raise NotImplementedError
 
     def step(self, actions: Tensor) -> StepResult:

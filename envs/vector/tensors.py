@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,24 +17,31 @@ STEP_FIELDS = ("rewards", "obs", "final_obs", "terminated", "truncated")
 # What is known of an environment, [B]. It outlives restarts and the death of a worker process.
 LIFE = [
     ("restarts", "i8"),
-    ("life_seed", "i8"),  # seed of the last seeded reset
+    ("life_seed", "i8"),  # seed of the last reset
     ("lifetime_step", "i8"),  # steps since then
     ("age", "i8"),  # steps of the episode, where the adapter limits them
 ]
 GOLDEN_STEP = 0x9E3779B97F4A7C15 - 2**64  # splitmix64's increment, as int64
 
 
+@dataclass(eq=False, kw_only=True)
 class ArrayEnv(TorchEnv):
     """A TorchEnv whose subclasses work with numpy arrays."""
 
     env_id: str
-    kind: str  # first word of every message about an environment
-    device: torch.device
-    lives: np.ndarray  # [B] LIFE
+    env_offset: int = 0
+    device: Any = "cpu"
+    kind: str = "environment"  # first word of every message about an environment
+    # Reports progress. It runs before every call and, in a watcher thread, during long calls.
+    heartbeat: Callable[[], None] = lambda: None
+    env_timeout: float = 0.0  # see `envs.task.TaskConfig`
+    env_restarts: int = 0
+
+    lives: Any = field(init=False)  # array of LIFE, [B]
     # methods of the subclasses
-    reset_arrays: Callable[[list[int] | None], np.ndarray]  # starts episodes, returns new [B, F]
-    get_arrays: Callable[[], dict[str, np.ndarray]]
-    set_arrays: Callable[[dict[str, np.ndarray]], None]
+    reset_arrays: ClassVar[Callable[..., np.ndarray]]  # starts episodes, returns new [B, F]
+    get_arrays: ClassVar[Callable[..., dict[str, np.ndarray]]]
+    set_arrays: ClassVar[Callable[..., None]]
 
     @property
     def restarts(self) -> list[int]:
@@ -53,11 +61,10 @@ class ArrayEnv(TorchEnv):
         step = self.lives["lifetime_step"][first]
         return f"{self.kind} {self.env_id} number {number} at its step {step}: {problem}"
 
-    def reset(self, *, seed: Any = None) -> tuple[Tensor, dict[str, Any]]:
-        """Start all environments; new seeds also set their lifetime step to 0."""
-        if seed is not None:
-            self.lives["life_seed"] = seed
-            self.lives["lifetime_step"] = 0
+    def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
+        """Start all environments and set their lifetime step to 0."""
+        self.lives["life_seed"] = seed
+        self.lives["lifetime_step"] = 0
         return to_tensors([self.reset_arrays(seed)], self.device)[0], {}
 
     def get_state(self) -> dict[str, Tensor]:
@@ -93,11 +100,8 @@ def step_result(arrays: Sequence[np.ndarray], device: torch.device) -> StepResul
 # ---- random numbers: each is a hash of a key and a counter
 
 
-def seed_keys(seed: int | Sequence[int] | None, num_envs: int) -> Tensor:
+def seed_keys(seeds: Sequence[int]) -> Tensor:
     """Hash the seeds of `reset` into one int64 key per environment, [B]."""
-    if seed is None:
-        seed = np.random.SeedSequence().generate_state(num_envs, np.uint64).tolist()
-    seeds = range(seed, seed + num_envs) if isinstance(seed, int) else seed
     return _mix(torch.from_numpy(np.array(seeds, np.uint64).view(np.int64)))
 
 

@@ -6,9 +6,10 @@ import logging
 import os
 import select
 import socket
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from multiprocessing.connection import Connection
 from typing import Any
@@ -46,7 +47,7 @@ class _Worker:
         self._poll.register(self._connection.fileno(), select.POLLIN)
         self.status = shared_rows(status_file, 1, STATUS)[0]
         os.close(status_file)
-        self.beats = 0  # last value of status["beats"] that was seen
+        self._beats = 0  # last value of status["beats"] that was seen
         self.last_words = ""  # why the process was ended, in one line
         self._end = ""
 
@@ -55,14 +56,17 @@ class _Worker:
         with suppress(OSError):
             self._connection.send(message)
 
-    def receive(self, meanwhile: Callable[[_Worker], None]) -> Any:
+    def receive(self, heartbeat: Callable[[], None]) -> Any:
         """Return the next message, or None if the process has ended.
 
-        `meanwhile` is called every LOOK_S seconds.
+        While the process makes progress, `heartbeat` is called every LOOK_S seconds.
         """
         try:
             while not self._poll.poll(1000 * LOOK_S):
-                meanwhile(self)
+                beats = int(self.status["beats"])
+                if beats != self._beats:
+                    self._beats = beats
+                    heartbeat()
             return self._connection.recv()
         except (OSError, EOFError):
             return None
@@ -89,17 +93,9 @@ class WorkerEnv(ArrayEnv):
     environments again and answers the open question.
     """
 
-    env_id: str
     num_envs: int
     num_workers: int
     num_groups: int = 1
-    _: KW_ONLY
-    env_offset: int = 0
-    device: Any = "cpu"
-    kind: str = "environment"
-    heartbeat: Callable[[], None] = lambda: None
-    env_timeout: float = 0.0
-    env_restarts: int = 0
     options: dict[str, Any] = field(default_factory=dict)  # more arguments of make_vector_env
 
     def __post_init__(self) -> None:
@@ -139,9 +135,9 @@ class WorkerEnv(ArrayEnv):
 
     # ---- methods of a vector environment
 
-    def reset_arrays(self, seeds: list[int] | None) -> np.ndarray:
+    def reset_arrays(self, seeds: Sequence[int]) -> np.ndarray:
         """Start all environments; return their observations as a new array [B, F]."""
-        self._ask_all("reset", seeds is not None)  # `reset` stored the seeds as `life_seed`
+        self._ask_all("reset")  # the seeds are in the shared rows
         return self._rows["obs"].copy()
 
     def step(self, actions: Tensor) -> StepResult:
@@ -168,11 +164,10 @@ class WorkerEnv(ArrayEnv):
 
     def take_metrics(self) -> dict[str, tuple[float, int]]:
         """Return (sum, count) of every metric that was reported since the last call."""
-        metrics: dict[str, tuple[float, int]] = {}
+        metrics: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
         for reported in self._ask_all("take_metrics"):
             for name, (total, count) in reported.items():
-                before = metrics.get(name, (0.0, 0))
-                metrics[name] = before[0] + total, before[1] + count
+                metrics[name] = metrics[name][0] + total, metrics[name][1] + count
         return metrics
 
     def get_arrays(self) -> dict[str, np.ndarray]:
@@ -228,7 +223,7 @@ class WorkerEnv(ArrayEnv):
 
     def _receive(self, worker: _Worker) -> tuple[Exception | None, Any] | None:
         """Return a worker's next (problem, answer), or None if its process has ended."""
-        while message := worker.receive(self._look_after):
+        while message := worker.receive(self.heartbeat):
             kind, content = message
             if kind == "reply":
                 return content
@@ -239,13 +234,6 @@ class WorkerEnv(ArrayEnv):
         return None
 
     # ---- workers that die
-
-    def _look_after(self, worker: _Worker) -> None:
-        """Report a worker's progress."""
-        beats = int(worker.status["beats"])
-        if beats != worker.beats:
-            worker.beats = beats
-            self.heartbeat()
 
     def _replace(self, worker: _Worker) -> None:
         """Start a process in place of one that has ended; raise an error if no restart is left.

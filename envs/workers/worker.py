@@ -103,10 +103,9 @@ class Worker:
         self.begin(rows, num_rows, options)
         self._env.begin_again(self._rows["obs"])
 
-    def reset(self, is_seeded: bool) -> None:
-        """Start all environments, with the seeds in the shared rows if `is_seeded`."""
-        seeds = self._env.lives["life_seed"].tolist() if is_seeded else None
-        self._rows["obs"] = self._env.reset_arrays(seeds)
+    def reset(self) -> None:
+        """Start all environments with the seeds in the shared rows."""
+        self._rows["obs"] = self._env.reset_arrays(self._env.lives["life_seed"].tolist())
 
     def step(self) -> None:
         """Step all environments with the actions in the shared rows."""

@@ -17,7 +17,7 @@ def in_workers(job, workers, groups=1):
     def make_env(num_envs, env_offset):
         options = {"env_kwargs": {"delay": 3}}
         return WorkerEnv(
-            "Recall-v0", num_envs, workers, groups, env_offset=env_offset, options=options
+            num_envs, workers, groups, env_id="Recall-v0", env_offset=env_offset, options=options
         )
 
     return replace(job, make_env=make_env)

@@ -72,7 +72,7 @@ def test_metrics_that_are_not_finite_numbers_are_skipped():
     env = failing(returns(4, {"metrics": odd | numbers}))
     for _ in range(2):
         play(env, 3)
-        env.reset()
+        env.reset(seed=[70, 80])
     assert env.take_metrics() == {"won": (2.0, 2), "level": (1.0, 2), "lives": (6.0, 2)}
     assert env.take_metrics() == {}
 
@@ -120,7 +120,7 @@ def test_a_bad_step_is_named_by_its_environment_or_begins_again(third, problem):
 )
 def test_a_bad_step_of_a_batch_is_named_too(third, problem):
     env = make_vector_env("Recall-v0", 2)
-    env.reset()
+    env.reset(seed=[0, 1])
     good = env.env.step(np.zeros(2, np.int64))
     env.env.step = lambda actions: third(good)
     with pytest.raises(EnvironmentFaultError, match=problem):

@@ -59,7 +59,7 @@ def make_env(num_envs=3, markets=MARKETS[:1], seed=100, evaluation=False, device
         evaluation=evaluation,
         device=device,
     )
-    env.reset(seed=seed)
+    env.reset(seed=[seed + i for i in range(num_envs)] if isinstance(seed, int) else seed)
     return env
 
 

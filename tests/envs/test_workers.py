@@ -28,7 +28,7 @@ def make():
         if env_id == MISBEHAVING:
             options["env_kwargs"] = {"misdeeds": misdeeds, "at": 3}
         if workers:
-            env = WorkerEnv(env_id, NUM_ENVS, workers, groups, options=options, **guards)
+            env = WorkerEnv(NUM_ENVS, workers, groups, env_id=env_id, options=options, **guards)
         else:
             env = make_vector_env(env_id, NUM_ENVS, **options, **guards)
         made.append(env)
@@ -159,7 +159,7 @@ def test_a_worker_that_dies_between_rollouts_begins_again_at_the_next_step(quest
 def test_workers_end_with_their_rank_however_that_ends():
     code = (
         "import time; from envs.workers.env import WorkerEnv\n"
-        "env = WorkerEnv('Recall-v0', 2, 2)\n"
+        "env = WorkerEnv(2, 2, env_id='Recall-v0')\n"
         "print(*[worker.pid for worker in env.workers], flush=True)\n"
         "time.sleep(1000)"
     )
@@ -177,4 +177,4 @@ def test_workers_end_with_their_rank_however_that_ends():
 
 def test_an_environment_that_cannot_be_made_is_an_error_of_one_line():
     with pytest.raises(ValueError, match="'Nowhere-v0' cannot be made"):
-        WorkerEnv("Nowhere-v0", 4, 2)
+        WorkerEnv(4, 2, env_id="Nowhere-v0")
