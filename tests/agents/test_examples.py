@@ -7,6 +7,9 @@ import matplotlib
 import pytest
 from train_runs import REPO
 
+from agents.network.own_core import try_core
+from examples.phase_core import PhaseCore
+
 TINY = {"num_envs": 4, "num_steps": 16, "bptt_steps": 8, "batch_size": 4, "hidden_size": 8}
 
 
@@ -19,12 +22,17 @@ def own_folder(tmp_path, monkeypatch):
 def test_the_quick_start_notebook_runs_from_its_first_cell_to_its_last(capsys):
     matplotlib.use("agg")
     notebook = json.loads((REPO / "examples/quickstart.ipynb").read_text())
-    cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
     names = {"__name__": "notebook"}
-    for cell in cells:
-        exec(compile(cell.replace("30_000", "4096, eval_episodes=4"), "cell", "exec"), names)
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            code = "".join(cell["source"]).replace("30_000", "4096, eval_episodes=4")
+            exec(compile(code, "cell", "exec"), names)
     assert [step for step, _ in names["history"]] == [2048, 4096]
     assert "return of one episode:" in capsys.readouterr().out
+
+
+def test_the_core_of_phases_keeps_the_contract_of_a_core():
+    try_core("examples.phase_core:PhaseCore", PhaseCore(5, 16, 1), 5, 16)
 
 
 @pytest.mark.slow
@@ -43,10 +51,8 @@ def test_a_search_ends_trials_that_the_pruner_gives_up(lower, state, count):
     optuna = pytest.importorskip("optuna", reason="optuna is not installed")
     from examples import optuna_search
 
-    study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(lower=lower))
     tiny = TINY | {"validate_every": 1, "eval_episodes": 2}
+    study = optuna.create_study(pruner=optuna.pruners.ThresholdPruner(lower=lower))
     study.optimize(lambda trial: optuna_search.objective(trial, 256, **tiny), 1)
     (trial,) = study.trials
     assert trial.state.name == state and len(trial.intermediate_values) == count
-    for trials in (1, 2):  # the second search continues the first one
-        assert len(optuna_search.main(trials=1, total_steps=64, **tiny).trials) == trials
