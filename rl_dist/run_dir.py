@@ -201,9 +201,6 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.lock = None
 
     def __exit__(self, *exc_info: object) -> None:
-        with suppress(OSError):
-            if self.lock and self.is_in_place() and not self.config_path.stat().st_size:
-                self.config_path.unlink()  # the start failed before it wrote a configuration
         self.release()
 
     def is_locked(self) -> bool:
@@ -222,8 +219,8 @@ class RunDir(AbstractContextManager["RunDir"]):
         return self.lock is None or leads_to(self.config_path, self.lock)
 
     def is_unused(self) -> bool:
-        """Return True if the directory is missing, empty or holds only logs."""
-        return not self.path.exists() or set(self.path.iterdir()) <= {self.logs}
+        """Return True if the directory is missing or holds only logs and config.json."""
+        return not self.path.exists() or set(self.path.iterdir()) <= {self.logs, self.config_path}
 
     def discard_unstarted(self, exit_code: int) -> None:
         """Delete a locked run without an iteration; after exit code 1, keep its logs."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import shutil
 import sys
 import tempfile
@@ -20,8 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-import torch
 
 from rl_dist.errors import one_line
 from rl_dist.launch.bench import time_reductions
@@ -131,7 +128,6 @@ def check_setup(
 class Facts:
     """Facts about this machine that are known without a measurement."""
 
-    software: dict[str, str]  # versions of Python and torch
     gpu: GpuInfo
     nvidia_gpus: int  # GPUs that the NVIDIA driver lists, even if torch does not see them
     cores: int  # cores that this process may use
@@ -153,7 +149,6 @@ def read_facts(run_dir: Path) -> Facts:
     except OSError as error:
         disk_error = str(error)
     return Facts(
-        software={"Python": platform.python_version(), "torch": torch.__version__},
         gpu=get_gpu_info(),
         nvidia_gpus=len(list(NVIDIA_DEVICES.glob("*"))),
         cores=available_cores(),

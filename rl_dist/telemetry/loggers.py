@@ -144,7 +144,7 @@ def open_logger(name: str, run_dir: Path, settings: Settings) -> GuardedLogger:
 def _scalars_of(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield the tag and value of each number; tags of rank N begin with rank_N/."""
     for key, value in record.items():
-        if isinstance(value, bool | int | float) and key not in NO_SCALARS:
+        if isinstance(value, int | float) and key not in NO_SCALARS:
             yield prefix + key, float(value)
     for rank in record.get("ranks", ()):
         yield from _scalars_of(rank, f"rank_{rank.get('rank')}/")

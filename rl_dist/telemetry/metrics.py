@@ -174,7 +174,7 @@ class _Progress:
             total=total,
             unit=f" {unit}",
             initial=min(start, total),
-            dynamic_ncols=self._on_terminal,
+            dynamic_ncols=True,
             bar_format=None if self._on_terminal else LINE,
             file=sys.stderr if self._on_terminal else io.StringIO(),
         )

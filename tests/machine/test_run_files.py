@@ -6,13 +6,6 @@ from hostile import ODD_FILES
 from rl_dist.files import path_to_write, read_plain
 
 
-@pytest.mark.parametrize("odd", ODD_FILES)
-def test_what_is_no_plain_file_is_refused_at_once(tmp_path, odd):
-    ODD_FILES[odd](tmp_path / "config.json")
-    with pytest.raises(OSError):
-        read_plain(tmp_path / "config.json")
-
-
 @pytest.mark.parametrize("odd", ["pipe", "socket", "device", "link to nowhere", "link to itself"])
 def test_no_path_to_write_leads_through_what_is_no_plain_file_or_folder(tmp_path, odd):
     (tmp_path / "run").symlink_to(tmp_path)  # users may link the run directory

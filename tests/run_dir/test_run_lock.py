@@ -28,7 +28,6 @@ def test_a_lock_goes_along_to_a_new_process_and_ends_with_the_last(tmp_path):
 def test_two_runs_never_begin_in_one_directory_unless_the_first_was_removed(tmp_path):
     with RunDir(tmp_path).hold_new(), pytest.raises(UserError, match="in use"):
         RunDir(tmp_path).hold_new()
-    assert not list(tmp_path.iterdir())  # no config was written, so nothing stays
     with RunDir(tmp_path).hold_new() as run:
         run.write_config({})
     with pytest.raises(UserError, match="holds a run already"):

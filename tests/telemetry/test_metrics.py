@@ -105,28 +105,25 @@ def test_an_unknown_or_missing_logger_is_one_line(tmp_path, monkeypatch):
         write(tmp_path, loggers=["wandb"])
 
 
-def test_mlflow_keeps_settings_and_metrics_in_the_run_directory_and_continues(tmp_path):
-    mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+@pytest.mark.parametrize("name", ["mlflow", "wandb"])
+def test_a_service_keeps_settings_and_metrics_in_the_run_directory_and_continues(
+    name, tmp_path, monkeypatch
+):
+    service = pytest.importorskip(name, reason=f"the extra {name} is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
     for iteration in (1, 2):  # the second writer continues the run
         line = record(iteration, ranks=[{"rank": 0, "time/sps": 5.0}], x=7.0)
-        write(tmp_path, line, loggers=["mlflow"], config=CONFIG)
-    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
-    experiment = client.get_experiment_by_name(loggers.PROJECT)
-    (run,) = client.search_runs([experiment.experiment_id])
+        write(tmp_path, line, loggers=[name], config=CONFIG)
+    run_id = (tmp_path / f"{name}_run_id").read_text()
+    if name == "wandb":
+        assert list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
+        return
+    client = service.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    run = client.get_run(run_id)
     assert (run.info.status, run.data.params["train.seed"]) == ("FINISHED", "3")
-    history = client.get_metric_history(run.info.run_id, "x")
+    history = client.get_metric_history(run_id, "x")
     assert [(m.step, m.value) for m in history] == [(100, 7.0), (200, 7.0)]
     assert run.data.metrics["rank_0/time/sps"] == 5.0
-
-
-def test_wandb_works_offline_and_continues_under_the_same_id(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="the extra wandb is not installed")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    for iteration in (1, 2):
-        found = write(tmp_path, record(iteration, x=7.0), loggers=["wandb"], config=CONFIG)
-    name = (tmp_path / "wandb_run_id").read_text()
-    assert list((tmp_path / "wandb").glob(f"offline-run-*-{name}/run-{name}.wandb"))
-    assert [line["iteration"] for line in found] == [1, 2]
 
 
 # ---- progress
