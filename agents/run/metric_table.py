@@ -7,20 +7,19 @@ with the metrics of real runs.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rl_dist.errors import UserError, did_you_mean
 
 
-@dataclass(frozen=True)
-class Metric:
+class Metric(NamedTuple):
     """One key of a record in metrics.jsonl."""
 
     meaning: str
-    unit: str = ""
-    when: str = ""  # kind of run that writes this metric; "": every run
-    per_rank: bool = False  # each entry of `ranks` holds its rank's value
-    overall: bool = True  # the record itself holds one value for all ranks
+    unit: str
+    when: str  # kind of run that writes this metric; "": every run
+    per_rank: bool  # each entry of `ranks` holds its rank's value
+    overall: bool  # the record itself holds one value for all ranks
 
 
 TRADING = "StockTrading-v0"

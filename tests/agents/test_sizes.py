@@ -66,11 +66,11 @@ def test_random_sizes_work_or_every_proposal_does(num_ranks):
 
 
 def test_minibatches_of_all_ranks_together_are_those_of_one_rank():
-    """Check 400 random sizes; sizes that are refused do not count."""
+    """Check 400 random sizes on several ranks; sizes that are refused do not count."""
     rng = np.random.default_rng(5)
-    strata, checked = set(), 0
-    while checked < 400:
-        num_ranks = int(rng.choice([1, 2, 3, 4, 5, 6, 7, 8, 12]))
+    strata = []
+    while len(strata) < 400:
+        num_ranks = int(rng.choice([2, 3, 4, 5, 6, 7, 8, 12]))
         batch_size, num_envs = (num_ranks * int(rng.integers(1, 7)) for _ in range(2))
         steps = int(rng.integers(1, 9))
         options = {"batch_size": batch_size, "num_envs": num_envs, "num_steps": steps}
@@ -78,23 +78,18 @@ def test_minibatches_of_all_ranks_together_are_those_of_one_rank():
             ranks = sizes_of(num_ranks, **options, bptt_steps=1)
             (alone,) = sizes_of(1, **options, bptt_steps=1)
             key = tuple(rng.integers(0, 100, 2).tolist())
-            epoch = int(rng.integers(3))
-            whole = global_sequences(alone, key, epoch)
-            shares = [global_sequences(rank, key, epoch) for rank in ranks]
-            # all ranks have equally large shares
-            assert {len(share[0]) for share in shares} == {batch_size // num_ranks}
-            for minibatch, parts in zip(whole, zip(*shares, strict=True), strict=True):
-                assert sorted(np.concatenate(parts)) == sorted(minibatch)
+            whole = global_sequences(alone, key)
+            together = np.concatenate([global_sequences(rank, key) for rank in ranks], axis=1)
+            assert np.array_equal(np.sort(together), np.sort(whole))
             assert sorted(whole.ravel()) == list(range(num_envs * steps))  # each exactly once
-            strata.add(alone.num_minibatches // math.gcd(alone.num_minibatches, steps))
-            checked += num_ranks > 1
-    assert len(strata) > 4, strata
+            strata.append(alone.num_minibatches // math.gcd(alone.num_minibatches, steps))
+    assert len(set(strata)) > 4
 
 
-def global_sequences(rank, key, epoch):
+def global_sequences(rank, key):
     """Return global numbers of this rank's sequences, [num_minibatches, sequences]."""
     share = (rank.env_offset, rank.num_envs, rank.sequences_per_env, rank.num_minibatches)
-    time, env = np.divmod(sequence_orders(key, 3, *share)[epoch], rank.num_envs)
+    time, env = np.divmod(sequence_orders(key, 3, *share)[2], rank.num_envs)
     return time * rank.global_num_envs + rank.env_offset + env
 
 
