@@ -32,7 +32,7 @@ help:
 	@echo "make train [ARGS='...']   install into .venv (once) and train; ARGS are flags of train_distributed.py"
 	@echo "make test  [ARGS='...']   install, then lint, types and tests; ARGS are flags of pytest (-n 0: one process)"
 	@echo "make test-all             the long tests, too, with all loggers, POPGym and Ray installed (an hour or more)"
-	@echo "make test-gpu             the tests that need CUDA GPUs; writes a report to send back, gpu_report_DATE.md"
+	@echo "make test-gpu             the tests that need CUDA GPUs; writes a report to send back, gpu_report_DATE.xml"
 	@echo "make bench [ARGS='...']   speed of this checkout, compared with the last time by ratios (some minutes)"
 	@echo "make lint                 ruff and mypy alone"
 	@echo "make format               let ruff repair and format the code"
@@ -60,7 +60,7 @@ test-all: ready-test
 	@$(RUN) -m pytest $(PARALLEL) -m "not gpu" $(ARGS)
 
 test-gpu: ready-test
-	@GPU_REPORT="gpu_report_`date +%Y-%m-%d_%H-%M`.md" $(RUN) -m pytest -n 0 -m gpu tests/gpu $(ARGS)
+	@$(RUN) -m pytest -n 0 -m gpu --junitxml="gpu_report_`date +%Y-%m-%d_%H-%M`.xml" tests/gpu $(ARGS)
 
 bench: ready
 	@$(RUN) benchmarks/throughput.py $(ARGS)

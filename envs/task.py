@@ -81,10 +81,8 @@ class GymTask:
     def __post_init__(self) -> None:
         find_spec(self.config.env)  # raises if the environment is unknown
 
-    def training_env(
-        self, num_envs: int, env_offset: int = 0, device: str = "cpu", kind: str = "environment"
-    ) -> Any:
-        """Make environments numbered from `env_offset`; messages call them `kind`."""
+    def training_env(self, num_envs: int, env_offset: int = 0, device: str = "cpu") -> Any:
+        """Make environments numbered from `env_offset`."""
         config = self.config
         names = ("vectorization", "info_mask", "previous_action", "previous_reward")
         options: dict[str, Any] = {name: getattr(config, name) for name in names}
@@ -99,15 +97,12 @@ class GymTask:
             env_id=config.env,
             env_offset=env_offset,
             device=device,
-            kind=kind,
             heartbeat=self.heartbeat,
             env_timeout=config.env_timeout,
             env_restarts=config.env_restarts,
         )
 
-    def evaluation_env(self, num_envs: int, env_offset: int = 0, device: str = "cpu") -> Any:
-        """Make environments that messages call "evaluation environment"."""
-        return self.training_env(num_envs, env_offset, device, "evaluation environment")
+    evaluation_env = training_env
 
     def probe_env(self) -> Any:
         """Make one environment in this process, so that its spaces can be read."""

@@ -86,7 +86,7 @@ class TorchVectorEnv(ArrayEnv):
             parts.append(Part(MASK_KEY, "mask", (mask_size,)))
         self.row_size = sum(part.size for part in parts)  # without the previous action and reward
         if self.previous_action:
-            size = mask_size or math.prod(self.decoder.space.shape or ())
+            size = mask_size or math.prod(self.decoder.space.shape)
             parts.append(Part("previous_action", "plain", (size,)))
         if self.previous_reward:
             parts.append(Part("previous_reward", "vector", (1,)))

@@ -74,10 +74,11 @@ def _choices(space: Space) -> np.ndarray:
     """
     if isinstance(space, spaces.MultiBinary):
         space = spaces.MultiDiscrete(np.full(space.shape, 2))
-    if not isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+    if isinstance(space, spaces.Discrete):
+        space = spaces.MultiDiscrete([space.n], start=[space.start])
+    if not isinstance(space, spaces.MultiDiscrete):
         return np.zeros((2, 0), np.int64)
-    sizes = space.n if isinstance(space, spaces.Discrete) else space.nvec
-    return np.array([np.ravel(space.start), np.ravel(sizes)], np.int64)
+    return np.array([space.start.ravel(), space.nvec.ravel()], np.int64)
 
 
 def _one_hot(digits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -233,7 +234,7 @@ class ActionDecoder:
     """
 
     def __init__(self, target: Space, env_id: str) -> None:
-        self.space: spaces.Discrete | spaces.MultiDiscrete | spaces.Box
+        self.space: Any  # Discrete, MultiDiscrete or Box
         self.target = target
         self.sizes = np.zeros(0, np.int64)  # number of options of each choice, [D]
         parts = [space for _, space in _leaves(target)]
@@ -312,12 +313,7 @@ def _plain(value: Any) -> Any:
     """Return the JSON form of a space, or of an array, number or dtype in a space."""
     for kind, names in _ARGUMENTS.items():
         if isinstance(value, kind):
-            plain = {"kind": kind.__name__} | {name: getattr(value, name) for name in names}
-            for end in {"low", "high"} & plain.keys():
-                first = plain[end].flat[0]
-                if (plain[end] == first).all():  # store it once, as an image has many pixels
-                    plain[end] = first
-            return plain
+            return {"kind": kind.__name__} | {name: getattr(value, name) for name in names}
     return str(value) if isinstance(value, np.dtype) else value.tolist()
 
 
@@ -329,5 +325,5 @@ def _space(plain: dict[str, Any]) -> Any:
     kind = {kind.__name__: kind for kind in _ARGUMENTS}[name]
     arguments = {name: plain[name] for name in _ARGUMENTS[kind]}
     for end in {"low", "high"} & plain.keys():
-        arguments[end] = np.resize(np.array(plain[end], plain["dtype"]), plain["shape"])
+        arguments[end] = np.array(plain[end], plain["dtype"])
     return kind(**arguments)

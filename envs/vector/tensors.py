@@ -31,7 +31,6 @@ class ArrayEnv(TorchEnv):
     env_id: str
     env_offset: int = 0
     device: Any = "cpu"
-    kind: str = "environment"  # first word of every message about an environment
     # Reports progress. It runs before every call and, in a watcher thread, during long calls.
     heartbeat: Callable[[], None] = lambda: None
     env_timeout: float = 0.0  # see `envs.task.TaskConfig`
@@ -59,7 +58,7 @@ class ArrayEnv(TorchEnv):
         if row is None:
             number = f"one of {number}..{self.env_offset + rows.stop - 1}"
         step = self.lives["lifetime_step"][first]
-        return f"{self.kind} {self.env_id} number {number} at its step {step}: {problem}"
+        return f"environment {self.env_id} number {number} at its step {step}: {problem}"
 
     def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
         """Start all environments and set their lifetime step to 0."""

@@ -103,13 +103,9 @@ class WorkerEnv(ArrayEnv):
         self.lives = np.zeros(self.num_envs, LIFE)
         # No restarts apply until all environments have been made.
         self._max_restarts = 0
-        self._groups = _split(slice(0, self.num_envs), min(self.num_groups, self.num_envs))
+        self._groups = _split(slice(0, self.num_envs), self.num_groups)
         self._group_workers = [
-            [
-                _Worker(rows)
-                for rows in _split(group, min(self.num_workers, group.stop - group.start))
-            ]
-            for group in self._groups
+            [_Worker(rows) for rows in _split(group, self.num_workers)] for group in self._groups
         ]
         self.workers: list[_Worker] = []  # those that were started, ordered by their rows
         self._file = os.fdopen(os.memfd_create("environments"))
@@ -260,7 +256,6 @@ class WorkerEnv(ArrayEnv):
             "env_id": self.env_id,
             "num_envs": rows.stop - rows.start,
             "env_offset": self.env_offset + rows.start,
-            "kind": self.kind,
             "env_timeout": self.env_timeout,
             "env_restarts": self.env_restarts,
         }

@@ -1,8 +1,6 @@
-"""Skip GPU tests without a GPU, and write a report that a user can send back."""
+"""Skip GPU tests without a GPU, and name the machine in the report of `make test-gpu`."""
 
-import os
 import platform
-import time
 from pathlib import Path
 
 import pytest
@@ -25,36 +23,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=missing))
 
 
-@pytest.fixture(autouse=True)
-def gpus():
-    """Free unused GPU memory after each test."""
-    yield
-    torch.cuda.empty_cache()
+@pytest.fixture(autouse=True, scope="session")
+def machine(record_testsuite_property):
+    """Add the GPUs and the software to the report."""
+    record_testsuite_property("gpus", get_multi_gpu_status())
+    record_testsuite_property("software", f"torch {torch.__version__}, {platform.platform()}")
 
 
 @pytest.fixture
-def world(gpus):
+def world():
     """Open a world of one rank on the first GPU, over NCCL."""
     with world_on(DEVICE) as opened:
         yield opened
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Write a table of the results and the machine to the file named by GPU_REPORT."""
-    path = os.environ.get("GPU_REPORT")
-    if not path:
-        return
-    lines = [f"# GPU tests, {time.strftime('%Y-%m-%d %H:%M')}", ""]
-    lines += [f"- {gpu}" for gpu in get_multi_gpu_status()]
-    lines += [f"- torch {torch.__version__}, {platform.platform()}", ""]
-    lines += ["| test | result | seconds | figures |", "|---|---|---|---|"]
-    for result in ("passed", "failed", "error", "skipped"):
-        for report in terminalreporter.stats.get(result, []):
-            figures = ", ".join(f"{name} {value}" for name, value in report.user_properties)
-            name = report.nodeid.rpartition("/")[2]
-            why = report.longrepr[2] if result == "skipped" else figures
-            lines.append(f"| {name} | {result} | {report.duration:.1f} | {why} |")
-            if result in ("failed", "error"):
-                lines.append(f"| | | | {' '.join(report.longreprtext.split())[-600:]} |")
-    Path(path).write_text("\n".join(lines) + "\n")
-    terminalreporter.write_line(f"wrote {path}: please send it back, with or without failures")
+    torch.cuda.empty_cache()
