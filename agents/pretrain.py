@@ -143,9 +143,9 @@ def make_windows(
             f"window {days} and the {VOLATILITY_DAYS} days after it need more than a span of "
             f"{num_days} days: make --window smaller or the span longer"
         )
-    tables = market_tables(markets, span, config, span, 0.0)
-    close = tables.prices[:, 0].unflatten(0, (len(markets), num_days))  # [M, D, n]
-    features = tables.features.unflatten(0, (len(markets), num_days))  # [M, D, F]
+    features, prices, _ = market_tables(markets, span, config, span, 0.0)
+    close = prices[:, 0].unflatten(0, (len(markets), num_days))  # [M, D, n]
+    features = features.unflatten(0, (len(markets), num_days))  # [M, D, F]
     targets = _targets(close)  # [M, D - VOLATILITY_DAYS, 2, n]
     volatility = targets[:, :, 1]
     scale = scale or (float(volatility.mean()), float(volatility.std()))

@@ -13,7 +13,6 @@ import sys
 from importlib.util import find_spec
 from textwrap import indent
 
-import numpy as np
 import pytest
 import torch
 from test_docs import MARK, PAGES, ROOT, TEXTS, TRAINING, commands, generated
@@ -151,14 +150,10 @@ def run(words, folder):
 def checkout(runs, tmp_path_factory):
     """Return a copy of the checkout with the files that the pages mention."""
     folder = tmp_path_factory.mktemp("checkout")
-    for name in ("agents", "envs", "rl_dist", "examples", "benchmarks", "tests", "docs", ".ci"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in (path for path in ROOT.iterdir() if path.is_file()):
-        shutil.copy(path, folder)
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "runs", "site", "shared")
+    shutil.copytree(ROOT, folder, ignore=ignored, dirs_exist_ok=True)
     shutil.copytree(runs, folder, dirs_exist_ok=True)
-    bars = daily_bars(num_days=3400)
-    days = np.busday_offset("2008-01-01", np.arange(3400), roll="forward")
-    bars["date"] = np.repeat(days.astype(str), 5)
+    bars = daily_bars(num_days=3400, start="2008-01-01")
     for name in ("prices.csv", "prices.csv.gz"):
         bars.to_csv(folder / name, index=False)
     for line in (

@@ -103,10 +103,10 @@ def records(run_dir):
     return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
 
 
-def daily_bars(num_stocks=5, num_days=400, seed=0):
+def daily_bars(num_stocks=5, num_days=400, start="2018-01-01"):
     """Return daily bars, one row per date and stock; `adj_close` is 90 % of `close`."""
-    rng = np.random.default_rng(seed)
-    dates = np.busday_offset("2018-01-01", np.arange(num_days), roll="forward")
+    rng = np.random.default_rng(0)
+    dates = np.busday_offset(start, np.arange(num_days), roll="forward")
     close = 50 * np.exp(np.cumsum(rng.normal(0, 0.01, (num_days, num_stocks)), axis=0))
     open_ = close * np.exp(rng.normal(0, 0.003, close.shape))
     return pd.DataFrame(

@@ -117,13 +117,15 @@ class TradingVectorEnv(TorchEnv):
         self._episode_days = self.num_days - 1 if evaluation else config.episode_days
         # tables that the steps read
         num_stocks = len(self.tickers)
-        tables = market_tables(markets, span, config, train_span or span, discount)
+        features, prices, turbulent = market_tables(
+            markets, span, config, train_span or span, discount
+        )
         self._portfolio = portfolio_columns(config.observation, num_stocks)
-        self._features = tables.features.to(self.device)  # [rows, F]
-        self._prices = tables.prices.to(self.device)  # [rows, 6, n]
-        self._turbulent = None if tables.turbulent is None else tables.turbulent.to(self.device)
+        self._features = features.to(self.device)  # [rows, F]
+        self._prices = prices.to(self.device)  # [rows, 6, n]
+        self._turbulent = None if turbulent is None else turbulent.to(self.device)
         self._initial_usd = round(config.initial_cash_usd * GRID) / GRID
-        returns = tables.prices[:, 3] / tables.prices[:, 0] - 1.0  # from close to close, [rows, n]
+        returns = prices[:, 3] / prices[:, 0] - 1.0  # from close to close, [rows, n]
         self._baseline = (REWARD_SCALE * self._initial_usd * returns.mean(1)).to(self.device)
         if config.risk_aversion and not evaluation:
             if discount >= 1.0:
@@ -135,14 +137,12 @@ class TradingVectorEnv(TorchEnv):
             centred = by_market - by_market.mean(1, keepdim=True)
             covariance = centred.transpose(1, 2) @ centred / max(centred.shape[1] - 1, 1)
             self._covariance = covariance.to(self.device)  # [M, n, n]
-        self.keys = torch.empty(0, dtype=torch.int64)  # [B], filled by the first reset
         # row of the current day in the market tables, [B]: market * num_days + day - span.first
         self.row = self.end_row = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
         self.risk = self._prices.new_zeros(num_envs)
         self.cash = self.value = self._prices.new_zeros(num_envs, 1)  # USD, at the last close
         self.shares = self._prices.new_zeros(num_envs, num_stocks)
-        width = self._features.shape[1]
-        self.layout = Layout.vector(width)
+        self.layout = Layout.vector(self._features.shape[1])
         self.single_action_space = Box(-1.0, 1.0, (num_stocks,), np.float32)
 
     @property

@@ -7,7 +7,7 @@ days. Arrays are [D, n] with one column per stock, so M markets can be joined to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -148,29 +148,25 @@ def to_grid(usd: Tensor) -> Tensor:
     return torch.round(usd * GRID) / GRID
 
 
-@dataclass(frozen=True, kw_only=True)
-class MarketTables:
-    """Tables that an environment step reads, with one row per market and day.
-
-    Row = market * days of the span + day - span.first.
-    """
-
-    features: Tensor  # [rows, F] float32, the observation of a portfolio that is all cash
-    # [rows, 6, n] float64 USD per share: today's close, amount received if sold, amount paid if
-    # bought, tomorrow's close, discounted gain after today's close, and the discount times the
-    # discounted gain after tomorrow's close
-    prices: Tensor
-    turbulent: Tensor | None  # [rows] bool; None: turbulence_quantile is 0
-
-
 def market_tables(
     markets: Sequence[Market],
     span: Span,
     config: TradingConfig,
     train_span: Span,
     discount: float,
-) -> MarketTables:
-    """Compute the tables of a span; every indicator must be warm on its first day."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute tables of a span with one row per market and day, for the steps of an environment.
+
+    Row = market * days of the span + day - span.first. Every indicator must be warm on the first
+    day.
+
+    Returns:
+        Features [rows, F] float32: the observation of a portfolio that is all cash.
+        Prices [rows, 6, n] float64, in USD per share: today's close, amount received if sold,
+        amount paid if bought, tomorrow's close, discounted gain after today's close, and the
+        discount times the discounted gain after tomorrow's close.
+        Turbulent days [rows] bool, or None if turbulence_quantile is 0.
+    """
     days = slice(span.first, span.last + 1)
     close = torch.from_numpy(np.stack([market.close[days] for market in markets]))  # [M, days, n]
     fill = close
@@ -194,11 +190,7 @@ def market_tables(
         limits = [np.quantile(column[past], config.turbulence_quantile) for column in values]
         rows = [column[days] > limit for column, limit in zip(values, limits, strict=True)]
         turbulent = torch.from_numpy(np.concatenate(rows))
-    return MarketTables(
-        features=torch.from_numpy(table).flatten(0, 1),
-        prices=torch.stack(prices, 2).flatten(0, 1),
-        turbulent=turbulent,
-    )
+    return torch.from_numpy(table).flatten(0, 1), torch.stack(prices, 2).flatten(0, 1), turbulent
 
 
 def _tomorrow(values: Tensor) -> Tensor:

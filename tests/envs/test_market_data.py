@@ -11,9 +11,9 @@ from envs.trading.config import DataConfig
 from envs.trading.market_data import load_market, split_spans
 
 
-def bars_with(rows=(), column="tic", value=None, num_days=60):
+def bars_with(rows=(), column="tic", value=None):
     """Return bars of 3 tickers; `rows` of a column hold a value. Row 3 * day + 1 is T1's."""
-    bars = daily_bars(num_stocks=3, num_days=num_days).astype(object)
+    bars = daily_bars(num_stocks=3, num_days=60).astype(object)
     bars["tic"] = bars["tic"].replace("T2", "NA")  # a real ticker, not a missing value
     bars.loc[rows, column] = value
     return bars
