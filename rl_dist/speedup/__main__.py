@@ -238,7 +238,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m rl_dist.speedup",
         usage="%(prog)s [RUN_DIR] [--gpus N [N ...]] [training flags]",
         description=__doc__,
-        epilog=f"names for --gpu: {', '.join(CARDS)}",
     )
     for name, field in fields_of(SpeedupOptions()).items():
         nargs = "+" if name == "gpus" else None

@@ -106,9 +106,8 @@ def steps_per_episode(records: Sequence[Mapping[str, Any]]) -> float:
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between ranks: start-up latency, latency per hop, and bandwidth."""
+    """A connection between ranks: latency per hop, and bandwidth."""
 
-    base_s: float = 0.0
     hop_s: float = 0.0
     bytes_per_s: float = math.inf
 
@@ -124,7 +123,7 @@ class Link:
         wire_s = 2.0 * num_bytes / self.bytes_per_s
         ring_s = 2 * (ranks - 1) * self.hop_s + wire_s * (ranks - 1) / ranks
         tree_s = 2 * math.ceil(math.log2(ranks)) * self.hop_s + wire_s
-        return self.base_s + min(ring_s, tree_s)
+        return min(ring_s, tree_s)
 
 
 def fit_link(ranks: int, measured_s: Mapping[int, float]) -> Link:
@@ -143,12 +142,12 @@ def fit_link(ranks: int, measured_s: Mapping[int, float]) -> Link:
     return Link(hop_s=hop_s, bytes_per_s=2.0 * (ranks - 1) / ranks / byte_s)
 
 
-# Latencies are NCCL's constants: 8.4 us at the start, 4.0 us per NVLink hop, 14 us per network hop
+# Latencies are NCCL's constants: 4.0 us per NVLink hop, 14 us per network hop
 # (https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc, copied in
 # torch/_inductor/comm_analysis.py). Bandwidths are 80 % of the nominal rate per direction, except
 # where a source is named.
-BASE_S, NVLINK_HOP_S = 8.4e-6, 4.0e-6
-NETWORK = Link(BASE_S, 14e-6, 0.8 * 50e9)  # InfiniBand NDR with 400 Gbit/s per GPU
+NVLINK_HOP_S = 4.0e-6
+NETWORK = Link(14e-6, 0.8 * 50e9)  # InfiniBand NDR with 400 Gbit/s per GPU
 
 
 @dataclass(frozen=True)
@@ -189,14 +188,14 @@ class Card:
 CARDS = {
     # NVLink 3, 600 GB/s in both directions together;
     # https://hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200
-    "A100": Card(19.5, Network(Link(BASE_S, NVLINK_HOP_S, 0.8 * 300e9)), 1.39),
+    "A100": Card(19.5, Network(Link(NVLINK_HOP_S, 0.8 * 300e9)), 1.39),
     # NVLink 4, 900 GB/s; https://glennklockwood.com/garden/processors/h100
-    "H100 SXM": Card(67, Network(Link(BASE_S, NVLINK_HOP_S, 0.8 * 450e9)), 2.40),
+    "H100 SXM": Card(67, Network(Link(NVLINK_HOP_S, 0.8 * 450e9)), 2.40),
     # NVLink 5, 1800 GB/s
-    "B200": Card(75, Network(Link(BASE_S, NVLINK_HOP_S, 0.8 * 900e9)), 5.00),
+    "B200": Card(75, Network(Link(NVLINK_HOP_S, 0.8 * 900e9)), 5.00),
     # PCIe 4 through the host without peer access: 10 GB/s, from torch/_inductor/comm_analysis.py
     # https://www.grafikkarten.com/de/news/nvidia-rtx-6000-grafikkarte-der-ada-generation
-    "RTX 4090": Card(82.6, Network(Link(15e-6, 10e-6, 10e9)), 0.29),
+    "RTX 4090": Card(82.6, Network(Link(10e-6, 10e9)), 0.29),
 }
 
 

@@ -61,14 +61,14 @@ def trained(tmp_path_factory):
 def test_targets_are_the_moves_of_the_days_after_each_day():
     inputs, targets = windows(scale=(0.0, 1.0))
     assert inputs.shape == (8, 20, 17) and targets.shape == (8, 20, 2, 2)
-    first, close = SPAN.first + 10, MARKETS[1].close  # window 5 is window 1 of market 1
+    returns = np.diff(np.log(MARKETS[1].close), axis=0)  # row k: from day k to day k + 1
     for day in (0, 7, 19):
-        coming = np.diff(np.log(close[first + day : first + day + VOLATILITY_DAYS + 1]), axis=0)
+        today = SPAN.first + 10 + day  # window 5 is window 1 of market 1
+        coming = returns[today : today + VOLATILITY_DAYS]
         volatility = np.log(np.sqrt((coming**2).mean(0)) + SMALLEST_MOVE)
-        last_return = np.log(close[first + day] / close[first + day - 1])
         assert targets[5, day, 0].tolist() == (coming[0] > 0).tolist()
         assert targets[5, day, 1].numpy() == pytest.approx(volatility, abs=1e-5)
-        assert inputs[5, day, 1:3].numpy() == pytest.approx(last_return, abs=1e-6)
+        assert inputs[5, day, 1:3].numpy() == pytest.approx(returns[today - 1], abs=1e-6)
 
 
 @pytest.mark.parametrize("observation", ["relative", "paper"])

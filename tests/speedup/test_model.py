@@ -21,11 +21,11 @@ WORK = RankCost(env_steps=1000, gradient_steps=10, collect_s=1.0, update_s=1.0)
 
 
 def test_rings_trees_and_machines():
-    link = Link(base_s=1e-5, hop_s=1e-6, bytes_per_s=1e9)
+    link = Link(hop_s=1e-6, bytes_per_s=1e9)
     # large: a ring, limited by bandwidth
-    assert link.all_reduce_s(8e6, 8) == pytest.approx(1e-5 + 14e-6 + 14e-3)
+    assert link.all_reduce_s(8e6, 8) == pytest.approx(14e-6 + 14e-3)
     # small: a tree, limited by latency
-    assert link.all_reduce_s(8, 128) == pytest.approx(1e-5 + 14e-6 + 16e-9)
+    assert link.all_reduce_s(8, 128) == pytest.approx(14e-6 + 16e-9)
     slow = replace(link, bytes_per_s=1e8)
     two_levels = link.all_reduce_s(8e6, 8) + slow.all_reduce_s(1e6, 2)
     assert Network(link, 8, slow).all_reduce_s(8e6, 16) == pytest.approx(two_levels)
@@ -122,8 +122,8 @@ ISAAC_LAB = {
 }  # fmt: skip
 
 
-PCIE = Link(8.4e-6, 5.7e-6, 0.8 * 32e9)
-ETHERNET = Link(30e-6, 30e-6, 0.8 * 12.5e9 / 4)  # the 4 cards of a machine share one port
+PCIE = Link(5.7e-6, 0.8 * 32e9)
+ETHERNET = Link(30e-6, 0.8 * 12.5e9 / 4)  # the 4 cards of a machine share one port
 
 
 def isaac_lab_efficiencies(name, ranks):

@@ -4,7 +4,6 @@ import itertools
 import math
 import signal
 import time
-from unittest import mock
 
 import pytest
 import torch
@@ -14,18 +13,16 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from rl_dist import check_loader
-from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import World, stop_flag
-from rl_dist.supervised import batches
 from rl_dist.supervised.batches import check_shares, shared_batches, to_device
 from rl_dist.supervised.fit import evaluate
 
 SAMPLES = TensorDataset(torch.arange(8), torch.arange(8))
 
 
-def world_of(rank, size, backend="gloo"):
-    return World(rank=rank, local_rank=rank, size=size, device=torch.device("cpu"), backend=backend)
+def world_of(rank, size):
+    return World(rank=rank, local_rank=rank, size=size, device=torch.device("cpu"), backend="gloo")
 
 
 def equal(left, right):
@@ -90,13 +87,6 @@ def test_nested_batches_move_to_the_device_as_a_whole():
     assert second.batch_sizes.tolist() == [2, 1, 1]  # torch needs batch_sizes on the CPU
 
 
-def test_workers_beside_nccl_are_not_forked():
-    with mock.patch.object(batches, "DataLoader", return_value=[(SAMPLES, SAMPLES)]) as made:
-        loader = DataLoader(SAMPLES, batch_size=8, num_workers=1)
-        list(batches.shared_batches(loader, world_of(0, 1, "nccl"), training=False))
-    assert made.call_args.kwargs["multiprocessing_context"] == "forkserver"
-
-
 def test_waiting_and_stepping_are_measured_apart():
     class Slow(TensorDataset):
         def __getitem__(self, index):
@@ -105,8 +95,6 @@ def test_waiting_and_stepping_are_measured_apart():
 
     check = check_loader(DataLoader(Slow(torch.arange(8)), 2), lambda batch: time.sleep(0.02))
     assert check["wait_s"] >= 0.02 and check["step_s"] >= 0.02
-    with pytest.raises(UserError, match="batch_size"):
-        check_loader(DataLoader(SAMPLES, batch_size=8), lambda batch: None)
 
 
 # ---- several ranks
@@ -173,15 +161,13 @@ def test_fitting_stops_when_validation_gets_no_better_and_keeps_the_best(world, 
     losses = [record["valid/loss"] for record in whole.history]
     best = whole.result.best_epoch
     assert len(losses) == best + 2 < 20 and losses[best - 1] == min(losses)
-    best_file = tmp_path / "checkpoints" / "best.pt"
-    assert equal(whole.weights, load_checkpoint(best_file)["module"])
-    again = evaluate(whole.module, held_out, CRITERION, whole.strategy, METRICS)
-    assert again["loss"] == losses[best - 1]
+    again = evaluate(whole.module, held_out, CRITERION, whole.strategy)
+    assert again["loss"] == min(losses)
 
     # resume a finished fit: only best.pt still holds the best weights
     resumed = Fitted(world, tmp_path, **options)
     assert equal(resumed.weights, whole.weights) and resumed.history == whole.history
-    best_file.unlink()
+    (tmp_path / "checkpoints" / "best.pt").unlink()
     with pytest.raises(ValueError, match=r"best\.pt"):
         Fitted(world, tmp_path, **options)
 
