@@ -12,7 +12,7 @@ import rl_dist  # noqa: F401  # must precede torch: it sets OpenMP variables
 
 _HOMES = {
     "train": "api.training",
-    "train_seeds": "api.seeds",
+    "train_seeds": "api.training",
     "load_policy": "api.policy",
     "LoadedPolicy": "api.policy",
     "Moment": "run.callbacks",

@@ -203,7 +203,13 @@ def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
 
     docs/deployment.md explains the entries.
     """
-    config, decoder, is_discrete = agent.config, step.decoder, agent.policy.discrete
+    config, decoder = agent.config, step.decoder
+    if agent.policy.discrete:
+        action = _tensor("action", "int64", *step.action_shape)
+        action |= {"choices": decoder.sizes.tolist(), "start": decoder.start.tolist()}
+    else:
+        action = _tensor("action", "float32", *step.action_shape)
+        action |= {"stretch": decoder.scale.tolist(), "offset": decoder.offset.tolist()}
     return {
         "contract_version": CONTRACT_VERSION,
         "env": {"id": config.task.env, "kwargs": config.task.kwargs()},
@@ -213,16 +219,7 @@ def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
             _tensor("state", "float32", step.state_size),
             _tensor("episode_start", "bool"),
         ],
-        "outputs": [
-            _tensor("action", "int64" if is_discrete else "float32", *step.action_shape)
-            | {
-                "choices": decoder.sizes.tolist(),
-                "start": decoder.start.tolist() if is_discrete else [],
-                "stretch": [] if is_discrete else decoder.scale.tolist(),
-                "offset": [] if is_discrete else decoder.offset.tolist(),
-            },
-            _tensor("next_state", "float32", step.state_size),
-        ],
+        "outputs": [action, _tensor("next_state", "float32", step.state_size)],
     }
 
 

@@ -28,6 +28,9 @@ from rl_dist.process_group.world import World, stop_flag
 # A function that maps (env, obs [B, F], episode_start [B]) to actions.
 Controller = Callable[[Any, Tensor, Tensor], Tensor]
 MAX_EPISODE_STEPS = 100_000  # longer episodes are cut
+RESAMPLES = 2000  # number of bootstrap samples
+ENDS = (0.025, 0.975)  # quantiles at the ends of a 95 % interval
+Interval = list[float]  # value, and lower and upper end of its 95 % interval
 
 
 class Stopped(Interruption):
@@ -189,3 +192,13 @@ def compare_on_episodes(
         "{env_restarts:.0f} restarts of environments"
     )
     return figures, "\n".join(line.format(name, **figures[name]) for name in agents)
+
+
+def mean_interval(samples: np.ndarray | list[float]) -> Interval:
+    """Return the mean of independent samples [R], with its bootstrap interval.
+
+    Source: Agarwal et al., "Deep reinforcement learning at the edge of the statistical precipice",
+    NeurIPS 2021, https://arxiv.org/abs/2108.13264.
+    """
+    draws = np.random.default_rng(0).choice(samples, (RESAMPLES, len(samples)))
+    return [float(np.mean(samples)), *np.quantile(draws.mean(axis=1), ENDS).tolist()]

@@ -13,7 +13,15 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from agents.evaluate.episodes import Controller, PolicyController, shard
+from agents.evaluate.episodes import (
+    ENDS,
+    RESAMPLES,
+    Controller,
+    Interval,
+    PolicyController,
+    mean_interval,
+    shard,
+)
 from agents.network.inputs import Normalizer
 from agents.policy import Policy
 from envs.trading.baselines import buy_equal_weight, follow, memoryless, reference
@@ -27,8 +35,6 @@ TRADING_DAYS = 252  # per year
 MIN_ANNUAL_DAYS = 60  # results on shorter spans are not annualised
 # Block length of the bootstrap: a month. The autocorrelation of volatility is small beyond it.
 BLOCK_DAYS = 21
-RESAMPLES = 2000  # number of bootstrap samples
-ENDS = (0.025, 0.975)  # quantiles at the ends of a 95 % interval
 NO_RISK = 1e-12  # a standard deviation below this is rounding error
 EQUAL_WEIGHT = "equal weight"  # buy and hold with equal weights: the baseline
 ZEROED = "ablation: policy, state zeroed"
@@ -50,7 +56,6 @@ SPANS = {
 # Result of one pass over M markets of D + 1 days. "values": the portfolio's value in USD [M, D+1];
 # names in ACCOUNTS: [M, D]; for policies also names in STOCKS: [M, D, n] for n stocks.
 Record = dict[str, np.ndarray]
-Interval = list[float]  # value, and lower and upper end of its 95 % interval
 
 
 # ---- one pass over markets
@@ -180,16 +185,6 @@ def performance(record: Record) -> dict[str, np.ndarray]:
         "fees_usd": record["fees_usd"].sum(1),
         "exposure": record["exposure"].mean(1),
     }
-
-
-def mean_interval(samples: np.ndarray | list[float]) -> Interval:
-    """Return the mean of independent samples [R], with its bootstrap interval.
-
-    Source: Agarwal et al., "Deep reinforcement learning at the edge of the statistical precipice",
-    NeurIPS 2021, https://arxiv.org/abs/2108.13264.
-    """
-    draws = np.random.default_rng(0).choice(samples, (RESAMPLES, len(samples)))
-    return [float(np.mean(samples)), *np.quantile(draws.mean(axis=1), ENDS).tolist()]
 
 
 def difference(record: Record, baseline: Record, name: str) -> Interval:

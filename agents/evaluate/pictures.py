@@ -31,11 +31,8 @@ def plot_learning_curve(directory: RunDir, title: str, simulated: bool) -> None:
     """Plot training returns and validation results over environment steps."""
     table = pd.DataFrame(directory.records()).set_index("global_step")
     curves = table.filter(CURVES).astype(float).interpolate()
-    axes = curves.plot(
-        subplots=True, style=".-", xlabel="environment steps, all ranks", title=title
-    )
     path = path_to_write(directory.path, "plots/learning_curve.png")
-    _save(axes[0].figure, path, simulated)
+    _plot(curves, path, simulated, title, xlabel="environment steps, all ranks", subplots=True)
 
 
 def plot_equity(
@@ -45,27 +42,20 @@ def plot_equity(
     span: str,
     simulated: bool,
 ) -> None:
-    """Plot the median and the quartiles of portfolio values over all markets."""
-    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    for name, record in records.items():
-        growth = record["values"] / record["values"][:, :1]
-        low, median, high = np.quantile(growth, [0.25, 0.5, 0.75], axis=0)
-        axis.plot(dates, median, label=name)
-        axis.fill_between(dates, low, high, alpha=0.15)
-    axis.set(title=f"{span}: {dates[0]} to {dates[-1]}", ylabel="value / initial cash")
-    axis.legend(loc="upper left")
-    figure.autofmt_xdate()
-    _save(figure, path, simulated)
+    """Plot the median of portfolio values over all markets, for each strategy."""
+    growth = {name: record["values"] / record["values"][:, :1] for name, record in records.items()}
+    medians = {name: np.median(values, axis=0) for name, values in growth.items()}
+    title = f"{span}: {dates[0]} to {dates[-1]}"
+    _plot(pd.DataFrame(medians, dates), path, simulated, title, ylabel="value / initial cash")
 
 
-def _save(figure: Any, path: Path, simulated: bool) -> None:
-    for axis in figure.axes:
-        axis.grid()
+def _plot(table: pd.DataFrame, path: Path, simulated: bool, title: str, **options: Any) -> None:
+    table.plot(title=title, grid=True, **options)
     if simulated:
-        figure.text(0.6, 0.2, "SIMULATED", fontsize=20, alpha=0.4)
+        plt.figtext(0.6, 0.2, "SIMULATED", fontsize=20, alpha=0.4)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    plt.close(figure)
+    plt.savefig(path)
+    plt.close()
 
 
 def film(agent: PolicyController, task: GymTask, folder: Path, seed: int, world: World) -> None:
