@@ -32,7 +32,7 @@ def plot_learning_curve(directory: RunDir, title: str, simulated: bool) -> None:
     table = pd.DataFrame(directory.records()).set_index("global_step")
     curves = table.filter(CURVES).astype(float).interpolate()
     path = path_to_write(directory.path, "plots/learning_curve.png")
-    _plot(curves, path, simulated, title, xlabel="environment steps, all ranks", subplots=True)
+    _plot(curves, path, simulated, title, style=".-", subplots=True)
 
 
 def plot_equity(
@@ -54,7 +54,7 @@ def _plot(table: pd.DataFrame, path: Path, simulated: bool, title: str, **option
     if simulated:
         plt.figtext(0.6, 0.2, "SIMULATED", fontsize=20, alpha=0.4)
     path.parent.mkdir(parents=True, exist_ok=True)
-    plt.savefig(path)
+    plt.savefig(path, bbox_inches="tight")
     plt.close()
 
 
