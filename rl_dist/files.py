@@ -23,6 +23,7 @@ from rl_dist.errors import UserError, one_line, unwritable
 logger = logging.getLogger(__name__)
 
 SMALL = 64 * 2**20  # bytes; config.json and summary.json are always much smaller
+TAIL_BYTES = 2**20  # bytes to read when only the last lines of a file are needed
 # Folders and files that training writes. Two kinds of files are not listed: those in checkpoints/
 # are created under a temporary name and then renamed, and in wandb/ W&B itself creates links.
 FOLDERS = ("checkpoints", "logs", "plots", "profile", "wandb")
@@ -94,6 +95,13 @@ def read_plain(path: str | Path, most: int | None = SMALL) -> bytes:
             problem = f"it has {size:,} bytes, and at most {most:,} are read here"
             raise OSError(errno.EINVAL, problem, str(path))
         return file.read(size)  # read no more, even if the file grows
+
+
+def read_tail(path: Path) -> bytes:
+    """Return the last `TAIL_BYTES` of a regular file, or raise an OSError."""
+    with open(path, "rb", opener=plain_file) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        return file.read(TAIL_BYTES)
 
 
 def read_object(path: Path) -> dict[str, Any]:

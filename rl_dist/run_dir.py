@@ -33,6 +33,7 @@ from rl_dist.files import (
     plain_file,
     read_object,
     read_plain,
+    read_tail,
     replace_file,
     write_whole,
 )
@@ -284,11 +285,10 @@ class RunDir(AbstractContextManager["RunDir"]):
     def records(self, last: int | None = None) -> list[Record]:
         """Return all valid records of metrics.jsonl, or only the newest `last` of them."""
         try:
-            lines = read_plain(self.metrics_path, None).splitlines()
+            content = read_tail(self.metrics_path) if last else read_plain(self.metrics_path, None)
         except OSError:
             return []
-        lines = lines[-last - 1 :] if last else lines  # the last line may be incomplete
-        records = [record for line in lines if (record := parse_record(line))]
+        records = [record for line in content.splitlines() if (record := parse_record(line))]
         return records[-last:] if last else records
 
     def cut_records(self, iteration: int) -> None:

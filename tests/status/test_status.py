@@ -158,6 +158,7 @@ def test_following_shows_each_change_until_the_end(run, capsys, monkeypatch):
     assert seen == [("running", "3"), ("running", "4"), ("running", "5"), ("finished", "3")]
 
 
-def test_neither_the_status_nor_the_package_loads_torch():
-    code = "import sys, rl_dist, rl_dist.status; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
+def test_neither_the_status_nor_the_package_loads_torch(run):
+    code = "import sys; from rl_dist import status; status.main(sys.argv[1:]); "
+    code += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code, run.path], cwd=REPO).returncode == 0
