@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -115,9 +116,9 @@ class StageStrategy(Strategy):
 
     def swap(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         """Send tensors to the other rank of the pair and receive its tensors."""
-        peer: dict[str, Any] = {"group": self.pair, "group_peer": 1 - self.stage}
-        calls = [dist.P2POp(dist.isend, tensor.detach(), **peer) for tensor in sent]
-        calls += [dist.P2POp(dist.irecv, tensor, **peer) for tensor in received]
+        call = partial(dist.P2POp, group=self.pair, group_peer=1 - self.stage)
+        calls = [call(dist.isend, tensor.detach()) for tensor in sent]
+        calls += [call(dist.irecv, tensor) for tensor in received]
         for work in dist.batch_isend_irecv(calls):
             work.wait()
 
@@ -218,14 +219,14 @@ class PipelinePPO(PPO):
     ) -> tuple[Tensor, ...]:
         """Run `Policy.features` or `decisions` over inputs [L, N, ...]."""
         self.world.heartbeat()
-
-        def network(inputs: Tensor, state: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-            outputs, _ = half(inputs, state.transpose(0, 1).contiguous())
-            return (outputs,) if isinstance(outputs, Tensor) else outputs, state
-
         if not self.policy.config.memory:  # the state is zeroed before every step
             episode_start = torch.ones_like(episode_start)
-        return run_sequence(network, inputs, state, episode_start)
+        return run_sequence(
+            lambda block, before: half(block, before.transpose(0, 1).contiguous()),
+            inputs,
+            state,
+            episode_start,
+        )
 
 
 def copy_from(flat: Tensor, tensors: Sequence[Tensor]) -> None:

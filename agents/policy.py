@@ -227,7 +227,7 @@ class Policy(nn.Module):
         """
         before = state.permute(1, 0, 2).contiguous()  # [S, N, H]
         split = self.num_decision_states
-        features, feature_state = self.features(obs, before[split:], *resets)
+        (features,), feature_state = self.features(obs, before[split:], *resets)
         (actor, values), states = self.decisions(features, before[:split], *resets)
         if self.mask_columns:
             actor = heads.forbid(actor, self._mask(obs))
@@ -241,11 +241,11 @@ class Policy(nn.Module):
         first = self.mask_columns[0]
         return newest[..., first : first + self.num_actions]
 
-    def features(self, obs: Tensor, state: Tensor, *resets: Tensor) -> tuple[Tensor, State]:
+    def features(self, obs: Tensor, state: Tensor, *resets: Tensor) -> tuple[tuple[Tensor], State]:
         """Run the first half of the cascade.
 
         Takes obs [L, N, F], or [L, N, n * F] with a window, and the feature core's state [S, N, H]
-        before the first step. Returns features [L, N, H] in the type of the parameters, and the
+        before the first step. Returns (features [L, N, H],) in the type of the parameters, and the
         state after the last step.
         """
         window = self.config.feature_window
@@ -258,7 +258,7 @@ class Policy(nn.Module):
                 outputs, after = hidden[-1].unflatten(0, obs.shape[:2]), state
             else:
                 outputs, after = self.feature_core(self.feature_encoder(obs), state, *resets)
-            return self.feature_mlp(outputs).to(state.dtype), after
+            return (self.feature_mlp(outputs).to(state.dtype),), after
 
     def decisions(
         self, features: Tensor, state: Tensor, *resets: Tensor

@@ -73,7 +73,7 @@ def test_a_window_is_read_from_its_oldest_observation_to_its_newest_from_zero_st
     policy = make_policy(FORMS["window of 4"])
     window = torch.randn(1, 1, 4 * NUM_OBS, dtype=torch.float64)
     state = torch.zeros(2, 1, 8, dtype=torch.float64)
-    features, _ = policy.features(window, state)
+    (features,), _ = policy.features(window, state)
     for row in window.view(4, 1, 1, NUM_OBS):
         output, (hidden, cells) = policy.feature_core(row, state)
         state = torch.stack([hidden, cells])

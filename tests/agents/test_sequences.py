@@ -5,7 +5,6 @@ import pytest
 import torch
 from policies import FORMS, SEVERAL, make_inputs, make_policy, planned, run_stepwise
 
-from agents.network.minibatches import to_sequences
 from agents.network.sequences import run_sequence, state_after
 
 SHAPES = [(1, 1), (1, 7), (2, 1), (5, 4), (17, 3), (32, 5)]
@@ -80,9 +79,3 @@ def test_pieces_are_packed_where_that_takes_fewer_steps(density, packed):
     if packed:
         grouped, whole = (sum(100 + steps * rows for steps, rows in plan.calls) for plan in plans)
         assert whole < grouped and whole - 100 < 1.15 * starts.numel()
-
-
-def test_sequences_are_steps_of_one_environment_in_order():
-    values = torch.arange(6 * 2 * 1).view(6, 2, 1)  # [T, B, 1], values t * 2 + b
-    columns = to_sequences(values, 3)[:, :, 0].T.tolist()  # [L, K * B, 1]
-    assert columns == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11]]  # (k, b) is column k * B + b
