@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from agents.network.inputs import Normalizers
-from agents.network.minibatches import Minibatch, to_sequences
-from agents.ppo import Batch, PPOConfig
+from agents.ppo import Batch, Minibatch, PPOConfig
 from agents.rollout import Rollout
 from rl_dist.process_group.collectives import all_reduce_sum
 from rl_dist.process_group.world import World
@@ -56,6 +55,11 @@ def make_batch(
         explained_variance=explained_variance(sums),
         statistics=sums,
     )
+
+
+def to_sequences(values: Tensor, bptt_steps: int) -> Tensor:
+    """Cut [T, B, ...] into [L, K*B, ...]; index k*B + b: part k of environment b."""
+    return values.unflatten(0, (-1, bptt_steps)).transpose(0, 1).flatten(1, 2)
 
 
 def gae(

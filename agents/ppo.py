@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agents.network.minibatches import Minibatch
 from agents.network.sequences import state_after, to_device
 from rl_dist.errors import UserError
 from rl_dist.flags import Field, configuration
@@ -75,6 +75,34 @@ class PPOConfig:
     max_bad_steps: int = Field(10, ge=0, le=10**9)
     """Skip optimizer steps with NaN or inf in loss or gradient; stop the run after an update with
     more than this many in a row."""
+
+
+@dataclass
+class Minibatch:
+    """N sequences of L steps each."""
+
+    obs: Tensor  # [L, N, F]
+    actions: Tensor  # [L, N, A] or [L, N]
+    logprobs: Tensor  # [L, N]
+    values: Tensor  # [L, N]
+    advantages: Tensor  # [L, N]
+    returns: Tensor  # [L, N]
+    episode_start: Tensor  # [L, N]
+    lstm_state: Tensor  # [N, S, H]
+
+    def pick(self, how: Callable[..., Tensor], *which: Any) -> Minibatch:
+        """Apply the selection `how(field, sequence_axis, *which)` to every field."""
+        picked = {
+            name: how(values, 0 if name == "lstm_state" else 1, *which)
+            for name, values in vars(self).items()
+        }
+        return Minibatch(**picked)
+
+    def into_microbatches(self, count: int) -> Iterator[Minibatch]:
+        """Yield `count` microbatches of equal size, as views."""
+        size = self.obs.shape[1] // count
+        for first in range(0, size * count, size):
+            yield self.pick(Tensor.narrow, first, size)
 
 
 class LossParts(NamedTuple):

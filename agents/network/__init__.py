@@ -1,1 +1,1 @@
-"""Parts of the policy network, and the sequences and minibatches that train it."""
+"""Parts of the policy network, and the sequences that train it."""

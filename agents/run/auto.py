@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from agents.config import AUTO, RunConfig, TrainConfig, probe
-from agents.network.minibatches import Minibatch
 from agents.policy import Policy
-from agents.ppo import PPO
+from agents.ppo import PPO, Minibatch
 from agents.run.sizes import batch_fits, shard_sizes
 from agents.run.start import Run
 from envs.task import AUTO as AUTO_WORKERS

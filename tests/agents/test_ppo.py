@@ -12,9 +12,8 @@ from agents_ranks import Recording, make_job, parameters_of
 from torch import nn
 
 from agents.advantages import explained_variance, gae, normalize_advantages, rollout_sums
-from agents.network.minibatches import Minibatch
 from agents.policy import Evaluation
-from agents.ppo import PPOConfig, ppo_loss, refreshed_states
+from agents.ppo import Minibatch, PPOConfig, ppo_loss, refreshed_states
 from agents.trainer import train
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import StopFlag
