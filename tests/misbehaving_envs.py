@@ -20,10 +20,6 @@ def lock_twice(library):
     library.pthread_mutex_lock(mutex)
 
 
-def interrupt():
-    raise KeyboardInterrupt
-
-
 def speak():
     """Print through Python and directly to file descriptor 1."""
     print("hello from an environment")
@@ -33,7 +29,6 @@ def speak():
 # actions of a misbehaving step, by name
 DEEDS = {
     "speak": speak,
-    "interrupt": interrupt,
     "close descriptors": lambda: os.closerange(3, 256),
     "exit 77": lambda: os._exit(77),
     "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),

@@ -76,8 +76,8 @@ def train(
         num_ranks: number of training processes, the same as num_gpus.
         on_iteration, on_evaluation, on_checkpoint: called by every rank with a `Moment`. If a
             callback returns False, all ranks stop after this iteration.
-        settings: flags by name: True becomes --name, False becomes --no-name, None is skipped, and
-            a mapping becomes JSON.
+        settings: flags by name: True and False become true and false, None is skipped, and a
+            mapping becomes JSON.
 
     Raises:
         UserError: the settings are wrong, or training failed. The reason is also printed.

@@ -164,8 +164,8 @@ def launch_distributed_training(
         flags: flags of the script, as on its command line.
         echo: whether the script prints to stdout and stderr of this process.
         script: the training script.
-        named: flags by name. True becomes --name, False becomes --no-name, a dict becomes JSON, and
-            None is skipped.
+        named: flags by name. True and False become true and false, a dict becomes JSON, and None is
+            skipped.
     """
     started_s = time.monotonic()
     arguments = [script, *flags, *as_flags(named)]
@@ -198,13 +198,11 @@ def launch_distributed_training(
 
 def as_flags(named: Mapping[str, Any]) -> list[str]:
     """Convert keyword arguments to command-line flags; skip those that are None."""
-    flags = []
-    for name, value in named.items():
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
-        elif value is not None:
-            flags.append(f"--{name}={json.dumps(value) if isinstance(value, Mapping) else value}")
-    return flags
+    return [
+        f"--{name}={json.dumps(value) if isinstance(value, bool | Mapping) else value}"
+        for name, value in named.items()
+        if value is not None
+    ]
 
 
 # ---- short runs
