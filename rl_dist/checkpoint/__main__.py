@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from rl_dist.checkpoint.store import (
 from rl_dist.errors import CommandParser, UserError, explains_errors, printable, table
 
 EPILOG = """commands:
-  list      print iteration, time, size and state of every file, and the metric of the best
+  list      print iteration and state of every file, and the metric of the best
   verify    the same; exit code 1 if any file is damaged
   inspect   print numbers, configuration and tensors of a file, or of the newest valid one
 PATH is a checkpoint file, a folder of checkpoints or a run directory.
@@ -40,7 +39,6 @@ def show_list(files: Sequence[Path]) -> bool:
     all_whole = True
     rows = []
     for file in reversed(files):
-        stat = file.stat()
         iteration = "?"
         verdict = "valid"
         try:
@@ -51,10 +49,8 @@ def show_list(files: Sequence[Path]) -> bool:
         except CheckpointError as error:
             verdict = f"damaged: {error}"
             all_whole = False
-        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stat.st_mtime))
-        cells = (iteration, saved, f"{stat.st_size:,}", file.name, verdict)
-        rows.append(list(map(printable, cells)))
-    print(table(("iteration", "saved", "bytes", "file", "state"), rows))
+        rows.append([*map(printable, (iteration, file.name, verdict))])
+    print(table(("iteration", "file", "state"), rows))
     return all_whole
 
 

@@ -227,8 +227,8 @@ def test_list_verify_and_inspect_show_every_file_and_the_newest_valid_one(is_who
     assert main(["list", str(copy)]) == 0
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines()[2:]]
     files = [name_of(3), name_of(2), name_of(1), "best.pt"]
-    assert [row[4].strip() for row in rows] == files
-    assert ["damaged" in row[5] for row in rows] == [not is_whole, False, False, False]
+    assert [row[2].strip() for row in rows] == files
+    assert ["damaged" in row[3] for row in rows] == [not is_whole, False, False, False]
     assert main(["inspect", str(copy), "--json"]) == 0
     about = json.loads(capsys.readouterr().out)
     assert about["path"].endswith(name_of(3 if is_whole else 2)) and about["config"] == expected
