@@ -194,10 +194,10 @@ class Trials:
             StrategyConfig(mode="none", precision=config.launch.precision),
             replace(world, rank=0, size=1, watchdog=None),
         )
-        ppo = PPO(policy, config.ppo, strategy, sizes.num_microbatches)
+        ppo = PPO(policy, config.ppo, strategy, train.grad_accumulation)
 
         # Test the memory.
-        parts = sizes.num_microbatches
+        parts = train.grad_accumulation
         sequences = parts * math.ceil(sizes.batch_size / parts / HEADROOM)
         rollout = rollout_bytes(config, sizes.num_envs, policy)
         needed = rollout + self.bytes_per_sequence * sequences
@@ -217,7 +217,7 @@ class Trials:
             if together:
                 options = replace(config.launch.strategy_config, device_ids=self.gpu_ids)
                 strategy = Strategy(options, world)
-                ppo = PPO(policy, config.ppo, strategy, sizes.num_microbatches)
+                ppo = PPO(policy, config.ppo, strategy, train.grad_accumulation)
             minibatch = minibatch.pick(Tensor.narrow, 0, sizes.batch_size)
             starts = minibatch.episode_start.cpu().numpy()
             while True:

@@ -24,7 +24,6 @@ class Sizes:
     global_num_envs: int
     global_batch_size: int
     learning_rate_factor: float = 1.0  # set by --lr_scaling
-    num_microbatches: int = 1  # parts of a minibatch, processed one after the other
 
 
 def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: int = 0) -> Sizes:
@@ -82,7 +81,6 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
         num_minibatches=global_num_envs * sequences_per_env // global_batch_size,
         global_num_envs=global_num_envs,
         global_batch_size=global_batch_size,
-        num_microbatches=config.grad_accumulation,
         learning_rate_factor=factors[config.lr_scaling],
     )
 

@@ -51,7 +51,7 @@ def test_every_size_that_auto_may_choose_shares_out_over_the_ranks(scaling, num_
     tried = list(itertools.islice(doublings(auto.allowed_batch_sizes(config, num_ranks)), 8))
     for size in tried:
         share = shard_sizes(replace(config, batch_size=size), 0, num_ranks)
-        assert share.batch_size // share.num_microbatches >= 8
+        assert share.batch_size // config.grad_accumulation >= 8
     assert len(tried) == 8 or "num_envs" in options
 
 
