@@ -137,11 +137,6 @@ class TradingVectorEnv(TorchEnv):
             centred = by_market - by_market.mean(1, keepdim=True)
             covariance = centred.transpose(1, 2) @ centred / max(centred.shape[1] - 1, 1)
             self._covariance = covariance.to(self.device)  # [M, n, n]
-        # row of the current day in the market tables, [B]: market * num_days + day - span.first
-        self.row = self.end_row = torch.zeros(num_envs, dtype=torch.int64, device=self.device)
-        self.risk = self._prices.new_zeros(num_envs)
-        self.cash = self.value = self._prices.new_zeros(num_envs, 1)  # USD, at the last close
-        self.shares = self._prices.new_zeros(num_envs, num_stocks)
         self.layout = Layout.vector(self._features.shape[1])
         self.single_action_space = Box(-1.0, 1.0, (num_stocks,), np.float32)
 
@@ -153,15 +148,19 @@ class TradingVectorEnv(TorchEnv):
 
     def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
         """Start the first episode of every environment, with one seed for each."""
-        self.keys = seed_keys(seed).to(self.device)
-        self.episode = torch.full_like(self.keys, -1)  # [B]
-        self._restarts_left = 0
-        all_ended = torch.ones_like(self.keys, dtype=torch.bool)
-        obs = self._restart(all_ended, self._features[:1])
+        self.keys = seed_keys(seed).to(self.device)  # [B]
+        self.episode = torch.zeros_like(self.keys)
+        self._draw_starts()
+        # row of the current day in the market tables: market * num_days + day - span.first
+        self.row = self._starts[0]
+        self.end_row = self.row + self._episode_days
         if not self.evaluation:
             age = random_int63(self.keys, ~self.episode) % self._episode_days
             self.end_row = self.row + 1 + age
-        return obs, {}
+        self.risk = self._prices.new_zeros(self.num_envs)
+        self.cash = self.value = self.risk[:, None] + self._initial_usd  # USD, at the last close
+        self.shares = self._prices.new_zeros(self.num_envs, len(self.tickers))
+        return self._features.index_select(0, self.row), {}
 
     def _draw_starts(self) -> None:
         """Draw the start rows of the current episodes and of the next AHEAD episodes."""
