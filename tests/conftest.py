@@ -26,10 +26,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The longest files first, so that the processes of pytest-xdist end at about the same time.
 LONGEST = (
-    *("batch_size", "world_size", "rl_dist_launch", "train_command", "setup_check"),
+    *("batch_choice", "world_size", "rl_dist_launch", "train_command", "setup_check"),
     *("restarts", "rl_dist_launch_environment", "evaluate", "python_api", "resume_check"),
     *("short_run", "supervisor", "export", "docs_run", "faults", "imports", "workers", "watchdog"),
-    *("hostile", "all_reduce_bench", "supervised", "memory"),
+    *("hostile", "supervised"),
 )
 
 

@@ -1,13 +1,20 @@
 """The simulated market: worlds, the planted edge, and rules that do not learn."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
-import torch
+import pytest
 from test_trading import scaled
 
-from envs.trading.baselines import buy_equal_weight, follow, memoryless, planted_outlook
-from envs.trading.baselines import reference as reference_choice
+from agents.evaluate.markets import performance, run_markets
+from envs.trading.baselines import (
+    buy_equal_weight,
+    follow,
+    memoryless,
+    planted_outlook,
+    reference,
+)
 from envs.trading.config import SimulatedMarketConfig, TradingConfig
 from envs.trading.environment import TradingVectorEnv
 from envs.trading.features import side_by_side
@@ -27,23 +34,19 @@ CONFIG = SimulatedMarketConfig()
 STILL = SimulatedMarketConfig(market_edge=0.0)
 
 
-def reference(edge):
-    return follow(partial(reference_choice, market_edge=edge))
-
-
-def sharpe_of(config, rule, **options):
-    """Trade 6 worlds by a rule; return Sharpe ratios [6] and weights [days, 6, n]."""
+def figures_of(config, rule, **options):
+    """Trade 6 worlds by a rule; return the mean of each statistic."""
     markets = simulate_markets(config, world_seeds(config, "valid", 6))
     span, trading = Span(first=1890, last=2519), TradingConfig(**options)
     env = TradingVectorEnv(6, markets=markets, span=span, config=trading, evaluation=True)
-    env.reset(seed=[0] * 6)
-    paths, weights = [env.value.squeeze(1)], []
-    for _ in range(span.last - span.first):
-        info = env.step(rule(env))[4]
-        paths.append(info["portfolio_value"])
-        weights.append(info["weights"])
-    returns = torch.stack(paths).diff(dim=0) / torch.stack(paths[:-1])
-    return (returns.mean(0) / returns.std(0) * 252**0.5).numpy(), torch.stack(weights).numpy()
+    record = run_markets(env, rule, SimpleNamespace(heartbeat=lambda: None))
+    figures = performance({name: np.array(values) for name, values in record.items()})
+    return {name: values.mean() for name, values in figures.items()}
+
+
+def figures_of_reference(config):
+    rule = follow(partial(reference, market_edge=config.market_edge))
+    return figures_of(config, rule)
 
 
 def test_a_world_is_the_same_whichever_worlds_are_drawn_with_it():
@@ -108,15 +111,15 @@ def test_the_filter_uses_no_future_bars():
 
 
 def test_without_edge_the_reference_is_equal_weight():
-    equal, _ = sharpe_of(STILL, buy_equal_weight, max_order=1.0)
-    held, weights = sharpe_of(STILL, reference(0.0))
-    assert abs((held - equal).mean()) < 0.15
-    np.testing.assert_allclose(weights[10:], 0.2, atol=0.03)
+    equal = figures_of(STILL, buy_equal_weight, max_order=1.0)
+    held = figures_of_reference(STILL)
+    for name, tolerance in {"sharpe": 0.15, "exposure": 0.02, "annual_return": 0.02}.items():
+        assert held[name] == pytest.approx(equal[name], abs=tolerance)
 
 
 def test_memory_earns_what_a_rule_on_event_and_holdings_cannot():
-    equal = sharpe_of(CONFIG, buy_equal_weight, max_order=1.0)[0].mean()
-    best = sharpe_of(CONFIG, reference(CONFIG.market_edge))[0].mean()
-    rule = sharpe_of(CONFIG, follow(memoryless))[0].mean()
+    equal = figures_of(CONFIG, buy_equal_weight, max_order=1.0)["sharpe"]
+    best = figures_of_reference(CONFIG)["sharpe"]
+    rule = figures_of(CONFIG, follow(memoryless))["sharpe"]
     assert 6.0 < best < 9.0
     assert equal < rule < equal + 0.4 * (best - equal)

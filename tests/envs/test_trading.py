@@ -49,7 +49,7 @@ def scaled(market, day, factor):
 MARKETS = [random_market(1), random_market(2)]
 
 
-def make_env(num_envs=3, markets=MARKETS[:1], seeds=(), evaluation=False, device="cpu", **options):
+def make_env(num_envs=3, markets=MARKETS[:1], seeds=(), evaluation=False, **options):
     """Return a small trading environment that has been reset."""
     env = TradingVectorEnv(
         num_envs,
@@ -57,7 +57,6 @@ def make_env(num_envs=3, markets=MARKETS[:1], seeds=(), evaluation=False, device
         span=Span(FIRST, NUM_DAYS - 1),
         config=TradingConfig(**{"episode_days": 20, "risk_aversion": 0.0, **options}),
         evaluation=evaluation,
-        device=device,
     )
     env.reset(seed=seeds or range(100, 100 + num_envs))
     return env
@@ -352,18 +351,3 @@ def test_returned_tensors_are_the_callers_and_carry_no_graph():
         (torch.ones(33, requires_grad=True) * result[0]).sum().backward()
         for tensor in result:
             tensor.zero_()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_gpu_trades_the_same_days_and_shares_as_the_cpu():
-    on_cpu = make_env(16, MARKETS)
-    on_gpu = make_env(16, MARKETS, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")  # a step must not wait for the GPU
-    try:
-        for actions in random_actions(70, on_cpu):
-            on_cpu.step(actions)
-            on_gpu.step(actions.to("cuda", non_blocking=True))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    left, right = on_cpu.get_state(), on_gpu.get_state()
-    assert all(torch.equal(left[name], right[name].cpu()) for name in left)
