@@ -138,37 +138,32 @@ def test_what_it_measured_is_what_was_asked_and_as_documented(tmp_path, monkeypa
     assert measured["total_s"] == (None if unsteady(measured["rates"]) else total_s)
 
 
-@pytest.mark.parametrize("flags", [["--device", "cuda"], ["--strategy", "dp"]])
-def test_ranks_that_cannot_be_are_a_problem_and_nothing_is_measured(monkeypatch, capfd, flags):
-    monkeypatch.setattr(setup_check, "measure_short_runs", None)
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (["--device", "cuda"], "ranks"),
+        (["--strategy", "dp"], "ranks"),
+        (["--num_gpus", "2"], "reductions"),
+        ([], "short run"),
+    ],
+)
+def test_what_cannot_train_is_a_problem_and_nothing_is_measured(monkeypatch, capfd, flags, name):
+    def fail(*_, **__):
+        raise ChildError("a rank hung")
+
+    for measure in ("measure_short_runs", "time_reductions"):
+        monkeypatch.setattr(setup_check, measure, fail)
     code, out, _ = check_here(monkeypatch, capfd, *RECALL, *flags, "--json")
     found = json.loads(out)
     jsonschema.validate(found, SCHEMA)
     problems = [check["name"] for check in found["checks"] if check["verdict"] == "problem"]
-    assert code == 1 and problems == ["ranks"] and found["measured"] is None
+    assert code == 1 and problems == [name] and found["measured"] is None
 
 
 @pytest.mark.parametrize("flags", [["--num_env", "4"], ["--resume", "auto"], ["--interactive"]])
 def test_bad_flags_are_one_line_and_exit_code_2(flags, monkeypatch, capfd):
     code, out, err = check_here(monkeypatch, capfd, *flags)
     assert code == 2 and out == "" and flags[0] in only_error(err)
-
-
-@pytest.mark.parametrize(
-    ("broken", "flags", "name"),
-    [
-        ("measure_short_runs", [], "short run"),
-        ("time_reductions", ["--num_gpus", "2"], "reductions"),
-    ],
-)
-def test_short_runs_and_reductions_that_fail_are_problems(monkeypatch, capfd, broken, flags, name):
-    def fail(*_, **__):
-        raise ChildError("a rank hung")
-
-    monkeypatch.setattr(setup_check, broken, fail)
-    code, out, _ = check_here(monkeypatch, capfd, *RECALL, *flags, "--json")
-    *_, last = json.loads(out)["checks"]
-    assert (code, last["name"], last["measured"]) == (1, name, "a rank hung")
 
 
 def test_strict_counts_warnings(monkeypatch, capfd):
