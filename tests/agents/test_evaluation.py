@@ -65,9 +65,9 @@ def over_ranks(call, size, monkeypatch):
 
     def gather(values, world):
         sent[world.rank] = values
-        meeting.wait(60)
+        meeting.wait(10)
         gathered = [sent[rank] for rank in range(size)]
-        meeting.wait(60)
+        meeting.wait(10)
         return gathered
 
     for module in (episodes, markets):
@@ -96,32 +96,25 @@ class Numbered(ScriptedEnv):
     Environment 1 is restarted in step 2, during its episode; environment 3 in step 5, after it.
     """
 
-    made: list = []
     restarts = ()
 
     def __init__(self, count, first, device):
         ends = [(3, TERMINATED), (5, TRUNCATED), (1, TERMINATED), (4, TERMINATED), (2, TRUNCATED)]
         super().__init__([[end] for end in ends[first : first + count]])
-        self.first, self.closed, self.num_steps = first, False, 0
-        self.restarts = [0] * count
-        Numbered.made.append(self)
+        self.numbers, self.num_steps = first + torch.arange(count), 0
 
-    def reset(self, *, seed=None, options=None):
-        self.seeds = list(seed)
+    def reset(self, *, seed):
+        assert seed == stream_seeds(1, EVALUATION_STREAM, int(self.numbers[0]), len(seed))
+        self.restarts = [0] * len(seed)
         return super().reset()
 
     def step(self, actions):
         obs, rewards, terminated, truncated, info = super().step(actions)
         self.num_steps += 1
-        for number, at_step in ((1, 2), (3, 5)):
-            row = number - self.first
-            if self.num_steps == at_step and 0 <= row < self.num_envs:
+        for row, number in enumerate(self.numbers.tolist()):
+            if (number, self.num_steps) in ((1, 2), (3, 5)):
                 self.restarts[row], truncated[row] = 1, True
-        numbers = self.first + torch.arange(self.num_envs).double()
-        return obs, rewards, terminated, truncated, info | {"raw_rewards": numbers}
-
-    def close(self):
-        self.closed = True
+        return obs, rewards, terminated, truncated, info | {"raw_rewards": self.numbers.double()}
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
@@ -129,17 +122,10 @@ def test_every_episode_counts_once_and_is_repeated_after_a_restart(size, monkeyp
     # (return, length, restarts) per episode. Row 1 counts only the last 3 of 5 steps: the restart
     # discards the first 2.
     expected = [[0, 3, 0], [3, 3, 1], [2, 1, 0], [12, 4, 0], [8, 2, 0]]
-    call = functools.partial(
-        evaluate_episodes, SimpleNamespace(evaluation_env=Numbered), idle, 5, 1
-    )
-    Numbered.made.clear()
+    task = SimpleNamespace(evaluation_env=Numbered)
+    call = functools.partial(evaluate_episodes, task, idle, 5, 1)
     results = over_ranks(call, size, monkeypatch)
     assert [rows.T.tolist() for rows in results] == [expected] * size
-    seeds = {env.first: env.seeds for env in Numbered.made}
-    assert sum((seeds[first] for first in sorted(seeds)), []) == stream_seeds(
-        1, EVALUATION_STREAM, 0, 5
-    )
-    assert all(env.closed for env in Numbered.made)
 
 
 @pytest.mark.parametrize("window", [0, 3])
@@ -185,11 +171,9 @@ def test_figures_are_those_of_a_year_or_of_a_span_below_60_days(repeats, period)
         "fees_usd": 0.5 * days,
         "exposure": 0.5,
     }
-    assert {name: value.item() for name, value in performance(record).items()} == pytest.approx(
-        expected
-    )
-    without_risk = performance(record_of(np.full((1, days), 2.0**-10)))
-    assert without_risk["sharpe"] == 0.0
+    figures = {name: value.item() for name, value in performance(record).items()}
+    assert figures == pytest.approx(expected)
+    assert performance(record_of(np.full((1, days), 2.0**-10)))["sharpe"] == 0.0  # without risk
 
 
 @pytest.mark.parametrize("num_markets", [1, 9])

@@ -1,7 +1,6 @@
 """Run examples with small budgets; some other examples have separate test files."""
 
 import json
-from pathlib import Path
 
 import matplotlib
 import pytest
@@ -33,17 +32,6 @@ def test_the_quick_start_notebook_runs_from_its_first_cell_to_its_last(capsys):
 
 def test_the_core_of_phases_keeps_the_contract_of_a_core():
     try_core("examples.phase_core:PhaseCore", PhaseCore(5, 16, 1), 5, 16)
-
-
-@pytest.mark.slow
-def test_fine_tuning_begins_with_the_weights_of_the_easy_task():
-    from examples import fine_tune
-
-    assert len(fine_tune.main(total_steps=1024)) == 3
-    runs = sorted(Path("runs").iterdir())
-    configs = [json.loads((run / "config.json").read_text()) for run in runs]
-    begun = [config["train"]["init_from"] for config in configs]
-    assert begun == ["", str(runs[0].absolute()), ""]
 
 
 @pytest.mark.parametrize(("lower", "state", "count"), [(-1.0, "COMPLETE", 4), (1e9, "PRUNED", 1)])
