@@ -44,7 +44,7 @@ from rl_dist.flags import (
     parse_flags,
     shown,
 )
-from rl_dist.machine import available_cores, print_gpu_info
+from rl_dist.machine import print_gpu_info
 from rl_dist.process_group.join import MAX_RESTARTS, elastic_count
 from rl_dist.run_dir import RunDir
 
@@ -321,7 +321,6 @@ def ask_user(parsed: ParsedFlags, words: list[str]) -> ParsedFlags:
         )
     words = [word for word in words if word != "--interactive"]
     print_gpu_info()
-    print(f"{available_cores()} CPU cores")
     print("Enter takes the value in brackets. Ctrl-C leaves without a trace.")
     try:
         for flag in QUESTIONS:

@@ -16,7 +16,7 @@ from agents.run.metric_table import check_metric
 from agents.run.saved import check_initial
 from agents.run.sizes import shard_sizes
 from envs.vector.guards import EnvironmentFaultError
-from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found, last_checkpoint
+from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found
 from rl_dist.errors import (
     CLOSED_DISK,
     FULL_DISK,
@@ -159,12 +159,11 @@ def _notify_restart(directory: RunDir, checkpoint: Found | None) -> None:
     Torchrun restarts ranks after a failure, and when a host joins or leaves. Without torchrun, our
     own launcher sends this event.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
     restarts = restart_count()
     with suppress(OSError, UserError):
         state = directory.state()
-        if restarts or (state is not None and state.phase not in ENDED):
+        restarted = restarts or (state and state.phase not in ENDED)
+        if restarted and "TORCHELASTIC_RUN_ID" in os.environ:
             where = checkpoint.path if checkpoint else "the beginning"
             events.notify("restarted", f"continuing from {where}", restart=restarts)
 
@@ -215,7 +214,7 @@ def explained_faults(run_dir: Path, world: World) -> Iterator[None]:
             raise UserError(
                 f"rank {world.rank} ran out of memory in {phase}, after a peak of "
                 f"{peak_memory_bytes(world.device) / GIB:.2f} GiB on {world.device}; "
-                f"{ADVICE.get(phase, FEWER)}; {last_checkpoint(run_dir)}; the error was "
+                f"{ADVICE.get(phase, FEWER)}; the error was "
                 f"{one_line(error, 220)}",
                 exit_code=1,
             ) from error

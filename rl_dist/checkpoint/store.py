@@ -279,7 +279,7 @@ def save_agreed(
         try:
             path = str(save_checkpoint(folder, content, iteration=iteration, keep=keep, best=best))
         except CheckpointError as error:
-            problem = f"{error}; {last_checkpoint(run_dir)}"
+            problem = str(error)
     path, problem = all_gather_json([path, problem], world)[0]
     if problem:
         raise UserError(problem, exit_code=1)
@@ -309,12 +309,6 @@ def latest_checkpoint(run_dir: str | Path) -> Path | None:
     """Return the path of the newest valid checkpoint, or None; see `load_latest`."""
     found = load_latest(run_dir)
     return found.path if found else None
-
-
-def last_checkpoint(run_dir: Path) -> str:
-    """Return the part of a message that names the checkpoint to resume from."""
-    newest = latest_checkpoint(run_dir)
-    return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
 
 
 def find_latest_run(runs_dir: str | Path) -> Path | None:

@@ -117,7 +117,7 @@ def test_training_stops_at_a_save_that_fails_and_the_old_checkpoint_stays(world,
     def act(iteration):
         limits(2000 if iteration == 3 else None)
 
-    with pytest.raises(UserError, match="File too large.*iteration_00000002.pt") as error:
+    with pytest.raises(UserError, match="File too large") as error:
         run(world, tmp_path, [1.0] * 4, act=act, **EACH)
     limits(None)
     assert error.value.exit_code == 1 and load_checkpoint(latest_checkpoint(tmp_path))
