@@ -10,15 +10,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from agents.config import AUTO, RunConfig, TrainConfig, probe
+from agents.evaluate.episodes import PolicyController
 from agents.policy import Policy
 from agents.ppo import PPO, Minibatch
 from agents.run.sizes import batch_fits, shard_sizes
 from agents.run.start import Run
 from envs.task import AUTO as AUTO_WORKERS
-from envs.vector.layout import random_actions
 from rl_dist.errors import UserError
 from rl_dist.machine import (
     GIB,
@@ -227,19 +227,20 @@ class Trials:
             strategy.close()
 
     def env_steps(self, config: RunConfig) -> Iterator[None]:
-        """Step this rank's environments with random actions; yield after each step."""
+        """Step this rank's environments with a new policy; yield after each step."""
         sizes = shard_sizes(config.train, self.world.rank, self.world.size)
         task = replace(self.task, config=config.task)
         device = self.world.device
         env = task.training_env(sizes.num_envs, sizes.env_offset, str(device))
         try:
-            env.single_action_space.seed(0)
+            policy = Policy(config.policy, env.layout, env.single_action_space).to(device)
+            controller = PolicyController(policy, nn.Identity())
             obs = env.reset(seed=list(range(sizes.num_envs)))[0]
-            yield
+            ended = torch.ones(len(obs), dtype=torch.bool, device=device)
             while True:
-                actions = torch.as_tensor(random_actions(env, obs.cpu()))
-                obs = env.step(actions.to(device))[0]
                 yield
+                obs, _, terminated, truncated, _ = env.step(controller(env, obs, ended))
+                ended = terminated | truncated
         finally:
             env.close()
 

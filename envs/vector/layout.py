@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 from pydantic import PositiveInt, TypeAdapter
 
 from rl_dist.errors import UserError
@@ -164,18 +163,3 @@ class TorchEnv:
 
     def close(self) -> None:
         """Release the resources of all environments."""
-
-
-def random_actions(env: Any, rows: Any) -> Any:
-    """Return an allowed action for each observation in `rows` [B, F].
-
-    If the observations contain masks, return the first allowed action, else one random action.
-    """
-    columns = env.layout.columns("mask")
-    space = env.single_action_space
-    if not columns:
-        return np.stack([space.sample()] * len(rows))
-    sizes = space.nvec if space.shape else [space.n]  # number of options of each choice
-    masks = np.split(np.asarray(rows)[:, columns], np.cumsum(sizes)[:-1], axis=1)
-    digits = [mask.argmax(axis=1) for mask in masks]
-    return np.stack(digits, axis=1).reshape(-1, *space.shape)
