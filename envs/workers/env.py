@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import select
-import socket
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from multiprocessing.connection import Connection
+from multiprocessing import Pipe
 from typing import Any
 
 import numpy as np
@@ -38,11 +37,10 @@ class _Worker:
 
     def start(self, file: int) -> None:
         """Start a process; `file` holds the rows of all workers."""
-        ours, theirs = socket.socketpair()
+        self._connection, theirs = Pipe()
         status_file = os.memfd_create("status")
         with theirs:
             self.pid = ask_host(0, [theirs.fileno(), status_file, file])
-        self._connection = Connection(ours.detach())
         self._poll = select.poll()
         self._poll.register(self._connection.fileno(), select.POLLIN)
         self.status = shared_rows(status_file, 1, STATUS)[0]
