@@ -8,7 +8,7 @@ examples:
   python -m rl_dist.speedup RUN_DIR                     the job of an earlier run
   python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM"   speedup on a card that is not here
   python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM" --sps 90000    ... and time and cost
-predicted: environment steps/s relative to one rank. The 95 % interval follows from how much the
+speedup: environment steps/s relative to one rank; its 95 % interval follows from how much the
 iteration times vary; modelled figures have a standard error of at least 10 %. Time and cost need
 steps/s, either measured here or given by --sps. Each figure takes about 15 s. docs/planning.md
 explains the model.
@@ -38,18 +38,6 @@ from rl_dist.run_dir import RunDir
 from rl_dist.speedup.measure import MeasuredJob, measure_job
 from rl_dist.speedup.model import CARDS, Prediction, bottleneck, predict, steps_per_episode
 
-COLUMNS = {  # heading: (name of the value in a row, format)
-    "ranks": ("gpus", "{}"),
-    "scaling": ("scaling", "{}"),
-    "predicted": ("speedup", "{:.2f}x"),
-    "95 %": ("speedup_interval", "{0[0]:.2f}-{0[1]:.2f}"),
-    "efficiency": ("efficiency", "{:.0%}"),
-    "lost most in": ("bottleneck", "{}"),
-    "source": ("source", "{}"),
-    "steps/s": ("steps_per_s", "{:,.0f}"),
-    "hours": ("hours", "{:.3g}"),
-    "cost": ("cost", "{:,.2f}"),
-}
 EPISODES = 5000  # default length of a training run
 CARD_ESTIMATE = (
     "an estimate from data sheets and the lowest list price of 2026-11 in US dollars: rollouts as "
@@ -189,7 +177,7 @@ def _rows(
         baseline = baseline or prediction
         speedup = prediction.steps_per_s / baseline.steps_per_s
         error = math.hypot(baseline.relative_error, prediction.relative_error)
-        margin = min(0.9, 1.96 * error) if share.ranks > 1 else 0.0
+        margin = 1.96 * error if share.ranks > 1 else 0.0
         # NaN means that the rate is unknown, which makes time and cost NaN as well
         rate = prediction.steps_per_s if options.sps or not card else math.nan
         hours = env_steps / rate / 3600
@@ -219,15 +207,18 @@ def _fp32_tflops(device_type: str) -> float:
 
 def as_text(report: SpeedupReport) -> str:
     """Format a report as title, table and notes; omit columns without values."""
-    rows = report.rows
-    columns = {
-        heading: [form.format(row[name]) for row in rows]
-        for heading, (name, form) in COLUMNS.items()
-        if rows[0][name] is not None
-    }
+    names = [name for name, value in report.rows[0].items() if value is not None]
+    cells = [[_shown(row[name]) for name in names] for row in report.rows]
     notes = [f"note: {note}" for note in report.notes]
-    cells = zip(*columns.values(), strict=True)
-    return "\n".join([report.title, "", table([*columns], cells), "", *notes])
+    return "\n".join([report.title, "", table(names, cells), "", *notes])
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return "-".join(map(_shown, value))
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return str(value)
 
 
 @explains_errors

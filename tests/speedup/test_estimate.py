@@ -12,7 +12,7 @@ from rl_dist.process_group.world import threads_per_rank
 from rl_dist.run_dir import RunDir
 from rl_dist.speedup import __main__ as speedup
 from rl_dist.speedup import measure
-from rl_dist.speedup.__main__ import COLUMNS, as_text, estimate_training_speedup
+from rl_dist.speedup.__main__ import as_text, estimate_training_speedup
 from rl_dist.speedup.model import SMALL_COLLECTIVES
 
 TINY = [
@@ -143,8 +143,8 @@ def test_rows_hold_speedup_time_cost_and_source_and_the_text_shows_them(monkeypa
     assert one["hours"] == pytest.approx(STEPS / 16384 / 3600)
     assert two["cost"] == pytest.approx(2 * 1000.0 * two["hours"])
     text = as_text(report)
-    shown = f"{two['steps_per_s']:,.0f}", f"{two['cost']:.2f}", two["bottleneck"]
-    assert all(part in text for part in (*COLUMNS, *shown, "1.67x", "83%", "0.00366"))
+    shown = f"{two['steps_per_s']:,.0f}", f"{two['cost']:.3g}", two["bottleneck"]
+    assert all(part in text for part in (*two, *shown, "1.67", "0.00366"))
 
 
 @pytest.mark.parametrize(
