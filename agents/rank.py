@@ -157,7 +157,7 @@ def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None
         return market_validation(task, world)
     from agents.evaluate.episodes import validate
 
-    return partial(validate, task, config, world)
+    return partial(validate, task, config.train.seed, world)
 
 
 def agree(run: Run, world: World) -> Run:

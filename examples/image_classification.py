@@ -56,11 +56,9 @@ def run_rank(fitting: FitConfig, launching: LaunchConfig, device: str) -> int:
         torch.optim.Adam(strategy.parameters, lr=1e-2),
         criterion,
         strategy,
-        validation=loader(make_images(333, seed=2)),
-        metrics=metrics,
         config=fitting,
     )
-    figures = evaluate(module, loader(make_images(1001, seed=3)), criterion, strategy, metrics)
+    figures = evaluate(module, loader(make_images(1001, seed=2)), criterion, strategy, metrics)
     if world.is_main_process:
         print(json.dumps(figures), flush=True)
     close_world()
@@ -70,7 +68,7 @@ def run_rank(fitting: FitConfig, launching: LaunchConfig, device: str) -> int:
 @explains_errors
 def main() -> int:
     """Run the example; return the exit code."""
-    sections = {"fit": FitConfig(epochs=5, patience=2), "launch": LaunchConfig()}
+    sections = {"fit": FitConfig(epochs=5), "launch": LaunchConfig()}
     fitting, launching = parse_flags(sections, description=__doc__).configs.values()
     resolved = resolve(launching)
     return launch(run_rank, (fitting, launching, resolved.device_type), resolved.num_ranks)

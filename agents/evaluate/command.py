@@ -127,7 +127,7 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
                 from agents.evaluate.pictures import film  # imported late: matplotlib takes 0.5 s
 
                 film(agents["policy"], task, Path(options.video), config.train.seed, world)
-            figures, text = compare_on_episodes(task, config, agents, world)
+            figures, text = compare_on_episodes(task, config.train.seed, agents, world)
         else:
             from agents.evaluate.markets import report  # imported late: pandas takes 0.4 s
 
@@ -218,7 +218,7 @@ def evaluate_last_and_best(
         best = load_agent(path, world.device, core=config.policy.core)
         if best.iteration != training.iteration:
             agents["best"] = PolicyController(best.policy, best.normalizer)
-    return compare_on_episodes(task, config, agents, world)
+    return compare_on_episodes(task, config.train.seed, agents, world)
 
 
 def finish(

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agents.config import RunConfig
 from agents.network.inputs import Normalizer
 from agents.network.seeds import EVALUATION_STREAM, VALIDATION_STREAM, stream_seeds
 from agents.policy import Policy
@@ -110,12 +109,11 @@ def shard(count: int, world: World) -> range:
 def evaluate_episodes(
     task: GymTask,
     controller: Controller,
-    num_episodes: int,
     seed: int,
     world: World,
     stream: int = EVALUATION_STREAM,
 ) -> np.ndarray:
-    """Run N complete episodes, each in its own environment, divided among the ranks.
+    """Run the task's N evaluation episodes, each in its own environment, divided among the ranks.
 
     Each episode depends only on `seed`, `stream` and its number. Validation uses another stream
     than evaluation. If an environment is restarted after a fault, its episode is repeated.
@@ -123,7 +121,7 @@ def evaluate_episodes(
     Returns:
         An array [3, N], the same on every rank: return, length and repetitions of each episode.
     """
-    numbers = shard(num_episodes, world)
+    numbers = shard(task.config.eval_episodes, world)
     columns: list[list[float]] = [[], [], []]
     if numbers:
         env = task.evaluation_env(len(numbers), numbers.start, str(world.device))
@@ -151,41 +149,39 @@ def evaluate_episodes(
 
 def episode_figures(
     task: GymTask,
-    config: RunConfig,
-    controller: PolicyController,
+    controller: Controller,
+    seed: int,
     world: World,
     stream: int = EVALUATION_STREAM,
 ) -> dict[str, float]:
     """Run a policy on complete episodes of a Gymnasium task; return its statistics."""
-    num_episodes, seed = config.task.eval_episodes, config.train.seed
-    episodes = evaluate_episodes(task, controller, num_episodes, seed, world, stream)
-    returns, lengths, repeats = episodes
+    returns, lengths, repeats = evaluate_episodes(task, controller, seed, world, stream)
     figures = {
         "return": returns.mean(),
         "return_std": returns.std(),
         "return_min": returns.min(),
         "length": lengths.mean(),
         "episodes_cut": (lengths >= MAX_EPISODE_STEPS).sum(),
-        "episodes": num_episodes,
+        "episodes": len(returns),
         "env_restarts": repeats.sum(),
     }
     return {name: float(value) for name, value in figures.items()}
 
 
 def validate(
-    task: GymTask, config: RunConfig, world: World, policy: Policy, normalizer: Normalizer
+    task: GymTask, seed: int, world: World, policy: Policy, normalizer: Normalizer
 ) -> dict[str, float]:
     """Validate a policy during training; return metrics named valid/..."""
     controller = PolicyController(policy, normalizer)
-    figures = episode_figures(task, config, controller, world, VALIDATION_STREAM)
+    figures = episode_figures(task, controller, seed, world, VALIDATION_STREAM)
     return {f"valid/{name}": value for name, value in figures.items()}
 
 
 def compare_on_episodes(
-    task: GymTask, config: RunConfig, agents: dict[str, PolicyController], world: World
+    task: GymTask, seed: int, agents: dict[str, PolicyController], world: World
 ) -> tuple[dict[str, dict[str, float]], str]:
     """Evaluate agents on the same episodes; return statistics and a text with them."""
-    figures = {name: episode_figures(task, config, agents[name], world) for name in agents}
+    figures = {name: episode_figures(task, agents[name], seed, world) for name in agents}
     line = (
         "{}: {episodes:.0f} episodes without noise: mean return {return:.2f} (sd {return_std:.2f}, "
         "min {return_min:.2f}), mean length {length:.1f}, {episodes_cut:.0f} cut, "

@@ -62,7 +62,7 @@ def film(agent: PolicyController, task: GymTask, folder: Path, seed: int, world:
     """Run the first evaluation episode and save its pictures as episode_0.gif."""
     kwargs = json.dumps(task.config.kwargs() | {"render_mode": "rgb_array"})
     options: dict[str, Any] = {"vectorization": "sync", "env_workers": 0, "env_restarts": 0}
-    drawn_task = replace(task, config=replace(task.config, env_kwargs=kwargs, **options))
+    config = replace(task.config, env_kwargs=kwargs, eval_episodes=1, **options)
     policy = replace(agent)  # a copy, so that the state of `agent` does not change
     frames: list[Image.Image] = []
 
@@ -71,7 +71,7 @@ def film(agent: PolicyController, task: GymTask, folder: Path, seed: int, world:
             frames.append(Image.fromarray(env.env[0].render()))  # [H, W, 3] uint8
         return policy(env, obs, episode_start)
 
-    evaluate_episodes(drawn_task, draw_and_act, 1, seed, world)
+    evaluate_episodes(replace(task, config=config), draw_and_act, seed, world)
     if frames:  # only the rank that ran the episode has frames
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "episode_0.gif"

@@ -25,6 +25,7 @@ from agents.evaluate.markets import (
 )
 from agents.network.inputs import Normalizer
 from agents.network.seeds import EVALUATION_STREAM, stream_seeds
+from envs.task import TaskConfig
 from rl_dist.process_group.world import World
 
 
@@ -122,8 +123,8 @@ def test_every_episode_counts_once_and_is_repeated_after_a_restart(size, monkeyp
     # (return, length, restarts) per episode. Row 1 counts only the last 3 of 5 steps: the restart
     # discards the first 2.
     expected = [[0, 3, 0], [3, 3, 1], [2, 1, 0], [12, 4, 0], [8, 2, 0]]
-    task = SimpleNamespace(evaluation_env=Numbered)
-    call = functools.partial(evaluate_episodes, task, idle, 5, 1)
+    task = SimpleNamespace(evaluation_env=Numbered, config=TaskConfig(eval_episodes=5))
+    call = functools.partial(evaluate_episodes, task, idle, 1)
     results = over_ranks(call, size, monkeypatch)
     assert [rows.T.tolist() for rows in results] == [expected] * size
 
