@@ -27,8 +27,7 @@ class RememberingCore(nn.RNNBase):
 
     def open_gates(self) -> None:
         """Set the biases of the remembering gates to 1 (Jozefowicz et al. 2015)."""
-        for layer in range(self.num_layers):
-            bias = getattr(self, f"bias_ih_l{layer}")
+        for _, _, bias, _ in self.all_weights:
             nn.init.ones_(bias[self.hidden_size : 2 * self.hidden_size])
 
 

@@ -137,7 +137,6 @@ def sequence_orders(
     number of ranks.
     """
     size = num_minibatches // math.gcd(num_minibatches, sequences_per_env)  # stratum size
-    assert num_envs % size == 0 and env_offset % size == 0
     seed, iteration = key
     epochs = torch.arange(num_epochs)[:, None, None]
     envs = torch.arange(env_offset, env_offset + num_envs)[:, None]  # [B, 1]

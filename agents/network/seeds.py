@@ -16,7 +16,6 @@ def stream_seeds(seed: int, stream: int, first: int, count: int, resumed_at: int
     Each environment uses the seed at its global index. If a run without environment snapshots is
     resumed, `resumed_at` is the iteration of the resume, and gives its environments new episodes.
     """
-    sequences = (
-        np.random.SeedSequence([seed, stream, first + i, resumed_at]) for i in range(count)
-    )
-    return [int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)) for sequence in sequences]
+    keys = ([seed, stream, first + i, resumed_at] for i in range(count))
+    words = (np.random.SeedSequence(key).generate_state(1, np.uint64)[0] for key in keys)
+    return [int(word) >> 1 for word in words]
