@@ -129,19 +129,7 @@ def tiny_markets():
     return markets, Span(first_tradable_day(markets[0], TradingConfig()), NUM_DAYS - 1)
 
 
-class Saved(gymnasium.Env):
-    """Environment that saves and restores the attributes in `kept` and its generator."""
-
-    def get_state(self):
-        kept = {name: getattr(self, name) for name in self.kept}
-        return kept | {"rng": pack_generator(self.np_random)}
-
-    def set_state(self, state):
-        vars(self).update({name: state[name] for name in self.kept})
-        unpack_generator(self.np_random, state["rng"])
-
-
-class Brief(Saved):
+class Brief(gymnasium.Env):
     """Environment with short episodes; actions shift two observed features.
 
     The seed sets the longest episode to 1, 2 or 9 steps. The last feature varies by a millionth of
@@ -158,7 +146,10 @@ class Brief(Saved):
             self.longest = int(self.np_random.choice([1, 2, 9]))
         self.left = int(self.np_random.integers(1, self.longest, endpoint=True))
         self.place = self.np_random.normal(size=3)
-        return self.seen(), {}
+        return self.seen(), self.info()
+
+    def info(self):
+        return {}
 
     def seen(self):
         return np.append(self.place, 1e6 + self.np_random.normal()).astype(np.float32)
@@ -168,34 +159,27 @@ class Brief(Saved):
         self.place[:2] += 0.3 * action
         ended = self.left == 0
         cut = bool(self.np_random.random() < 0.1)
-        return self.seen(), -float(abs(self.place).sum()), ended, cut and not ended, {}
+        reward = -float(abs(self.place).sum())
+        return self.seen(), reward, ended, cut and not ended, self.info()
+
+    def get_state(self):
+        kept = {name: getattr(self, name) for name in self.kept}
+        return kept | {"rng": pack_generator(self.np_random)}
+
+    def set_state(self, state):
+        vars(self).update({name: state[name] for name in self.kept})
+        unpack_generator(self.np_random, state["rng"])
 
 
-class Levers(Saved):
-    """Three levers; each earns 1 if it is set to the sign of its observed number.
+class Levers(Brief):
+    """Brief with two levers as actions; info forbids one position of one lever."""
 
-    An action mask in info forbids one position of one lever.
-    """
+    action_space = gymnasium.spaces.MultiBinary(2)
 
-    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float32)
-    action_space = gymnasium.spaces.MultiBinary(3)
-    kept = ("shown",)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self.show()
-
-    def show(self):
-        self.shown = self.np_random.normal(size=3)
-        mask = np.ones((3, 2), np.int8)
-        mask[self.np_random.integers(3), self.np_random.integers(2)] = 0
-        return self.shown.astype(np.float32), {"action_mask": mask.ravel()}
-
-    def step(self, action):
-        reward = float((action == (self.shown > 0)).sum())
-        ended = bool(self.np_random.random() < 0.2)
-        obs, info = self.show()
-        return obs, reward, ended, False, info
+    def info(self):
+        mask = np.ones((2, 2), np.int8)
+        mask[tuple(self.np_random.integers(2, size=2))] = 0
+        return {"action_mask": mask.ravel()}
 
 
 gymnasium.register("Brief-v0", entry_point=Brief)
