@@ -1,7 +1,6 @@
 """Functions that ranks run for the sharding tests; spawned processes import them."""
 
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -11,10 +10,7 @@ from faults_ranks import Keeping
 from on_ranks import saves_results
 from rl_dist_ranks import make_module
 
-from agents.config import RunConfig
-from agents.evaluate.command import evaluate_last_and_best
 from agents.trainer import Training, train
-from envs.task import GymTask, TaskConfig
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.process_group.collectives import all_reduce_max, parameter_hash
@@ -42,15 +38,10 @@ def run(job, world, resume_from=""):
         train(training, writer, StopFlag())
     kept = ("loss/policy", "loss/value", "optim/grad_norm", "episode/return")
     parameters = [parameter.detach().flatten() for parameter in training.policy.parameters()]
-    task = TaskConfig(env="Recall-v0", eval_episodes=4)
-    figures, _ = evaluate_last_and_best(
-        RunConfig(task=task), GymTask(task), training, Path(job.run_dir)
-    )
     result = {
         "parameters": torch.cat(parameters),
         "records": [{key: record[key] for key in kept} for record in writer.records],
         "hash": parameter_hash(training.policy),
-        "evaluated": figures["test"],
         "reductions": reductions.call_count,
     }
     if training.ppo.strategy.shards:

@@ -1,5 +1,6 @@
 """Small supervised jobs and the exercise that two ranks run; ranks import it."""
 
+import itertools
 import math
 
 import torch
@@ -34,15 +35,12 @@ def make_net(dropout=0.0, batch_norm=False):
     ).double()
 
 
-class NanOnce:
-    """Criterion that returns NaN in one call (counted from 1) on the last rank."""
-
-    def __init__(self, world, call):
-        self.left = call if world.rank == world.size - 1 else 0
-
-    def __call__(self, outputs, targets):
-        self.left -= 1
-        return CRITERION(outputs, targets) * (math.nan if self.left == 0 else 1.0)
+def nan_once(world, call):
+    """Return a criterion that is NaN in one call (counted from 1) on the last rank."""
+    calls = itertools.count(1 if world.rank == world.size - 1 else call + 1)
+    return lambda outputs, targets: (
+        CRITERION(outputs, targets) * (math.nan if next(calls) == call else 1.0)
+    )
 
 
 class Fitted:
@@ -103,6 +101,6 @@ def exercise(world, out_dir):
     loader = DataLoader(blobs(67), batch_size=12, shuffle=True, **workers)
     results["workers"] = Fitted(world, train=loader).weights
 
-    bad = Fitted(world, criterion=NanOnce(world, 3), config={"grad_accumulation": 1})
+    bad = Fitted(world, criterion=nan_once(world, 3), config={"grad_accumulation": 1})
     results["bad"] = {"weights": bad.weights, "history": bad.history}
     return results

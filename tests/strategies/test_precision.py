@@ -54,7 +54,6 @@ def test_acting_and_evaluating_agree_to_the_rounding_of_the_precision(name, form
 @pytest.mark.parametrize("name", LOW)
 def test_training_follows_fp32(name, world):
     full = trained(world, dtype=SINGLE)
-    assert trained(world, dtype=SINGLE, precision="auto").hashes == full.hashes
     low = trained(world, dtype=SINGLE, precision=name)
     assert low.hashes[0] != full.hashes[0]
     # 8 Adam steps change each parameter by about 0.003 each

@@ -46,7 +46,6 @@ def test_a_training_is_that_of_one_process_also_in_parts(ranks, tmp_path):
             torch.testing.assert_close(trained["parameters"], single["parameters"], **CLOSE)
         for one, other in zip(hybrid["records"], single["records"], strict=True):
             assert one == pytest.approx(other, rel=1e-6, abs=1e-9, nan_ok=True)
-        assert hybrid["evaluated"] == single["evaluated"]
         # one reduction in each step, even if the step has several parts
         assert hybrid["reductions"] == parts["reductions"] == rank["ddp"]["reductions"]
     assert len({rank["hybrid"]["hash"] for rank in ranks}) == 1
