@@ -8,6 +8,7 @@ https://arxiv.org/abs/2212.02721.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -131,6 +132,8 @@ class Policy(nn.Module):
 
         # encoder, then a shared core, separate cores for actor and critic, or all three
         size = config.hidden_size
+        layers = config.num_layers
+        new_core: Any = partial(make_core, config.core) if config.core else CORES[config.policy]
         self.feature_encoder = Encoder(self.layout, size)
         width = self.feature_encoder.num_outputs
         self.feature_core: Any = PassThrough()
@@ -139,23 +142,16 @@ class Policy(nn.Module):
         self.critic_core: Any = PassThrough()
         is_cascade = config.policy in ("clstm", "mlp")
         if is_cascade or not config.separate_trunks:
-            self.feature_core = self._core(width)
+            self.feature_core = new_core(width, size, layers)
             self.feature_mlp = nn.Sequential(nn.Linear(size, size), nn.Tanh())
             width = size
         if is_cascade or config.separate_trunks:
-            self.actor_core = self._core(width)
-            self.critic_core = self._core(width)
+            self.actor_core = new_core(width, size, layers)
+            self.critic_core = new_core(width, size, layers)
         self.cores = (self.feature_core, self.actor_core, self.critic_core)
         self.actor_head = nn.Linear(size, self.num_actions)
         self.critic_head = nn.Linear(size, 1)
         self._initialise()
-
-    def _core(self, num_inputs: int) -> nn.Module:
-        """Return a new core."""
-        sizes = (num_inputs, self.config.hidden_size, self.config.num_layers)
-        if self.config.core:
-            return make_core(self.config.core, *sizes)
-        return CORES[self.config.policy](*sizes)
 
     def _initialise(self) -> None:
         """Set orthogonal weights and zero biases; bias gates so that new cores remember."""
