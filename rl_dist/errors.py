@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,8 +25,6 @@ CLOSED_DISK = {errno.EACCES, errno.EPERM, errno.EROFS}
 # Exceptions that user code may raise. SystemExit is included, because otherwise it could end a
 # failed job with exit code 0.
 FOREIGN_ERRORS = (Exception, SystemExit)
-
-FIRST_RANK_S = 10.0  # how long other ranks wait for the first rank to print the same error
 
 
 # ---- streams
@@ -165,21 +162,19 @@ def report_to_caller(**facts: str) -> None:
 def print_error_once(line: str) -> None:
     """Print an error on stderr; under torchrun, print it only once per machine.
 
-    The ranks of a machine usually fail with the same error. The first rank prints it and creates a
-    marker file. The other ranks wait for this file, and print the error only if it does not appear.
+    The ranks of a machine usually fail with the same error. The first of them creates a marker
+    file and prints the error; the others find the file.
     """
-    mark = _mark(f"printed_{hashlib.sha256(line.encode()).hexdigest()}")
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    deadline_s = time.monotonic() + FIRST_RANK_S
-    while mark and not is_first and time.monotonic() < deadline_s:
-        if mark.exists():
-            return
-        time.sleep(0.05)
+    try:
+        if mark := _mark(f"printed_{hashlib.sha256(line.encode()).hexdigest()}"):
+            mark.touch(exist_ok=False)
+    except FileExistsError:
+        return
+    except OSError:  # for example a full disk: print the error more than once
+        pass
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
     report_to_caller(error=line.removeprefix("error: "))
-    if is_first:
-        _leave(mark)
 
 
 def refuse_restarts() -> None:
@@ -188,7 +183,9 @@ def refuse_restarts() -> None:
     torchrun restarts ranks after any exit code. This creates a marker file; restarted ranks find
     the file and exit.
     """
-    _leave(_mark("refused", every_start=True))
+    if mark := _mark("refused", every_start=True):
+        with suppress(OSError):
+            mark.touch()
 
 
 def restarts_refused() -> bool:
@@ -207,12 +204,6 @@ def _mark(name: str, *, every_start: bool = False) -> Path | None:
     if not start.name.startswith("attempt_"):
         return None
     return (start.parent if every_start else start) / name
-
-
-def _leave(mark: Path | None) -> None:
-    with suppress(OSError):
-        if mark:
-            mark.touch()
 
 
 class CommandParser(argparse.ArgumentParser):
