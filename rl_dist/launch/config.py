@@ -144,7 +144,8 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     if mode == "dp":
         # Strategy dp has a single rank. It takes the GPUs of all ranks, or all GPUs under torchrun.
         gpu_ids = gpu_ids or tuple(range(gpus if ranks_exist else num_ranks))
-        num_ranks = num_ranks if ranks_exist else 1
+        if not ranks_exist:
+            num_ranks = local_ranks = 1
     check_strategy(config.strategy_config, num_ranks, device_type, len(gpu_ids))
     threads = config.threads or threads_per_rank(local_ranks)
     if on_gpu:
