@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from policies import make_policy
+from policies import FORMS, make_policy
 
 from agents.network.cores import scan
 from agents.network.own_core import make_core, try_core
@@ -51,7 +51,7 @@ def test_a_core_that_breaks_the_contract_is_refused_in_one_line(core, problem):
 
 
 def test_a_core_that_keeps_the_contract_passes_and_initialises_itself():
-    policy = make_policy(PolicyConfig(hidden_size=8, policy="own", core="own_cores:Decay"))
+    policy = make_policy(FORMS["own"])
     try_core("own_cores:Decay", policy.feature_core, 4, 8)
     assert policy.feature_core.layer.bias.any(), "torch's own initialisation is kept"
 

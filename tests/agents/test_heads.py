@@ -6,18 +6,16 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from policies import SEVERAL, act, make_inputs, make_policy
+from policies import SEVERAL, act, make_inputs, make_policy, small
 from torch.distributions import Categorical
 
 from agents.network.heads import SquashedNormal
 from agents.network.noise import action_noise
-from agents.policy import Policy, PolicyConfig
 from envs.vector.layout import Layout, Part
 from rl_dist.errors import UserError
 
 MASKED = Layout((Part("observation", "vector", (4,)), Part("action_mask", "mask", (9,))))
-SMALL = PolicyConfig(hidden_size=8)
-WINDOWS = PolicyConfig(hidden_size=8, feature_window=2)
+WINDOWS = small(feature_window=2)
 MASK = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0]
 COUNTS = [3, 2, 4]  # number of options of each choice in SEVERAL
 
@@ -32,7 +30,7 @@ def one_step(policy, mask, num_envs=1):
 
 @pytest.mark.parametrize("mask", [[], MASK], ids=len)
 def test_several_choices_are_drawn_and_rated_as_independent_softmaxes_of_the_allowed(mask):
-    policy = make_policy(SMALL, SEVERAL, MASKED if mask else 4)
+    policy = make_policy(small(), SEVERAL, MASKED if mask else 4)
     obs, state, start = one_step(policy, mask, 50_000)
     logits = policy.network(obs[None, :1], state[:1])[0][0][0, 0].detach().split(COUNTS)
     masks = torch.tensor(mask or [1] * 9).bool().split(COUNTS)
@@ -98,7 +96,7 @@ def test_the_density_of_a_squashed_action_integrates_to_one_and_gives_the_entrop
 
 
 def test_squashed_actions_keep_within_their_bounds_and_saturated_ones_stay_finite():
-    policy = make_policy(PolicyConfig(hidden_size=8, squash_actions=True)).float()
+    policy = make_policy(small(squash_actions=True)).float()
     obs, _, starts, _ = (tensor[0] for tensor in make_inputs(policy))
     given = obs.float(), policy.initial_state(5), starts
     actions, logprobs, _, _ = act(policy, *given, torch.full((5, 2), 60.0))
@@ -111,4 +109,4 @@ def test_squashed_actions_keep_within_their_bounds_and_saturated_ones_stay_finit
 @pytest.mark.parametrize("space", [spaces.Discrete(2), spaces.Box(-1.0, np.inf, (2,))], ids=str)
 def test_squashing_needs_continuous_actions_with_bounds(space):
     with pytest.raises(UserError, match="squash_actions"):
-        Policy(PolicyConfig(squash_actions=True), 4, space)
+        make_policy(small(squash_actions=True), space)
