@@ -29,6 +29,7 @@ def exercise(world, out):
         if name == "pipeline" and world.size % 2:
             continue
         sizes = {"num_envs": 12, "batch_size": 12, "iterations": 2, "checkpoint_every": 1}
+        sizes |= {"grad_accumulation": 2} if name == "ddp" else {}
         job = make_job("recall, clstm", out / name, dtype=torch.float32, **sizes)
         job = replace(job, strategy=strategy)
         whole = run(job, world)
