@@ -113,7 +113,8 @@ MACHINE = ("time/", "cpu/", "gpu/", "ram/")  # metrics that differ from run to r
 RENAMED = {"guard/last_obs": "guard/last_row"}
 # settings and spaces, which may be renamed, and figures of a summary that BASE has in another form
 NOT_COMPARED = {
-    "config", "extra", "facts", "spaces", "return_with_noise", "guessed", "most_frequent_sign",
+    "config", "extra", "facts", "spaces", "policies", "ablation",
+    "return_with_noise", "guessed", "most_frequent_sign",
 }  # fmt: skip
 FLAKY = """
 import gymnasium, numpy as np

@@ -109,9 +109,9 @@ class LoadedPolicy:
     def _checked(self, state: State | None, count: int) -> State:
         """Check that the state fits `count` observations; return zeros for None."""
         policy = self.agent.policy
-        parts = policy.initial_state(count), policy.empty_history(count)
-        inputs = np.zeros((count, self._extras.get("previous_action", 0)), np.float32)
-        zeros = (*(part.cpu().numpy() for part in parts), inputs)
+        inputs = torch.zeros(count, self._extras.get("previous_action", 0))
+        parts = policy.initial_state(count), policy.empty_history(count), inputs
+        zeros = tuple(part.cpu().numpy() for part in parts)
         if state is None:
             return zeros
         expected, given = ([np.shape(part) for part in parts] for parts in (zeros, state))
