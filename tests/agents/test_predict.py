@@ -9,7 +9,7 @@ from test_export import ALL, VECTOR, agent_of
 
 from agents.api.policy import LoadedPolicy
 from agents.network.noise import action_noise
-from envs.vector.layout import Layout, Part
+from envs.vector.layout import Part
 
 IMAGE = {"camera": np.zeros((2, 13, 12, 3), np.uint8), "speed": np.zeros(4), "gear": 1}
 PLACE = np.zeros(4)
@@ -55,14 +55,6 @@ def test_masks_come_in_every_form_of_training(shape, masks, tmp_path, monkeypatc
     for others in (masks, np.zeros((3, 5))):
         with pytest.raises(ValueError, match="shape|allows no option"):
             policy.predict(np.zeros((3, 4)), action_masks=others)
-
-
-def test_a_policy_that_read_its_observations_in_another_way_is_refused(tmp_path):
-    agent = agent_of("images", tmp_path)
-    camera, *others = agent.policy.layout.parts
-    agent.policy.layout = Layout((Part("camera", "vector", (camera.size,)), *others))
-    with pytest.raises(ValueError, match=r"parts vector\[936\] .* image\[6, 13, 12\]"):
-        LoadedPolicy(agent)
 
 
 def test_sampled_actions_are_white_noise_of_no_training(tmp_path):
