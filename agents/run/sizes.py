@@ -55,7 +55,7 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
     if not divides(num_ranks):
         proposals: dict[str, list[int]] = {}
         if saved_num_envs:
-            proposals["num_gpus"] = _nearest(num_ranks, divides)
+            proposals["num_gpus"] = _nearest(min(num_ranks, global_num_envs + 1), divides)
         else:
             proposals["num_envs"] = _nearest(num_envs, lambda envs: divides(num_ranks, envs))
             proposals["batch_size"] = _nearest(
