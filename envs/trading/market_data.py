@@ -18,6 +18,7 @@ NUMBERS = [*PRICES, "volume"]
 COLUMNS = ["date", "tic", *NUMBERS]
 ROUNDING = 1e-3  # tolerated relative error: files round each price of a bar separately
 MAX_DROPPED_SHARE = 0.05
+MAX_GAP_DAYS = 11  # calendar days from one bar to the next; no exchange was closed for longer
 
 MIN_SPAN_DAYS = 2  # a step needs 2 days: one to decide and the next to fill the orders
 SHARES = (0.60, 0.15, 0.25)  # shares of the days for training, validation and test
@@ -192,7 +193,7 @@ def _refuse(
 
 
 def _complete(bars: pd.DataFrame, missing: str, name: str) -> pd.DataFrame:
-    """Sort the bars; refuse or drop days on which a ticker has no bar."""
+    """Sort the bars; refuse long gaps; refuse or drop days with missing bars."""
     keys = ["date", "tic"]
     every_bar = pd.MultiIndex.from_product([sorted(set(bars[key])) for key in keys], names=keys)
     bars = bars.set_index(keys).reindex(every_bar).reset_index()
@@ -208,4 +209,6 @@ def _complete(bars: pd.DataFrame, missing: str, name: str) -> pd.DataFrame:
             f"complete bar, the first on {dropped[0]:%Y-%m-%d}"
         )
         bars = bars[~bars["date"].isin(dropped)]
+    after_gap = bars["date"].diff().dt.days > MAX_GAP_DAYS
+    _refuse(bars, after_gap, f"no day for more than {MAX_GAP_DAYS} days before", "fill the gap")
     return bars

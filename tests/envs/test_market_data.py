@@ -69,6 +69,7 @@ REFUSED = [
     (bars_with(DAY, "volume", -5), "'T1' on 2018-01-09: .*volume -5"),
     (bars_with([DAY], "date", "2018-01-08"), "'T1' on 2018-01-08: a second row"),
     (bars_with().drop(range(1, 13, 3)), "'T1' on 2018-01-01: .* 4 of 60 days"),
+    (bars_with().drop(range(30, 51)), "'NA' on 2018-01-24: no day for more than 11 days"),
 ]
 
 
@@ -80,8 +81,9 @@ def test_bars_that_cannot_be_are_refused_with_ticker_and_date(bars, problem, mis
 
 
 @pytest.mark.parametrize("text", ["", "null", "abc", "inf"])
-def test_days_with_holes_are_dropped_on_demand(text, tmp_path, caplog):
+def test_holidays_are_no_gaps_and_days_with_holes_are_dropped_on_demand(text, tmp_path, caplog):
     bars, path = bars_with(60, "high", text).drop(DAY), tmp_path / "bars.csv"
+    assert len(loaded(bars_with().drop(range(30, 48)), path).dates) == 54  # 2018-01-15 to 22
     with pytest.raises(ValueError, match="'T1' on 2018-01-09: .* 2 rows.* --data_missing"):
         loaded(bars, path)
     days = loaded(bars, path, "drop").dates.astype(str).tolist()
