@@ -110,11 +110,14 @@ PATTERNS = {  # options whose names differ from the words of the command
 }  # fmt: skip
 MACHINE = ("time/", "cpu/", "gpu/", "ram/")  # metrics that differ from run to run
 # keys of BASE that have a new name now
-RENAMED = {"guard/last_obs": "guard/last_row"}
-# settings and spaces, which may be renamed, and figures of a summary that BASE has in another form
+RENAMED = {"lifetime_step": "life/lifetime_step"}
+# settings and spaces, which may be renamed, figures of a summary that BASE has in another form,
+# and entries of snapshots that BASE lacks or packs in another way
 NOT_COMPARED = {
     "config", "extra", "facts", "spaces", "policies", "ablation",
     "return_with_noise", "guessed", "most_frequent_sign",
+    "guard/restarts", "guard/life_seed", "guard/last_obs", "life/restarts", "life/life_seed",
+    "life/age", "last_row", "time_limit/0", "elapsed", "generator", "rng",
 }  # fmt: skip
 FLAKY = """
 import gymnasium, numpy as np
