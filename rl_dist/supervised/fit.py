@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from rl_dist.checkpoint.store import BEST_FILE, latest_checkpoint, load_checkpoint, save_agreed
@@ -200,7 +201,9 @@ class Fitting:
 
         Every rank must call this.
         """
-        if self.scheduler is not None:
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(record["valid/loss"])
+        elif self.scheduler is not None:
             self.scheduler.step()
         self.epoch += 1
         self.history.append(record)
@@ -305,7 +308,7 @@ def fit(
         loader: training data; its batch_size is the total over all ranks.
         criterion: returns the mean loss over the samples of a batch.
         validation: held-out data that determines the best epoch and when to stop (`patience`).
-        scheduler: its `step()` is called after every epoch.
+        scheduler: stepped after every epoch; ReduceLROnPlateau gets the validation loss.
         resume: continue from the newest checkpoint in `run_dir`, if there is one.
         extra: plain values to store in checkpoints; they must be the same when resuming.
     """

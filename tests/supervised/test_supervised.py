@@ -10,6 +10,7 @@ import torch
 from supervised_ranks import CRITERION, METRICS, Fitted, blobs, exercise, make_net
 from tensorboard_readers import seen
 from torch.nn.utils.rnn import pack_sequence
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 from rl_dist import check_loader
@@ -170,6 +171,14 @@ def test_fitting_stops_when_validation_gets_no_better_and_keeps_the_best(world, 
     (tmp_path / "checkpoints" / "best.pt").unlink()
     with pytest.raises(ValueError, match=r"best\.pt"):
         Fitted(world, tmp_path, **options)
+
+
+def test_a_plateau_scheduler_gets_the_validation_loss(world):
+    net = make_net()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = ReduceLROnPlateau(sgd)
+    job = Fitted(world, net=net, optimizer=lambda *_, lr: sgd, scheduler=scheduler, epochs=1)
+    assert scheduler.best == job.history[0]["valid/loss"]
 
 
 def test_a_stop_signal_ends_an_epoch_early_and_resuming_repeats_it(world, tmp_path, monkeypatch):
