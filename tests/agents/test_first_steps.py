@@ -73,5 +73,4 @@ def test_a_run_starts_from_the_weights_and_statistics_of_another(
     assert counts[1] == counts[0] + 64
     capsys.readouterr()
     assert train_here(monkeypatch, *flags, "--hidden_size", 16, "--run_dir", tmp_path / "no") == 2
-    error = only_error(capsys.readouterr().err)
-    assert "actor_core" in error and "--hidden_size" in error
+    assert "--hidden_size" in only_error(capsys.readouterr().err)
