@@ -125,6 +125,8 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     usable = len(gpu_ids) or gpus
     num_ranks = usable if on_gpu and config.num_gpus == -1 else max(1, config.num_gpus)
     if ranks_exist:
+        if config.max_restarts:
+            raise ValueError("max_restarts has no effect here: give --max-restarts to torchrun")
         num_ranks = int(os.environ["WORLD_SIZE"])
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     choices: Collection[int] = [config.num_gpus]

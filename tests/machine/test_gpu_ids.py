@@ -61,6 +61,7 @@ def test_ranks_and_devices_follow_flags_machine_and_torchrun(
         (4, 0, {"gpu_ids": "0,4"}, "gpu_ids .0,4..* below 4,.*VISIBLE_DEVICES: 5,6"),
         (4, 2, {"gpu_ids": "0,1,2"}, "3 GPU.* 2 rank"),
         (0, 2, {"num_gpus": 3}, "num_gpus is 3, .* 2:"),
+        (0, 2, {"max_restarts": 1}, "max_restarts.*torchrun"),
     ],
 )
 def test_what_the_machine_or_torchrun_does_not_have_is_refused(
