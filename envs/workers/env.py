@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import select
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from envs.vector.guards import EnvironmentFaultError
+from envs.vector.guards import GRACE_S, EnvironmentFaultError
 from envs.vector.layout import StepResult
 from envs.vector.tensors import LIFE, STEP_FIELDS, ArrayEnv, step_result
 from envs.workers.host import ask_host
@@ -26,6 +28,7 @@ from rl_dist.process_group.process_ends import how_it_ended
 
 _LOGGER = logging.getLogger(__name__)
 LOOK_S = 0.2  # interval of progress checks while the rank waits for a worker
+CLOSE_S = 10.0  # longest time without progress while environments are closed
 
 
 class _Worker:
@@ -54,17 +57,23 @@ class _Worker:
         with suppress(OSError):
             self._connection.send(message)
 
-    def receive(self, heartbeat: Callable[[], None]) -> Any:
+    def receive(self, heartbeat: Callable[[], None], limit_s: float) -> Any:
         """Return the next message, or None if the process has ended.
 
-        While the process makes progress, `heartbeat` is called every LOOK_S seconds.
+        While the process makes progress, `heartbeat` is called every LOOK_S seconds. After
+        `limit_s` seconds without progress, the process is killed.
         """
+        since_s = time.monotonic()
         try:
             while not self._poll.poll(1000 * LOOK_S):
-                beats = int(self.status["beats"])
+                beats, now_s = int(self.status["beats"]), time.monotonic()
                 if beats != self._beats:
                     self._beats = beats
+                    since_s = now_s
                     heartbeat()
+                elif now_s - since_s > limit_s:
+                    self.end()
+                    self._end = "did not come back and was killed (--env_timeout)"
             return self._connection.recv()
         except (OSError, EOFError):
             return None
@@ -86,9 +95,9 @@ class WorkerEnv(ArrayEnv):
     worker answers before it gets the next question. Arrays are in shared memory, so the messages of
     a step are short.
 
-    A worker ends itself if a call hangs and cannot be interrupted. If a worker dies, this counts as
-    a failure of its environments. As long as restarts are left, a new process makes these
-    environments again and answers the open question.
+    A worker ends itself if a call hangs and cannot be interrupted. The rank kills a worker that
+    cannot even do that. If a worker dies, this counts as a failure of its environments. As long as
+    restarts are left, a new process makes these environments again and answers the open question.
     """
 
     num_envs: int
@@ -99,8 +108,9 @@ class WorkerEnv(ArrayEnv):
     def __post_init__(self) -> None:
         self.device = torch.device(self.device)
         self.lives = np.zeros(self.num_envs, LIFE)
-        # No restarts apply until all environments have been made.
+        # No restarts and no limit apply until all environments have been made.
         self._max_restarts = 0
+        self._limit_s = math.inf
         self._groups = _split(slice(0, self.num_envs), self.num_groups)
         self._group_workers = [
             [_Worker(rows) for rows in _split(group, self.num_workers)] for group in self._groups
@@ -120,6 +130,8 @@ class WorkerEnv(ArrayEnv):
         self._rows = shared_rows(self._file.fileno(), self.num_envs, row_type)
         self.lives = self._rows["life"]
         self._max_restarts = self.env_restarts
+        if self.env_timeout:  # within this time a worker ends a hanging call itself
+            self._limit_s = self.env_timeout + GRACE_S + 1.0
         _LOGGER.info("%s in %d worker processes", self.env_id, len(self.workers))
 
     @property
@@ -178,6 +190,7 @@ class WorkerEnv(ArrayEnv):
 
     def close(self) -> None:
         """Let the workers close their environments, then end them."""
+        self._limit_s = CLOSE_S
         for worker in self.workers:
             self._ask(worker, ("close",))
         for worker in self.workers:
@@ -217,7 +230,7 @@ class WorkerEnv(ArrayEnv):
 
     def _receive(self, worker: _Worker) -> tuple[Exception | None, Any] | None:
         """Return a worker's next (problem, answer), or None if its process has ended."""
-        while message := worker.receive(self.heartbeat):
+        while message := worker.receive(self.heartbeat, self._limit_s):
             kind, content = message
             if kind == "reply":
                 return content
