@@ -64,7 +64,6 @@ class RankEntry(BaseModel):
     pid: Count
     host: Text
     device: Text
-    memory_peak_gib: Real | None = None  # tensors on a GPU, or RAM of a CPU process
 
 
 class SavedCheckpoint(BaseModel):

@@ -8,10 +8,8 @@ examples:
   python -m rl_dist.speedup RUN_DIR                     the job of an earlier run
   python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM"   speedup on a card that is not here
   python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM" --sps 90000    ... and time and cost
-speedup: environment steps/s relative to one rank; its 95 % interval follows from how much the
-iteration times vary; modelled figures have a standard error of at least 10 %. Time and cost need
-steps/s, either measured here or given by --sps. Each figure takes about 15 s. docs/planning.md
-explains the model.
+speedup: environment steps/s relative to one rank. Time and cost need steps/s, either measured
+here or given by --sps. Each figure takes about 15 s. docs/planning.md explains the model.
 exit codes: 0 done, 1 a short run failed or its rate kept changing, 2 wrong usage
 """
 
@@ -176,8 +174,6 @@ def _rows(
         prediction = predict(work, share.ranks, talk_s * crowding)
         baseline = baseline or prediction
         speedup = prediction.steps_per_s / baseline.steps_per_s
-        error = math.hypot(baseline.relative_error, prediction.relative_error)
-        margin = 1.96 * error if share.ranks > 1 else 0.0
         # NaN means that the rate is unknown, which makes time and cost NaN as well
         rate = prediction.steps_per_s if options.sps or not card else math.nan
         hours = env_steps / rate / 3600
@@ -189,7 +185,6 @@ def _rows(
                 "scaling": share.scaling,
                 "source": "estimate" if card else share.source,
                 "speedup": speedup,
-                "speedup_interval": [speedup * (1 - margin), speedup * (1 + margin)],
                 "efficiency": speedup / share.ranks,
                 "bottleneck": bottleneck(baseline, prediction),
                 **{name: None if math.isnan(value) else value for name, value in times.items()},
@@ -214,8 +209,6 @@ def as_text(report: SpeedupReport) -> str:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        return "-".join(map(_shown, value))
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
     return str(value)

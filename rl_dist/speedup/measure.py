@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from rl_dist.launch.child import (
 )
 from rl_dist.machine import available_cores
 from rl_dist.process_group.world import threads_per_rank
-from rl_dist.speedup.model import MODEL_ERROR, Link, Network, RankCost, fit_link, rank_cost
+from rl_dist.speedup.model import Link, Network, RankCost, fit_link, rank_cost
 
 logger = logging.getLogger(__name__)
 # Time reductions of these sizes, relative to the gradient, to separate latency from bandwidth.
@@ -115,14 +115,11 @@ def measure_job(
             gpu_ids = [[] if on_cpu else [f"--gpu_ids={number}"] for number in range(copies)]
             runs = measure_short_runs([[*share, *gpu_id] for gpu_id in gpu_ids])
             costs[key] = rank_cost(sum(runs.records, []))
-        work = costs[key]
-        if copies < ranks:
-            work = replace(work, relative_error=max(work.relative_error, MODEL_ERROR))
         shares.append(
             Share(
                 ranks=ranks,
                 scaling=scaling,
-                work=work,
+                work=costs[key],
                 processors=threads if on_cpu else 1,
                 crowding=max(1.0, ranks * threads / cores) if on_cpu else 1.0,
                 source="modelled" if copies < ranks else "measured",

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist, fmean, harmonic_mean, median, stdev
 from typing import Any
 
-MODEL_ERROR = 0.1  # assumed relative standard error of an iteration that was not measured
 SMALL_COLLECTIVES = 3  # collectives per iteration that do not reduce gradients
 WARM_UP = 2  # an audit omits this many first iterations
 
@@ -36,7 +35,6 @@ class RankCost:
     update_s: float  # time of everything after the rollout
     collect_spread_s: float = 0.0  # standard deviation over iterations and ranks
     update_spread_s: float = 0.0  # the same for the update, summed over its gradient steps
-    relative_error: float = 0.0  # standard error of the iteration time, as a fraction of it
 
     @property
     def seconds(self) -> float:
@@ -68,7 +66,7 @@ def rank_cost(records: Sequence[Mapping[str, Any]]) -> RankCost:
     update_s = [entry["time/update_own_s"] for entry in entries]
     steps = round(fmean(record["optim/steps"] for record in records))
     step_spread_s = fmean(entry["time/step_spread_s"] for entry in entries)
-    work = RankCost(
+    return RankCost(
         env_steps=round(steps_per_iteration(records) / len(records[0]["ranks"])),
         gradient_steps=steps,
         collect_s=fmean(collect_s),
@@ -77,9 +75,6 @@ def rank_cost(records: Sequence[Mapping[str, Any]]) -> RankCost:
         # Either single steps vary, or whole updates do. Use the larger of the two variations.
         update_spread_s=max(steps * step_spread_s, _spread(update_s)),
     )
-    # A core that is slow for a whole iteration slows both parts down, so their spreads add up.
-    error_s = (work.collect_spread_s + _spread(update_s)) / math.sqrt(len(entries))
-    return replace(work, relative_error=error_s / work.seconds)
 
 
 def _spread(values: Sequence[float]) -> float:
@@ -209,7 +204,6 @@ class Prediction:
     ranks: int
     env_steps: int  # environment steps of all ranks together
     parts_s: dict[str, float]  # seconds of each part; the keys name the parts
-    relative_error: float  # standard error of the iteration time, as a fraction of it
 
     @property
     def iteration_s(self) -> float:
@@ -234,7 +228,6 @@ def predict(work: RankCost, ranks: int, communication_s: float) -> Prediction:
             "reducing gradients": communication_s,
             "waiting for the slowest": expected_maximum(ranks) * spread_s,
         },
-        relative_error=work.relative_error,
     )
 
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from rl_dist.errors import UserError, one_line, unwritable
 from rl_dist.files import log_once, path_to_write, plain_file
-from rl_dist.run_dir import RankEntry, RunDir
+from rl_dist.run_dir import RunDir
 from rl_dist.telemetry.loggers import open_logger, open_tensorboard
 
 logger = logging.getLogger(__name__)
@@ -93,10 +93,6 @@ class MetricsWriter(NullWriter):
         self._run = run
         self._state_s = -math.inf  # time when a record last updated state.json
         self._unwritten: dict[str, Any] = {}  # changes not yet in state.json
-        self._ranks: list[RankEntry] = []
-        with suppress(OSError, UserError):  # leave a state.json of another program as it is
-            state = run.state()
-            self._ranks = state.ranks if state else []
 
     def write(self, record: Mapping[str, Any], *, done: int) -> None:
         """Write the metrics of one iteration.
@@ -118,11 +114,7 @@ class MetricsWriter(NullWriter):
         for metrics_logger in self._loggers:
             metrics_logger.write(plain, plain["global_step"])
         self._progress.show(plain, done)
-        for rank, entry in zip(self._ranks, plain.get("ranks", ()), strict=False):
-            used = entry.get("gpu/memory_peak_gib") or entry.get("ram/used_gib") or 0.0
-            rank.memory_peak_gib = max(rank.memory_peak_gib or 0.0, used) or None
         self._unwritten = {
-            "ranks": self._ranks,
             "phase": "training",
             "iteration": plain["iteration"],
             "global_step": plain["global_step"],
