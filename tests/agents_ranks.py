@@ -26,15 +26,14 @@ from envs.trading.simulated_market import simulate_markets, world_seeds
 from envs.vector.batched import pack_generator, unpack_generator
 from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.process_group.world import StopFlag, close_world, open_world
-from rl_dist.run_dir import RunDir
-from rl_dist.telemetry.metrics import MetricsWriter, NullWriter
+from rl_dist.telemetry.metrics import NullWriter
 
 NUM_ENVS = 8
 NUM_STEPS = 16
 ITERATIONS = 6
 STEPS_PER_ITERATION = NUM_ENVS * NUM_STEPS
 NUM_DAYS = 120
-WITH_FILES = "trading, clstm"  # the job for which two ranks write real metrics files
+WITH_FILES = "trading, clstm"  # a job for which two ranks save checkpoints
 # The norm limit is so small that every gradient is clipped: a strategy that clips before it reduces
 # gradients over ranks gives other parameters.
 CLIPPED = PPOConfig(max_grad_norm=0.05, ent_coef=0.01, update_epochs=2, learning_rate=3e-3)
@@ -310,17 +309,11 @@ class Recording(Training):
         }
 
 
-def record_of(name, world, run_dir=None, **options):
-    """Train a job and return its record; with `run_dir`, write metrics files there."""
-    job = make_job(name, run_dir or "", **options)
-    writer = NullWriter()
-    if run_dir and world.is_main_process:
-        run_dir.mkdir()
-        writer = MetricsWriter(RunDir(run_dir), job.train.total_steps, "steps")
-    training = Recording(job, world)
-    train(training, writer, StopFlag())
-    writer.close()
-    return training.record() | {"writer": type(writer).__name__}
+def record_of(name, world, run_dir="", **options):
+    """Train a job and return its record; save checkpoints in `run_dir`."""
+    training = Recording(make_job(name, run_dir, **options), world)
+    train(training, NullWriter(), StopFlag())
+    return training.record()
 
 
 def train_all(out_dir, names_by_size):

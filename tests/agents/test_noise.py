@@ -98,23 +98,15 @@ def test_statistics_of_all_ranks_and_rollouts_equal_one_pass():
     normal = np.random.default_rng(0).standard_normal((96, 24, 3))
     samples = torch.from_numpy(normal * [50.0, 0.1, 300.0] + [3.0, 1e6, 3e4]).float()
     warm_up, *rollouts = samples.split(32)
-
-    def merged(num_ranks):
-        moments = RunningMoments(3)
-        for _ in range(2):  # pass 2 sums around the mean of pass 1, so large offsets do no harm
+    moments = RunningMoments(3)
+    for part in (warm_up, warm_up, *rollouts):  # pass 2 sums around the mean of pass 1
+        if part is warm_up:
             moments.count.zero_()
-            moments.merge(sum(map(moments.sums, warm_up.chunk(num_ranks, dim=1))))
-        for rollout in rollouts:
-            moments.merge(sum(map(moments.sums, rollout.chunk(num_ranks, dim=1))))
-        return moments
-
-    alone = merged(1)
+        moments.merge(sum(map(moments.sums, part.chunk(3, dim=1))))
     wide = samples.double().flatten(0, 1).numpy()
-    assert float(alone.count) == len(wide)
-    np.testing.assert_allclose(alone.mean, wide.mean(0), rtol=1e-12)
-    np.testing.assert_allclose(alone.variance, wide.var(0), rtol=1e-9)
-    for name, value in merged(3).state_dict().items():
-        torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-11, atol=0)
+    assert float(moments.count) == len(wide)
+    np.testing.assert_allclose(moments.mean, wide.mean(0), rtol=1e-11)
+    np.testing.assert_allclose(moments.variance, wide.var(0), rtol=1e-9)
 
 
 @pytest.mark.parametrize(

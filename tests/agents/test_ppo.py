@@ -37,13 +37,12 @@ def test_advantages_are_those_computed_by_hand_and_environments_do_not_mix(
     next_values, ends, advantages
 ):
     rows = torch.tensor([[1.0, 2.0, 3.0], [0.5, 1.0, 1.5], next_values], dtype=torch.float64)
-    columns = torch.stack([torch.zeros_like(rows), rows, -rows], dim=-1)
-    episode_end = torch.tensor(ends).bool()[:, None].expand(-1, 3)
-    found, returns = gae(*columns, episode_end, gamma=0.9, gae_lambda=0.8)
-    assert torch.equal(returns, found + columns[1])
-    for column, factor in enumerate((0.0, 1.0, -1.0)):
-        expected = [factor * advantage for advantage in advantages]
-        assert found[:, column].tolist() == pytest.approx(expected, abs=1e-12)
+    columns = torch.stack([rows, -rows], dim=-1)
+    episode_end = torch.tensor(ends).bool()[:, None].expand(-1, 2)
+    computed, returns = gae(*columns, episode_end, gamma=0.9, gae_lambda=0.8)
+    assert torch.equal(returns, computed + columns[1])
+    assert computed[:, 0].tolist() == pytest.approx(advantages, abs=1e-12)
+    assert torch.equal(computed[:, 1], -computed[:, 0])
 
 
 @pytest.mark.parametrize(("least", "deviation"), [(0.0, 3.5**0.5), (7.0, 7.0)])
@@ -56,17 +55,9 @@ def test_advantages_are_normalised_by_their_deviation_or_by_the_least(least, dev
     assert normalize_advantages(equal, rollout_sums(equal, zeros, zeros), 0.0).abs().max() == 0
 
 
-@pytest.mark.parametrize(
-    ("values", "returns", "explained"),
-    [
-        ([-4.0, -3.0, -2.0, 1.0], [1.0, 2.0, 3.0, 6.0], 1.0),  # a constant error does not count
-        ([1.0, 2.0, 3.0, 6.0], [1.0] * 4, 0.0),
-    ],
-)
-def test_explained_variance_is_1_for_a_perfect_critic(values, returns, explained):
-    values, returns = torch.tensor(values), torch.tensor(returns)
-    variance = explained_variance(rollout_sums(returns, values, returns))
-    assert float(variance) == pytest.approx(explained)
+def test_a_constant_error_leaves_all_variance_explained():
+    returns = torch.tensor([1.0, 2.0, 3.0, 6.0])
+    assert float(explained_variance(rollout_sums(returns, returns - 5, returns))) == 1.0
 
 
 # ---- the loss
@@ -245,23 +236,18 @@ def test_the_kl_estimate_is_that_of_the_steps_taken_and_an_epoch_without_any_doe
     assert (losses["optim/steps"], losses["optim/skipped_steps"]) == (1, calls - 1)
 
 
-@pytest.mark.parametrize(("rate", "moves"), [(0.0, False), (1e-2, True)])
-def test_from_the_second_epoch_on_sequences_begin_at_states_of_the_network_of_now(
-    rate, moves, world
-):
-    training = training_of(world, update_epochs=3, learning_rate=rate, refresh_states=True)
-    step, used, expected = training.ppo.step, [], []
+def test_from_the_second_epoch_on_sequences_begin_at_states_of_the_network_of_now(world):
+    training = training_of(world, update_epochs=3, learning_rate=1e-2, refresh_states=True)
+    step, used, refreshed, stored = training.ppo.step, [], [], []
 
-    def refreshed(policy, batch):
-        expected.extend([refreshed_states(policy, batch), batch.sequences.lstm_state])
-        return expected[-2]
+    def refresh(policy, batch):
+        stored.append(batch.sequences.lstm_state)
+        refreshed.append(refreshed_states(policy, batch))
+        return refreshed[-1]
 
-    with mock.patch("agents.ppo.refreshed_states", refreshed):
+    with mock.patch("agents.ppo.refreshed_states", refresh):
         trained(training, lambda *args: used.append(args[0].lstm_state) or step(*args))
-    states, stored = expected[-2:]
-    assert ((states - stored).abs().max() > 1e-3) == moves
-    if not moves:
-        torch.testing.assert_close(states, stored, rtol=0, atol=1e-12)
+    assert (refreshed[-1] - stored[-1]).abs().max() > 1e-3
     last = torch.cat(used).chunk(3)[2]
-    sums, wanted = (part.flatten(1).sum(1).sort().values for part in (last, states))
-    assert torch.equal(sums, wanted)
+    sums, expected = (part.flatten(1).sum(1).sort().values for part in (last, refreshed[-1]))
+    assert torch.equal(sums, expected)

@@ -15,12 +15,12 @@ from agents_ranks import (
     parameters_of,
 )
 from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
-from torch.utils._pytree import tree_flatten
 
 from agents.ppo import PPOConfig
 from agents.trainer import Training, train
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.process_group.world import StopFlag
+from rl_dist.resume_check import differences
 from rl_dist.telemetry.metrics import NullWriter
 
 
@@ -53,18 +53,6 @@ def scripted(job, scripts, env=ScriptedEnv):
     return replace(job, make_env=lambda num_envs, env_offset: env(scripts))
 
 
-def assert_same_state(one, other):
-    """Assert that two nested states are equal bit for bit."""
-    leaves, form = tree_flatten(one)
-    others, other_form = tree_flatten(other)
-    assert form == other_form
-    for left, right in zip(leaves, others, strict=True):
-        if isinstance(left, torch.Tensor):
-            assert left.dtype == right.dtype and torch.equal(left, right)
-        else:
-            assert left == right
-
-
 def test_a_short_training_changes_all_parameters_and_times_its_phases(world, tmp_path):
     def validate(policy, normalizer):
         return {"valid/sharpe": float(normalizer.moments.count)}
@@ -78,10 +66,8 @@ def test_a_short_training_changes_all_parameters_and_times_its_phases(world, tmp
         assert torch.isfinite(value).all()
     for record in writer.records:
         json.dumps(record)  # fails if a value is a tensor
-        assert record["time/sps"] > 0 and record["time/collect_s"] > 0
         phases = [record[f"time/{name}_s"] for name in ("forward", "backward", "optimizer")]
-        assert min(phases) > 0
-        assert sum(phases) <= record["time/update_own_s"] <= record["time/update_s"]
+        assert min(phases) > 0 and sum(phases) <= record["time/update_s"]
     assert [record["global_step"] for record in writer.records] == [128, 256, 384] == writer.done
     # validation runs in every second iteration and in the last one; the warm-up also counts
     figures = [record.get("valid/sharpe") for record in writer.records]
@@ -100,9 +86,9 @@ def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not_bit_for_bit(
     resumed, _ = run(job, world, restore_from=saved)
     assert not torch.equal(parameters_of(resumed), parameters_of(first))
     # The state holds policy, carry, environments, optimizer, normalisers and counters.
-    assert_same_state(resumed.state(), whole.state())
+    assert differences(resumed.state(), whole.state()) == []
     for part, wanted in zip(resumed.rollouts, whole.rollouts[3:], strict=True):
-        assert_same_state(vars(part), vars(wanted))
+        assert differences(vars(part), vars(wanted)) == []
 
 
 def test_the_warm_up_is_not_counted_and_all_environments_reset_after_it(world):
@@ -112,7 +98,7 @@ def test_the_warm_up_is_not_counted_and_all_environments_reset_after_it(world):
     parameters = parameters_of(training).clone()
     training.warm_up_normalizers()
     assert (training.iteration, training.global_step, training.episodes) == (0, 0, 0)
-    assert_same_state(vars(training.carry), before)
+    assert differences(vars(training.carry), before) == []
     assert torch.equal(parameters_of(training), parameters)
     for normalizer in (training.normalizers.obs, training.normalizers.rewards):
         assert float(normalizer.moments.count) == STEPS_PER_ITERATION
@@ -134,10 +120,9 @@ def advantages_of(world, steps, norm_adv=True, **options):
     return advantages, deviation
 
 
-@pytest.mark.parametrize("scaled", [True, False])
-def test_the_least_deviation_of_advantages_is_a_part_of_that_of_returns(scaled, world):
-    (raw,), _ = advantages_of(world, 1, norm_adv=False, normalize_rewards=scaled)
-    (divided,), deviation = advantages_of(world, 1, normalize_rewards=scaled)
+def test_the_least_deviation_of_advantages_is_a_part_of_that_of_returns(world):
+    (raw,), _ = advantages_of(world, 1, norm_adv=False)
+    (divided,), deviation = advantages_of(world, 1)
     torch.testing.assert_close(divided, (raw - raw.mean()) / (100.0 * deviation))
 
     # Without normalisers no returns are known in update 1, so it uses the advantages' deviation.

@@ -139,13 +139,6 @@ def test_the_kl_stop_ends_some_iterations_early_but_not_all_in_their_first_epoch
     assert min(steps) < 8 and max(steps) > 2, steps
 
 
-def test_the_main_process_alone_writes_metrics_and_checkpoints(directory, two):
-    assert [rank[WITH_FILES]["writer"] for rank in two] == ["MetricsWriter", "NullWriter"]
-    folder = directory("default") / WITH_FILES / "checkpoints"
-    files = sorted(path.name for path in folder.iterdir())
-    assert files == ["iteration_00000003.pt", "iteration_00000006.pt"]
-
-
 def rates_of(record):
     return [losses["optim/learning_rate"] for losses in record["losses"]]
 
