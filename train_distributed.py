@@ -28,7 +28,7 @@ def main() -> int:
     if parsed.configs["run"].interactive:
         parsed = ask_user(parsed, sys.argv[1:])
     if parsed.configs["run"].seeds:
-        from agents.api.training import train_several
+        from agents.api import train_several
 
         return train_several(parsed)
     return start(parsed, run_rank)

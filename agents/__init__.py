@@ -11,10 +11,10 @@ from typing import Any
 import rl_dist  # noqa: F401  # must precede torch: it sets OpenMP variables
 
 _HOMES = {
-    "train": "api.training",
-    "train_seeds": "api.training",
-    "load_policy": "api.policy",
-    "LoadedPolicy": "api.policy",
+    "train": "api",
+    "train_seeds": "api",
+    "load_policy": "api",
+    "LoadedPolicy": "api",
     "Moment": "run.callbacks",
 }
 __all__ = list(_HOMES)

@@ -50,7 +50,7 @@ FORBIDDEN = (
         r"rl_dist\.(errors|flags|files|process_group\.process_ends)\b",
     ),
     (
-        r"agents/(?!rank|config|export|pretrain|__init__)\w+\.py|agents/network/.*",
+        r"agents/(?!rank|config|api|export|pretrain|__init__)\w+\.py|agents/network/.*",
         r"envs\b",
         r"envs\.vector\.layout\b",
     ),

@@ -24,8 +24,8 @@ from agents.evaluate.episodes import (
 )
 from agents.network.inputs import Normalizer
 from agents.policy import Policy
-from envs.trading.baselines import buy_equal_weight, follow, memoryless, reference
 from envs.trading.market_data import Market, Span
+from envs.trading.simulated_market import buy_equal_weight, follow, memoryless, reference
 from envs.trading.task import TradingTask
 from rl_dist.files import path_to_write, write_whole
 from rl_dist.process_group.collectives import all_gather_json

@@ -1,1 +1,1 @@
-"""Daily stock trading: data, features, accounting, environment and baselines."""
+"""Daily stock trading: data, features, accounting, environment, simulated market and rules."""

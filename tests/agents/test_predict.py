@@ -7,7 +7,7 @@ from gymnasium import spaces
 from policies import small
 from test_export import ALL, VECTOR, agent_of
 
-from agents.api.policy import LoadedPolicy
+from agents.api import LoadedPolicy
 from agents.network.noise import action_noise
 from envs.vector.layout import Part
 

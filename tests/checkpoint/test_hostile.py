@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from train_runs import evaluate_here, run_here, train_here
 
 from agents import export
-from agents.api.training import TrainedRun
+from agents.api import TrainedRun
 from agents.config import SECTIONS
 from agents.run import choice, start
 from rl_dist import status

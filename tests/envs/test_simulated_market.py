@@ -8,13 +8,6 @@ import pytest
 from test_trading import scaled
 
 from agents.evaluate.markets import performance, run_markets
-from envs.trading.baselines import (
-    buy_equal_weight,
-    follow,
-    memoryless,
-    planted_outlook,
-    reference,
-)
 from envs.trading.config import SimulatedMarketConfig, TradingConfig
 from envs.trading.environment import TradingVectorEnv
 from envs.trading.features import side_by_side
@@ -25,7 +18,12 @@ from envs.trading.simulated_market import (
     GAP_DAYS,
     MOVE_DAYS,
     PURPOSES,
+    buy_equal_weight,
     draw_news,
+    follow,
+    memoryless,
+    planted_outlook,
+    reference,
     simulate_markets,
     world_seeds,
 )

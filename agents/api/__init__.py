@@ -1,1 +1,0 @@
-"""The Python interface: train policies, watch training, and use trained policies."""
