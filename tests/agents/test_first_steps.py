@@ -5,12 +5,11 @@ import shutil
 import sys
 
 import pytest
-from train_runs import REPO, evaluate_here, only_error, records, train_here
+from train_runs import RECALL, REPO, evaluate_here, only_error, records, train_here
 
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 
-TINY = "--num_envs 4 --num_steps 16 --bptt_steps 8 --batch_size 4 --hidden_size 8 --device cpu"
-CARTPOLE = [*TINY.split(), "--env", "CartPole-v1", "--eval_episodes", "2"]
+CARTPOLE = [*RECALL, "--env", "CartPole-v1", "--eval_episodes", "2"]
 SHORT = [*CARTPOLE, "--total_steps", 192, "--validate_every", 1]
 
 

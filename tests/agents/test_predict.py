@@ -5,7 +5,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from policies import small
-from test_export import ALL, VECTOR, agent_of
+from test_export import VECTOR, agent_of, make_agent
 
 from agents.api import LoadedPolicy
 from agents.network.noise import action_noise
@@ -39,22 +39,14 @@ def test_what_does_not_fit_is_refused(form, observation, state, problem, tmp_pat
 ALLOWED = [1, 0, 0], [0, 1]  # a mask for each choice; one option is allowed
 
 
-@pytest.mark.parametrize(
-    ("shape", "masks"),
-    [
-        ((4,), ALLOWED),
-        ((1, 4), [1, 0, 0, 0, 1]),
-        ((2, 4), [ALLOWED] * 2),
-        ((2, 4), np.array([[1, 0, 0, 0, 1]] * 2)),
-    ],
-)
-def test_masks_come_in_every_form_of_training(shape, masks, tmp_path, monkeypatch):
-    monkeypatch.setitem(ALL, "choices", (small(), VECTOR, spaces.MultiDiscrete([3, 2])))
-    policy = LoadedPolicy(agent_of("choices", tmp_path, (Part("action_mask", "mask", (5,)),)))
-    assert (policy.predict(np.zeros(shape), action_masks=masks)[0] == [0, 1]).all()
-    for others in (masks, np.zeros((3, 5))):
+def test_masks_come_in_every_form_of_training(tmp_path):
+    kind = small(), VECTOR, spaces.MultiDiscrete([3, 2])
+    policy = LoadedPolicy(make_agent(*kind, tmp_path, (Part("action_mask", "mask", (5,)),)))
+    for shape, masks in (((4,), ALLOWED), ((1, 4), [1, 0, 0, 0, 1]), ((2, 4), [ALLOWED] * 2)):
+        assert (policy.predict(np.zeros(shape), action_masks=masks)[0] == [0, 1]).all()
+    for masks in (ALLOWED, np.zeros((3, 5))):
         with pytest.raises(ValueError, match="shape|allows no option"):
-            policy.predict(np.zeros((3, 4)), action_masks=others)
+            policy.predict(np.zeros((3, 4)), action_masks=masks)
 
 
 def test_sampled_actions_are_white_noise_of_no_training(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from agents_ranks import world_of_one
-from train_runs import SIZES, SPANS, WORLDS, only_error, run_here, train_here
+from train_runs import SIZES, SPANS, WORLDS, only_error, run_here
 
 import train_distributed
 from agents import pretrain
@@ -138,31 +138,24 @@ def test_ppo_starts_with_the_features_and_the_statistics_of_observations(trained
 
 
 @pytest.mark.parametrize(
-    ("flags", "problem"),
+    ("command", "flags", "problem"),
     [
-        (["--hidden_size", "16"], "--hidden_size"),
-        (["--policy", "mlp"], "feature_core"),
-        (["--no-normalize_obs"], "normalize_obs"),
+        (train_distributed, "--pretrained {} --hidden_size 16", "--hidden_size"),
+        (train_distributed, "--pretrained {} --policy mlp", "feature_core"),
+        (train_distributed, "--pretrained {} --no-normalize_obs", "normalize_obs"),
+        (train_distributed, "--pretrained no_such_run", "no_such_run"),
+        (pretrain, "--resume {} --window 30", "(it has 20)"),
+        (pretrain, "--run_dir {}", "--resume"),
+        (pretrain, "--strategy auto --device cpu", "auto"),
+        (pretrain, "--window 100000", "--window"),
     ],
 )
-def test_a_run_that_the_features_do_not_fit_is_refused(
-    flags, problem, trained, tmp_path, monkeypatch, capfd
+def test_what_does_not_fit_is_refused_and_leaves_nothing(
+    command, flags, problem, trained, tmp_path, monkeypatch, capfd
 ):
-    argv = [*PPO, *flags, "--pretrained", trained, "--run_dir", tmp_path / "run"]
-    assert train_here(monkeypatch, *argv) == 2
+    new = [*(TINY if command is pretrain else PPO), "--run_dir", tmp_path / "run"]
+    given = flags.format(trained).split()
+    argv = given if "--resume" in flags else [*new, *given]
+    assert run_here(command.main, argv, monkeypatch) == 2
     assert problem in only_error(capfd.readouterr().err)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_pre_training_that_is_refused_leaves_nothing(trained, tmp_path, monkeypatch, capfd):
-    new = [*TINY, "--device", "cpu", "--run_dir", tmp_path / "run"]
-    for main, argv, problem in (
-        (train_distributed.main, [*PPO, "--pretrained", tmp_path], str(tmp_path)),
-        (pretrain.main, ["--resume", trained, "--window", "30"], "(it has 20)"),
-        (pretrain.main, [*TINY, "--run_dir", trained], f"--resume {trained}"),
-        (pretrain.main, [*new, "--strategy", "auto"], "auto"),
-        (pretrain.main, [*new, "--window", "100000"], "--window"),
-    ):
-        assert run_here(main, argv, monkeypatch) == 2
-        assert problem in only_error(capfd.readouterr().err)
-        assert not (tmp_path / "run").exists()
