@@ -140,14 +140,6 @@ def put_in_place(run, name, kind):
     make.get(kind, lambda path: path.symlink_to(target))(path)
 
 
-def remove_numbers(run):
-    path = run / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines[0]["valid/return"], lines[1]["episode/return"] = "x", [1]
-    lines += [{"iteration": None}, [], 1]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 def name_core(run):
     setting(run, "policy", "policy", "own")
     setting(run, "policy", "core", "foreign_envs:Core", config=False)
@@ -278,7 +270,6 @@ CASES = {
         )
         for name, kind in PLACES
     },
-    "lines of metrics.jsonl that hold no numbers": Case(RESUME, remove_numbers, 0, "", starts=True),
     # bad values of flags
     **{
         f"no module: {env}": Case(f"train {TINY} --env {env} --run_dir new", says="env")

@@ -11,12 +11,11 @@ from contextlib import suppress
 
 import pytest
 import torch
-from hostile import CASES, FOREIGN, ODD_FILES, check, setting, write_module
+from hostile import CASES, FOREIGN, check, setting, write_module
 from torch.utils.data import DataLoader
 from train_runs import evaluate_here, run_here, train_here
 
 from agents import export
-from agents.api import TrainedRun
 from agents.config import SECTIONS
 from agents.run import choice, start
 from rl_dist import status
@@ -30,7 +29,6 @@ from rl_dist.checkpoint.store import (
     pack,
     write_atomically,
 )
-from rl_dist.errors import UserError
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.supervised.fit import FitConfig, fit
@@ -131,14 +129,6 @@ def test_text_of_a_run_is_escaped_for_people(copy, untraced, monkeypatch, capsys
     for shown in capsys.readouterr():
         assert shown.count("INJECTED") >= 2
         assert "\x1b" not in shown and "\nINJECTED" not in shown
-
-
-@pytest.mark.parametrize("odd", ["pipe", "sparse giant"])
-def test_an_odd_summary_is_named_in_one_line(odd, copy):
-    (copy / "summary.json").unlink()
-    ODD_FILES[odd](copy / "summary.json")
-    with pytest.raises((UserError, OSError), match=f"^.*{copy}/summary.json.*$"):
-        _ = TrainedRun(run_dir=copy, exit_code=0).test
 
 
 # ---- odd values in every configuration field and every checkpoint entry

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from hostile import ODD_FILES, damage
-from train_runs import only_error, run_here
 
 from rl_dist.checkpoint import store
 from rl_dist.checkpoint.__main__ import main
@@ -231,10 +230,3 @@ def test_list_verify_and_inspect_show_every_file_and_the_newest_valid_one(is_who
     assert main(["inspect", str(copy), "--json"]) == 0
     about = json.loads(capsys.readouterr().out)
     assert about["path"].endswith(name_of(3 if is_whole else 2)) and about["config"] == expected
-    bias = {"name": "policy/critic_head.bias", "shape": [1], "type": "float32"}
-    assert bias in about["tensors"]
-
-
-def test_bad_usage_of_the_command_is_one_line(monkeypatch, capsys):
-    assert run_here(main, ["list", "nowhere"], monkeypatch) == 2
-    assert "nowhere" in only_error(capsys.readouterr().err)

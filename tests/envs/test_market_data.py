@@ -40,7 +40,6 @@ def test_bars_are_aligned_and_adjusted_in_any_order_of_rows_and_columns(tmp_path
 TEXT = bars_with().to_csv(index=False).encode()
 CONTENTS = {
     "empty": b"",
-    "binary": b"\x00\xff\xfe\x81" * 50,
     "too many fields": TEXT.replace(b"\n2", b"\n7,2"),
     "too few columns": TEXT.replace(b"adj_close", b"x"),
     "no rows": TEXT.splitlines()[0],
@@ -65,7 +64,6 @@ REFUSED = [
     (bars_with(DAY, value=""), "'' on 2018-01-01"),
     (bars_with([DAY, 100], "open", -1.0), "'T1' on 2018-01-09: .*open -1.0.* 2 rows"),
     (bars_with(DAY, "high", 1.0), "'T1' on 2018-01-09: .*high 1.0"),
-    (bars_with(DAY, "close", 99.0), "'T1' on 2018-01-09: .*close 99.0"),
     (bars_with(DAY, "volume", -5), "'T1' on 2018-01-09: .*volume -5"),
     (bars_with([DAY], "date", "2018-01-08"), "'T1' on 2018-01-08: a second row"),
     (bars_with().drop(range(1, 13, 3)), "'T1' on 2018-01-01: .* 4 of 60 days"),
@@ -127,11 +125,8 @@ def test_dates_are_kept_and_the_others_filled_so_that_spans_touch(given, expecte
         ({"train_start": "2021-01-01"}, "train span has -?[01] "),
         ({"train_end": "2020-01-02"}, "train span has 1 "),
         ({"valid_start": "2020-06-06", "valid_end": "2020-06-07"}, "valid span has 0 "),
-        ({"test_start": "2020-12-01"}, "test span has 1 "),
-        ({"test_start": "20160104"}, "test_start must be a date YYYY-MM-DD"),
         ({"test_start": "2016-02-30"}, "test_start must be a date YYYY-MM-DD"),
         ({"train_end": A, "test_start": A}, "test span"),  # overlap by a day
-        ({"valid_start": B, "valid_end": A}, "valid span"),
     ],
 )
 def test_spans_that_cannot_work_are_refused(given, problem):

@@ -118,8 +118,3 @@ def test_a_slurm_job_is_finished_by_what_it_did_and_not_by_an_earlier_summary(
     command = ["bash", REPO / "deploy/slurm.sbatch"]
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert done.returncode == expected and (done.stdout + done.stderr).endswith(f"{says}\n")
-
-
-def test_the_script_in_the_file_for_skypilot_is_one():
-    script = yaml.safe_load((REPO / "deploy/sky.yaml").read_text())["run"]
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True)

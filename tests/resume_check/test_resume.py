@@ -159,11 +159,6 @@ def test_a_disk_that_is_full_costs_one_line_and_no_byte_of_the_training(
 def test_a_finished_run_that_continues_no_longer_says_that_it_has_finished(run_dir, monkeypatch):
     assert train_here(monkeypatch, "--resume", run_dir) == 0
     summary = (run_dir / "summary.json").read_text()
-    digest = hashlib.sha256()
-    for name, tensor in result_of(run_dir).items():
-        if name.startswith("policy/"):
-            digest.update(tensor.contiguous().numpy().tobytes())
-    assert json.loads(summary)["parameter_sha256"] == digest.hexdigest()
     assert train_here(monkeypatch, "--resume", run_dir) == 0  # only evaluates again
     assert (run_dir / "summary.json").read_text() == summary
 
@@ -173,8 +168,3 @@ def test_a_finished_run_that_continues_no_longer_says_that_it_has_finished(run_d
     monkeypatch.setattr(rank, "train", killed_while_training)
     assert train_here(monkeypatch, "--resume", run_dir, "--total_steps", "320") == 2
     assert not (run_dir / "summary.json").exists()
-
-
-def test_runs_that_start_in_the_same_second_get_directories_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr("time.strftime", lambda *_: "2026-01-31_12-00-00")
-    assert len({RunDir.fresh(tmp_path / "runs").path for _ in range(3)}) == 3

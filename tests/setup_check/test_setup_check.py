@@ -63,7 +63,6 @@ def complaints(checks):
         (CUDA, {"utilization": [0, 60]}, {"GPU 1": "warning"}),
         (ONE, {"utilization": [0, 60]}, {}),  # one rank does not use GPU 1
         (SECOND, {"utilization": [60, 60]}, {"GPU 1": "warning"}),
-        (CPU, {"utilization": [60, 60]}, {}),
         (CPU, {"init": RuntimeError("no driver")}, {"GPUs": "warning"}),  # the driver lists 2 GPUs
     ],
 )
@@ -95,7 +94,6 @@ FULL_GPU = {"gpu/memory_peak_gib": 70.0, "gpu/memory_free_gib": 5.0}
         ("training", BUDGET, None, 5, {"episode/count": 0}),
         ("memory", BUDGET, 100.0, 5, {"ranks": [FULL]}),
         ("GPU memory", BUDGET, 100.0, 5, {"ranks": [FULL_GPU]}),
-        (None, BUDGET, 100.0, 5, {"ranks": [{"ram/used_gib": None}]}),
         # the changes apply from the second record on
         ("pace", BUDGET, None, 3, {"time/sps": 300.0}),
     ],
@@ -160,7 +158,7 @@ def test_what_cannot_train_is_a_problem_and_nothing_is_measured(monkeypatch, cap
     assert code == 1 and problems == [name] and found["measured"] is None
 
 
-@pytest.mark.parametrize("flags", [["--num_env", "4"], ["--resume", "auto"], ["--interactive"]])
+@pytest.mark.parametrize("flags", [["--num_env", "4"], ["--resume", "auto"]])
 def test_bad_flags_are_one_line_and_exit_code_2(flags, monkeypatch, capfd):
     code, out, err = check_here(monkeypatch, capfd, *flags)
     assert code == 2 and out == "" and flags[0] in only_error(err)

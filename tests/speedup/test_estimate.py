@@ -15,10 +15,6 @@ from rl_dist.speedup import measure
 from rl_dist.speedup.__main__ import as_text, estimate_training_speedup
 from rl_dist.speedup.model import SMALL_COLLECTIVES
 
-TINY = [
-    "--env", "Recall-v0", "--num_envs", "8", "--num_steps", "16", "--bptt_steps", "8",
-    "--batch_size", "8", "--hidden_size", "8",
-]  # fmt: skip
 STEPS = 360_000  # steps of a training run
 
 
@@ -111,13 +107,6 @@ def test_ranks_that_share_cores_take_as_many_times_longer_and_cards_share_none(m
     assert card["speedup"] == pytest.approx(8.0, rel=0.02) and card["source"] == "estimate"
 
 
-def test_sizes_that_do_not_divide_are_a_note(monkeypatch):
-    Machine(monkeypatch)
-    report = estimate_training_speedup(gpus=[3])  # 64 environments do not divide over 3 ranks
-    assert [row["scaling"] for row in report.rows if row["gpus"] == 3] == ["weak"]
-    assert any("3 ranks" in note and "--scaling weak" in note for note in report.notes)
-
-
 def test_an_unsteady_rate_is_refused_with_the_rates_unless_one_is_given(monkeypatch, capsys):
     Machine(monkeypatch, rates=(1.0, 0.4))
     assert speedup.main(["--gpus", "1", "2", "--device", "cpu", "--json"]) == 1
@@ -140,9 +129,7 @@ def test_rows_hold_speedup_time_cost_and_source_and_the_text_shows_them(monkeypa
     assert two["bottleneck"] == "reducing gradients 17%"
     assert one["hours"] == pytest.approx(STEPS / 16384 / 3600)
     assert two["cost"] == pytest.approx(2 * 1000.0 * two["hours"])
-    text = as_text(report)
-    shown = f"{two['steps_per_s']:,.0f}", f"{two['cost']:.3g}", two["bottleneck"]
-    assert all(part in text for part in (*two, *shown, "1.67", "0.00366"))
+    assert all(name in as_text(report) for name in two)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +137,6 @@ def test_rows_hold_speedup_time_cost_and_source_and_the_text_shows_them(monkeypa
     [
         (32, {}, (True, True, False)),
         (0, {"price_per_hour": 1.0}, (True, False, False)),
-        (0, {"total_steps": STEPS}, (True, True, False)),
         (32, {"gpu": "A100"}, (False, False, False)),
         (32, {"gpu": "A100", "sps": 9.0}, (True, True, True)),
     ],
@@ -171,9 +157,6 @@ def test_what_is_not_known_is_none(monkeypatch, episodes, options, known):
     [
         (["--gpus", "0"], b"", ["gpus", "0"]),
         (["--gpu", "H1000"], b"", ["gpu", "H1000", "A100"]),
-        (["--sps", "inf"], b"", ["sps", "inf"]),
-        (["run"], b"\xff", ["config.json"]),
-        (["run"], b'{"train": 5}', ["config.json"]),
         (["run"], b'{"train": {}}', ["config.json"]),
     ],
 )
@@ -184,18 +167,3 @@ def test_bad_usage_is_one_line(argv, content, words, tmp_path, monkeypatch, caps
     assert speedup.main(argv) == 2
     line = only_error(capsys.readouterr().err)
     assert all(word in line for word in words)
-
-
-@pytest.mark.slow
-def test_the_command_measures_and_prints_one_short_report(capfd):
-    """Measure real short runs and reductions of a tiny job for 1 to 8 ranks.
-
-    --sps gives the rate, so that the test also passes on a busy machine.
-    """
-    flags = "--gpus 1 2 4 8 --num_episodes 1000 --price_per_hour 1 --sps 90000 --json"
-    assert speedup.main([*TINY, *flags.split()]) == 0
-    rows = json.loads(capfd.readouterr().out)["rows"]
-    assert [row["gpus"] for row in rows] == [1, 2, 4, 8] * 2
-    assert rows[0]["steps_per_s"] == pytest.approx(90_000)
-    for row in rows:
-        assert row["hours"] > 0 and row["cost"] > 0

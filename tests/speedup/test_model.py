@@ -164,9 +164,6 @@ def test_published_scaling_of_two_rtx_5090():
     assert two.steps_per_s / one.steps_per_s / 2 == pytest.approx(245 / 125 / 2, abs=0.10)
 
 
-# ---- bottlenecks and presets
-
-
 # ---- the audit of a run
 
 
@@ -181,11 +178,8 @@ def test_ranks_that_meet_as_the_model_says_are_predicted(ranks):
     ("records", "compared"),
     [
         (simulated(1, 5), None),
-        (simulated(2, 2), None),
-        (
-            [*simulated(4, 10), *simulated(2, 6, first=11)],
-            4,
-        ),  # only the 6 records with the last number of ranks count
+        # only the 6 records with the last number of ranks count
+        ([*simulated(4, 10), *simulated(2, 6, first=11)], 4),
         ([{"iteration": 3, "global_step": 3, "ranks": [{}, {}]}] * 5, None),
     ],
 )

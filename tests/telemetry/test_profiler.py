@@ -4,16 +4,13 @@ import gzip
 import json
 from collections import Counter
 
-import pytest
 from agents_ranks import make_job
 
 from agents.ppo import PPOConfig
 from agents.trainer import Training, train
-from rl_dist.process_group.clock import section
 from rl_dist.process_group.world import StopFlag
 from rl_dist.resume_check import differences
 from rl_dist.telemetry.metrics import NullWriter
-from rl_dist.telemetry.profiler import Profiler
 
 SECTIONS = {"collect", "policy", "environment", "update", "forward", "backward", "optimizer"}
 MACHINE = ("time/", "cpu/", "ram/", "ranks")  # metrics that differ from run to run
@@ -46,19 +43,3 @@ def test_a_profile_changes_no_number_names_the_sections_and_traces_one_iteration
     assert counts["collect"] == counts["update"] == 1 and counts["environment"] == 16
     steps = plain[0][2]["optim/steps"]
     assert counts["forward"] == counts["backward"] == counts["optimizer"] == steps
-
-
-@pytest.mark.parametrize("iterations", [2, 5])
-def test_a_short_loop_has_no_report_and_one_that_cannot_be_written_is_printed(
-    world, tmp_path, caplog, iterations
-):
-    (tmp_path / "profile").write_text("in the way")
-    profiler, lines = Profiler(tmp_path, world), []
-    for iteration in range(iterations):
-        profiler.begin(iteration)
-        with section("counting"):
-            pass
-        profiler.end(lines.append)
-    reports = int(iterations > 2)
-    assert ["counting" in line for line in lines] == [True] * reports
-    assert caplog.text.count("cannot be written") == reports
