@@ -253,9 +253,6 @@ CASES = {
         newest("config", change=lambda text: re.sub('"hidden_size": 8', r"\g<0>192", text)),
         says="damaged",
     ),
-    "more actions than weights": Case(
-        RESUME, newest("num_actions", change=lambda number: 7), says="damaged"
-    ),
     "a carry of another width": Case(
         RESUME,
         newest("carry", "lstm_state", change=lambda state: state[:, :, :-1].clone()),

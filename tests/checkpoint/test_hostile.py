@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 import torch
 from hostile import CASES, FOREIGN, check, setting, write_module
-from torch.utils.data import DataLoader
+from supervised_ranks import Fitted
 from train_runs import evaluate_here, run_here, train_here
 
 from agents import export
@@ -29,9 +29,6 @@ from rl_dist.checkpoint.store import (
     pack,
     write_atomically,
 )
-from rl_dist.strategies.config import StrategyConfig
-from rl_dist.strategies.strategy import Strategy
-from rl_dist.supervised.fit import FitConfig, fit
 
 HUGE = [10**4000, -(10**4000), 2**63, -(2**63), 1e308, float("nan"), float("inf")]
 NESTED = json.loads("[" * 500 + "]" * 500)
@@ -212,21 +209,13 @@ def test_every_odd_entry_is_refused_in_one_line_or_the_run_continues(copy, monke
         assert (code == 0 and not errors) or (code in (1, 2) and len(errors) == 1), (name, errors)
 
 
-def fit_again(run_dir, world):
-    """Train a module for an epoch, or continue a run that has done so."""
-    strategy = Strategy(StrategyConfig(), world)
-    module = strategy.wrap(torch.nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    loader = DataLoader([(torch.ones(2), torch.ones(1))] * 2, batch_size=2)
-    options = {"config": FitConfig(epochs=1, progress=False), "run_dir": run_dir, "resume": True}
-    loss = torch.nn.functional.mse_loss
-    fit(module, loader, optimizer, loss, strategy, validation=loader, **options)
-
-
 def test_every_odd_entry_of_a_fit_is_one_line_or_is_taken(world, tmp_path):
-    fit_again(tmp_path, world)
+    def fit_again():
+        Fitted(world, tmp_path, epochs=1, net=torch.nn.Linear(6, 3).double(), resume=True)
+
+    fit_again()
     path = tmp_path / "checkpoints" / "iteration_00000001.pt"
     for _, candidate in odd_states(load_checkpoint(path)):
         path.write_bytes(pack(candidate))
         with suppress(ValueError):  # commands print a ValueError as one line
-            fit_again(tmp_path, world)
+            fit_again()

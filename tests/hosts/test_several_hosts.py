@@ -4,13 +4,12 @@ The hosts are simulated with namespaces on this machine.
 """
 
 import json
-import shutil
 import time
 
 import pytest
 import torch
 from simulated_hosts import connected_or_skip, torchrun
-from train_runs import RECALL, REPO, end_of, records, start_training, wait_until
+from train_runs import RECALL, end_of, records, start_training, wait_until
 
 from rl_dist.checkpoint.store import iteration_in_name, latest_checkpoint, load_checkpoint
 from rl_dist.resume_check import differences, result_of
@@ -43,20 +42,6 @@ def saved(run_dir):
 def on_both(network, run_dir, *flags, **options):
     words = [*FLAGS, "--run_dir", run_dir, *flags]
     return [torchrun(network.hosts[name], *words, **options) for name in network.names]
-
-
-def test_a_host_with_other_code_is_refused_by_name_and_not_started_again(network, tmp_path):
-    copy = tmp_path / "copy"
-    ignored = shutil.ignore_patterns(".*", "runs", "shared", "tests", "site", "__pycache__")
-    shutil.copytree(REPO, copy, ignore=ignored)
-    with (copy / "agents/advantages.py").open("a") as code:
-        code.write("# another version")
-    flags = [*FLAGS, "--run_dir", tmp_path / "run"]
-    jobs = [torchrun(network.hosts["first"], *flags)]
-    jobs.append(torchrun(network.hosts["second"], *flags, code=copy, PYTHONPATH=copy))
-    assert [job.wait() for job in jobs] == [1, 1]
-    line = "error: rank 1 on host second has this project's code, version"
-    assert [job.text.count(line) for job in jobs] == [1, 1]
 
 
 @pytest.mark.parametrize("shared_disk", [True, False])

@@ -35,15 +35,12 @@ def test_a_value_that_fails_is_none_and_the_others_are_there(monkeypatch, answer
     assert asdict(get_multi_gpu_status()[1]) == WHOLE | changed
 
 
-def test_gpus_are_printed_one_by_line_and_their_absence_with_its_reason(monkeypatch, capsys):
+def test_gpus_are_printed_one_by_line(monkeypatch, capsys):
     pretend_gpus(monkeypatch, temperature=LOST)
     assert len(get_gpu_info().gpus) == 2
     print_gpu_info()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and "Fake 9000" in lines[0] and "GPU is lost" in lines[0]
-    pretend_gpus(monkeypatch, init=RuntimeError("no\ndriver"))
-    print_gpu_info()
-    assert capsys.readouterr().out == "no GPU: no driver\n"
 
 
 def test_clearing_hands_back_what_no_tensor_holds_and_begins_new_peaks(monkeypatch):

