@@ -24,6 +24,7 @@ def check_shares(loader: DataLoader, world: World, *, training: bool) -> None:
 
     The sampler must be torch's SequentialSampler or its RandomSampler without replacement. The
     training batch size must be divisible by the number of ranks and at most the number of samples.
+    Every rank needs a sample.
     """
     size = loader.batch_size
     kind = type(loader.sampler)
@@ -34,6 +35,8 @@ def check_shares(loader: DataLoader, world: World, *, training: bool) -> None:
             "DataLoader(dataset, batch_size=N, shuffle=True or False)"
         )
     count = len(loader.sampler)  # type: ignore[arg-type]
+    if count < world.size:
+        raise UserError(f"{count} samples are too few for {world.size} ranks")
     if training and (size % world.size or size > count):
         nearest = max(1, min(size, count) // world.size) * world.size
         raise UserError(
@@ -49,8 +52,8 @@ def shared_batches(
 
     The batch size is a total over ranks. In training, batch k of an epoch consists of the same
     samples for any number of ranks, and an incomplete last batch is omitted. In evaluation, exactly
-    one rank sees each sample; some ranks may have one batch less than others. The tensors are on
-    the rank's device.
+    one rank sees each sample, and all ranks have the same number of batches, because the ranks of a
+    sharded module communicate in each batch. The tensors are on the rank's device.
 
     Args:
         seed: determines the order of the samples and the seeds of the workers, with `epoch`.
@@ -58,14 +61,17 @@ def shared_batches(
     rank, ranks = world.rank, world.size
     size: Any = loader.batch_size
     count = len(loader.sampler)  # type: ignore[arg-type]
-    order = torch.arange(count)
+    numbers: list[Any]
     if training:
+        order = torch.arange(count)
         if isinstance(loader.sampler, RandomSampler):
             generator = torch.Generator().manual_seed(seed + epoch)
             order = torch.randperm(count, generator=generator)
-        order = order[: count // size * size]
-    parts = order[rank::ranks].split(max(1, size // ranks))
-    numbers = [part.tolist() for part in parts if len(part)]
+        numbers = order[: count // size * size].view(-1, size)[:, rank::ranks].tolist()
+    else:
+        largest_share = -(-count // ranks)
+        num_batches = min(-(-largest_share // max(1, size // ranks)), count // ranks)
+        numbers = _cut(_cut(range(count), ranks)[rank], num_batches)
     # NCCL's threads do not survive a fork: docs.pytorch.org/docs/stable/distributed.html
     start = "forkserver" if loader.num_workers and world.backend == "nccl" else None
     shared: DataLoader = DataLoader(
@@ -85,6 +91,12 @@ def shared_batches(
         inputs, targets = to_device(batch, world.device)
         yield len(samples), inputs, targets
         world.heartbeat()
+
+
+def _cut(numbers: Any, parts: int) -> list[Any]:
+    """Split a sequence into consecutive parts whose lengths differ by at most 1."""
+    bounds = [len(numbers) * part // parts for part in range(parts + 1)]
+    return [numbers[first:last] for first, last in itertools.pairwise(bounds)]
 
 
 def epoch_seed(seed: int, epoch: int, rank: int) -> int:

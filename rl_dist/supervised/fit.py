@@ -94,16 +94,18 @@ class Pass:
             self.sums["samples"] += num_samples
             self.sums["loss"] += num_samples * loss.double()
             for name, metric in self.metrics.items():
-                self.sums[name] += num_samples * metric(outputs, targets).double().mean()
+                values = metric(outputs, targets)
+                self.sums[name] += values.sum(dtype=torch.float64)
+                self.sums[f"values of {name}"] += values.numel()
         return loss
 
     def means(self) -> dict[str, float]:
         """Return means and number of samples of all ranks; every rank must call this."""
-        # A rank without any sample has no sums, but must name the same ones.
-        names = ("loss", *self.metrics, "samples")
-        sums = all_reduce_sum({name: self.sums[name] for name in names}, self.strategy.world)
-        samples = float(sums.pop("samples"))
-        return {name: float(total) / samples for name, total in sums.items()} | {"samples": samples}
+        sums = all_reduce_sum(self.sums, self.strategy.world)
+        means = {"loss": float(sums["loss"] / sums["samples"])}
+        for name in self.metrics:
+            means[name] = float(sums[name] / sums[f"values of {name}"])
+        return means | {"samples": float(sums["samples"])}
 
 
 @torch.no_grad()

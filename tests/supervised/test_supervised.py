@@ -11,7 +11,13 @@ from supervised_ranks import CRITERION, METRICS, Fitted, blobs, exercise, make_n
 from tensorboard_readers import seen
 from torch.nn.utils.rnn import pack_sequence
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from rl_dist import check_loader
 from rl_dist.errors import UserError
@@ -45,12 +51,13 @@ def shares(size, count, batch_size, *, epoch=0):
     return ranks
 
 
-@pytest.mark.parametrize("num_samples", [1, 7, 23])
-def test_evaluation_gives_every_sample_to_one_rank(num_samples):
+@pytest.mark.parametrize("num_samples", [7, 23, 25])
+def test_evaluation_gives_every_sample_to_one_rank_in_equally_many_batches(num_samples):
     for batch_size, size in itertools.product([1, 4, 12, 1000], [1, 2, 3, 7]):
-        seen = list(itertools.chain(*shares(size, num_samples, batch_size)))
-        assert sorted(itertools.chain(*seen)) == list(range(num_samples))
-        assert all(1 <= len(batch) <= max(1, batch_size // size) for batch in seen)
+        ranks = shares(size, num_samples, batch_size)
+        assert len({len(batches) for batches in ranks}) == 1
+        seen = list(itertools.chain(*itertools.chain(*ranks)))
+        assert sorted(seen) == list(range(num_samples))
 
 
 def test_a_training_batch_holds_the_same_samples_on_any_number_of_ranks():
@@ -73,6 +80,7 @@ def test_a_training_batch_holds_the_same_samples_on_any_number_of_ranks():
         ({"batch_sampler": [[0, 1], [2, 3]]}, "batch_sampler"),
         ({"batch_size": 3}, "batch_size 3.* 2 ranks.* use 2"),
         ({"batch_size": 10}, "batch_size 10.* 8 samples.* use 8"),
+        ({"batch_size": 2, "sampler": SequentialSampler([1])}, "1 samples .* 2 ranks"),
     ],
 )
 def test_a_loader_that_cannot_be_shared_out_is_refused_by_name(options, words):
