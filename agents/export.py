@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from agents.evaluate.episodes import PolicyController
-from agents.network.cores import PassThrough
+from agents.network.cores import TanhCore
 from agents.run.saved import LoadedAgent, load_agent
 from envs.vector.spaces import ActionDecoder
 from rl_dist.errors import CommandParser, UserError, explains_errors
@@ -57,7 +57,7 @@ class ExportedStep(nn.Module):
     def __init__(self, agent: LoadedAgent) -> None:
         super().__init__()
         self.policy = policy = float_copy(agent)
-        policy.critic_core = PassThrough()
+        policy.critic_core = TanhCore(0, 0, 0)
         policy.critic_head.forward = lambda rows: rows  # its weight is read for the type
         vectors_size = 0 if policy.config.stateless else policy.initial_state(1).numel()
         self.sizes = [vectors_size, policy.empty_history(1).numel()]

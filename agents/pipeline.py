@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,14 +23,12 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.nn.utils.convert_parameters import parameters_to_vector
 
 from agents.network.sequences import run_sequence
+from agents.policy import Policy
 from agents.ppo import PPO, LossParts, Minibatch, ppo_loss
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import World, make_mesh
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
-
-if TYPE_CHECKING:
-    from agents.policy import Policy
 
 STAGES = 2
 FEATURES, DECISIONS = range(STAGES)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from agents.network import heads
-from agents.network.cores import CORES, PassThrough, State
+from agents.network.cores import CORES, State, TanhCore
 from agents.network.inputs import Encoder
 from agents.network.own_core import make_core
 from agents.network.sequences import Plan, plan_pieces, run_sequence
@@ -121,7 +121,6 @@ class Policy(nn.Module):
         self.action_sizes: tuple[int, ...] = ()  # MultiDiscrete: choices of each action
         if isinstance(action_space, spaces.MultiDiscrete):
             self.action_sizes = tuple(action_space.nvec.tolist())
-            self.choices = heads.Choices(self.action_sizes)
         bounded = isinstance(action_space, spaces.Box) and action_space.is_bounded("both")
         if config.squash_actions and not bounded:
             raise UserError(
@@ -136,10 +135,10 @@ class Policy(nn.Module):
         new_core: Any = partial(make_core, config.core) if config.core else CORES[config.policy]
         self.feature_encoder = Encoder(self.layout, size)
         width = self.feature_encoder.num_outputs
-        self.feature_core: Any = PassThrough()
+        self.feature_core: Any = TanhCore(width, width, 0)  # returns its inputs
         self.feature_mlp: nn.Module = nn.Identity()
-        self.actor_core: Any = PassThrough()
-        self.critic_core: Any = PassThrough()
+        self.actor_core: Any = self.feature_core
+        self.critic_core: Any = self.feature_core
         is_cascade = config.policy in ("clstm", "mlp")
         if is_cascade or not config.separate_trunks:
             self.feature_core = new_core(width, size, layers)
@@ -280,7 +279,9 @@ class Policy(nn.Module):
         if not self.discrete:
             parts: Distribution = Normal(actor, self.log_std.exp(), validate_args=False)
         elif self.action_sizes:
-            parts = Categorical(logits=self.choices(actor), validate_args=False)
+            parts = Categorical(
+                logits=heads.split_choices(actor, self.action_sizes), validate_args=False
+            )
         else:
             return Categorical(logits=actor, validate_args=False)
         return Independent(parts, 1, validate_args=False)
@@ -318,7 +319,9 @@ class Policy(nn.Module):
         actor = actor[0]  # [B, A]
         actions = actor if push is None else actor + push
         if self.discrete:
-            actions = (self.choices(actions) if self.action_sizes else actions).argmax(-1)
+            if self.action_sizes:
+                actions = heads.split_choices(actions, self.action_sizes)
+            actions = actions.argmax(-1)
         elif self.config.squash_actions:
             actions = actions.tanh()
         return actions, actor, values[0], new_state

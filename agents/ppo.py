@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from agents.network.sequences import state_after, to_device
+from agents.policy import Evaluation, Policy
 from rl_dist.errors import UserError
 from rl_dist.flags import Field, configuration
 from rl_dist.process_group.clock import StepClock, section
@@ -20,9 +21,6 @@ from rl_dist.strategies.adam import EagerAdam
 from rl_dist.strategies.precision import autocast_dtype
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry import events
-
-if TYPE_CHECKING:
-    from agents.policy import Evaluation, Policy
 
 # metric names: the fields of LossParts in order, without the total; then the gradient norm
 METRICS = (
@@ -224,7 +222,7 @@ class PPO:
         self.iteration = iteration
         config = self.config
         warmup_factor = min(iteration / config.warmup, 1.0) if config.warmup else 1.0
-        annealing = max(remaining, 0.0) if config.anneal_lr else 1.0
+        annealing = remaining if config.anneal_lr else 1.0
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate * factor * warmup_factor * annealing
 
@@ -297,9 +295,7 @@ class PPO:
                     )
                     losses.append(ppo_loss(evaluation, microbatch, self.config))
                 self.clock.mark("forward")
-                scaled = losses[-1].total / self.num_microbatches
-                with self.strategy.backward_context(scaled) as loss:
-                    loss.backward()
+                self.strategy.backward(losses[-1].total / self.num_microbatches)
             self.clock.mark("backward")
         if len(losses) == 1:
             return losses[0]
@@ -316,7 +312,7 @@ class PPO:
         steps = sums.pop("steps")
         means = dict(zip(METRICS, steps / steps[-1], strict=False)) | sums
         means["ppo/explained_variance"] = batch.explained_variance
-        if self.strategy.scaler:
+        if self.strategy.scaler.is_enabled():
             means["optim/loss_scale"] = self.strategy.scaler.scale(torch.ones_like(steps[0]))
 
         # copy all numbers to the host
@@ -324,17 +320,15 @@ class PPO:
         numbers = torch.cat([torch.stack([*means.values()]).double(), flags]).tolist()
         bad, taken = numbers[len(means) :: 2], numbers[len(means) + 1 :: 2]
 
-        # warn about bad steps, or stop the run
-        most_in_a_row = 0
+        # stop the run after too many bad steps in a row, or warn about bad steps
         for is_bad, was_taken in zip(bad, taken, strict=True):
             self.bad_in_a_row = 0 if was_taken else self.bad_in_a_row + int(is_bad)
-            most_in_a_row = max(most_in_a_row, self.bad_in_a_row)
-        if most_in_a_row > self.config.max_bad_steps:
-            raise UserError(
-                f"loss or gradient was NaN or inf in {most_in_a_row} steps in a row, more than "
-                f"--max_bad_steps {self.config.max_bad_steps}: lower --learning_rate",
-                exit_code=1,
-            )
+            if self.bad_in_a_row > self.config.max_bad_steps:
+                raise UserError(
+                    f"loss or gradient was NaN or inf in {self.bad_in_a_row} steps in a row, more "
+                    f"than --max_bad_steps {self.config.max_bad_steps}: lower --learning_rate",
+                    exit_code=1,
+                )
         if any(bad):
             skipped = int(sum(bad))
             text = f"{skipped} gradient step(s) skipped in iteration {self.iteration}: NaN or inf"

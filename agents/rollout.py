@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,12 +12,10 @@ from torch import Tensor
 
 from agents.network.inputs import Normalizer
 from agents.network.sequences import to_device
+from agents.policy import Policy
 from envs.vector.layout import StepResult, TorchEnv
 from rl_dist.process_group.clock import section
 from rl_dist.strategies.precision import weights_cast_once
-
-if TYPE_CHECKING:
-    from agents.policy import Policy
 
 
 @dataclass
@@ -238,9 +236,8 @@ class Actor:
         missing[-1] = True
 
         # for each step, gather the policy inputs for the missing values
-        places = np.stack([np.flatnonzero(missing), missing.nonzero()[1]])  # in [T * B], and in [B]
-        cells, columns = to_device(places, next_values.device)
-        columns_by_step = columns.split(missing.sum(1).tolist())
+        cells = to_device(np.flatnonzero(missing), next_values.device)  # indices in [T * B]
+        columns_by_step = (cells % missing.shape[1]).split(missing.sum(1).tolist())
         inputs = [
             [tensor.index_select(0, columns) for tensor in successor]
             for successor, columns in zip(self.successors, columns_by_step, strict=True)

@@ -40,6 +40,7 @@ from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry.metrics import NullWriter
 from rl_dist.telemetry.monitor import Monitor
+from rl_dist.telemetry.profiler import Profiler
 
 if TYPE_CHECKING:
     from agents.run.callbacks import Watch
@@ -85,7 +86,7 @@ class Training:
         torch.manual_seed(stream_seeds(train.seed, POLICY_STREAM, 0, 1)[0])
         self.policy = Policy(job.policy, layout, self.action_space).to(world.device, job.dtype)
         if job.pretrained:
-            self.policy.load_state_dict(self.policy.state_dict() | job.pretrained.weights)
+            self.policy.load_state_dict(job.pretrained.weights, strict=False)
         self.normalizers = Normalizers(
             layout, scale_obs=train.normalize_obs, scale_rewards=train.normalize_rewards
         )
@@ -97,11 +98,7 @@ class Training:
 
         # observers and counters
         self.recorder = Recorder(world, self.ppo.clock)
-        self.profiler: Any = NullProfiler()
-        if train.profile:
-            from rl_dist.telemetry.profiler import Profiler
-
-            self.profiler = Profiler(job.run_dir, world)
+        self.profiler = Profiler(job.run_dir, world) if train.profile else NullProfiler()
         self.monitor = Monitor((), 0)  # placeholder that measures nothing; callers may replace it
         self.iteration = 0
         self.global_step = 0
@@ -137,8 +134,7 @@ class Training:
             sums = self.normalizers.sums(rollout.raw_obs, rollout.discounted_returns)
             self.normalizers.merge(all_reduce_sum(sums, self.world))
         if self.job.pretrained:
-            moments = self.normalizers.state_dict() | self.job.pretrained.moments
-            self.normalizers.load_state_dict(moments)
+            self.normalizers.load_state_dict(self.job.pretrained.moments, strict=False)
         self.carry = self._reset()
         self.env.take_metrics()  # discard the metrics of the warm-up rollout
 

@@ -133,30 +133,20 @@ def scan(keep: Tensor, add: Tensor, first: Tensor) -> Tensor:
 
 
 class TanhCore(nn.Sequential):
-    """Tanh layers without memory, with the interface of a core."""
+    """Tanh layers without memory; a core of 0 layers returns its inputs."""
 
     num_states = 0
 
     def __init__(self, num_inputs: int, size: int, num_layers: int = 1) -> None:
-        widths = [num_inputs] + [size] * (num_layers - 1)
-        layers = ((nn.Linear(width, size), nn.Tanh()) for width in widths)
-        super().__init__(*(part for layer in layers for part in layer))
+        widths = [num_inputs, *[size] * num_layers]
+        pairs = zip(widths, widths[1:], strict=False)
+        super().__init__(*(part for pair in pairs for part in (nn.Linear(*pair), nn.Tanh())))
 
-    def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Run the core; the module docstring gives the shapes."""
-        return super().forward(inputs), state
-
-
-class PassThrough(nn.Module):
-    """Core that returns its inputs, in place of a core that the policy lacks."""
-
-    num_states = 0
-
-    def forward(
-        self, inputs: Tensor, state: Tensor, resets: Tensor | None = None
+    def forward(  # type: ignore[override]
+        self, inputs: Tensor, state: Tensor, *resets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run the core; the module docstring gives the shapes."""
-        return inputs, state
+        """Run the core, which needs no resets; the module docstring gives the shapes."""
+        return super().forward(inputs), state
 
 
 CORES: dict[str, type[nn.Module]] = {

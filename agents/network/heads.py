@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import Distribution, Normal
 from torch.nn import functional
 
@@ -19,23 +20,11 @@ def forbid(logits: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask > 0.5, logits, FORBIDDEN)
 
 
-class Choices(nn.Module):
-    """Actions of D choices: split logits [..., A] into padded rows [..., D, K]."""
-
-    index: Tensor  # [D, K] index of each option in the logits
-    padding: Tensor  # [D, K] bool: the option does not exist
-
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        super().__init__()
-        numbers = torch.arange(max(sizes))  # [K]
-        counts = torch.tensor(sizes)[:, None]  # [D, 1]
-        firsts = counts.cumsum(0) - counts
-        self.register_buffer("index", firsts + numbers.clamp(max=counts - 1), persistent=False)
-        self.register_buffer("padding", numbers >= counts, persistent=False)
-
-    def forward(self, logits: Tensor) -> Tensor:
-        """Return padded logits [..., D, K] for logits [..., A]."""
-        return logits[..., self.index].masked_fill(self.padding, FORBIDDEN)
+def split_choices(logits: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Split logits [..., A] into one row per action, [..., D, K], padded with FORBIDDEN."""
+    rows = logits.split(sizes, -1)
+    padded = [functional.pad(row, (0, max(sizes) - row.shape[-1]), value=FORBIDDEN) for row in rows]
+    return torch.stack(padded, -2)
 
 
 class SquashedNormal(Distribution):

@@ -14,8 +14,7 @@ step or none does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +30,7 @@ from rl_dist.process_group.world import World, destroy_group
 from rl_dist.strategies.adam import step_if
 from rl_dist.strategies.config import StrategyConfig, check_strategy
 from rl_dist.strategies.precision import autocast, autocast_dtype, set_tf32
+from rl_dist.strategies.replicas import DataParallel, with_ddp
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,13 +53,13 @@ class Strategy:
             raise UserError("strategy auto must be measured first: see rl_dist.strategies.measure")
         if device_type == "cuda":
             set_tf32(config.precision)
-        # multiplies losses so that fp16 gradients do not become zero
-        self.scaler = torch.amp.GradScaler(device_type) if config.precision == "fp16" else None
+        # multiplies losses so that fp16 gradients do not become zero; other precisions disable it
+        self.scaler = torch.amp.GradScaler(device_type, enabled=config.precision == "fp16")
         # True if the last step was skipped, possibly only because the loss scale was too large
         self.overflowed: Tensor | bool = False
         # `wrap` sets these
         self.bare: Any = None  # the module before it is wrapped
-        self.module: nn.Module | None = None  # the wrapped module
+        self.module: Any = None  # the wrapped module
         # what the optimizer trains; in mode hybrid, these are this rank's shards
         self.parameters: list[nn.Parameter] = []
         self.gradient_bytes = 0  # size of the gradients that each step reduces
@@ -79,12 +79,8 @@ class Strategy:
             )
         self._keep(module, [p for p in module.parameters() if p.requires_grad])
         if self.mode == "dp":
-            from rl_dist.strategies.replicas import DataParallel
-
             self.module = DataParallel(module, self.config.device_ids)
         elif self.mode == "ddp":
-            from rl_dist.strategies.replicas import with_ddp
-
             self.module = with_ddp(module, self.gradient_bytes, self.config, self.world)
         elif self.mode == "hybrid":
             from rl_dist.strategies.sharded import Shards  # takes a second to import
@@ -92,8 +88,8 @@ class Strategy:
             self.shards = Shards(module, self.config.shard_size, self.world)
             self.parameters = self.shards.parameters
             self.mesh = self.shards.mesh
-        assert self.module is not None
-        return self.module
+        wrapped: nn.Module = self.module
+        return wrapped
 
     def _keep(self, module: nn.Module, reduced: list[nn.Parameter]) -> None:
         """Store a module before it is wrapped.
@@ -106,8 +102,7 @@ class Strategy:
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in reduced)
         self.unequal_devices = devices_differ(self.world)
 
-    @contextmanager
-    def accumulating(self, last: bool = True) -> Iterator[None]:
+    def accumulating(self, last: bool = True) -> AbstractContextManager[None]:
         """Enclose the forward and backward pass of one part of a step.
 
         The last part reduces the summed gradients over ranks.
@@ -115,31 +110,22 @@ class Strategy:
         if self.shards:
             self.shards.accumulate(last)
         if isinstance(self.module, DistributedDataParallel) and not last:
-            with self.module.no_sync():
-                yield
-        else:
-            yield
+            return self.module.no_sync()
+        return nullcontext()
 
     def autocast(self) -> AbstractContextManager[None]:
         """Compute matrix products inside the block in the strategy's precision."""
         return autocast(autocast_dtype(self.config.precision), self.world.device)
 
-    @contextmanager
-    def backward_context(self, loss: Tensor) -> Iterator[Tensor]:
-        """Yield the scaled loss; call its `backward` inside the block.
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a loss to `grad` and reduce it over ranks.
 
-        That call reduces the gradients over ranks. A loss that is NaN or infinite makes the reduced
-        gradient NaN on all ranks, so all ranks skip the step.
+        A loss that is NaN or infinite makes the reduced gradient NaN on all ranks, so all ranks
+        skip the step.
         """
         factor = loss.detach() * 0.0 + 1.0  # 1, or NaN if the loss is not finite
         with section("backward"), self.world.reduction_context():
-            scaled = self.scaler.scale(loss) if self.scaler else loss
-            yield scaled * factor
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a loss to `grad` and reduce it over ranks."""
-        with self.backward_context(loss) as scaled:
-            scaled.backward()
+            (self.scaler.scale(loss) * factor).backward()
 
     @section("optimizer")
     def step(
@@ -164,8 +150,7 @@ class Strategy:
             )
 
         # compute the norm and clip
-        if self.scaler:
-            self.scaler.unscale_(optimizer)
+        self.scaler.unscale_(optimizer)
         if self.shards:
             grad_norm = self.agreed_norm(self.shards.grad_norm())
             self.shards.clip(max_grad_norm, grad_norm)
@@ -179,7 +164,7 @@ class Strategy:
         step_if(stepped, optimizer)
         if self.shards:
             self.shards.unshard()
-        if self.scaler:  # lower a loss scale that was too large
+        if self.scaler.is_enabled():  # lower a loss scale that was too large
             scale = self.scaler.scale(torch.ones_like(grad_norm))
             self.overflowed = ~stepped & (scale > 1.0)
             self.scaler.update()
@@ -229,11 +214,11 @@ class Strategy:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the strategy's own state for a checkpoint: the loss scale of fp16."""
-        return {"loss_scaler": self.scaler.state_dict()} if self.scaler else {}
+        return {"loss_scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict`, which may come from another precision."""
-        if self.scaler and "loss_scaler" in state:
+        """Load the result of `state_dict`; other precisions than fp16 save no loss scale."""
+        if state.get("loss_scaler"):
             self.scaler.load_state_dict(state["loss_scaler"])
 
     def close(self) -> None:
