@@ -67,15 +67,27 @@ class RecallVectorEnv(BatchedEnv):
         return (is_query & (actions == self.cue)).astype(np.float64), is_query
 
 
-class CartPoleVectorEnv(BatchedEnv):
+class ControlEnv(BatchedEnv):
+    """Base of the control tasks: `state` is [B, S], and `draw` returns a start state [S]."""
+
+    state_names = ("state",)
+    observed = slice(None)  # columns of the state that an observation holds
+
+    def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
+        """Start new episodes from the drawn states."""
+        self.state[rows] = draws
+
+    def observe(self) -> np.ndarray:
+        """Return the observed columns of the state."""
+        return self.state[:, self.observed].astype(np.float32)
+
+
+class CartPoleVectorEnv(ControlEnv):
     """CartPole-v1 as a batch, bit for bit equal to Gymnasium's single environment.
 
     Source of the dynamics: gymnasium/envs/classic_control/cartpole.py (Barto, Sutton, Anderson
     1983).
     """
-
-    state_names = ("state",)
-    observed = slice(None)  # observed columns of (x, x_dot, theta, theta_dot)
 
     def __init__(self, num_envs: int = 1, *, max_episode_steps: int = 500) -> None:
         self._physics = CartPoleEnv()  # only its constants are used
@@ -88,14 +100,6 @@ class CartPoleVectorEnv(BatchedEnv):
     def draw(self, generator: np.random.Generator) -> np.ndarray:
         """Draw the start state."""
         return generator.uniform(-_START_BOUND, _START_BOUND, 4)
-
-    def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
-        """Start new episodes from the drawn states."""
-        self.state[rows] = draws
-
-    def observe(self) -> np.ndarray:
-        """Return the observed columns of the state."""
-        return self.state[:, self.observed].astype(np.float32)
 
     def advance(self, actions: np.ndarray) -> Outcome:
         """Take one Euler step, with the same order of operations as CartPoleEnv.step."""
@@ -124,7 +128,7 @@ class CartPolePositionsVectorEnv(CartPoleVectorEnv):
     observed = slice(None, None, 2)
 
 
-class MountainCarPositionsVectorEnv(BatchedEnv):
+class MountainCarPositionsVectorEnv(ControlEnv):
     """MountainCarPositions-v0: sparse reward, continuous actions, no velocities.
 
     The task is MountainCarContinuous-v0 with only the position observed. Every action has a cost,
@@ -134,7 +138,7 @@ class MountainCarPositionsVectorEnv(BatchedEnv):
     Source of the dynamics: gymnasium/envs/classic_control/continuous_mountain_car.py (Moore 1990).
     """
 
-    state_names = ("position", "velocity")
+    observed = slice(1)
 
     def __init__(self, num_envs: int = 1, *, max_episode_steps: int = 999) -> None:
         self._physics = Continuous_MountainCarEnv()  # only its constants are used
@@ -142,37 +146,24 @@ class MountainCarPositionsVectorEnv(BatchedEnv):
         observations = spaces.Box(*bounds, (1,), np.float32)
         super().__init__(num_envs, observations, spaces.Box(-1.0, 1.0, (1,), np.float32))
         self.max_episode_steps = max_episode_steps
-        self.position = np.zeros(num_envs)
-        self.velocity = np.zeros(num_envs)
+        self.state = np.zeros((num_envs, 2))  # position (m), velocity (m per step)
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
-        """Draw the start position."""
-        return generator.uniform(-0.6, -0.4, 1)
-
-    def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
-        """Start new episodes at rest at the drawn positions."""
-        self.position[rows] = draws[:, 0]
-        self.velocity[rows] = 0.0
-
-    def observe(self) -> np.ndarray:
-        """Return the positions."""
-        return self.position[:, None].astype(np.float32)
+        """Draw the start position of a car at rest."""
+        return np.array([generator.uniform(-0.6, -0.4), 0.0])
 
     def advance(self, actions: np.ndarray) -> Outcome:
         """Move all cars by one step."""
         physics = self._physics
+        position, velocity = self.state.T
         force = np.clip(actions[:, 0].astype(np.float64), -1.0, 1.0)
-        velocity = self.velocity + force * physics.power - _GRAVITY * np.cos(3.0 * self.position)
+        velocity = velocity + force * physics.power - _GRAVITY * np.cos(3.0 * position)
         velocity = np.clip(velocity, -physics.max_speed, physics.max_speed)
-        self.position = np.clip(
-            self.position + velocity, physics.min_position, physics.max_position
-        )
-        stopped = (self.position == physics.min_position) & (velocity < 0)
-        self.velocity = np.where(stopped, 0.0, velocity)
-        terminated = (self.position >= physics.goal_position) & (
-            self.velocity >= physics.goal_velocity
-        )
-        return _PRIZE * terminated - _COST * np.square(force), terminated
+        position = np.clip(position + velocity, physics.min_position, physics.max_position)
+        velocity[(position == physics.min_position) & (velocity < 0)] = 0.0
+        self.state = np.stack([position, velocity], axis=1)
+        arrived = (position >= physics.goal_position) & (velocity >= physics.goal_velocity)
+        return _PRIZE * arrived - _COST * np.square(force), arrived
 
 
 RecallEnv = partial(SingleEnv, RecallVectorEnv)
