@@ -280,9 +280,9 @@ class RunConfig:
         """
         if not self.task.is_trading:
             return GymTask(self.task, end_rank, heartbeat)
-        from envs.trading.task import prepare_task
+        from envs.trading.task import TradingTask
 
-        return prepare_task(self.data, self.market, self.trading, self.ppo.gamma)
+        return TradingTask(self.data, self.market, self.trading, self.ppo.gamma)
 
 
 SECTIONS: dict[str, Any] = vars(RunConfig())

@@ -33,7 +33,7 @@ from agents.run.saved import FEATURES
 from envs.trading.config import DataConfig, Observation, SimulatedMarketConfig, TradingConfig
 from envs.trading.features import market_tables, portfolio_columns
 from envs.trading.market_data import Market, Span
-from envs.trading.task import TradingTask, prepare_task
+from envs.trading.task import TradingTask
 from rl_dist.errors import UserError, explains_errors, outlive_readers
 from rl_dist.flags import Field, Text, configuration, parse_flags, read_sections, saved_form
 from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
@@ -98,7 +98,7 @@ class PretrainRunConfig:
     def prepare_task(self) -> TradingTask:
         """Return the trading task, with the same markets and spans as in PPO training."""
         trading = TradingConfig(observation=self.pretrain.observation)
-        task = prepare_task(self.data, self.market, trading)
+        task = TradingTask(self.data, self.market, trading)
         if task.spans.valid is None:
             raise UserError("there is no validation span: give --valid_start and --valid_end")
         return task

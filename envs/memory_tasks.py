@@ -70,6 +70,7 @@ class RecallVectorEnv(BatchedEnv):
 class ControlEnv(BatchedEnv):
     """Base of the control tasks: `state` is [B, S], and `draw` returns a start state [S]."""
 
+    state: np.ndarray
     state_names = ("state",)
     observed = slice(None)  # columns of the state that an observation holds
 

@@ -135,9 +135,14 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
             if task.real and options.open_test and world.is_main_process:
                 record_look(task, loaded)
             picture = Path(options.plot or path_to_write(agent.run_dir, "plots/evaluation.png"))
-            test, num_worlds = options.open_test, options.num_worlds
             figures, text = report(
-                task, agents, world, agent.run_dir, picture, test=test, num_worlds=num_worlds
+                task,
+                agents,
+                world,
+                agent.run_dir,
+                picture,
+                test=options.open_test,
+                num_worlds=options.num_worlds,
             )
     say(text)
     if options.json and world.is_main_process:
@@ -188,37 +193,33 @@ def evaluate_and_finish(
 ) -> int:
     """Evaluate the trained policy, write the results, and return the exit code.
 
+    In episodes, also evaluate best.pt if it is from another iteration than the last policy.
     Training is already saved, so a stop signal ends the evaluation immediately.
     """
 
+    world, directory = training.world, RunDir(run_dir)
+
     def work() -> None:
+        last = PolicyController(training.policy, training.normalizers.obs)
         if isinstance(task, GymTask):
-            summary, text = evaluate_last_and_best(config, task, training, run_dir)
+            agents = {"test": last}
+            path = directory.checkpoints / BEST_FILE
+            offers = all_gather_json(str(path) * path.exists(), world)
+            if share_checkpoint(directory, offers, world):
+                best = load_agent(path, world.device, core=config.policy.core)
+                if best.iteration != training.iteration:
+                    agents["best"] = PolicyController(best.policy, best.normalizer)
+            summary, text = compare_on_episodes(task, config.train.seed, agents, world)
         else:
             from agents.evaluate.markets import report  # imported late: pandas takes 0.4 s
 
             picture = path_to_write(run_dir, "plots/equity.png")
-            agents = {"policy": PolicyController(training.policy, training.normalizers.obs)}
-            summary, text = report(task, agents, training.world, run_dir, picture)
-        if training.world.is_main_process:
-            finish(config, RunDir(run_dir), training, summary, text)
+            summary, text = report(task, {"policy": last}, world, run_dir, picture)
+        if world.is_main_process:
+            finish(config, directory, training, summary, text)
 
-    training.world.set_phase("final evaluation")
-    return until_stopped(work, training.world, run_dir)
-
-
-def evaluate_last_and_best(
-    config: RunConfig, task: GymTask, training: Training, run_dir: Path
-) -> tuple[dict[str, Any], str]:
-    """Evaluate the last policy, and best.pt if it is from another iteration."""
-    world, directory = training.world, RunDir(run_dir)
-    agents = {"test": PolicyController(training.policy, training.normalizers.obs)}
-    path = directory.checkpoints / BEST_FILE
-    if share_checkpoint(directory, all_gather_json(str(path) * path.exists(), world), world):
-        best = load_agent(path, world.device, core=config.policy.core)
-        if best.iteration != training.iteration:
-            agents["best"] = PolicyController(best.policy, best.normalizer)
-    return compare_on_episodes(task, config.train.seed, agents, world)
+    world.set_phase("final evaluation")
+    return until_stopped(work, world, run_dir)
 
 
 def finish(

@@ -147,15 +147,9 @@ def evaluate_episodes(
     return np.concatenate(all_gather_json(columns, world), axis=1)
 
 
-def episode_figures(
-    task: GymTask,
-    controller: Controller,
-    seed: int,
-    world: World,
-    stream: int = EVALUATION_STREAM,
-) -> dict[str, float]:
-    """Run a policy on complete episodes of a Gymnasium task; return its statistics."""
-    returns, lengths, repeats = evaluate_episodes(task, controller, seed, world, stream)
+def episode_figures(episodes: np.ndarray) -> dict[str, float]:
+    """Return statistics of the result of `evaluate_episodes`."""
+    returns, lengths, repeats = episodes
     figures = {
         "return": returns.mean(),
         "return_std": returns.std(),
@@ -173,21 +167,24 @@ def validate(
 ) -> dict[str, float]:
     """Validate a policy during training; return metrics named valid/..."""
     controller = PolicyController(policy, normalizer)
-    figures = episode_figures(task, controller, seed, world, VALIDATION_STREAM)
-    return {f"valid/{name}": value for name, value in figures.items()}
+    episodes = evaluate_episodes(task, controller, seed, world, VALIDATION_STREAM)
+    return {f"valid/{name}": value for name, value in episode_figures(episodes).items()}
 
 
 def compare_on_episodes(
     task: GymTask, seed: int, agents: dict[str, PolicyController], world: World
 ) -> tuple[dict[str, dict[str, float]], str]:
     """Evaluate agents on the same episodes; return statistics and a text with them."""
-    figures = {name: episode_figures(task, agents[name], seed, world) for name in agents}
+    figures = {
+        name: episode_figures(evaluate_episodes(task, agent, seed, world))
+        for name, agent in agents.items()
+    }
     line = (
         "{}: {episodes:.0f} episodes without noise: mean return {return:.2f} (sd {return_std:.2f}, "
         "min {return_min:.2f}), mean length {length:.1f}, {episodes_cut:.0f} cut, "
         "{env_restarts:.0f} restarts of environments"
     )
-    return figures, "\n".join(line.format(name, **figures[name]) for name in agents)
+    return figures, "\n".join(line.format(name, **values) for name, values in figures.items())
 
 
 def mean_interval(samples: np.ndarray | list[float]) -> Interval:

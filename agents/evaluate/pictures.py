@@ -61,8 +61,14 @@ def _plot(table: pd.DataFrame, path: Path, simulated: bool, title: str, **option
 def film(agent: PolicyController, task: GymTask, folder: Path, seed: int, world: World) -> None:
     """Run the first evaluation episode and save its pictures as episode_0.gif."""
     kwargs = json.dumps(task.config.kwargs() | {"render_mode": "rgb_array"})
-    options: dict[str, Any] = {"vectorization": "sync", "env_workers": 0, "env_restarts": 0}
-    config = replace(task.config, env_kwargs=kwargs, eval_episodes=1, **options)
+    config = replace(
+        task.config,
+        env_kwargs=kwargs,
+        eval_episodes=1,
+        vectorization="sync",
+        env_workers=0,
+        env_restarts=0,
+    )
     policy = replace(agent)  # a copy, so that the state of `agent` does not change
     frames: list[Image.Image] = []
 

@@ -22,6 +22,7 @@ from envs.trading.market_data import Market, Span
 # are then exact in float64 while a portfolio is worth less than 2**33 USD (8.6 billion).
 GRID = 2.0**20  # steps per USD; the other 33 of float64's 53 bits hold whole dollars
 INDICATOR_DAYS = 30
+MEAN_DAYS = 20  # a close and a log volume are compared with their mean over these days
 SMALLEST_VARIANCE = 1e-9  # relative to the largest; what is smaller is only rounding noise
 
 
@@ -32,11 +33,6 @@ def by_column(function: Callable[..., np.ndarray], days: int, *arrays: np.ndarra
     """Apply a TA-Lib function for 1-D arrays to each column of [D, n] arrays."""
     columns = zip(*(np.ascontiguousarray(array.T) for array in arrays), strict=True)
     return np.stack([function(*series, days) for series in columns], axis=1)
-
-
-def trailing_mean(values: np.ndarray) -> np.ndarray:
-    """Return the mean of the last 20 values, warm from day 19 on."""
-    return by_column(talib.SMA, 20, values)
 
 
 def turbulence(close: np.ndarray, days: int = 252) -> np.ndarray:
@@ -53,8 +49,9 @@ def turbulence(close: np.ndarray, days: int = 252) -> np.ndarray:
     returns = close[1:] / close[:-1] - 1.0  # [D-1, n]; returns[i] belongs to day i + 1
     for day in range(days + 1, len(close)):
         past = returns[day - 1 - days : day - 1]
-        centred = past - past.mean(axis=0)
-        apart = returns[day - 1] - past.mean(axis=0)
+        mean = past.mean(axis=0)
+        centred = past - mean
+        apart = returns[day - 1] - mean
         covariance = centred.T @ centred / (days - 1)
         values[day] = apart @ np.linalg.lstsq(covariance, apart, rcond=SMALLEST_VARIANCE)[0]
     return values
@@ -83,13 +80,13 @@ def feature_blocks(bars: Market, observation: str) -> list[np.ndarray]:
     log_volume = np.log1p(bars.volume)
     return [
         np.diff(np.log(bars.close), axis=0, prepend=np.nan),
-        np.log(bars.close / trailing_mean(bars.close)),
+        np.log(bars.close / by_column(talib.SMA, MEAN_DAYS, bars.close)),
         portfolio,
         20.0 * macd / bars.close,
         (rsi - 50.0) / 50.0,
         cci / 200.0,
         adx / 100.0,
-        np.clip(log_volume - trailing_mean(log_volume), -3.0, 3.0),
+        np.clip(log_volume - by_column(talib.SMA, MEAN_DAYS, log_volume), -3.0, 3.0),
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -18,16 +19,32 @@ NUM_VALID_WORLDS = 20
 NUM_TEST_WORLDS = 50
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TradingTask:
     """Markets and spans of one run; training and evaluation use different worlds."""
 
     data: DataConfig
     simulated: SimulatedMarketConfig
     trading: TradingConfig
-    spans: Spans
-    real: Market | None  # None: simulated markets
-    discount: float  # the learner's gamma
+    discount: float = 0.8  # the learner's gamma
+
+    @cached_property
+    def real(self) -> Market | None:
+        """The market of real prices, loaded from its file; None for simulated markets."""
+        if self.data.data == "simulated":
+            return None
+        return load_market(self.data.data, missing=self.data.data_missing)
+
+    @cached_property
+    def sample(self) -> Market:
+        """The real market, or the first simulated market for training."""
+        return self.real or self.markets("train", 1)[0]
+
+    @cached_property
+    def spans(self) -> Spans:
+        """The training, validation and test spans, which are the same in all markets."""
+        first_tradable = first_tradable_day(self.sample, self.trading)
+        return split_spans(self.sample.dates, self.data, first_tradable=first_tradable)
 
     def markets(self, purpose: str, count: int | None = None) -> Sequence[Market]:
         """Return the real market, or simulated markets for train, valid or test."""
@@ -78,7 +95,7 @@ class TradingTask:
 
     def describe(self) -> str:
         """Return one line about the data and one line about the days of each span."""
-        market = self.real or self.markets("train", 1)[0]
+        market = self.sample
         data = f"{len(market.tickers)} stocks, {len(market.dates)} days of "
         if self.real:
             data += printable(self.data.data)
@@ -93,18 +110,3 @@ class TradingTask:
             if span
         )
         return f"data: {data}\ndays: {'; '.join(spans)}"
-
-
-def prepare_task(
-    data: DataConfig,
-    simulated: SimulatedMarketConfig,
-    trading: TradingConfig,
-    discount: float = 0.8,
-) -> TradingTask:
-    """Load the prices or simulate a market, and split its days into spans."""
-    real = None if data.data == "simulated" else load_market(data.data, missing=data.data_missing)
-    sample = real or simulate_markets(simulated, world_seeds(simulated, "train", 1))[0]
-    spans = split_spans(sample.dates, data, first_tradable=first_tradable_day(sample, trading))
-    return TradingTask(
-        data=data, simulated=simulated, trading=trading, spans=spans, real=real, discount=discount
-    )

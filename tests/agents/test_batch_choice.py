@@ -123,7 +123,7 @@ def test_cpu_ranks_share_the_memory_in_which_their_rollouts_must_fit(ranks, refu
 FAILURES = {  # phase: (owner and name of the failing function, number of the call, advice)
     "collect": (agents.trainer, "collect", 4, "--num_envs"),  # call 1 is the warm-up
     "update": (PPO, "step", 6, "--grad_accumulation"),
-    "final evaluation": (command, "evaluate_last_and_best", 1, "python -m agents.evaluate"),
+    "final evaluation": (command, "compare_on_episodes", 1, "python -m agents.evaluate"),
 }
 
 

@@ -22,7 +22,7 @@ from agents.trainer import Job, Training
 from envs.trading.config import DataConfig, SimulatedMarketConfig, TradingConfig
 from envs.trading.market_data import Span
 from envs.trading.simulated_market import simulate_markets, world_seeds
-from envs.trading.task import prepare_task
+from envs.trading.task import TradingTask
 from rl_dist.checkpoint.store import load_checkpoint
 
 TINY = [
@@ -114,7 +114,7 @@ def test_a_resumed_pre_training_ends_bit_for_bit_as_one_that_did_not_stop(
 
 
 def test_ppo_starts_with_the_features_and_the_statistics_of_observations(trained, tmp_path):
-    task = prepare_task(DataConfig(), MARKET, TradingConfig(episode_days=60))
+    task = TradingTask(DataConfig(), MARKET, TradingConfig(episode_days=60))
     job = Job(
         train=TrainConfig(num_envs=4, num_steps=32, bptt_steps=8, batch_size=8),
         policy=PolicyConfig(hidden_size=8),
