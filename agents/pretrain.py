@@ -245,11 +245,6 @@ def sign_accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs[:, :, 0] > 0) == (targets[:, :, 0] > 0.5)
 
 
-def volatility_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the squared errors of the standardised log volatilities [N, days, n]."""
-    return (outputs[:, :, 1] - targets[:, :, 1]).square()
-
-
 # ---- run
 
 
@@ -276,7 +271,7 @@ def run_rank(config: PretrainRunConfig, resolved: ResolvedLaunch, run: RunDir, r
         loss,
         strategy,
         validation=loader(valid),
-        metrics={"sign_accuracy": sign_accuracy, "volatility_error": volatility_error},
+        metrics={"sign_accuracy": sign_accuracy},
         config=config.fit,
         run_dir=run_dir,
         resume=resume or restart_count() > 0,

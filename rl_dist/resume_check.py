@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_dist.checkpoint.store import flatten, latest_checkpoint, load_checkpoint, load_latest
+from rl_dist.checkpoint.store import flatten, latest_checkpoint, load_latest
 from rl_dist.errors import CommandParser, UserError, explains_errors
 from rl_dist.launch.child import SCRIPT, Child, leave_at_signals
 from rl_dist.run_dir import RunDir
@@ -136,12 +136,6 @@ def check(args: Namespace, folder: Path) -> bool:
     if latest_checkpoint(killed.path) != saved or killed.summary_path.exists():
         fix = f"give more than {k} --iterations or longer ones (--num_steps)"
         raise UserError(f"the run ended before it could be killed: {fix}", exit_code=1)
-    if load_checkpoint(saved).get("environments") is None:
-        print(
-            "not bit-identical: this environment cannot be snapshotted, so its episodes restart at "
-            "resume. Add get_state and set_state, see Exact resume in docs/own_environment.md"
-        )
-        return False
     print(f"resumed: iterations {k + 1}..{2 * k} ...", flush=True)
     train([f"--resume={killed.path}"], args.resume_on, killed)
     tolerance = 0.0 if args.resume_on == args.num_gpus else TOLERANCE

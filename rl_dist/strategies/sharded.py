@@ -68,23 +68,14 @@ class Shards:
         self._unit.set_requires_gradient_sync(last)
         self._unit.set_reshard_after_backward(last)
 
-    def _gradients(self) -> list[Tensor]:
-        grads = [p.grad for p in self.parameters]
-        return [grad.to_local() for grad in grads if isinstance(grad, DTensor)]
-
     def grad_norm(self) -> Tensor:
         """Return the norm of the whole gradient; every rank must call this."""
-        local_norm = nn.utils.get_total_norm(self._gradients())
+        grads = [p.grad.to_local() for p in self.parameters if isinstance(p.grad, DTensor)]
+        local_norm = nn.utils.get_total_norm(grads)
         square = local_norm.double().square()
         with self.world.waiting("norm of the gradient"):
             dist.all_reduce(square, group=self.mesh.get_group(SHARD))
         return square.sqrt().to(local_norm.dtype)
-
-    def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale the gradient, whose norm is `norm`, down to `max_norm` if it is larger."""
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # the formula of torch's clip_grad_norm_
-        for shard in self._gradients():
-            shard.mul_(factor)
 
     def module_state(self) -> dict[str, Tensor]:
         """Gather the module's whole `state_dict` on the CPU of every rank."""

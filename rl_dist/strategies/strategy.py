@@ -152,12 +152,11 @@ class Strategy:
         # compute the norm and clip
         self.scaler.unscale_(optimizer)
         if self.shards:
-            grad_norm = self.agreed_norm(self.shards.grad_norm())
-            self.shards.clip(max_grad_norm, grad_norm)
+            grad_norm = self.shards.grad_norm()
         else:
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
-            grad_norm = self.agreed_norm(get_total_norm(gradients))
-            clip_grads_with_norm_(self.parameters, max_grad_norm, grad_norm)
+            grad_norm = get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        grad_norm = self.agreed_norm(grad_norm)
+        clip_grads_with_norm_(self.parameters, max_grad_norm, grad_norm)
 
         # take the step
         stepped = torch.isfinite(grad_norm)  # same on all ranks: gradients are reduced

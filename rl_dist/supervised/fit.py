@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from rl_dist.checkpoint.store import BEST_FILE, latest_checkpoint, load_checkpoint, save_agreed
-from rl_dist.errors import UserError, one_line
+from rl_dist.errors import UserError
 from rl_dist.files import check_layout
 from rl_dist.flags import Field, configuration
 from rl_dist.process_group.collectives import (
@@ -37,7 +36,6 @@ STOP_EVERY = 10  # number of optimizer steps between two checks for a stop signa
 SAVED = ("epoch", "best_epoch", "best_loss", "bad_in_a_row", "history", "extra")
 Metric = Callable[[Any, Any], Tensor]  # (outputs, targets) -> values, equally many for each sample
 Criterion = Callable[[Any, Any], Tensor]  # (outputs, targets) -> mean loss over the batch
-logger = logging.getLogger(__name__)
 
 
 @configuration
@@ -255,14 +253,7 @@ class Fitting:
                 raise UserError(f"{run.path} holds checkpoints: resume it, or name another run_dir")
         newest = all_gather_json(newest, self.strategy.world)[0]
         if newest:
-            try:
-                self._load(load_checkpoint(newest), run.checkpoints / BEST_FILE)
-            except ValueError:
-                raise
-            except Exception as error:  # torch's error type depends on the mismatch
-                problem = f"{newest} belongs to another module or optimizer: {one_line(error)}"
-                raise UserError(problem) from error
-            logger.info("continuing from %s, epoch %d", newest, self.epoch)
+            self._load(load_checkpoint(newest), run.checkpoints / BEST_FILE)
 
     def _load(self, state: dict[str, Any], best_file: Path) -> None:
         """Load a checkpoint's state; raise UserError if its settings differ."""
