@@ -55,7 +55,7 @@ def resumed(before, after, world, out_dir):
 
 
 def poisoned(world, run_dir):
-    """Train with an infinite loss in rank 0's first step; also return group timeouts."""
+    """Train with an infinite loss in rank 0's first step."""
     training = training_of(BRIEFLY[0], "pipeline", world, run_dir)
     step, calls = training.ppo.step, itertools.count()
 
@@ -65,10 +65,7 @@ def poisoned(world, run_dir):
         return step(minibatch, starts)
 
     training.ppo.step = poison
-    groups = training.ppo.strategy.mesh.get_all_groups()
-    backends = [group._get_backend(torch.device("cpu")) for group in groups]
-    timeouts_s = [backend.options._timeout.total_seconds() for backend in backends]
-    return trained(training) | {"timeouts_s": timeouts_s}
+    return trained(training)
 
 
 @saves_results

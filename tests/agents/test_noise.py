@@ -51,7 +51,6 @@ def test_noise_does_not_depend_on_how_environments_and_steps_are_grouped(kind):
     parts = [action_noise(space, 3, 0, 8, t, length) for t, length in ((32, 13), (45, 3))]
     assert torch.equal(torch.cat(parts), white)
     assert torch.equal(together, white) == (kind != "pink")  # colour does not affect choices
-    assert torch.equal(action_noise(space, 3, 0, 8, 32, 1, color=color), white[:1])
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 2.0])

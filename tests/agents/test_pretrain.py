@@ -2,27 +2,20 @@
 
 import json
 from copy import deepcopy
-from dataclasses import replace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from agents_ranks import world_of_one
-from train_runs import SIZES, SPANS, WORLDS, only_error, run_here
+from train_runs import SIZES, SPANS, WORLDS, only_error, run_here, train_here
 
 import train_distributed
 from agents import pretrain
-from agents.config import TrainConfig
-from agents.policy import PolicyConfig
-from agents.ppo import PPOConfig
 from agents.pretrain import SMALLEST_MOVE, VOLATILITY_DAYS, make_windows
-from agents.run.saved import initial_weights
-from agents.trainer import Job, Training
-from envs.trading.config import DataConfig, SimulatedMarketConfig, TradingConfig
+from agents.trainer import Training
+from envs.trading.config import SimulatedMarketConfig, TradingConfig
 from envs.trading.market_data import Span
 from envs.trading.simulated_market import simulate_markets, world_seeds
-from envs.trading.task import TradingTask
 from rl_dist.checkpoint.store import load_checkpoint
 
 TINY = [
@@ -113,28 +106,25 @@ def test_a_resumed_pre_training_ends_bit_for_bit_as_one_that_did_not_stop(
     assert (parts / "summary.json").read_text() == (trained / "summary.json").read_text()
 
 
-def test_ppo_starts_with_the_features_and_the_statistics_of_observations(trained, tmp_path):
-    task = TradingTask(DataConfig(), MARKET, TradingConfig(episode_days=60))
-    job = Job(
-        train=TrainConfig(num_envs=4, num_steps=32, bptt_steps=8, batch_size=8),
-        policy=PolicyConfig(hidden_size=8),
-        ppo=PPOConfig(),
-        make_env=lambda count, first: task.training_env(count, first),
-        run_dir=tmp_path,
-    )
-    with world_of_one() as world:
-        initial = initial_weights(TrainConfig(pretrained=str(trained)))
-        plain, training = (Training(replace(job, pretrained=i), world) for i in (None, initial))
-        training.warm_up_normalizers()
+def test_ppo_starts_with_the_features_and_the_statistics_of_observations(
+    trained, tmp_path, monkeypatch
+):
+    update, states = Training.update, []
+
+    def noting(training, rollout):
+        moments = training.normalizers.obs.state_dict(prefix="normalizer.")
+        states.append(deepcopy(training.policy.state_dict() | moments))
+        return update(training, rollout)
+
+    monkeypatch.setattr(Training, "update", noting)
+    flags = ["--pretrained", trained, "--run_dir", tmp_path / "run"]
+    assert train_here(monkeypatch, *PPO, *flags) == 0
     best_epoch = json.loads((trained / "summary.json").read_text())["best_epoch"]
     module = checkpoint(trained, best_epoch)["module"]
-    fresh = plain.policy.state_dict()
-    for name, value in training.policy.state_dict().items():
-        assert torch.equal(value, (module if name.startswith("feature") else fresh)[name]), name
-    assert not torch.equal(fresh["feature_core.weight_hh_l0"], module["feature_core.weight_hh_l0"])
-    moments = training.normalizers.obs.moments
-    assert torch.equal(moments.mean, module["normalizer.moments.mean"])
-    assert torch.equal(moments.variance, module["normalizer.moments.variance"])
+    names = [name for name in states[0] if name.startswith("feature")]
+    assert names
+    for name in (*names, "normalizer.moments.mean", "normalizer.moments.variance"):
+        assert torch.equal(states[0][name], module[name]), name
 
 
 @pytest.mark.parametrize(

@@ -72,9 +72,6 @@ def test_episode_starts_are_about_inputs_and_ends_about_steps(rollouts, normaliz
 
 def test_sums_of_episodes_go_on_over_rollouts_and_stop_at_their_ends(rollouts):
     (first, second), carry, _ = rollouts
-    # The episodes have lengths 3 and 5; 8; and eight times 1. A plain reward is twice the reward.
-    plain = [6, 120, 2 * 828, sum(2 * (200 + 10 * episode) for episode in range(8))]
-    assert first.episodes.flatten().tolist() == [11, sum(plain), 24]
     assert carry.episode_length.tolist() == [0, 0, 0, 16]
     assert float(carry.episode_return[3]) == 2 * sum(300 + age for age in range(16))
     discounted = torch.cat([first.discounted_returns, second.discounted_returns])

@@ -69,13 +69,3 @@ def test_a_reset_shuts_the_gates_whatever_is_observed(dtype):
     torch.testing.assert_close(run_packed(*given), run_stepwise(*given), rtol=1e-5, atol=1e-6)
     inside, cut = (state_after(*given, starts.numpy(), way) for way in (True, False))
     torch.testing.assert_close(inside, cut, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("density", "packed"), [(0.0, False), (0.003, False), (0.1, True)])
-def test_pieces_are_packed_where_that_takes_fewer_steps(density, packed):
-    starts = torch.from_numpy(np.random.default_rng(1).random((32, 64)) < density)
-    plans = [planned(starts, 100.0, inside) for inside in (False, True)]
-    assert plans[1].packed == packed
-    if packed:
-        grouped, whole = (sum(100 + steps * rows for steps, rows in plan.calls) for plan in plans)
-        assert whole < grouped and whole - 100 < 1.15 * starts.numel()
