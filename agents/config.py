@@ -175,10 +175,9 @@ class TrainConfig:
                 f"{self.stop_at!r}"
             ) from None
         if self.num_steps % self.bptt_steps:
-            near = max(1, round(self.num_steps / self.bptt_steps)) * self.bptt_steps
             raise ValueError(
-                f"num_steps {self.num_steps} must be a multiple of bptt_steps {self.bptt_steps}: "
-                f"try --num_steps {near}"
+                f"num_steps {self.num_steps} is no multiple of bptt_steps {self.bptt_steps}: "
+                "change one of them"
             )
 
     @property

@@ -12,25 +12,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from gymnasium import spaces
-
 from agents.config import (
-    AUTO,
     MAIN_FLAGS,
     OWNERS,
     PRESETS,
     QUICK,
     SECTIONS,
     RunConfig,
-    TrainConfig,
     data_digest,
-    probe,
 )
 from agents.policy import Policy
 from agents.run.saved import check_shapes, differences, load_newest, spaces_of
-from agents.run.sizes import shard_sizes
 from envs import MEMORY_IDS
-from envs.task import GymTask, TaskConfig
+from envs.task import TaskConfig
 from rl_dist.checkpoint.store import Found, find_latest_run
 from rl_dist.checkpoint.trust import check_named, import_from_here
 from rl_dist.errors import UserError
@@ -96,7 +90,7 @@ class RunFlags:
     """Do a complete small run in half a minute; it is too short to learn."""
     preset: Literal["auto", "trading", "small", "control", "memory", "paper"] = "auto"
     """Defaults for a kind of task; auto: trading for StockTrading-v0, memory for the memory tasks,
-    control for Box actions, small for others; paper: the settings of arXiv 2212.02721."""
+    small for others; control: the same as small; paper: the settings of arXiv 2212.02721."""
     seeds: Text = Field("", json_schema_extra={"nargs": "+"})
     """Train once with each of these seeds, and report the mean with its interval."""
     interactive: bool = False
@@ -201,36 +195,14 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
     if flags.quick:
         preset |= QUICK
     config = RunConfig().changed(preset | given).without_idle()
-    if "batch_size" in given:
-        _refuse_batch_of_steps(config.train)
     return config.changed({"data_digest": data_digest(config.data)})
-
-
-def _refuse_batch_of_steps(train: TrainConfig) -> None:
-    """Refuse a batch_size that probably counts steps instead of sequences.
-
-    Such a batch would make one iteration longer than the whole run.
-    """
-    batch, bptt, total = train.batch_size, train.bptt_steps, train.total_steps
-    if batch == AUTO or train.num_envs or not total or batch % bptt:
-        return
-    steps = shard_sizes(train, 0, 1).global_num_envs * train.num_steps
-    if steps > total >= steps // bptt:
-        raise UserError(
-            f"batch_size {batch} counts sequences of {bptt} steps, so one iteration is {steps:,} "
-            f"steps, more than total_steps {total:,}: give --batch_size {batch // bptt} for "
-            f"minibatches of {batch} steps, or --num_envs, too, if you mean sequences"
-        )
 
 
 def kind_of_task(task: TaskConfig) -> str:
     """Return the name of the preset that suits a task."""
     if task.is_trading:
         return "trading"
-    if task.env in MEMORY_IDS:
-        return "memory"
-    action_space = probe(GymTask(task)).single_action_space
-    return "control" if isinstance(action_space, spaces.Box) else "small"
+    return "memory" if task.env in MEMORY_IDS else "small"
 
 
 # ---- resumed runs
@@ -326,12 +298,10 @@ def ask_user(parsed: ParsedFlags, words: list[str]) -> ParsedFlags:
         for flag in QUESTIONS:
             words = _ask(flag, words)
         print(f"\nThe same without questions:\n  python train_distributed.py {shlex.join(words)}")
-        reply = input("Start it? yes or no [yes]: ")
+        input("Enter starts it.")
     except (EOFError, KeyboardInterrupt):
         print("\nCancelled; nothing was started.")
         raise SystemExit(128 + signal.SIGINT) from None
-    if reply not in ("", "yes"):
-        raise SystemExit(0)
     return parse_training(words)
 
 

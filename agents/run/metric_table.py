@@ -124,5 +124,5 @@ def check_metric(flag: str, name: str, is_trading: bool, precision: str) -> None
     known = [key for key, row in METRIC_TABLE.items() if row.overall and row.when not in others]
     known.remove("ranks")
     if name not in known and not name.startswith("env/"):
-        fix = did_you_mean(name, known) or f"name one of {', '.join(known)}"
+        fix = did_you_mean(name, known) or "docs/reference.md lists all"
         raise UserError(f"{flag} {name} is no metric of this run: {fix}")

@@ -35,14 +35,6 @@ from rl_dist.run_dir import ENDED, RunDir, SavedCheckpoint
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import close_logging
 
-# Advice after memory ran out, by phase.
-ADVICE = {
-    "final evaluation": "training is saved: evaluate it with python -m agents.evaluate",
-    "update": "the same gradient steps take less memory with a smaller --batch_size and a "
-    "--grad_accumulation that is larger by the same factor, also after --resume",
-}
-FEWER = "a new run needs less with a smaller --num_envs, --num_steps or --hidden_size"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -144,13 +136,6 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, checkpoint: Found | No
             f"environments, {share.batch_size} of {share.global_batch_size} sequences of "
             f"{train.bptt_steps} steps in a gradient step"
         )
-    budget, unit = train.budget
-    counter = "global_step" if unit == "steps" else "episodes"
-    if checkpoint and checkpoint.state[counter] >= budget:
-        print(
-            f"this run has already reached its {budget:,} {unit} and is only evaluated: give a "
-            "larger number to continue training"
-        )
 
 
 def _notify_restart(directory: RunDir, checkpoint: Found | None) -> None:
@@ -210,12 +195,12 @@ def explained_faults(run_dir: Path, world: World) -> Iterator[None]:
         raise UserError(f"rank {world.rank}: {fault}{where}", exit_code=1) from fault
     except (RuntimeError, MemoryError, OSError) as error:
         if is_out_of_memory(error):
-            phase = world.doing.phase
             raise UserError(
-                f"rank {world.rank} ran out of memory in {phase}, after a peak of "
-                f"{peak_memory_bytes(world.device) / GIB:.2f} GiB on {world.device}; "
-                f"{ADVICE.get(phase, FEWER)}; the error was "
-                f"{one_line(error, 220)}",
+                f"rank {world.rank} ran out of memory in {world.doing.phase}, after a peak of "
+                f"{peak_memory_bytes(world.device) / GIB:.2f} GiB on {world.device}: use a smaller "
+                "--batch_size and a --grad_accumulation that is larger by the same factor, also "
+                "with --resume, or a new run with a smaller --num_envs, --num_steps or "
+                f"--hidden_size; the error was {one_line(error, 220)}",
                 exit_code=1,
             ) from error
         if not isinstance(error, OSError) or error.errno not in FULL_DISK | CLOSED_DISK:

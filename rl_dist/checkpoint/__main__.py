@@ -60,17 +60,16 @@ def inspect(file: Path, as_json: bool) -> None:
     report = {"path": str(file), MEASURED: state.get(MEASURED, {})}
     report |= {name: value for name, value in state.items() if isinstance(value, int | float)}
     config = json.loads(state.get("config", "{}"))
-    tensors = [
-        {"name": name, "shape": list(value.shape), "type": str(value.dtype).removeprefix("torch.")}
+    tensors = {
+        name: f"{list(value.shape)} {value.dtype}"
         for name, value in flatten(state)
         if isinstance(value, Tensor)
-    ]
+    }
     if as_json:
         print(json.dumps(report | {"config": config, "tensors": tensors}, indent=2))
         return
-    for name, value in (report | config).items():
+    for name, value in (report | config | tensors).items():
         print(printable(f"{name:<15} {value}"))
-    print(table(("tensor", "shape", "type"), [[*map(printable, row.values())] for row in tensors]))
 
 
 @explains_errors

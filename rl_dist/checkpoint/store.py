@@ -146,14 +146,15 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Write a file completely or not at all; create its folder.
 
     Raises:
-        CheckpointError: the file cannot be written; the message has its path and size, and why.
+        CheckpointError: the file cannot be written; the message has its path and why.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, data, sync=True, part="unfinished.part")
     except OSError as error:
-        cause = f"({len(data):,} bytes): {error.strerror or error}"
-        raise CheckpointError(f"cannot write checkpoint {path} {cause}") from None
+        raise CheckpointError(
+            f"cannot write checkpoint {path}: {error.strerror or error}"
+        ) from None
 
 
 # ---- the content of a checkpoint

@@ -200,7 +200,7 @@ def test_a_full_and_a_read_only_disk_leave_what_is_there_and_say_why(small_disk)
     disk = small_disk("64k")
     state = {"weights": torch.rand(9000)}
     path = save_checkpoint(disk, state, iteration=1, keep=1)
-    full = r"best.pt \(3\d,\d+ bytes\): No space left on device$"
+    full = "best.pt: No space left on device$"
     for _ in range(2):  # the first failure leaves nothing behind
         with pytest.raises(CheckpointError, match=full):
             save_checkpoint(disk, state, iteration=2, keep=1, best=True)
