@@ -77,12 +77,11 @@ QUICK = {  # --quick applies these after the preset
     "validate_every": 4,
     "num_worlds": 16,
 }
-MAIN_FLAGS = {  # --help shows these
-    *("env", "data", "total_steps", "num_episodes", "stop_at", "seed"),
-    *("num_gpus", "device", "threads"),
-    *("num_envs", "batch_size", "learning_rate", "gamma"),
-    *("policy", "hidden_size"),
-}
+# --help shows these
+MAIN_FLAGS = {
+    "env", "data", "total_steps", "num_episodes", "stop_at", "seed", "num_gpus", "device",
+    "threads", "num_envs", "batch_size", "learning_rate", "gamma", "policy", "hidden_size",
+}  # fmt: skip
 
 
 @configuration

@@ -86,15 +86,11 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
 def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Training:
     """Create the training state; on a resume, restore it from the checkpoint."""
     config = run.config
-
-    def make_env(count: int, first: int) -> Any:
-        return task.training_env(count, first, str(world.device))
-
     job = Job(
         train=config.train,
         policy=config.policy,
         ppo=config.ppo,
-        make_env=make_env,
+        make_env=partial(task.training_env, device=str(world.device)),
         run_dir=run.path,
         strategy=replace(config.launch.strategy_config, device_ids=run.resolved.gpu_ids),
         dtype=config.launch.dtype,

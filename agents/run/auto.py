@@ -97,13 +97,13 @@ def choose(run: Run, world: World) -> Run:
     """
     if not any(all_gather_json(any(undecided(run.config).values()), world)):
         return run
-    known = run.config
+    saved = None
     if world.is_main_process:
         run.directory.update_state(phase="dry_run")
-        known = RunConfig.from_dict(run.directory.config())
-    names = (*undecided(known), "chosen_on")
-    kept = all_gather_json({name: known.values[name] for name in names}, world)[0]
-    config = run.config.changed(kept)
+        saved = run.directory.config()
+    known = RunConfig.from_dict(all_gather_json(saved, world)[0]).values
+    names = (*undecided(run.config), "chosen_on")
+    config = run.config.changed({name: known[name] for name in names})
 
     cores = max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     values: dict[str, Iterable[Any]] = {
@@ -154,9 +154,7 @@ class Trials:
     def best(self, config: RunConfig, flag: str, values: Iterable[Any]) -> RunConfig:
         """Set a flag to its fastest value; print the times of all values."""
         growing = flag == "batch_size"
-        steps = partial(self.steps, together=flag == "chosen_strategy")
-        if flag == "env_workers":
-            steps = partial(self.env_steps)
+        steps = self.env_steps if flag == "env_workers" else self.steps
         candidates = (
             Candidate(
                 str(value),
@@ -175,14 +173,12 @@ class Trials:
             print(f"{name} auto: {best.name} (time per {unit}: {figures})", flush=True)
         return config.changed({flag: best.name})
 
-    def steps(self, config: RunConfig, together: bool = False) -> Iterator[None]:
+    def steps(self, config: RunConfig) -> Iterator[None]:
         """Take gradient steps on random data and yield after each one.
 
         The first `next` only tests memory: it runs forward and backward on a minibatch that is
-        larger than the real one, with memory allocated for a rollout.
-
-        Args:
-            together: reduce gradients over all ranks; False: this rank takes its steps alone.
+        larger than the real one, with memory allocated for a rollout. Gradients are reduced over
+        all ranks only to compare strategies; otherwise, this rank takes its steps alone.
         """
         train = config.train
         world = self.world
@@ -214,7 +210,7 @@ class Trials:
 
         # Take steps with a minibatch of the real size.
         try:
-            if together:
+            if config.launch.chosen_strategy:
                 options = replace(config.launch.strategy_config, device_ids=self.gpu_ids)
                 strategy = Strategy(options, world)
                 ppo = PPO(policy, config.ppo, strategy, train.grad_accumulation)

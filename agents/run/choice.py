@@ -24,7 +24,6 @@ from agents.config import (
 from agents.policy import Policy
 from agents.run.saved import check_shapes, differences, load_newest, spaces_of
 from envs import MEMORY_IDS
-from envs.task import TaskConfig
 from rl_dist.checkpoint.store import Found, find_latest_run
 from rl_dist.checkpoint.trust import check_named, import_from_here
 from rl_dist.errors import UserError
@@ -71,10 +70,10 @@ KEPT_CHOICES = (("batch_size", "auto"), ("precision", "auto"))
 NAMED_MODULES = {"task": ("env", "env_kwargs"), "policy": ("core",), "train": ("callback",)}
 
 # Flags that --interactive asks for.
-QUESTIONS = [
-    *("env", "data", "num_gpus", "strategy", "hidden_size", "num_steps"),
-    *("batch_size", "num_envs", "total_steps", "num_episodes"),
-]
+QUESTIONS = (
+    "env", "data", "num_gpus", "strategy", "hidden_size", "num_steps", "batch_size", "num_envs",
+    "total_steps", "num_episodes",
+)  # fmt: skip
 
 
 @configuration
@@ -181,7 +180,10 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
     flags: RunFlags = parsed.configs["run"]
     config = RunConfig().changed(given)
     import_from_here(*config.named_code)
-    kind = kind_of_task(config.task) if flags.preset == "auto" else flags.preset
+    kind: str = flags.preset
+    if kind == "auto":
+        others = "memory" if config.task.env in MEMORY_IDS else "small"
+        kind = "trading" if config.task.is_trading else others
     if (kind in ("trading", "paper")) != config.task.is_trading:
         raise UserError(f"preset {kind} does not fit env {config.task.env}: omit --preset")
     preset = PRESETS[kind] | {"chosen_preset": kind}
@@ -196,13 +198,6 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
         preset |= QUICK
     config = RunConfig().changed(preset | given).without_idle()
     return config.changed({"data_digest": data_digest(config.data)})
-
-
-def kind_of_task(task: TaskConfig) -> str:
-    """Return the name of the preset that suits a task."""
-    if task.is_trading:
-        return "trading"
-    return "memory" if task.env in MEMORY_IDS else "small"
 
 
 # ---- resumed runs
@@ -298,7 +293,7 @@ def ask_user(parsed: ParsedFlags, words: list[str]) -> ParsedFlags:
         for flag in QUESTIONS:
             words = _ask(flag, words)
         print(f"\nThe same without questions:\n  python train_distributed.py {shlex.join(words)}")
-        input("Enter starts it.")
+        input("Enter starts it, Ctrl-C leaves.")
     except (EOFError, KeyboardInterrupt):
         print("\nCancelled; nothing was started.")
         raise SystemExit(128 + signal.SIGINT) from None

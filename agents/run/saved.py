@@ -209,9 +209,7 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
         return None
     file, state = load_saved(config.pretrained, "", FIT)
     module = state["module"]
-    extra = state["extra"]
-    shapes = {name: list(module[name].shape) for name in MOMENTS if name in module}
-    if extra.get("kind") != FEATURES or shapes != dict.fromkeys(MOMENTS, [extra.get("num_obs")]):
+    if state["extra"].get("kind") != FEATURES:
         raise UserError(f"{file} is no feature LSTM: name a run of python -m agents.pretrain")
     return InitialWeights(
         {name: value for name, value in module.items() if name.startswith(FEATURE_PARTS)},

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,11 @@ from rl_dist.errors import (
 )
 from rl_dist.flags import ParsedFlags
 from rl_dist.launch.config import ResolvedLaunch, resolve_launch
-from rl_dist.launch.ranks import launch, restart_count
+from rl_dist.launch.ranks import launch
 from rl_dist.machine import GIB, is_out_of_memory, peak_memory_bytes
 from rl_dist.process_group.process_ends import report
 from rl_dist.process_group.world import World
-from rl_dist.run_dir import ENDED, RunDir, SavedCheckpoint
+from rl_dist.run_dir import RunDir, SavedCheckpoint
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import close_logging
 
@@ -94,7 +93,6 @@ def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
             directory = directory or RunDir.fresh(RUNS)
             held.enter_context(directory.hold_new())
         events.configure(config.launch.on_event, directory.path)
-        _notify_restart(directory, checkpoint)
         _record(directory, config, resolved, checkpoint)
     # Under torchrun, other ranks receive the real directory later, in `agents.rank.agree`.
     directory = directory or RunDir(RUNS)
@@ -136,21 +134,6 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, checkpoint: Found | No
             f"environments, {share.batch_size} of {share.global_batch_size} sequences of "
             f"{train.bptt_steps} steps in a gradient step"
         )
-
-
-def _notify_restart(directory: RunDir, checkpoint: Found | None) -> None:
-    """Send an event if torchrun has restarted the ranks.
-
-    Torchrun restarts ranks after a failure, and when a host joins or leaves. Without torchrun, our
-    own launcher sends this event.
-    """
-    restarts = restart_count()
-    with suppress(OSError, UserError):
-        state = directory.state()
-        restarted = restarts or (state and state.phase not in ENDED)
-        if restarted and "TORCHELASTIC_RUN_ID" in os.environ:
-            where = checkpoint.path if checkpoint else "the beginning"
-            events.notify("restarted", f"continuing from {where}", restart=restarts)
 
 
 def _record(

@@ -42,11 +42,11 @@ def converse(monkeypatch, lines, *flags, interrupts=False):
 
 def test_answers_with_mistakes_become_a_command_line_and_a_training(monkeypatch, capsys, tmp_path):
     run_dir = tmp_path / "a run"
-    answers = ["Nope-v9", "", "two", "1", "sideways", "", "6", "33", "", "", "", "256"]
+    answers = ["", "two", "1", "sideways", "", "6", "33", "", "", "", "256", ""]
     flags = [*CARTPOLE, "--run_dir", run_dir]
-    assert converse(monkeypatch, [*answers, "yes"], *flags) == 0
+    assert converse(monkeypatch, answers, *flags) == 0
     out, err = capsys.readouterr()
-    for part in ("Nope-v9", "multiple of bptt_steps", "(1..8192) [8]"):
+    for part in ("multiple of bptt_steps", "(1..8192) [8]"):
         assert part in out, part
     assert "num_gpus" in err and "'two'" in err and "strategy" in err and "'sideways'" in err
     (command,) = re.findall(r"  python train_distributed.py (.*)", out)
@@ -55,15 +55,9 @@ def test_answers_with_mistakes_become_a_command_line_and_a_training(monkeypatch,
     assert (saved.policy.hidden_size, saved.train.total_steps) == (6, 256)
 
 
-@pytest.mark.parametrize(
-    ("lines", "interrupts", "code"),
-    [
-        ([""], False, 128 + signal.SIGINT),
-        ([""], True, 128 + signal.SIGINT),
-        ([*[""] * 8, "no"], False, 0),
-    ],
-)
-def test_a_dialogue_that_is_left_writes_nothing(monkeypatch, tmp_path, lines, interrupts, code):
+@pytest.mark.parametrize(("lines", "interrupts"), [([""], False), ([""], True), ([""] * 8, True)])
+def test_a_dialogue_that_is_left_writes_nothing(monkeypatch, tmp_path, lines, interrupts):
     flags = [*CARTPOLE, "--run_dir", tmp_path / "run"]
-    assert converse(monkeypatch, lines, *flags, interrupts=interrupts) == code
+    code = converse(monkeypatch, lines, *flags, interrupts=interrupts)
+    assert code == 128 + signal.SIGINT
     assert list(tmp_path.iterdir()) == []

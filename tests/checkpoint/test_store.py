@@ -206,7 +206,7 @@ def test_a_full_and_a_read_only_disk_leave_what_is_there_and_say_why(small_disk)
             save_checkpoint(disk, state, iteration=2, keep=1, best=True)
         assert names(disk) == [path.name]
     subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    with pytest.raises(CheckpointError, match="00002.pt .*Read-only file system"):
+    with pytest.raises(CheckpointError, match="00002.pt: Read-only file system"):
         save(disk, 2)
     assert differences(load_checkpoint(path), state) == []
 
