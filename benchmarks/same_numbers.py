@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import signal
@@ -110,15 +111,18 @@ PATTERNS = {  # options whose names differ from the words of the command
 }  # fmt: skip
 MACHINE = ("time/", "cpu/", "gpu/", "ram/")  # metrics that differ from run to run
 # keys of BASE that have a new name now
-RENAMED = {"lifetime_step": "life/lifetime_step"}
-# settings and spaces, which may be renamed, figures of a summary that BASE has in another form,
-# and entries of snapshots that BASE lacks or packs in another way
-NOT_COMPARED = {
-    "config", "extra", "facts", "spaces", "policies", "ablation",
-    "return_with_noise", "guessed", "most_frequent_sign",
-    "guard/restarts", "guard/life_seed", "guard/last_obs", "life/restarts", "life/life_seed",
-    "life/age", "last_row", "time_limit/0", "elapsed", "generator", "rng",
+RENAMED = {
+    "lifetime_step": "life/lifetime_step", "guard/restarts": "life/restarts",
+    "guard/life_seed": "life/life_seed", "guard/last_obs": "last_row",
 }  # fmt: skip
+# settings and spaces, which may be renamed, generators, which BASE packs in another way, and
+# figures that BASE lacks or estimates in another way
+NOT_COMPARED = {
+    "config", "extra", "facts", "spaces", "generator", "rng", "return_with_noise", "guessed",
+    "most_frequent_sign", "measured", "against_equal_weight", "sortino", "ablation",
+    "ablation: policy, state zeroed",
+}  # fmt: skip
+ROUNDED = re.compile("/summary/|/annual_return$")  # figures that may differ by rounding
 FLAKY = """
 import gymnasium, numpy as np
 
@@ -235,19 +239,25 @@ def result_of(run_dir: Path) -> dict[str, Any]:
 
 
 def differences(base: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the paths whose values differ, or which only one of them has."""
+    """Return the paths whose values differ, or which only one of them has.
+
+    Snapshots of environments may have more entries than those of BASE.
+    """
     return sorted(
         name
         for name in base.keys() | now.keys()
-        if name not in base or name not in now or not _equal(base[name], now[name])
+        if name in base or "/environments/" not in name
+        if name not in base or name not in now or not _equal(name, base[name], now[name])
     )
 
 
-def _equal(left: Any, right: Any) -> bool:
+def _equal(name: str, left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         bits = [t.contiguous().view(torch.uint8) for t in (left, right) if t.ndim]
         same = left.dtype == right.dtype and left.shape == right.shape
         return same and (torch.equal(*bits) if bits else left.item() == right.item())
+    if isinstance(left, float) and ROUNDED.search(name):
+        return math.isclose(left, right, rel_tol=1e-9)
     return type(left) is type(right) and (left == right or left != left and right != right)
 
 
