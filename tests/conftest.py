@@ -48,23 +48,12 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def on_two_ranks(folder, names):
-    """Run the exercises of the named test files on two ranks; return the exit code."""
-    from two_ranks import exercise_in_turn
-
-    from rl_dist.launch.ranks import launch
-
-    for name in names:
-        (folder / name).mkdir(parents=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        return launch(exercise_in_turn, (str(folder), names), num_ranks=2)
-
-
 @pytest.fixture(scope="session")
 def all_of_two_ranks(request, tmp_path_factory):
     """Run the exercises of all collected test files on two ranks, in one launch."""
-    from two_ranks import EXERCISES
+    from two_ranks import EXERCISES, exercise_in_turn
+
+    from rl_dist.launch.ranks import launch
 
     asking = {
         item.path.stem for item in request.session.items if "ranks_folder" in item.fixturenames
@@ -74,22 +63,23 @@ def all_of_two_ranks(request, tmp_path_factory):
     if hasattr(request.config, "workerinput"):
         shared = shared.parent
     folder = shared / "two_ranks"
-    with FileLock(shared / "two_ranks.lock"):
+    names = [name for name in EXERCISES if name in asking]
+    with FileLock(shared / "two_ranks.lock"), pytest.MonkeyPatch.context() as patch:
         if not folder.exists():
-            on_two_ranks(folder, [name for name in EXERCISES if name in asking])
+            for name in names:
+                (folder / name).mkdir(parents=True)
+            patch.setenv("OMP_NUM_THREADS", "1")
+            launch(exercise_in_turn, (str(folder), names), num_ranks=2)
     return folder
 
 
 @pytest.fixture(scope="module")
-def ranks_folder(all_of_two_ranks, request, tmp_path_factory):
+def ranks_folder(all_of_two_ranks, request):
     """Return the folder where two ranks have saved their results for this file."""
-    name = request.path.stem
-    if len(list((all_of_two_ranks / name).glob("done_*"))) == 2:
-        return all_of_two_ranks / name
-    # The exercise of this file or of an earlier one failed: run this file's exercise alone.
-    alone = tmp_path_factory.mktemp("alone")
-    assert on_two_ranks(alone, [name]) == 0
-    return alone / name
+    folder = all_of_two_ranks / request.path.stem
+    done = list(folder.glob("done_*"))
+    assert len(done) == 2, "this exercise or an earlier one failed: run this file alone"
+    return folder
 
 
 @pytest.fixture(scope="module")

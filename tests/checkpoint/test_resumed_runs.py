@@ -1,27 +1,10 @@
 """Runs resume from the newest valid checkpoint, and survive a full disk."""
 
-import logging
-
 from hostile import damage
-from train_runs import RECALL, evaluate_here, only_error, records, train_here
+from train_runs import RECALL, evaluate_here, only_error, train_here
 
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.telemetry.metrics import MetricsWriter
-
-
-def test_resume_continues_from_the_newest_valid_one_and_names_what_it_skipped(
-    copy, monkeypatch, capsys
-):
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # warnings go to stderr
-    skipped = [damage(copy / f"checkpoints/iteration_0000000{number}.pt") for number in (3, 2)]
-    assert train_here(monkeypatch, "--resume", copy) == 0
-    out, err = capsys.readouterr()
-    lines = [line for line in err.splitlines() if line.startswith("skipped")]
-    assert len(lines) == 2  # one line for each skipped file
-    assert all(str(path) in line for path, line in zip(skipped, lines, strict=True))
-    assert f"{copy}/checkpoints/iteration_00000001.pt" in out
-    assert [line["iteration"] for line in records(copy)] == [1, 2, 3]
-    assert load_checkpoint(latest_checkpoint(copy))["iteration"] == 3
 
 
 def test_the_best_is_the_last_resort(copy, monkeypatch, capsys):

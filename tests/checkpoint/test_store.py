@@ -89,7 +89,6 @@ FOREIGN = {
     "of a tensor": lambda marker: archive_of(torch.zeros(2)),
     "with a set": lambda marker: archive_of({"env": {1, 2}}),
     "that holds itself": lambda marker: with_pickle(b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s."),
-    "that is torn": lambda marker: with_pickle(b"\x80\x02]"),
     "that runs touch": lambda marker: with_pickle(calling("posix system", f"touch {marker}")),
 }
 

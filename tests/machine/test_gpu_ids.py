@@ -34,11 +34,11 @@ def machine(monkeypatch):
         (0, 0, {"num_gpus": 4}, 4, None),
         (2, 0, {}, 2, ()),
         (2, 0, {"num_gpus": 0}, 1, None),
+        (0, 2, {}, 2, None),
         (4, 0, {"gpu_ids": "3, 1", "num_gpus": 2, "device": "cuda"}, 2, (3, 1)),
         (4, 0, {"strategy": "dp"}, 1, (0, 1, 2, 3)),
         (4, 2, {"gpu_ids": "1,3"}, 2, (1, 3)),
         (4, 1, {"strategy": "auto", "gpu_ids": "0,1"}, 1, (0, 1)),
-        (0, 2, {}, 2, None),
     ],
 )
 def test_ranks_and_devices_follow_flags_machine_and_torchrun(

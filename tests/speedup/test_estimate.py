@@ -9,7 +9,6 @@ from train_runs import only_error
 
 from rl_dist.launch.child import ShortRuns
 from rl_dist.process_group.world import threads_per_rank
-from rl_dist.run_dir import RunDir
 from rl_dist.speedup import __main__ as speedup
 from rl_dist.speedup import measure
 from rl_dist.speedup.__main__ import as_text, estimate_training_speedup
@@ -152,17 +151,10 @@ def test_what_is_not_known_is_none(monkeypatch, episodes, options, known):
 
 
 @pytest.mark.parametrize(
-    ("argv", "content", "words"),
-    [
-        (["--gpus", "0"], b"", ["gpus", "0"]),
-        (["--gpu", "H1000"], b"", ["gpu", "H1000", "A100"]),
-        (["run"], b'{"train": {}}', ["config.json"]),
-    ],
+    ("flag", "value"),
+    [("gpus", "0"), ("gpu", "H1000")],
 )
-def test_bad_usage_is_one_line(argv, content, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    RunDir("run").path.mkdir()
-    RunDir("run").config_path.write_bytes(content)
-    assert speedup.main(argv) == 2
+def test_bad_usage_is_one_line(flag, value, capsys):
+    assert speedup.main([f"--{flag}", value]) == 2
     line = only_error(capsys.readouterr().err)
-    assert all(word in line for word in words)
+    assert flag in line and value in line

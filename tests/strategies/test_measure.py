@@ -19,6 +19,7 @@ SCRIPT = Path(__file__).parents[1] / "limited_memory.py"
     ("error", "exhausted"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), True),
+        (RuntimeError("could not create a primitive"), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), True),
         (RuntimeError("could not create a primitive descriptor for an LSTM"), False),
     ],

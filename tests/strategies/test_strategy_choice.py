@@ -33,7 +33,6 @@ PIPELINE = {"mode": "hybrid", "hybrid_form": "pipeline"}
         (PIPELINE, (3,), "hybrid_form pipeline"),
         ({"mode": "hybrid", "precision": "fp16"}, (2,), "precision fp16"),
         ({"mode": "auto", "shard_size": 3}, (4,), "shard_size 3 .* --shard_size 2, 4"),
-        ({"mode": "hybrid", "shard_size": 1}, (4,), "shard_size 1 .* --shard_size 2, 4"),
     ],
 )
 def test_what_cannot_work_is_refused(options, hardware, field):

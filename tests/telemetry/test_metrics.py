@@ -59,13 +59,6 @@ def test_a_resumed_run_continues_its_files_without_doubles(tmp_path):
     assert sorted(scalars(tmp_path)["x"]) == [(100, 1.0), (200, 2.0), (300, 30.0)]
 
 
-@pytest.mark.parametrize("act", [write, lambda folder: setup_logging(folder, rank=0)])
-def test_a_run_directory_that_cannot_be_written_is_one_clear_error(act, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="file"):
-        act(tmp_path / "file" / "run")
-
-
 def test_logs_have_level_and_rank_and_the_console_warnings_of_the_main_process(tmp_path, capsys):
     try:
         for rank in (0, 1):
