@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from rl_dist.machine import clear_gpu_memory
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import CollectiveError, World
 
-STEPS = 4  # timed steps in each of the two turns
+STEPS = 8  # timed steps of a candidate
 HEADROOM = 0.9  # fraction of the memory that a batch may use
 # Choose the first setting whose time is at most this factor times the shortest: later ones cost
 # more memory, precision or cores.
@@ -65,9 +64,7 @@ def fastest(
     """Return the first candidate that is about as fast as the fastest one.
 
     Every rank must call this. Candidates run one after another, so each one has all memory to
-    itself. Candidates that work run again in a second turn, and the shorter time counts, because
-    other load on the machine only makes times longer. The state of torch's random generators is
-    restored afterwards.
+    itself. The state of torch's random generators is restored afterwards.
 
     Args:
         growing: the candidates are increasing sizes; stop trying at the first size that fails or
@@ -78,21 +75,17 @@ def fastest(
         results of all candidates.
     """
     phase = world.doing.phase
-    results: dict[Candidate, Result] = {}
+    results: list[Result] = []
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         for candidate in candidates:
-            results[candidate] = measure(candidate, world)
-            if growing and not _pays_to_grow([*results.values()], candidate.samples):
+            results.append(measure(candidate, world))
+            if growing and not _pays_to_grow(results, candidate.samples):
                 break
-        for candidate, first in results.items():
-            if not first.problem:
-                turns = first, measure(candidate, world)
-                results[candidate] = min(turns, key=lambda turn: (not turn.problem, turn.seconds))
     world.set_phase(phase)
-    working = [result for result in results.values() if not result.problem]
+    working = [result for result in results if not result.problem]
     limit = TOLERANCE * min((result.seconds for result in working), default=0.0)
     best = next((result for result in working if result.seconds <= limit), None)
-    return best, [*results.values()]
+    return best, results
 
 
 def _pays_to_grow(results: list[Result], samples: float) -> bool:
@@ -142,8 +135,9 @@ def measure(candidate: Candidate, world: World) -> Result:
     clear_gpu_memory()
     if problem:
         return Result(candidate.name, problem=problem)
-    medians = all_gather_json(statistics.median(seconds[2:]), world)
-    result = Result(candidate.name, max(medians) / candidate.samples)
+    # take the shortest step: other load on the machine only makes steps longer
+    shortest_s = all_gather_json(min(seconds[2:]), world)
+    result = Result(candidate.name, max(shortest_s) / candidate.samples)
     logger.info("%s", result)
     return result
 
