@@ -203,8 +203,8 @@ class Policy(nn.Module):
     def initial_state(self, num_envs: int) -> Tensor:
         """Return zeros [num_envs, S, H]; the feature core's vectors come last."""
         features = 0 if self.config.feature_window else self.feature_core.num_states
-        size = (num_envs, self.num_decision_states + features, self.config.hidden_size)
-        return self.critic_head.weight.new_zeros(size)
+        num_states = self.num_decision_states + features
+        return self.critic_head.weight.new_zeros(num_envs, num_states, self.config.hidden_size)
 
     def empty_history(self, num_envs: int) -> Tensor:
         """Return zeros [num_envs, n-1, F]: the observation window before an episode."""
@@ -247,8 +247,9 @@ class Policy(nn.Module):
         with autocast(self.low_precision, obs.device):
             if window:  # run every window as n steps from a zero state
                 rows = obs.reshape(-1, window, self.num_obs).transpose(0, 1)
-                size = (self.feature_core.num_states, rows.shape[1], self.config.hidden_size)
-                zeros = self.critic_head.weight.new_zeros(size)
+                zeros = state.new_zeros(
+                    self.feature_core.num_states, rows.shape[1], self.config.hidden_size
+                )
                 hidden, _ = self.feature_core(self.feature_encoder(rows), zeros)
                 outputs, after = hidden[-1].unflatten(0, obs.shape[:2]), state
             else:
@@ -272,7 +273,7 @@ class Policy(nn.Module):
         values = self.critic_head(critic.to(dtype)).squeeze(-1)
         return (self.actor_head(actor.to(dtype)), values), (actor_state, critic_state)
 
-    def distribution(self, actor: Tensor) -> Distribution:
+    def distribution(self, actor: Tensor) -> Distribution | heads.SquashedNormal:
         """Return the action distribution for the actor's outputs [..., A]."""
         if self.config.squash_actions:
             return heads.SquashedNormal(actor, self.log_std)

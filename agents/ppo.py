@@ -249,7 +249,7 @@ class PPO:
                 parts, grad_norm, stepped = self.step(minibatch, batch.starts[:, numbers])
                 self.world.heartbeat()
                 # a step that was skipped only because the loss scale was too large is not bad
-                bad = ~stepped & ~torch.as_tensor(self.strategy.overflowed)
+                bad = ~stepped & ~self.strategy.overflowed
                 rows.append(torch.stack([*parts[1:], grad_norm, bad, stepped]).detach().double())
 
             # stop early, all ranks together

@@ -180,8 +180,12 @@ class Actor:
         carry = self.carry
         obs, rewards, terminated, truncated, info = answers
         step = self.steps[-1]
-        step |= {"rewards": rewards, "terminated": terminated, "truncated": truncated}
-        step["raw_rewards"] = info.get("raw_rewards", rewards)
+        step |= {
+            "rewards": rewards,
+            "raw_rewards": info.get("raw_rewards", rewards),
+            "terminated": terminated,
+            "truncated": truncated,
+        }
         history = shift_history(carry.history, step["obs"])
         self.successors.append((info["final_obs"], history, carry.lstm_state))
         ended = terminated | truncated  # [B]

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from agents.policy import Policy, PolicyConfig
 from agents.ppo import PPO, PPOConfig
 from agents.recorder import Recorder
 from agents.rollout import Carry, Rollout, collect, fresh_carry
+from agents.run.callbacks import Watch
+from agents.run.saved import InitialWeights
 from agents.run.sizes import Sizes, shard_sizes
 from envs.vector.layout import TorchEnv
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, Best, flatten, save_agreed
@@ -41,10 +43,6 @@ from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry.metrics import NullWriter
 from rl_dist.telemetry.monitor import Monitor
 from rl_dist.telemetry.profiler import Profiler
-
-if TYPE_CHECKING:
-    from agents.run.callbacks import Watch
-    from agents.run.saved import InitialWeights
 
 logger = logging.getLogger(__name__)
 Validate = Callable[[Policy, Normalizer], dict[str, float]]  # every rank must call it

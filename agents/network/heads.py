@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Normal
+from torch.distributions import Normal
 from torch.nn import functional
 
 FORBIDDEN = -1e9  # logit of a forbidden action: its probability is exactly 0
@@ -27,13 +27,12 @@ def split_choices(logits: Tensor, sizes: Sequence[int]) -> Tensor:
     return torch.stack(padded, -2)
 
 
-class SquashedNormal(Distribution):
+class SquashedNormal:
     """Distribution of actions tanh(x) [..., A] in (-1, 1), where x is normal."""
 
     NODES = 24  # quadrature points for the entropy
 
     def __init__(self, means: Tensor, log_std: Tensor) -> None:
-        super().__init__(means.shape[:-1], means.shape[-1:], validate_args=False)
         self.normal = Normal(means, log_std.exp(), validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:

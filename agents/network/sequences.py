@@ -88,11 +88,10 @@ def plan_pieces(
             num_rows, block_steps = row.max(keepdims=True) + 1, longest[:1]
 
     # index of each piece's first cell in the stored blocks
-    block = np.repeat(np.arange(len(num_rows)), num_rows)[row]
-    stride = num_rows[block]  # index distance between successive steps of a row
-    sizes = block_steps * num_rows
-    first_rows, first_cells = np.cumsum(num_rows) - num_rows, np.cumsum(sizes) - sizes
-    first_places = first_cells[block] + begin * stride + row - first_rows[block]
+    stride = np.repeat(num_rows, num_rows)[row]  # distance between successive steps of a row
+    later_cells = (block_steps - 1) * num_rows  # cells of each block after its first step
+    offsets = np.cumsum(later_cells) - later_cells
+    first_places = np.repeat(offsets, num_rows)[row] + row + begin * stride
 
     # build the table
     step = np.arange(begins.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -56,7 +56,7 @@ class Strategy:
         # multiplies losses so that fp16 gradients do not become zero; other precisions disable it
         self.scaler = torch.amp.GradScaler(device_type, enabled=config.precision == "fp16")
         # True if the last step was skipped, possibly only because the loss scale was too large
-        self.overflowed: Tensor | bool = False
+        self.overflowed = torch.tensor(False)
         # `wrap` sets these
         self.bare: Any = None  # the module before it is wrapped
         self.module: Any = None  # the wrapped module
