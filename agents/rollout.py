@@ -92,11 +92,9 @@ def joined(parts: list[Part], dim: int) -> Part:
     )
 
 
-def policy_input(
-    normalize: Callable[[Tensor], Tensor], history: Tensor, obs: Tensor, dtype: torch.dtype
-) -> Tensor:
+def policy_input(normalize: Callable[[Tensor], Tensor], history: Tensor, obs: Tensor) -> Tensor:
     """Return normalised `obs` [B, F], or with a window [B, n*F]: history, then obs."""
-    seen = normalize(obs.to(dtype))
+    seen = normalize(obs.to(history.dtype))
     return torch.cat([history, seen[:, None]], dim=1).flatten(1) if history.shape[1] else seen
 
 
@@ -156,10 +154,9 @@ class Actor:
     def act(self) -> Tensor:
         """Choose and return the actions for the next step."""
         carry = self.carry
-        seen = policy_input(self.normalize, carry.history, carry.obs, carry.lstm_state.dtype)
-        push = self.pushes[len(self.states)]
+        seen = policy_input(self.normalize, carry.history, carry.obs)
         actions, actor, values, state = self.policy.act(
-            seen, carry.lstm_state, carry.episode_start, push
+            seen, carry.lstm_state, carry.episode_start, self.pushes[len(self.states)]
         )
         self.steps.append(
             {
@@ -250,7 +247,7 @@ class Actor:
         obs, history, state = (torch.cat(tensors) for tensors in zip(*inputs, strict=True))
 
         # compute the missing values in one call; discard the new recurrent states
-        seen = policy_input(self.normalize, history, obs, state.dtype)
+        seen = policy_input(self.normalize, history, obs)
         no_start = torch.zeros_like(cells, dtype=torch.bool)
         next_values.view(-1).index_copy_(0, cells, self.policy.act(seen, state, no_start)[2])
         return next_values * ~steps["terminated"]

@@ -95,7 +95,7 @@ class PolicyController:
             self.history = self.policy.empty_history(len(obs))
         start = torch.ones_like(episode_start) if self.zero_state else episode_start
         history = self.history * ~start[:, None, None]
-        seen = policy_input(self.normalizer, history, obs, self.state.dtype)
+        seen = policy_input(self.normalizer, history, obs)
         actions, self.outputs, _, self.state = self.policy.act(seen, self.state, start, push)
         self.history = shift_history(history, seen)
         return actions

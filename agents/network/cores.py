@@ -10,6 +10,8 @@ caller can stack the states of all cores in one operation. A one-layer LSTM also
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -89,7 +91,7 @@ class MinGRUCore(nn.Module):
     def __init__(self, num_inputs: int, size: int, num_layers: int = 1) -> None:
         super().__init__()
         widths = [num_inputs] + [size] * (num_layers - 1)
-        self.layers = nn.ModuleList(nn.Linear(width, 2 * size) for width in widths)
+        self.layers: Any = nn.ModuleList(nn.Linear(width, 2 * size) for width in widths)
         self.num_states = num_layers
 
     def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +106,6 @@ class MinGRUCore(nn.Module):
     def open_gates(self) -> None:
         """Set biases so that units remember 1 to `LONGEST` steps (Tallec, Ollivier 2018)."""
         for layer in self.layers:
-            assert isinstance(layer, nn.Linear)
             size = layer.out_features // 2
             steps = self.LONGEST ** torch.linspace(0.0, 1.0, size, device=layer.bias.device)
             with torch.no_grad():

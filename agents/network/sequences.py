@@ -151,8 +151,9 @@ def best_fit(lengths: np.ndarray, stateful: np.ndarray) -> tuple[np.ndarray, np.
             rows = rows_by_room[room][: len(pieces)]
             del rows_by_room[room][: len(rows)]
             rows_by_room[room - length - 1] += rows
-            row[pieces[: len(rows)]] = rows
-            begin[pieces[: len(rows)]] = whole - room
+            placed = pieces[: len(rows)]
+            row[placed] = rows
+            begin[placed] = whole - room
             pieces = pieces[len(rows) :]
     return row, begin
 
