@@ -118,13 +118,9 @@ CASES = (
 
 @functools.cache
 def tiny_markets():
-    """Return two simulated markets of 120 days, and the span of their tradable days."""
+    """Return two simulated markets, and a span of tradable days that ends on day 120."""
     config = SimulatedMarketConfig(num_stocks=2)
-    markets = []
-    series_names = ("dates", "open", "high", "low", "close", "volume")
-    for market in simulate_markets(config, world_seeds(config, "train", 2)):
-        series = {name: getattr(market, name)[:NUM_DAYS] for name in series_names}
-        markets.append(replace(market, **series))
+    markets = simulate_markets(config, world_seeds(config, "train", 2))
     return markets, Span(first_tradable_day(markets[0], TradingConfig()), NUM_DAYS - 1)
 
 

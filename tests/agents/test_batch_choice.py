@@ -146,7 +146,5 @@ def test_out_of_memory_names_the_phase_and_what_to_change(phase, tmp_path, monke
     if phase == "final evaluation":
         assert latest_checkpoint(run_dir).name == "iteration_00000003.pt"
     elif phase == "update":
-        smaller = ["--batch_size", "8", "--grad_accumulation"]
-        resume = ["--resume", run_dir, "--total_steps", "768"]
-        assert train_here(monkeypatch, *resume, *smaller, "4") == 2
-        assert train_here(monkeypatch, *resume, *smaller, "2") == 0
+        smaller = ["--batch_size", "8", "--grad_accumulation", "2"]
+        assert train_here(monkeypatch, "--resume", run_dir, *smaller) == 0

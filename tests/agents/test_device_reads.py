@@ -50,11 +50,3 @@ def test_the_host_reads_once_after_a_rollout_and_once_after_an_update(name, worl
         with counted_reads() as updating:
             training.update(collected)
     assert +collecting == {"cpu": 1} and +updating == {"tolist": 1}
-
-
-def test_what_reads_is_counted():
-    values = torch.ones(3)
-    with counted_reads() as reads:
-        values[0].item(), bool(values[0] > 0), values[values > 0], values.nonzero(), values.tolist()
-    counts = {"aten._local_scalar_dense": 2, "aten.index": 1, "aten.nonzero": 1, "tolist": 1}
-    assert +reads == counts

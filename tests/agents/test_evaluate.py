@@ -205,7 +205,6 @@ def test_a_film_shows_every_step_of_the_first_episode_that_is_evaluated(
 
 REFUSED = [
     ("fading", "--compare {}/csv", "trained on observations of parts"),
-    ("csv", "--num_gpus 0", "num_gpus"),
     ("five.csv", "", "/five.csv"),
     ("nan.pt", "--env FadingNan-v0", "FadingNan-v0 number 0 at its step 2"),
 ]

@@ -1,4 +1,7 @@
-"""Test the training command: run files, metrics, resume, errors, help, presets."""
+"""Test the training command: run files, metrics, resume, errors, help, presets.
+
+Also test code of the user, the best checkpoint and initial weights.
+"""
 
 import contextlib
 import json
@@ -6,18 +9,28 @@ import re
 import shlex
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 from tensorboard_readers import seen
-from train_runs import SIZES, SMALL, only_error, output_in, records, train_here
+from train_runs import (
+    REPO,
+    SIZES,
+    SMALL,
+    evaluate_here,
+    only_error,
+    output_in,
+    records,
+    train_here,
+)
 
 from agents.config import DEFAULTS, OWNERS, PRESETS, QUICK
 from agents.run.choice import choose_run, fresh_config, parse_training
 from agents.run.metric_table import CHOICES, METRIC_TABLE, MONITORED, OTHER_TASKS, TRADING
 from agents.run.sizes import shard_sizes
 from agents.trainer import Training
-from rl_dist.checkpoint.store import latest_checkpoint
+from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.resume_check import differences, result_of
 
 OFTEN = ["--validate_every", "3", "--checkpoint_every", "1", "--keep_checkpoints", "100"]
@@ -37,6 +50,16 @@ def finished(tmp_path_factory):
         ended[ranks] = run_dir, *((folder / name).read_text() for name in ("out", "err"))
         assert code == 0, ended[ranks]
     return ended
+
+
+@pytest.fixture(scope="module")
+def cartpole(tmp_path_factory):
+    """Train CartPole-v1 with a best checkpoint; return the run directory."""
+    run_dir = tmp_path_factory.mktemp("cartpole") / "run"
+    flags = [*CARTPOLE, "--total_steps", 384, "--validate_every", 1, "--run_dir", run_dir]
+    with pytest.MonkeyPatch.context() as patch:
+        assert train_here(patch, *flags) == 0
+    return run_dir
 
 
 def names(folder):
@@ -76,10 +99,8 @@ def test_a_run_leaves_all_that_is_promised(finished, ranks):
     assert seen(run_dir, "loss/policy") == expected
 
 
-def test_a_run_writes_exactly_the_metrics_of_the_table(finished, tmp_path, monkeypatch):
-    run_dir = tmp_path / "run"
-    assert train_here(monkeypatch, *CARTPOLE, "--total_steps", 256, "--run_dir", run_dir) == 0
-    for path, task in ((run_dir, (OTHER_TASKS, CHOICES)), (finished[1][0], (TRADING,))):
+def test_a_run_writes_exactly_the_metrics_of_the_table(finished, cartpole):
+    for path, task in ((cartpole, (OTHER_TASKS, CHOICES)), (finished[1][0], (TRADING,))):
         last, kept = records(path)[-1], ("", *task, MONITORED)
         written = {name: metric for name, metric in METRIC_TABLE.items() if metric.when in kept}
         assert set(last) == {name for name, metric in written.items() if metric.overall}
@@ -89,6 +110,59 @@ def test_a_run_writes_exactly_the_metrics_of_the_table(finished, tmp_path, monke
 def test_two_ranks_train_and_evaluate_as_one(finished):
     results = [result_of(run_dir) for run_dir, *_ in finished.values()]
     assert differences(*results, 1e-6) == []
+
+
+def test_a_core_and_a_callback_lie_in_the_current_directory_as_an_environment_may(
+    tmp_path, monkeypatch
+):
+    shutil.copy(REPO / "tests/own_cores.py", tmp_path / "cores_here.py")
+    (tmp_path / "calls_here.py").write_text("def stop(moment):\n    return False\n")
+    monkeypatch.chdir(tmp_path)
+    core = [*CARTPOLE, "--policy", "own", "--core", "cores_here:Decay", "--total_steps", 256]
+    for words in (
+        [*core, "--callback", "calls_here:stop", "--run_dir", "run"],
+        ["--resume", "run"],
+    ):
+        monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+        assert train_here(monkeypatch, *words) == 0
+    assert [line["iteration"] for line in records("run")] == [1, 2]
+
+
+# ---- the best checkpoint, and initial weights
+
+
+def test_the_last_policy_and_the_best_are_evaluated_in_episodes_that_chose_neither(
+    cartpole, tmp_path, monkeypatch, capsys
+):
+    def evaluated(*flags):
+        assert evaluate_here(monkeypatch, cartpole, *flags, "--json", tmp_path / "json") == 0
+        return json.loads((tmp_path / "json").read_text())["policy"]
+
+    summary, chosen_by = json.loads((cartpole / "summary.json").read_text()), records(cartpole)[-1]
+    best, last = summary["best"], summary["test"]
+    assert evaluated() == best != last
+    assert "checkpoints/best.pt" in capsys.readouterr().out
+    assert evaluated("--which", "last") == last
+    # Another seed gives other episodes. Validation and final evaluation also use different ones.
+    assert evaluated("--seed", 2) != best
+    assert any(chosen_by[f"valid/{name}"] != last[name] for name in ("return", "return_std"))
+
+
+def test_a_run_starts_from_the_weights_and_statistics_of_another(
+    cartpole, tmp_path, monkeypatch, capsys
+):
+    flags = [*CARTPOLE, "--init_from", cartpole, "--learning_rate", 0, "--total_steps", 128]
+    assert train_here(monkeypatch, *flags, "--run_dir", tmp_path / "next") == 0
+    first = load_checkpoint(cartpole / "checkpoints/best.pt")
+    then = load_checkpoint(latest_checkpoint(tmp_path / "next"))
+    assert then["iteration"] == 1
+    for name, weight in first["policy"].items():
+        assert (then["policy"][name] == weight).all(), name
+    counts = [state["obs_normalizer"]["moments.count"] for state in (first, then)]
+    assert counts[1] == counts[0] + 128
+    capsys.readouterr()
+    assert train_here(monkeypatch, *flags, "--hidden_size", 16, "--run_dir", tmp_path / "no") == 2
+    assert "--hidden_size" in only_error(capsys.readouterr().err)
 
 
 # ---- resume
@@ -257,7 +331,6 @@ def test_help_shows_the_fifteen_flags_that_matter(capsys):
         ("--env Recall-v0 --num_episodes 9", "memory", {"total_steps": 0, "num_episodes": 9}),
         ("--env Recall-v0 --quick --policy mlp", "memory", QUICK | {"refresh_states": False}),
         ("--env CartPole-v1 --batch_size 9", "small", {"batch_size": 9, "num_envs": 0}),
-        ("--env CartPole-v1 --bptt_steps 128", "small", {"num_steps": 128, "num_envs": 0}),
     ],
 )
 def test_a_preset_follows_from_the_task_and_flags_win(flags, kind, changes):
