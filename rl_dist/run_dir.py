@@ -12,7 +12,6 @@ import fcntl
 import itertools
 import json
 import os
-import shutil
 import signal
 import socket
 import time
@@ -227,13 +226,14 @@ class RunDir(AbstractContextManager["RunDir"]):
         held = self.lock and self.is_in_place()
         if not held or self.checkpoints.exists() or self.records(last=1):
             return
-        for path in self.path.iterdir():
-            if not path.is_dir():
-                path.unlink()
-            elif path != self.logs or exit_code != 1:
-                shutil.rmtree(path)
-        with suppress(OSError):  # it holds logs
-            self.path.rmdir()
+        logs = self.logs.glob("rank_*.log") if exit_code != 1 else ()
+        events = self.path.glob("events.out.tfevents.*")
+        # the lock goes last; files that are not ours stay
+        for path in (self.state_path, self.metrics_path, *events, *logs, self.config_path):
+            path.unlink(missing_ok=True)
+        for folder in (self.logs, self.path):
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
 
     # ---- config.json and summary.json
 
@@ -366,7 +366,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             signum = max(signum, code - 128)
             ended = RunExit(
                 code=code,
-                signal=signal.Signals(signum).name if signum > 0 else None,
+                signal=signal.Signals(signum).name if signum in {*signal.Signals} else None,
                 error=one_line(ValueError(error), LONGEST_ERROR, named=False) if code else "",
             )
             self._write_state(state, exit=ended, phase="restarting" if may_restart else phase)

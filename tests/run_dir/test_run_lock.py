@@ -38,6 +38,16 @@ def test_two_runs_never_begin_in_one_directory_unless_the_first_was_removed(tmp_
             assert second.is_in_place() and not first.is_in_place()
 
 
+def test_a_start_that_fails_removes_its_own_files_alone(tmp_path):
+    theirs = tmp_path / "data" / "prices.csv"
+    theirs.parent.mkdir()
+    theirs.touch()
+    with RunDir(tmp_path).hold_new() as run:  # as --resume auto in a directory with other files
+        run.write_config({})
+        run.discard_unstarted(2)
+    assert [*tmp_path.rglob("*.*")] == [theirs]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_two_starts_and_two_resumes_at_once_repeat_no_iteration(ranks, tmp_path):

@@ -50,6 +50,7 @@ def test_records_update_counters_now_and_then_and_at_the_end(run):
         ("training", 0, 0, "done", None),
         ("training", 143, 0, "stopped", "SIGTERM"),
         ("training", 1, signal.SIGKILL, "failed", "SIGKILL"),
+        ("training", 1, 40, "failed", None),  # a real-time signal, which has no name
         # ranks that stopped before anybody noticed their launcher's death still count as stopped
         ("stopped", 1, signal.SIGKILL, "stopped", "SIGKILL"),
     ],
