@@ -113,7 +113,7 @@ MACHINE = ("time/", "cpu/", "gpu/", "ram/")  # metrics that differ from run to r
 # keys of BASE that have a new name now
 RENAMED = {
     "lifetime_step": "life/lifetime_step", "guard/restarts": "life/restarts",
-    "guard/life_seed": "life/life_seed", "guard/last_obs": "last_row",
+    "guard/life_seed": "life/life_seed", "guard/last_obs": "life/last_row",
 }  # fmt: skip
 # settings and spaces, which may be renamed, generators, which BASE packs in another way, and
 # figures that BASE lacks or estimates in another way

@@ -70,7 +70,7 @@ def make_vector_env(
 
     def make() -> gymnasium.Env[Any, Any]:
         heartbeat()
-        return gymnasium.make(spec, max_episode_steps=-1, **kwargs)
+        return gymnasium.make(spec, **kwargs | {"max_episode_steps": -1})
 
     options |= {"env_id": env_id, "make": make, "heartbeat": heartbeat}
     one_by_one = vectorization == "sync" or options.get("env_restarts") or options.get("info_mask")
@@ -80,7 +80,8 @@ def make_vector_env(
         else:
             batch = [make() for _ in range(num_envs)]
     if isinstance(batch, list):
-        return OneByOne(batch, max_episode_steps=spec.max_episode_steps, **options)
+        limit = kwargs.get("max_episode_steps", spec.max_episode_steps)
+        return OneByOne(batch, max_episode_steps=limit, **options)
     return TorchVectorEnv(batch, **options)
 
 

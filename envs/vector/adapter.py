@@ -187,7 +187,6 @@ class OneByOne(TorchVectorEnv):
     def __post_init__(self) -> None:
         self._set_up(len(self.env), self.env[0].observation_space, self.env[0].action_space)
         self._actions_space = batch_space(self.env[0].action_space, self.num_envs)
-        self._max_age = self.max_episode_steps or math.inf
         self._last_rows = [np.zeros(self.row_size, np.float32)] * self.num_envs
         # First observation of the next episode, by row, where a restart has already begun it.
         self._first_rows: dict[int, np.ndarray] = {}
@@ -246,7 +245,7 @@ class OneByOne(TorchVectorEnv):
         if not abs(reward) <= MAX_REWARD:  # also true for NaN
             raise RowFaultError(row, f"reward is {reward}")
         self.lives["age"][row] += 1
-        truncated = bool(truncated) or self.lives["age"][row] >= self._max_age
+        truncated = bool(truncated or self.lives["age"][row] == self.max_episode_steps)
         metrics = info.get("metrics")
         for name, value in metrics.items() if isinstance(metrics, dict) else ():
             if isinstance(value, Real | np.bool_) and math.isfinite(value):
@@ -299,11 +298,11 @@ class OneByOne(TorchVectorEnv):
     def _get_env_states(self) -> dict[str, Any]:
         states = self.watch.call(None, lambda: [env.get_state() for env in self.env])
         columns = {name: [state[name] for state in states] for name in states[0]}
-        return columns | {"last_row": self._last_rows}
+        return columns | {"life/last_row": self._last_rows}
 
     @_guarded
     def _set_env_states(self, state: dict[str, np.ndarray]) -> None:
-        self._last_rows = list(state.pop("last_row").astype(np.float32))
+        self._last_rows = list(state.pop("life/last_row").astype(np.float32))
         for row, env in enumerate(self.env):
             env.set_state(
                 {

@@ -117,6 +117,13 @@ def test_environments_step_one_by_one_where_a_batch_lacks_something(options):
     assert isinstance(make_vector_env(num_envs=2, **options), OneByOne)
 
 
+def test_env_kwargs_may_set_the_limit_of_episodes():
+    env = make_vector_env("MountainCar-v0", 1, env_kwargs={"max_episode_steps": 2})
+    env.reset(seed=[0])
+    truncated = [env.step(torch.ones(1, dtype=torch.int64))[3].item() for _ in range(4)]
+    assert truncated == [False, True, False, True]
+
+
 class UnmadeEnv(gymnasium.Env):
     """Raises an error in its constructor."""
 
