@@ -149,6 +149,8 @@ class Leaf:
             problem = f"{name} has shape {values.shape[1:]}, not {self.space.shape}"
             raise RowFaultError(None, problem)
         if self.axes:
+            if values.dtype.kind == "f":  # probably 0 to 1, and not 0 to 255
+                raise RowFaultError(None, f"{name} has type {values.dtype}, not {self.space.dtype}")
             values = values.transpose(0, *(axis + 1 for axis in self.axes))
         values = values.reshape(count, -1)
         if len(self.sizes):

@@ -146,6 +146,7 @@ def test_spaces_that_cannot_be_read_are_refused_by_name(observation, action, opt
     ("observation", "name", "value", "problem"),
     [
         (NESTED, "pose", (np.zeros(1), 5), r"pose/0 has shape \(1,\), not \(2, 2\)"),
+        (NESTED, "camera", np.zeros((10, 8, 3)), "camera has type float64, not uint8"),
         (NESTED, "digits", np.array([0, 0.5]), "digits has a value outside"),
         (NESTED, "action_mask", np.array([1, 2, 1, 1, 1, 1, 1]), "action_mask"),
         (PLAIN, "action_mask", np.array([1, 1, 1, 0, 0, 1, 1]), "action_mask"),
