@@ -96,8 +96,9 @@ class TradingConfig:
     rewards: 0 learns the largest return, larger values a better Sharpe ratio."""
 
     def __post_init__(self) -> None:
-        if self.order_unit == "shares" and self.max_order < 1:
+        in_shares = self.order_unit == "shares"
+        if self.max_order < 1 if in_shares else self.max_order > 1:
             raise ValueError(
-                f"max_order {self.max_order} orders no whole share: use 1 or more with order_unit "
-                "shares"
+                f"max_order {self.max_order} does not fit order_unit {self.order_unit}: use 1 or "
+                "more shares, or a share of the value up to 1"
             )

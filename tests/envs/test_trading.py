@@ -283,6 +283,7 @@ def test_paper_observation_of_30_stocks_has_181_numbers():
     [
         ({"episode_days": 360}, "--episode_days"),
         ({"order_unit": "shares"}, "max_order 0.05"),
+        ({"max_order": 5.0}, "max_order 5.0"),
     ],
 )
 def test_rules_that_cannot_work_are_refused_with_the_fix(options, message):
