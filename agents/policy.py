@@ -224,17 +224,19 @@ class Policy(nn.Module):
         split = self.num_decision_states
         (features,), feature_state = self.features(obs, before[split:], *resets)
         (actor, values), states = self.decisions(features, before[:split], *resets)
-        if self.mask_columns:
-            actor = heads.forbid(actor, self._mask(obs))
+        actor = self._masked(actor, obs)
         vectors = [vector for core_state in (*states, feature_state) for vector in core_state]
         after = torch.stack(vectors).permute(1, 0, 2).to(state.dtype) if vectors else state
         return (actor, values), after
 
-    def _mask(self, obs: Tensor) -> Tensor:
-        """Return the action mask in obs [..., F]; in a window, that of the newest step."""
-        newest = obs[..., -self.num_obs :]
+    def _masked(self, logits: Tensor, obs: Tensor) -> Tensor:
+        """Give choices that the mask in obs forbids the probability 0 and no gradient."""
+        if not self.mask_columns:
+            return logits
+        newest = obs[..., -self.num_obs :]  # in a window, the mask of the newest step counts
         first = self.mask_columns[0]
-        return newest[..., first : first + self.num_actions]
+        mask = newest[..., first : first + self.num_actions]
+        return torch.where(mask > 0.5, logits, heads.FORBIDDEN)
 
     def features(self, obs: Tensor, state: Tensor, *resets: Tensor) -> tuple[tuple[Tensor], State]:
         """Run the first half of the cascade.
@@ -357,7 +359,6 @@ class Policy(nn.Module):
 
     def largest_entropy(self, obs: Tensor) -> Tensor:
         """Return the entropy [...] of a uniform choice among the actions allowed at obs."""
-        logits = obs.new_zeros(self.num_actions)  # without masks, all obs have the same entropy
-        if self.mask_columns:
-            logits = heads.forbid(logits, self._mask(obs))
+        # without masks, all obs have the same entropy
+        logits = self._masked(obs.new_zeros(self.num_actions), obs)
         return self.distribution(logits).entropy().expand(obs.shape[:-1])

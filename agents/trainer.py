@@ -87,8 +87,7 @@ class Training:
             self.policy.load_state_dict(job.pretrained.weights, strict=False)
         self.normalizers = Normalizers(
             layout, scale_obs=train.normalize_obs, scale_rewards=train.normalize_rewards
-        )
-        self.normalizers.to(world.device)
+        ).to(world.device)
         pipelined = job.strategy.pipelined
         strategy = (StageStrategy if pipelined else Strategy)(job.strategy, world)
         learner = PipelinePPO if pipelined else PPO

@@ -15,11 +15,6 @@ FORBIDDEN = -1e9  # logit of a forbidden action: its probability is exactly 0
 LARGEST_TANH = 1.0 - 1e-6  # atanh of this is 7.25; atanh(1) would be infinite
 
 
-def forbid(logits: Tensor, mask: Tensor) -> Tensor:
-    """Give choices whose mask [..., A] is 0 the probability 0 and no gradient."""
-    return torch.where(mask > 0.5, logits, FORBIDDEN)
-
-
 def split_choices(logits: Tensor, sizes: Sequence[int]) -> Tensor:
     """Split logits [..., A] into one row per action, [..., D, K], padded with FORBIDDEN."""
     rows = logits.split(sizes, -1)
