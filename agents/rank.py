@@ -33,8 +33,10 @@ from rl_dist.telemetry.monitor import Monitor, sources_of
 
 # Settings that may differ between hosts: hardware settings and file paths. `data_digest` compares
 # the content of the data files. Only rank 0 runs the on_event command.
-HOST_SETTINGS = {"num_gpus", "device", "gpu_ids", "threads", "env_workers", "data", "on_event"}
-HOST_SETTINGS |= {"chosen_on", "pretrained", "init_from"}
+HOST_SETTINGS = {
+    "num_gpus", "device", "gpu_ids", "threads", "env_workers", "data", "on_event", "chosen_on",
+    "pretrained", "init_from",
+}  # fmt: skip
 
 
 def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
@@ -74,7 +76,10 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
         # stop, or evaluate
         if signum:
             if world.is_main_process:
-                say_stopped(signum, run.directory)
+                phase = "restarting" if may_start_again(signum) else "stopped"
+                run.directory.update_state(phase=phase)
+                name = signal.Signals(signum).name
+                print(f"stopped by {name}, saved; continue with --resume {run.path}")
             return 128 + signum
         if world.is_main_process:
             run.directory.update_state(phase="evaluation")
@@ -126,9 +131,6 @@ def open_run_writer(run: Run, training: Training) -> NullWriter:
     writer.update_state(
         strategy=training.ppo.strategy.mode,
         gradient_bytes=training.ppo.strategy.gradient_bytes,
-        iteration=training.iteration,
-        global_step=training.global_step,
-        episodes=training.episodes,
     )
     if not training.env.can_snapshot:
         writer.say(
@@ -136,13 +138,6 @@ def open_run_writer(run: Run, training: Training) -> NullWriter:
             "(docs/own_environment.md, Exact resume, shows the two methods that change this)"
         )
     return writer
-
-
-def say_stopped(signum: int, directory: RunDir) -> None:
-    """Print which signal ended the run, and how to continue the run."""
-    directory.update_state(phase="restarting" if may_start_again(signum) else "stopped")
-    name = signal.Signals(signum).name
-    print(f"stopped by {name}, saved; continue with --resume {directory.path}")
 
 
 def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None:

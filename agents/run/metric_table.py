@@ -103,16 +103,12 @@ ROWS = {
 }
 
 
-def _read_rows() -> dict[str, Metric]:
-    metrics = {}
-    for when, rows in ROWS.items():
-        for row in re.finditer(r"^([ *-])(\S+) (?:\[(\S+)\] )?(.*)$", rows, re.MULTILINE):
-            mark, key, unit, meaning = row.groups()
-            metrics[key] = Metric(meaning, unit or "", when, mark in "*-", mark != "-")
-    return metrics
-
-
-METRIC_TABLE = _read_rows()
+ROW = re.compile(r"^([ *-])(\S+) (?:\[(\S+)\] )?(.*)$", re.MULTILINE)
+METRIC_TABLE = {
+    key: Metric(meaning, unit, when, per_rank=mark in "*-", overall=mark != "-")
+    for when, rows in ROWS.items()
+    for mark, key, unit, meaning in ROW.findall(rows)
+}
 
 
 def check_metric(flag: str, name: str, is_trading: bool, precision: str) -> None:

@@ -236,10 +236,10 @@ def check_initial(config: TrainConfig, policy: Policy) -> None:
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Describe each value that differs in a short phrase; sort them by name."""
+    """Describe each value that differs in a short phrase; a missing one is None."""
     names = sorted(now.keys() | before.keys())
-    pairs = {name: (now.get(name, "absent"), before.get(name, "absent")) for name in names}
-    return [f"{name} {new} (it has {old})" for name, (new, old) in pairs.items() if new != old]
+    pairs = [(name, now.get(name), before.get(name)) for name in names]
+    return [f"{name} {new} (it has {old})" for name, new, old in pairs if new != old]
 
 
 def spaces_of(state: Mapping[str, Any]) -> tuple[Layout, spaces.Space]:

@@ -118,14 +118,13 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, checkpoint: Found | No
         check_resumable(checkpoint.state, config, policy)
     else:
         check_initial(train, policy)
+        print(f"preset {train.chosen_preset} (--preset chooses another)")
     if core := config.policy.core:
         width = policy.feature_encoder.num_outputs
         hidden_size = config.policy.hidden_size
         module = make_core(core, width, hidden_size, config.policy.num_layers)
         try_core(core, module, width, hidden_size)
     print(f"{resolved.message}\n{task.describe()}")
-    if train.chosen_preset and not checkpoint:
-        print(f"preset {train.chosen_preset} (--preset chooses another)")
     if train.batch_size != AUTO:
         saved_num_envs = len(checkpoint.state["carry"]["obs"]) if checkpoint else 0
         share = shard_sizes(train, 0, resolved.num_ranks, saved_num_envs)

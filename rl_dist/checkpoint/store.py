@@ -356,8 +356,6 @@ class Best:
     def __init__(self, names: Sequence[str], directory: Path, world: World) -> None:
         self.names = names
         self.world = world
-        self.measured: dict[str, float] = {}  # value at this iteration, by metric name
-        self.improved = False
         values = [-math.inf]
         if names and world.is_main_process:
             with suppress(CheckpointError):
@@ -370,11 +368,9 @@ class Best:
         name = next((name for name in self.names if name in metrics), "")
         value: Any = all_gather_json(metrics[name], self.world)[0] if name else None
         # the value is None if, for example, no episode has ended
-        self.measured = {}
-        self.improved = False
-        if value is not None and math.isfinite(value):
-            self.measured = {name: float(value)}
-            self.improved = value > self.value
+        is_known = value is not None and math.isfinite(value)
+        self.measured = {name: float(value)} if is_known else {}  # at this iteration
+        self.improved = is_known and value > self.value
         return self.improved
 
     def saved(self) -> None:
