@@ -314,9 +314,8 @@ def latest_checkpoint(run_dir: str | Path) -> Path | None:
 
 def find_latest_run(runs_dir: str | Path) -> Path | None:
     """Return the run below `runs_dir` that saved a checkpoint last, or None."""
-    folders = Path(runs_dir).glob(f"*/{CHECKPOINT_DIR}")
-    files = [file for folder in folders for file in checkpoint_files(folder)]
-    newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+    files = Path(runs_dir).glob(f"*/{CHECKPOINT_DIR}/*.pt")
+    newest = max(files, key=lambda file: file.lstat().st_mtime, default=None)
     return newest and newest.parents[1]
 
 
