@@ -12,6 +12,7 @@ settings again with other seeds: the best result of many trials is partly luck.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installation
@@ -43,8 +44,8 @@ def objective(trial: optuna.Trial, total_steps: int, **fixed: object) -> float:
     return run.test["return"]
 
 
-def main(trials: int = 20, total_steps: int = 20_000, **fixed: object) -> optuna.Study:
-    """Run trials; continue the search if the storage already holds one."""
+def main() -> optuna.Study:
+    """Run 20 trials; continue the search if the storage already holds one."""
     study = optuna.create_study(
         direction="maximize",
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4),
@@ -52,7 +53,7 @@ def main(trials: int = 20, total_steps: int = 20_000, **fixed: object) -> optuna
         load_if_exists=True,
         study_name="cartpole",
     )
-    study.optimize(lambda trial: objective(trial, total_steps, **fixed), trials, catch=[UserError])
+    study.optimize(partial(objective, total_steps=20_000), n_trials=20, catch=[UserError])
     return study
 
 

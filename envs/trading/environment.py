@@ -166,14 +166,12 @@ class TradingVectorEnv(TorchEnv):
         """Draw the start rows of the current episodes and of the next AHEAD episodes."""
         self._drawn_from = self.episode
         self._restarts_left = AHEAD
-        if self.evaluation:
-            rows = torch.arange(self.num_envs, device=self.device) * self.num_days
-            self._starts = rows.expand(AHEAD + 1, -1)
-            return
-        later = torch.arange(AHEAD + 1, device=self.device)[:, None]
         num_starts = self.num_days - self._episode_days
+        later = torch.arange(AHEAD + 1, device=self.device)[:, None]
         # row = market * num_days + day, where market and day are divmod(draw, num_starts)
         draws = random_int63(self.keys, self.episode + later) % (num_starts * len(self.markets))
+        if self.evaluation:  # environment i always starts on the first day of market i
+            draws[:] = torch.arange(self.num_envs, device=self.device)
         self._starts = draws + draws // num_starts * self._episode_days  # [AHEAD + 1, B]
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
@@ -209,10 +207,11 @@ class TradingVectorEnv(TorchEnv):
             solvent = self.value >= RUIN_SHARE * self._initial_usd  # [B, 1]
             lost_usd.addcmul_(self.shares * next_gains, solvent, value=-1.0)
             lost_usd = lost_usd.sum(1)
-        info = self._report(trades, sell, buy, position_usd) if self.evaluation else {}
         rewards = (self.value - value_before).squeeze(1).mul_(REWARD_SCALE)
-        if not self.evaluation:
-            info["raw_rewards"] = rewards
+        if self.evaluation:
+            info = self._report(trades, sell, buy, position_usd)
+        else:
+            info = {"raw_rewards": rewards}
             rewards = self._training_rewards(rewards, lost_usd, position_usd, solvent)
         # look up the market's features and fill in the columns of the portfolio
         self.row = self.row + 1

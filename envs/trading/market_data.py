@@ -142,19 +142,17 @@ def load_market(path: str | Path, *, missing: str = "error") -> Market:
 
 def _read(path: Path) -> pd.DataFrame:
     """Return the rows of a file as text."""
-    if not path.is_file():  # pandas would block on a pipe
-        raise ValueError("no such file: give a CSV or CSV.gz, or use --data simulated")
     try:
         frame = pd.read_csv(path, dtype=str, encoding="utf-8-sig", keep_default_na=False)
     except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: also parser errors
         raise ValueError(
-            f"cannot be read as CSV ({one_line(error, named=False)}): check or download it again"
+            f"cannot be read as CSV ({one_line(error, named=False)}): check the path, download it "
+            "again, or use --data simulated"
         ) from None
-    complete = {*COLUMNS} <= {*frame.columns} and not frame.empty
-    if not complete or not isinstance(frame.index, pd.RangeIndex):
+    if frame.empty or not {*COLUMNS} <= {*frame.columns}:
         raise ValueError(
-            f"the header must have the columns {','.join(COLUMNS)}, with rows below it that have "
-            f"as many fields, got {list(frame.columns[:12])} and {len(frame)} rows"
+            f"the header must have the columns {','.join(COLUMNS)}, with rows below it, got "
+            f"{list(frame.columns[:12])} and {len(frame)} rows"
         )
     return frame[COLUMNS].fillna("")
 

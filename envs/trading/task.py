@@ -50,8 +50,11 @@ class TradingTask:
         """Return the real market, or simulated markets for train, valid or test."""
         if self.real is not None:
             return [self.real]
-        counts = {"train": self.simulated.num_worlds, "valid": NUM_VALID_WORLDS}
-        counts["test"] = NUM_TEST_WORLDS
+        counts = {
+            "train": self.simulated.num_worlds,
+            "valid": NUM_VALID_WORLDS,
+            "test": NUM_TEST_WORLDS,
+        }
         seeds = world_seeds(self.simulated, purpose, count or counts[purpose])
         return simulate_markets(self.simulated, seeds)
 
