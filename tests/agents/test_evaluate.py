@@ -221,16 +221,18 @@ def test_what_cannot_be_evaluated_is_one_line(run, flags, expected, runs, monkey
     assert sorted(runs.rglob("*")) == before
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_signal_ends_an_evaluation_in_one_line(signum, runs, monkeypatch, capsys):
+def test_a_stop_signal_ends_an_evaluation_in_one_line(runs, monkeypatch, capsys):
     run_dir = runs / "fading"
-    summary = summary_of(run_dir)
-    with monkeypatch.context() as patched:
-        patched.setattr(episodes, "policy_input", lambda *args: signal.raise_signal(signum))
-        for call, flags in ((evaluate_here, [run_dir]), (train_here, ["--resume", run_dir])):
-            assert call(monkeypatch, *flags) == 128 + signum
-            lines = capsys.readouterr().out.splitlines()
-            assert [line for line in lines if "stopped by" in line] == [lines[-1]]
-            assert signum.name in lines[-1]
-    assert train_here(monkeypatch, "--resume", run_dir) == 0
+    summary, resume = summary_of(run_dir), ["--resume", run_dir]
+    for call, flags, stop in (
+        (evaluate_here, [run_dir], signal.SIGINT),
+        (train_here, resume, signal.SIGTERM),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(episodes, "policy_input", lambda *_, n=stop: signal.raise_signal(n))
+            assert call(monkeypatch, *flags) == 128 + stop
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if "stopped by" in line] == [lines[-1]]
+        assert stop.name in lines[-1]
+    assert train_here(monkeypatch, *resume) == 0
     assert summary_of(run_dir) == summary
