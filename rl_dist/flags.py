@@ -117,26 +117,21 @@ def parse_flags(
     sections: Mapping[str, Any],
     argv: Sequence[str] | None = None,
     *,
-    description: str,
-    epilog: str = "",
     extra: Callable[[argparse.ArgumentParser], None] | None = None,
-    prog: str | None = None,
     main: Set[str] = frozenset(),
+    **about: Any,
 ) -> ParsedFlags:
     """Parse a command line; on an error, print one line and exit with code 2.
 
     Args:
         sections: configurations by heading; they hold the default values.
         argv: arguments after the program's name; None: the arguments of this process.
-        description: text at the start of --help.
-        epilog: text at the end of --help.
         extra: function that adds more arguments to the parser.
-        prog: name of the command in --help; None: the name of the script.
         main: flags that --help shows; --help_all then shows all. Empty: --help shows all.
+        about: prog, description and epilog of the `argparse.ArgumentParser`.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    usage = "%(prog)s [--flag value ...]"
-    parser = CommandParser(prog=prog, usage=usage, description=description, epilog=epilog)
+    parser = CommandParser(usage="%(prog)s [--flag value ...]", **about)
     if main:
         parser.add_argument("--help_all", action="help", help="show all flags, by section")
     if extra:
@@ -147,9 +142,18 @@ def parse_flags(
         group = parser.add_argument_group(heading)
         flags += fields_of(section)
         for name, field in fields_of(section).items():
-            about = str(field.description).rstrip(".").replace("%", "%%")
-            text = f"{about} (default: {shown(getattr(section, name))}; {allowed(field)})"
-            _add_flag(group, name, field, text if shows_all or name in main else argparse.SUPPRESS)
+            meaning = str(field.description).rstrip(".").replace("%", "%%")
+            text = f"{meaning} (default: {shown(getattr(section, name))}; {allowed(field)})"
+            options: Any = field.json_schema_extra or {}
+            if field.annotation is bool:  # --x means --x=true
+                options = {"nargs": "?", "const": "true"}
+            group.add_argument(
+                f"--{name}",
+                default=argparse.SUPPRESS,  # the parsed value of a given flag stays text
+                help=text if shows_all or name in main else argparse.SUPPRESS,
+                metavar="X",
+                **options,
+            )
     values = vars(_parse_known(parser, argv))
     given = {
         name: text if isinstance(text := values.pop(name), str) else " ".join(text)
@@ -161,14 +165,6 @@ def parse_flags(
     except ValueError as error:
         parser.error(str(error))
     return ParsedFlags(given, configs, argparse.Namespace(**values))
-
-
-def _add_flag(group: Any, name: str, field: FieldInfo, text: str) -> None:
-    """Add a flag to an argument group; its parsed value stays text."""
-    options: Any = field.json_schema_extra or {}
-    if field.annotation is bool:  # --x means --x=true
-        options = {"nargs": "?", "const": "true"}
-    group.add_argument(f"--{name}", default=argparse.SUPPRESS, help=text, metavar="X", **options)
 
 
 def _parse_known(parser: CommandParser, argv: list[str]) -> argparse.Namespace:

@@ -42,7 +42,10 @@ CHECKPOINT_DIR = "checkpoints"
 PATIENCE_S = 25.0  # ranks of a killed launcher may still be saving (ORPHAN_GRACE_S)
 # Entries of config.json that `RunDir.flags` omits: some are not flags, and the others must not be
 # copied to another run of the same job.
-RECORDED = {"data_digest", "callback", "threads", "chosen_strategy", "chosen_on", "on_event"}
+RECORDED = {
+    *("data_digest", "callback", "threads", "on_event"),
+    *("chosen_preset", "chosen_strategy", "chosen_on"),
+}
 LONGEST_ERROR = 2000  # in characters
 WORKING = ("dry_run", "warm_up", "training", "validation", "saving", "evaluation")
 ENDED = ("done", "stopped", "failed")
@@ -243,18 +246,13 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     def flags(self) -> dict[str, str]:
         """Return the run's configuration as flags: the text of each value, by name."""
-        sections = self.config().values()
-        if not all(isinstance(section, dict) for section in sections):
-            raise UserError(
-                f"{self.config_path} is not the configuration of a run: give flags instead"
-            )
-        flags = {}
-        for section in sections:
-            for name, value in section.items():
-                if name not in RECORDED:
-                    flag = "preset" if name == "chosen_preset" else name
-                    flags[flag] = "none" if value is None else str(value)
-        return flags
+        return {
+            name: "none" if value is None else str(value)
+            for section in self.config().values()
+            if isinstance(section, dict)
+            for name, value in section.items()
+            if name not in RECORDED
+        }
 
     def write_config(self, content: Mapping[str, Any]) -> None:
         """Overwrite config.json in place, because it is locked; restore it on an error."""

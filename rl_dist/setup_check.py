@@ -35,7 +35,7 @@ from rl_dist.machine import GIB, GpuInfo, available_cores, get_gpu_info, host_me
 from rl_dist.speedup.model import steps_per_episode
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-HOT_C, BUSY_PERCENT = 85, 10
+BUSY_PERCENT = 10
 LITTLE_DISK_GIB = 1.0
 SHM_GIB = 1 / 16  # shared memory that NCCL needs for each rank
 REDUCED_BYTES = (2**10, 2**20, 2**26)
@@ -171,14 +171,12 @@ def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
         yield check("GPUs", reason, (facts.nvidia_gpus, WARNING, fix))
     for gpu in info.gpus:
         is_used = on_gpu and gpu.index in (plan.gpu_ids or range(ranks))
-        is_hot = is_used and (gpu.temperature_c or 0) >= HOT_C
         is_busy = is_used and (gpu.utilization_percent or 0) > BUSY_PERCENT
         fix = "wait for the program that uses it, or choose others with --gpu_ids"
         yield check(
             f"GPU {gpu.index}",
             str(gpu),
             (is_used and gpu.error, WARNING, "look at nvidia-smi, and pip install nvidia-ml-py"),
-            (is_hot, WARNING, f"check its cooling: it slows down from {HOT_C} C"),
             (is_busy, WARNING, fix),
         )
     if on_gpu and ranks > 1:  # the ranks communicate through NCCL

@@ -243,7 +243,8 @@ class Fitting:
     def restore(self, run: RunDir, resume: bool) -> None:
         """Load the newest valid checkpoint if there is one; every rank must call this.
 
-        Raise UserError if `resume` is False and the run directory holds checkpoints.
+        Raise UserError if `resume` is False and the run directory holds checkpoints, or if the
+        settings of the checkpoint differ.
         """
         newest = ""
         if self.strategy.world.is_main_process:
@@ -252,11 +253,10 @@ class Fitting:
             if not newest and any(run.checkpoints.glob("*.pt")):
                 raise UserError(f"{run.path} holds checkpoints: resume it, or name another run_dir")
         newest = all_gather_json(newest, self.strategy.world)[0]
-        if newest:
-            self._load(load_checkpoint(newest), run.checkpoints / BEST_FILE)
+        if not newest:
+            return
 
-    def _load(self, state: dict[str, Any], best_file: Path) -> None:
-        """Load a checkpoint's state; raise UserError if its settings differ."""
+        state = load_checkpoint(newest)
         for name, saved in state["extra"].items():
             now = self.extra[name]
             if str(now) != str(saved):
@@ -270,7 +270,7 @@ class Fitting:
         # A process that was killed while saving may have written best.pt for the next epoch. That
         # epoch is repeated now, so the file becomes correct again.
         if self.best_loss < math.inf:
-            self.best_weights = load_checkpoint(best_file)["module"]
+            self.best_weights = load_checkpoint(run.checkpoints / BEST_FILE)["module"]
 
 
 def fit(

@@ -58,7 +58,6 @@ def complaints(checks):
         (CPU, {"disk_free_gib": 0.5}, {"disk": "warning"}),
         (CUDA, {"shm_free_gib": 0.1}, {"/dev/shm": "warning"}),  # too little for two ranks
         (ONE, {"shm_free_gib": 0.1}, {}),
-        (CUDA, {"temperature": [90, 40]}, {"GPU 0": "warning"}),
         (CUDA, {"utilization": [RuntimeError("NVML is silent"), 0]}, {"GPU 0": "warning"}),
         (CUDA, {"utilization": [0, 60]}, {"GPU 1": "warning"}),
         (ONE, {"utilization": [0, 60]}, {}),  # one rank does not use GPU 1
