@@ -24,7 +24,6 @@ CURVES = {
     "feature window, strata of 2": ("recall, window, strata of 2", {}),
     "no memory": ("trading, no memory", {}),
     "KL stop": ("trading, KL stop", {}),
-    "fp32": ("cartpole, clstm, fp32", {}),
 }
 BRIEFLY = ("resets inside slots", "accumulation")
 REST = [label for label in CURVES if label not in BRIEFLY]

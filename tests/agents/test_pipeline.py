@@ -15,12 +15,11 @@ from rl_dist.strategies.strategy import Strategy
 
 
 def check_curve(ranks, label):
-    tolerance = {"rtol": 0, "atol": 1e-6 if label == "fp32" else 1e-12}
     for rank in ranks:
         pipeline, ddp = rank[label, "pipeline"], rank[label, "ddp"]
         assert len(pipeline["losses"]) == 2
         for name in ("losses", "parameters"):
-            torch.testing.assert_close(pipeline[name], ddp[name], **tolerance)
+            torch.testing.assert_close(pipeline[name], ddp[name], rtol=0, atol=1e-12)
         assert pipeline["hash"] == ranks[0][label, "pipeline"]["hash"]
 
 
@@ -57,7 +56,6 @@ def test_a_loss_that_is_not_finite_on_one_rank_holds_back_both_stages(ranks):
     ("saved", "given", "form"),
     [
         ({"shard_size": 2}, ["--hybrid_form", "pipeline"], ("hybrid", "pipeline", 0)),
-        ({"hybrid_form": "pipeline"}, ["--hybrid_form", "shard"], ("hybrid", "shard", 0)),
         ({"shard_size": 2}, ["--strategy", "ddp"], ("ddp", "shard", 0)),
     ],
 )

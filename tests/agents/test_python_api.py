@@ -83,7 +83,6 @@ def test_python_trains_what_the_command_trains_also_in_a_thread(pendulum, tmp_pa
         ({"learning_rat": 1}, "learning_rat"),
         ({"env": "Nope-v9"}, "'Nope-v9'"),
         ({"policy": "own", "core": Decay}, "core"),
-        ({"stop_at": "valid/sharpe 1"}, "valid/sharpe"),
     ],
 )
 def test_a_bad_setting_is_an_error_in_python_and_leaves_nothing(settings, named, tmp_path, capsys):

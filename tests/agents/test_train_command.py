@@ -185,17 +185,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
 
 
 def test_the_first_stop_signal_is_answered_before_the_iteration_ends(tmp_path, monkeypatch, capfd):
-    update, answers = Training.update, []
+    update = Training.update
 
     def interrupted(training, rollout):
         signal.raise_signal(signal.SIGINT)
-        answers.append(capfd.readouterr().err)
+        assert "SIGINT: saving after this iteration" in capfd.readouterr().err
         return update(training, rollout)
 
     monkeypatch.setattr(Training, "update", interrupted)
     flags = [*CARTPOLE, "--num_episodes", 99, "--run_dir", tmp_path / "run"]
     assert train_here(monkeypatch, *flags) == 128 + signal.SIGINT
-    assert len(answers) == 1 and "SIGINT: saving after this iteration" in answers[0]
     assert latest_checkpoint(tmp_path / "run").name == "iteration_00000001.pt"
 
 
@@ -280,7 +279,6 @@ def test_a_fresh_start_or_a_bad_resume_does_not_touch_another_run(finished, monk
     for flags, named in [
         (["--run_dir", run_dir], f"--resume {run_dir}"),
         (["--resume", run_dir, "--hidden_size", "16"], "hidden_size 16 (it has 8)"),
-        (["--resume", latest_checkpoint(run_dir)], str(latest_checkpoint(run_dir))),
         (["--resume", run_dir / "checkpoints"], f"{run_dir}/checkpoints"),
     ]:
         assert train_here(monkeypatch, *flags) == 2
