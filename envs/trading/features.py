@@ -122,19 +122,16 @@ def feature_table(markets: Sequence[Market], observation: str, span: Span) -> np
 
 
 def first_tradable_day(market: Market, config: TradingConfig) -> int:
-    """Return the index of the first day from which on all used features are warm."""
+    """Return the index of the first day from which on all used features are warm.
+
+    It is the number of days if they are too few; then `split_spans` refuses the training span.
+    """
     num_days = len(market.dates)
     table = feature_table([market], config.observation, Span(0, num_days - 1))
     warm = np.isfinite(table[0]).all(axis=1)
     if config.turbulence_quantile > 0:
         warm &= np.isfinite(turbulence(market.close))
-    first = num_days - int(warm[::-1].argmin())  # the day after the last day that is not warm
-    if first == num_days:
-        raise ValueError(
-            f"no day is left after the indicators' warm-up: {num_days} days are too few, use a "
-            "longer history"
-        )
-    return first
+    return num_days - int(warm[::-1].argmin())  # the day after the last day that is not warm
 
 
 # ---- tables

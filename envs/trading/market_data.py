@@ -100,7 +100,8 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
         elif name != "valid" or config.valid_start or config.valid_end:
             raise ValueError(
                 f"the {name} span has {num_days} trading days; it needs {MIN_SPAN_DAYS} after the "
-                f"span before it: move --{name}_start, --{name}_end or their neighbours"
+                f"span before it and the warm-up of the indicators, {first_tradable} days: move "
+                f"--{name}_start, --{name}_end or their neighbours, or use a longer history"
             )
     return Spans(**spans)
 

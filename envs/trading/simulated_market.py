@@ -140,9 +140,8 @@ def draw_news(rng: np.random.Generator, num_stocks: int) -> tuple[np.ndarray, np
 def _scatter(day: np.ndarray, value: np.ndarray) -> np.ndarray:
     """Place values [K, n] at their days [K, n] in an array [D, n] of zeros."""
     calendar = np.zeros((NUM_DAYS, day.shape[1]), dtype=np.int8)
-    inside = (day >= 0) & (day < NUM_DAYS)
-    stock = np.broadcast_to(np.arange(day.shape[1]), day.shape)
-    calendar[day[inside], stock[inside]] = value[inside]
+    inside = np.nonzero((day >= 0) & (day < NUM_DAYS))  # indices along K, and of the stocks
+    calendar[day[inside], inside[1]] = value[inside]
     return calendar
 
 
