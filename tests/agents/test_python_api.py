@@ -208,7 +208,7 @@ def test_sampled_actions_are_white_noise_of_no_training(tmp_path):
 # ---- callbacks and early stops
 
 
-def test_callbacks_see_a_training_that_stops_when_a_metric_is_reached(tmp_path, capsys):
+def test_callbacks_see_a_training_that_stops_when_a_metric_is_reached(tmp_path):
     seen = []
     run = train(
         "CartPole-v1",
@@ -223,7 +223,6 @@ def test_callbacks_see_a_training_that_stops_when_a_metric_is_reached(tmp_path, 
     assert [number for kind, number in kinds if kind == "evaluation"] == [2]
     assert seen[-1].kind == "checkpoint" and seen[-1].checkpoint.exists()
     assert len(run.metrics) == 2 and run.test
-    assert "stopped at iteration 2: valid/return is" in capsys.readouterr().out
 
 
 def test_an_error_in_a_callback_is_a_failure_in_one_line_with_its_traceback_in_the_log(
