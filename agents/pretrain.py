@@ -295,8 +295,8 @@ def run_rank(config: PretrainRunConfig, resolved: ResolvedLaunch, run: RunDir, r
             flush=True,
         )
     elif world.is_main_process:
-        saved = f"continue with --resume {run_dir}" if result.history else "no epoch had ended"
-        print(f"stopped by {signal.Signals(result.signum).name}; {saved}")
+        name = signal.Signals(result.signum).name
+        print(f"stopped by {name} after epoch {result.epoch}: continue with --resume {run_dir}")
     return 128 + result.signum if result.signum else 0
 
 

@@ -94,7 +94,10 @@ def measure_job(
     most_copies = min(numbers[-1], cores if on_cpu else torch.cuda.device_count())
     ranks_here = numbers[-1] if on_cpu else most_copies
     if not network and ranks_here > 1:
-        link = measure_link(max(2, most_copies), whole.gradient_bytes, device_type)
+        ranks = max(2, most_copies)
+        logger.info("measuring reductions over %d ranks", ranks)
+        num_bytes = [max(4, int(whole.gradient_bytes * factor)) for factor in FIT_FACTORS]
+        link = fit_link(ranks, time_reductions(ranks, num_bytes, device_type))
         network = Network(link, ranks_here)
 
     shares: list[Share] = []
@@ -146,10 +149,3 @@ def measure_one_rank(flags: Sequence[str], steady: bool) -> ShortRuns:
             "and measure again, or give --sps N from a run"
         )
     return whole
-
-
-def measure_link(ranks: int, gradient_bytes: int, device_type: str) -> Link:
-    """Time reductions between new processes and fit a link to the times."""
-    logger.info("measuring reductions over %d ranks", ranks)
-    num_bytes = [max(4, int(gradient_bytes * factor)) for factor in FIT_FACTORS]
-    return fit_link(ranks, time_reductions(ranks, num_bytes, device_type))

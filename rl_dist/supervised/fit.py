@@ -157,7 +157,10 @@ class Fitting:
     best_weights: dict[str, Tensor] | None = None
 
     def train_epoch(self, loader: DataLoader, training: Pass) -> dict[str, float] | None:
-        """Train on each batch once; return means, or None if a signal stopped the epoch."""
+        """Train on each batch once; return means, or None if a signal stopped the epoch.
+
+        Raise UserError after too many steps in a row with a NaN or infinite loss or gradient.
+        """
         world = self.strategy.world
         seed = self.config.seed
         epoch = self.epoch + 1
@@ -174,27 +177,19 @@ class Fitting:
                 with self.strategy.accumulating(last=part == len(parts)):
                     loss = training.loss(num_samples, inputs, targets)
                     self.strategy.backward(loss / len(parts))
-            self._step()
+            _, stepped = self.strategy.step(self.optimizer, self.config.max_grad_norm)
+            if not self.strategy.overflowed:  # otherwise the loss scale may have been too large
+                self.bad_in_a_row = 0 if stepped else self.bad_in_a_row + 1
+            if self.bad_in_a_row > self.config.max_bad_steps:
+                raise UserError(
+                    f"loss or gradient was NaN or inf in {self.bad_in_a_row} steps in a row, more "
+                    f"than max_bad_steps {self.config.max_bad_steps}: lower the learning rate",
+                    exit_code=1,
+                )
             if number % STOP_EVERY == 0 and all_reduce_max(stop_flag.signum, world):
                 return None
         merge_buffers(training.module, world)
         return training.means()
-
-    def _step(self) -> None:
-        """Take an optimizer step.
-
-        Raise UserError after too many steps in a row with a NaN or infinite loss or gradient.
-        """
-        _, stepped = self.strategy.step(self.optimizer, self.config.max_grad_norm)
-        if self.strategy.overflowed:  # the loss scale may have been too large: do not count it
-            return
-        self.bad_in_a_row = 0 if stepped else self.bad_in_a_row + 1
-        if self.bad_in_a_row > self.config.max_bad_steps:
-            raise UserError(
-                f"loss or gradient was NaN or inf in {self.bad_in_a_row} steps in a row, more than "
-                f"max_bad_steps {self.config.max_bad_steps}: lower the learning rate",
-                exit_code=1,
-            )
 
     def end_epoch(self, record: dict[str, float]) -> bool:
         """Add the epoch's record; return True and keep the weights if it is the best.
