@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from rl_dist.checkpoint.store import BEST_FILE, latest_checkpoint, load_checkpoint, save_agreed
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, one_line
 from rl_dist.files import check_layout
 from rl_dist.flags import Field, configuration
 from rl_dist.process_group.collectives import (
@@ -251,21 +251,24 @@ class Fitting:
         if not newest:
             return
 
-        state = load_checkpoint(newest)
-        for name, saved in state["extra"].items():
-            now = self.extra[name]
-            if str(now) != str(saved):
-                raise UserError(f"{name} {now} differs from the run to resume (it has {saved})")
-        self.strategy.load(state["module"], self.optimizer, state["optimizer"])
-        self.strategy.load_state_dict(state["strategy"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
-        for name in SAVED:
-            setattr(self, name, state[name])
-        # A process that was killed while saving may have written best.pt for the next epoch. That
-        # epoch is repeated now, so the file becomes correct again.
-        if self.best_loss < math.inf:
-            self.best_weights = load_checkpoint(run.checkpoints / BEST_FILE)["module"]
+        try:
+            state = load_checkpoint(newest)
+            for name, saved in state["extra"].items():
+                now = self.extra[name]
+                if str(now) != str(saved):
+                    raise UserError(f"{name} {now} differs from the run to resume (it has {saved})")
+            self.strategy.load(state["module"], self.optimizer, state["optimizer"])
+            self.strategy.load_state_dict(state["strategy"])
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(state["scheduler"])
+            for name in SAVED:
+                setattr(self, name, state[name])
+            # A process that was killed while saving may have written best.pt for the next epoch.
+            # That epoch is repeated now, so the file becomes correct again.
+            if self.best_loss < math.inf:
+                self.best_weights = load_checkpoint(run.checkpoints / BEST_FILE)["module"]
+        except Exception as error:  # torch's error type depends on the mismatch
+            raise UserError(f"{newest} belongs to another training: {one_line(error)}") from error
 
 
 def fit(
