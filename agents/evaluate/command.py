@@ -25,7 +25,7 @@ from agents.evaluate.episodes import PolicyController, compare_on_episodes, unti
 from agents.run.saved import LoadedAgent, load_agent, share_checkpoint
 from agents.run.start import explained_faults
 from envs.task import GymTask
-from rl_dist.checkpoint.store import BEST_FILE
+from rl_dist.checkpoint.store import BEST_FILE, CheckpointError, load_checkpoint
 from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import UserError, explained, explains_errors
 from rl_dist.files import path_to_write, plain_file
@@ -204,8 +204,14 @@ def evaluate_and_finish(
         if isinstance(task, GymTask):
             agents = {"test": last}
             path = directory.checkpoints / BEST_FILE
-            offers = all_gather_json(str(path) * path.exists(), world)
-            if share_checkpoint(directory, offers, world):
+            offer = str(path) * path.exists()
+            try:
+                if offer:
+                    load_checkpoint(path)
+            except CheckpointError as error:
+                print(f"best.pt is not evaluated: {error}", flush=True)
+                offer = ""
+            if share_checkpoint(directory, all_gather_json(offer, world), world):
                 best = load_agent(path, world.device, core=config.policy.core)
                 if best.iteration != training.iteration:
                     agents["best"] = PolicyController(best.policy, best.normalizer)

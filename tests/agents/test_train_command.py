@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hostile import damage
 from tensorboard_readers import seen
 from train_runs import (
     REPO,
@@ -146,6 +147,16 @@ def test_the_last_policy_and_the_best_are_evaluated_in_episodes_that_chose_neith
     # Another seed gives other episodes. Validation and final evaluation also use different ones.
     assert evaluated("--seed", 2) != best
     assert any(chosen_by[f"valid/{name}"] != last[name] for name in ("return", "return_std"))
+
+
+def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_its_end(
+    cartpole, tmp_path, monkeypatch, capsys
+):
+    run_dir = shutil.copytree(cartpole, tmp_path / "run")
+    damage(run_dir / "checkpoints" / "best.pt")
+    assert train_here(monkeypatch, "--resume", run_dir) == 0
+    assert str(run_dir / "checkpoints" / "best.pt") in capsys.readouterr().out
+    assert "best" not in json.loads((run_dir / "summary.json").read_text())
 
 
 def test_a_run_starts_from_the_weights_and_statistics_of_another(
