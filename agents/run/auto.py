@@ -210,7 +210,7 @@ class Trials:
 
         # Take steps with a minibatch of the real size.
         try:
-            if config.launch.chosen_strategy:
+            if config.launch.strategy == "auto" and config.launch.chosen_strategy:
                 options = replace(config.launch.strategy_config, device_ids=self.gpu_ids)
                 strategy = Strategy(options, world)
                 ppo = PPO(policy, config.ppo, strategy, train.grad_accumulation)

@@ -237,7 +237,7 @@ def check_initial(config: TrainConfig, policy: Policy) -> None:
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     """Describe each value that differs in a short phrase; a missing one is None."""
-    names = sorted(now.keys() | before.keys())
+    names = sorted({*now, *before})
     pairs = [(name, now.get(name), before.get(name)) for name in names]
     return [f"{name} {new} (it has {old})" for name, new, old in pairs if new != old]
 
