@@ -144,6 +144,8 @@ def load_market(path: str | Path, *, missing: str = "error") -> Market:
 def _read(path: Path) -> pd.DataFrame:
     """Return the rows of a file as text."""
     try:
+        if path.is_fifo():
+            raise ValueError("it is a pipe")
         frame = pd.read_csv(path, dtype=str, encoding="utf-8-sig", keep_default_na=False)
     except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: also parser errors
         raise ValueError(

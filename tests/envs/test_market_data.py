@@ -1,6 +1,7 @@
 """Daily bars: loading, reasons for refusal, and the split of days into spans."""
 
 import gzip
+import os
 
 import numpy as np
 import pandas as pd
@@ -52,7 +53,8 @@ CONTENTS = {
 def test_a_broken_file_is_one_line(tmp_path, name):
     path = tmp_path / f"bars.csv{'.gz' * name.endswith('.gz')}"
     path.write_bytes(CONTENTS[name])
-    for bad in (path, tmp_path, tmp_path / "absent"):
+    os.mkfifo(tmp_path / "pipe")  # a foreign run may name one
+    for bad in (path, tmp_path, tmp_path / "absent", tmp_path / "pipe"):
         with pytest.raises(ValueError, match=rf"^{bad}: .*$"):
             load_market(bad)
 
