@@ -284,6 +284,8 @@ def run_rank(config: PretrainRunConfig, resolved: ResolvedLaunch, run: RunDir, r
             **vars(config.market),
         },
     )
+    if not (result.signum or result.best_epoch):
+        raise UserError("the validation loss was never finite: lower --learning_rate", exit_code=1)
     if world.is_main_process and not result.signum:
         best = result.history[result.best_epoch - 1]
         num_epochs = len(result.history)

@@ -127,6 +127,13 @@ def test_ppo_starts_with_the_features_and_the_statistics_of_observations(
         assert torch.equal(states[0][name], module[name]), name
 
 
+def test_a_validation_that_is_never_finite_is_a_failure(tmp_path, monkeypatch, capsys):
+    figures = dict.fromkeys(("loss", "sign_accuracy"), np.nan)
+    monkeypatch.setattr("rl_dist.supervised.fit.evaluate", lambda *_: figures)
+    assert run(monkeypatch, tmp_path / "run", "--epochs", "1") == 1
+    assert "--learning_rate" in only_error(capsys.readouterr().err)
+
+
 @pytest.mark.parametrize(
     ("command", "flags", "problem"),
     [
