@@ -325,7 +325,7 @@ def write_daily(
     tables = {}
     for name, record in records.items():
         tables[name] = pd.DataFrame({"return": daily_returns(record).ravel()}, index)
-        for figure in STOCKS.keys() & record.keys():
+        for figure in [name for name in STOCKS if name in record]:
             columns = [f"{STOCKS[figure]}:{ticker}" for ticker in markets[0].tickers]
             # Adding 0.0 turns -0.0 into 0.0.
             tables[name][columns] = record[figure].reshape(len(index), -1) + 0.0

@@ -304,11 +304,12 @@ def fit(
         extra: plain values to store in checkpoints; they must be the same when resuming.
     """
     config = config or FitConfig()
-    metrics = metrics or {}
     world = strategy.world
     if module is not strategy.module:
         raise UserError("fit takes the module that strategy.wrap returned last")
     check_shares(loader, world, training=True)
+    if validation is not None:
+        check_shares(validation, world, training=False)
     settings = {
         **(extra or {}),
         "optimizer": type(optimizer).__name__,
@@ -328,7 +329,7 @@ def fit(
     while not fitting.signum and fitting.epoch < config.epochs:
         if 0 < config.patience <= fitting.epoch - fitting.best_epoch:
             break
-        means = fitting.train_epoch(loader, Pass(module, criterion, strategy, metrics))
+        means = fitting.train_epoch(loader, Pass(module, criterion, strategy, metrics or {}))
         if means is not None:
             record = {"epoch": fitting.epoch + 1.0}
             record |= {f"train/{name}": mean for name, mean in means.items()}
@@ -347,9 +348,8 @@ def fit(
         fitting.signum = all_reduce_max(stop_flag.signum, world)
     if board:
         board.close()
-    weights = fitting.best_weights
-    if not fitting.signum and weights and fitting.best_epoch != fitting.epoch:
-        strategy.load(weights, optimizer, strategy.optimizer_state(optimizer))
+    if not fitting.signum and fitting.best_weights and fitting.best_epoch != fitting.epoch:
+        strategy.load(fitting.best_weights, optimizer, strategy.optimizer_state(optimizer))
     return fitting
 
 

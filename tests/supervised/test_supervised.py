@@ -216,6 +216,13 @@ def test_steps_without_a_finite_gradient_end_training(world):
     assert equal(net.state_dict(), make_net().state_dict())
 
 
+def test_a_wrong_validation_is_refused_before_the_first_step(world):
+    net = make_net()
+    with pytest.raises(UserError, match="batch_sampler"):
+        Fitted(world, net=net, validation=DataLoader(SAMPLES, batch_sampler=[[0]]))
+    assert equal(net.state_dict(), make_net().state_dict())
+
+
 def test_a_resume_that_would_overwrite_or_that_differs_is_refused(world, tmp_path):
     Fitted(world, tmp_path, epochs=1)
     for options, words in (
