@@ -6,9 +6,9 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -248,8 +248,9 @@ class OneByOne(TorchVectorEnv):
         truncated = bool(truncated or self.lives["age"][row] == self.max_episode_steps)
         metrics = info.get("metrics")
         for name, value in metrics.items() if isinstance(metrics, dict) else ():
-            if isinstance(value, Real | np.bool_) and math.isfinite(value):
-                self._metrics[name] += value, 1
+            with suppress(TypeError, ValueError):  # not a number
+                if math.isfinite(number := float(value)):
+                    self._metrics[name] += number, 1
         # No action follows the last observation of an episode, so its mask is not needed.
         self._last_rows[row] = self._row_of(obs, None if terminated or truncated else info)
         return reward, self._last_rows[row], bool(terminated), truncated

@@ -60,11 +60,12 @@ def returns(place, value):
 
 def test_metrics_that_are_not_finite_numbers_are_skipped():
     odd = {"name": "left", "three": np.zeros(3), "ratio": np.inf}
-    env = failing(returns(4, {"metrics": odd | {"won": np.bool_(True), "lives": np.int64(3)}}))
+    good = {"won": np.bool_(True), "lives": np.int64(3), "health": np.array(0.5)}
+    env = failing(returns(4, {"metrics": odd | good}))
     for _ in range(2):
         play(env, 3)
         env.reset(seed=[70, 80])
-    assert env.take_metrics() == {"won": (2.0, 2), "lives": (6.0, 2)}
+    assert env.take_metrics() == {"won": (2.0, 2), "lives": (6.0, 2), "health": (1.0, 2)}
     assert env.take_metrics() == {}
 
 
