@@ -147,7 +147,7 @@ def loop(out_dir, way=""):
     if way == "evaluation":  # the run is saved; stop signals act by default
         stop_flag.replace(signal.SIG_DFL)
     while True:
-        if world.rank == 1 or way == "fail while others hang":
+        if world.rank == 1 or way.endswith("while others hang"):
             end_this_rank(way, world.rank)
         time.sleep(0.02)
         if signum := all_reduce_max(stop_flag.signum, world):
@@ -158,7 +158,7 @@ def loop(out_dir, way=""):
 
 
 def end_this_rank(way, rank):
-    if way == "hang" or (way == "fail while others hang" and rank == 0):
+    if way == "hang" or rank == 0:
         time.sleep(1000)
     if way == "fail while others hang":
         raise RuntimeError("the roof is on fire")
@@ -168,7 +168,7 @@ def end_this_rank(way, rank):
         dist.destroy_process_group()
         time.sleep(1.0)
         raise RuntimeError("the roof is on fire" + "\0" * 10**6)  # longer than a report
-    if way == "exit":
+    if way == "exit while others hang":
         os._exit(0)
 
 

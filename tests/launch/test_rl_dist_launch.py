@@ -50,7 +50,7 @@ def test_a_signal_to_anybody_ends_all_ranks_after_they_have_saved(
         # rank 0 misses rank 1 and fails too, but the error names rank 1 as the cause
         ("loop", ["fail slowly"], 2, 1, "rank 1 failed with RuntimeError: the roof", 0),
         ("loop", ["mistake"], 2, 2, "num_envs must be at least 1, got 0", 0),
-        ("loop", ["exit"], 2, 1, "ended with code 0", 0),
+        ("loop", ["exit while others hang"], 2, 1, "ended with code 0", 0),
         # no rank reports the cause, so the report that names a rank is shown
         ("halt", [], 3, 1, "rank 1: waited .* for rank 2", 0),
         pytest.param(
@@ -63,6 +63,7 @@ def test_a_rank_that_fails_or_dies_ends_the_job_and_is_named_in_one_line(
     work, args, ranks, code, says, tracebacks, tmp_path, monkeypatch, capfd
 ):
     monkeypatch.setattr("rl_dist.launch.ranks.TEARDOWN_S", 2.0)
+    monkeypatch.setattr("rl_dist.launch.ranks.DEATH_GRACE_S", 2.0)
     function, arguments = getattr(rl_dist_ranks, work), (str(tmp_path), *args)
     restarts = code - 1  # a user's mistake (code 2) is not restarted, even if restarts are allowed
     assert launch(function, arguments, num_ranks=ranks, max_restarts=restarts) == code
