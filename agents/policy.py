@@ -63,13 +63,12 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         if bool(self.core) != (self.policy == "own"):
             raise ValueError(
-                f"core {self.core!r} does not go with policy {self.policy}: --policy own --core "
+                f"core {self.core!r} does not fit policy {self.policy}: use --policy own --core "
                 "module:Class"
             )
         if self.feature_window and self.policy != "clstm":
             raise ValueError(
-                f"feature_window does not go with policy {self.policy}: drop it or use --policy "
-                "clstm"
+                f"feature_window does not fit policy {self.policy}: omit it or use --policy clstm"
             )
 
     @property

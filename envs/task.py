@@ -40,7 +40,7 @@ class TaskConfig:
     env_timeout: float = Field(120.0, ge=0, le=10**6)
     """Longest time in seconds for one step or reset of another environment; 0: no limit."""
     env_restarts: int = Field(0, ge=0, le=10**9)
-    """How often each environment is made again after it raised, hung or returned NaN."""
+    """Largest number of rebuilds of each environment after it raised, hung or returned NaN."""
     env_workers: Annotated[int, or_auto(AUTO)] = Field(0, ge=AUTO, le=1024)
     """Number of processes, for each rank and group, that step the environments; 0: the rank steps
     them itself; auto: the fastest of 0, one per core and four per core, measured before training.

@@ -167,7 +167,7 @@ class Trials:
         figures = "; ".join(map(str, results)) or "no value divides over the ranks"
         name = flag.removeprefix("chosen_")
         if best is None:
-            raise UserError(f"{name} auto finds no value that works: {figures}", exit_code=1)
+            raise UserError(f"{name} auto: no value works: {figures}", exit_code=1)
         if self.world.is_main_process:
             unit = "sequence" if growing else "step"
             print(f"{name} auto: {best.name} (time per {unit}: {figures})", flush=True)

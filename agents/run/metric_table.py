@@ -121,4 +121,4 @@ def check_metric(flag: str, name: str, is_trading: bool, precision: str) -> None
     known.remove("ranks")
     if name not in known and not name.startswith("env/"):
         fix = did_you_mean(name, known) or "docs/reference.md lists all"
-        raise UserError(f"{flag} {name} is no metric of this run: {fix}")
+        raise UserError(f"{flag} {name} is not a metric of this run: {fix}")

@@ -69,7 +69,7 @@ def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> Foun
         )
     if kind_of(found.state) != kind:
         raise UserError(
-            f"{found.path} is no checkpoint of {kind}: give such a file, or its run directory"
+            f"{found.path} is not a checkpoint of {kind}: give such a file or its run directory"
         )
     return found
 
@@ -210,7 +210,7 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
     file, state = load_saved(config.pretrained, "", FIT)
     module = state["module"]
     if state["extra"].get("kind") != FEATURES:
-        raise UserError(f"{file} is no feature LSTM: name a run of python -m agents.pretrain")
+        raise UserError(f"{file} holds no feature LSTM: give a run of python -m agents.pretrain")
     return InitialWeights(
         {name: value for name, value in module.items() if name.startswith(FEATURE_PARTS)},
         {name.replace("normalizer.", "obs."): module[name] for name in MOMENTS},

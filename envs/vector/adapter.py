@@ -280,7 +280,7 @@ class OneByOne(TorchVectorEnv):
                     again = f" (after {used} restarts, --env_restarts)"
                     raise EnvironmentFaultError(f"{fault}{again}") from fault
                 self.lives["restarts"][row] += 1
-                _LOGGER.warning("%s; made again, %d of %d", fault, used + 1, self.env_restarts)
+                _LOGGER.warning("%s; rebuilt, %d of %d", fault, used + 1, self.env_restarts)
             self.watch.close_env(row, self.env[row])
             attempt = partial(self._make_again, row)
 

@@ -254,7 +254,7 @@ class WorkerEnv(ArrayEnv):
         restarts = self.lives["restarts"][worker.rows]
         if (used := restarts.max()) >= self._max_restarts:
             raise EnvironmentFaultError(f"{fault} (after {used} restarts, --env_restarts)")
-        _LOGGER.warning("%s; all environments of this worker are made again", fault)
+        _LOGGER.warning("%s; all environments of this worker are rebuilt", fault)
         restarts += 1
         self._start(worker, "begin_again")
         worker.send(worker.question)

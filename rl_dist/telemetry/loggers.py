@@ -128,7 +128,7 @@ def named_loggers(text: str) -> list[str]:
     """Split a comma-separated list of loggers; raise ValueError if one is unknown."""
     names = text.replace(",", " ").split()
     if unknown := [name for name in names if name not in LOGGERS]:
-        raise ValueError(f"loggers {unknown[0]} is unknown: name some of {', '.join(LOGGERS)}")
+        raise ValueError(f"loggers {unknown[0]} is unknown: choose from {', '.join(LOGGERS)}")
     return names
 
 

@@ -65,5 +65,5 @@ def test_a_core_that_keeps_the_contract_passes_and_initialises_itself():
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(flag, options):
-    with pytest.raises(ValueError, match=f"{flag}.* does not go with policy"):
+    with pytest.raises(ValueError, match=f"{flag}.* does not fit policy"):
         PolicyConfig(**options)

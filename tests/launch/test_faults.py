@@ -45,7 +45,7 @@ def test_environments_that_misbehave_begin_again_as_on_one_rank(ranks, ranks_fol
     with world_of_one() as world:
         alone = faults_ranks.restarts(world, tmp_path)
     assert ranks[0]["counts"] == ranks[1]["counts"] == alone["counts"] == [0, 5, 0]
-    assert log(ranks_folder / "restarts", 1).count("made again, 1 of 1") == 3
+    assert log(ranks_folder / "restarts", 1).count("rebuilt, 1 of 1") == 3
     # step 20 of an environment is index 3 of the second rollout
     faulty = [*faults_ranks.MISDEEDS]
     assert alone["truncated"][3, faulty].all() and not alone["plain rewards"][3, faulty].any()
