@@ -1,1 +1,1 @@
-"""The process group: start, collective calls, clocks and a watchdog of its ranks."""
+"""The process group of all ranks: joining, collective calls, timing, a watchdog."""

@@ -6,7 +6,7 @@
     @section("update")
     def update(...): ...
 
-Without a listener, a section costs one or two microseconds. Sections never change results.
+Without a listener, a section adds one or two microseconds. Sections never affect the results.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ Listener = Callable[[str], AbstractContextManager[object]]
 _listener: Listener | None = None
 Mark = float | torch.cuda.Event
 
-# A rank is slow in a phase if its time exceeds the median of the other ranks by this factor and
-# also by this number of seconds. It is reported after IN_A_ROW slow iterations in a row.
+# A rank is slow in a phase if it takes more than STRAGGLER_FACTOR times the median time of the
+# other ranks, and also more than STRAGGLER_EXCESS_S longer than this median. The rank is reported
+# after IN_A_ROW slow iterations in a row.
 STRAGGLER_FACTOR = 3.0
 STRAGGLER_EXCESS_S = 0.02
 IN_A_ROW = 3
 
 
 def listen(listener: Listener | None) -> None:
-    """Enter `listener(name)` around every later section; None removes the listener."""
+    """Enter the context `listener(name)` in every later section; None disables this."""
     global _listener
     _listener = listener
 
 
 @contextmanager
 def section(name: str) -> Iterator[None]:
-    """Report the block to the listener under `name`; also works as a decorator."""
+    """Run a block in the listener's context for `name`; also works as a decorator."""
     if _listener is None:
         yield
         return
@@ -47,7 +48,7 @@ def section(name: str) -> Iterator[None]:
 
 
 class NullProfiler:
-    """Stands in for `rl_dist.telemetry.profiler.Profiler` and measures nothing."""
+    """Replaces `rl_dist.telemetry.profiler.Profiler` and measures nothing."""
 
     def begin(self, *_: object) -> None:
         """Do nothing."""
@@ -61,7 +62,7 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[tuple[str, Mark]] = []
-        # waits for other ranks: (begin, end) marks, one sequence for each step
+        # for each step, the (begin, end) marks of its waits for other ranks
         self._waited: list[Sequence[tuple[Mark, Mark]]] = []
 
     def start(self) -> None:
@@ -70,7 +71,7 @@ class StepClock:
         self.mark("")
 
     def mark(self, phase: str) -> None:
-        """Count the time since the last mark as `phase`; "" discards that time."""
+        """Add the time since the last mark to `phase`; "" discards that time."""
         self._marks.append((phase, mark(self._device)))
 
     def waited(self, waits: Sequence[tuple[Mark, Mark]]) -> None:
@@ -78,13 +79,14 @@ class StepClock:
         self._waited.append(waits)
 
     def read(self) -> dict[str, float]:
-        """Return the seconds of each phase since `start`; wait for the GPU if needed.
+        """Return the seconds spent in each phase since `start`; may wait for the GPU.
 
         Returns:
-            time/forward_s, time/backward_s and time/optimizer_s: seconds without the waits for
-            other ranks; time/gradient_wait_s: sum of these waits; time/reduction_s: the shortest
-            wait of any step (probably this rank came last there, so the wait is the transfer
-            alone); time/step_spread_s: standard deviation of the steps' times without waits.
+            time/forward_s, time/backward_s and time/optimizer_s: seconds in each phase, without
+            the waits for other ranks; time/gradient_wait_s: sum of these waits; time/reduction_s:
+            the shortest wait in any step (in that step this rank probably arrived last, so it
+            waited for the transfer only); time/step_spread_s: standard deviation of the time of a
+            step without waits.
         """
         totals = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         steps = [0.0]
@@ -107,7 +109,7 @@ class StepClock:
 
 
 def mark(device: torch.device) -> Mark:
-    """Return the current time on the CPU, or an event recorded in the GPU's queue."""
+    """Return the current time, or for CUDA an event recorded in the GPU's queue."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -126,10 +128,10 @@ def between(begun: Mark, ended: Mark) -> float:
 class Stragglers:
     """Counts for how many iterations in a row each rank has been slow.
 
-    Every rank gets the same counts, because all observe the same metrics.
+    Every rank gets the same counts, because all ranks observe the same metrics.
     """
 
-    # phase -> metric with the time that a rank needed for it
+    # phase -> name of the metric that holds the time a rank spent in it
     KEYS = {
         "collect": "time/collect_s",
         "update": "time/update_own_s",
@@ -155,8 +157,8 @@ class Stragglers:
                 self._in_a_row[key] = self._in_a_row[key] + 1 if is_slow else 0
                 if self._in_a_row[key] == IN_A_ROW:
                     lines.append(
-                        f"straggler: rank {rank} is slow in {phase}: {own_s:.3g} s of its own work "
-                        f"per iteration, the other ranks {other_s:.3g} s (median), "
-                        f"for {IN_A_ROW} iterations in a row"
+                        f"straggler: rank {rank} is slow in {phase}: {own_s:.3g} s without waits "
+                        f"per iteration, while the other ranks need {other_s:.3g} s (median); "
+                        f"it has been slow for {IN_A_ROW} iterations in a row"
                     )
         return lines

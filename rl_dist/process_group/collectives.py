@@ -1,11 +1,11 @@
-"""Exchange numbers, tensors and JSON between ranks, and compare what must be equal.
+"""Exchange numbers, tensors and JSON between ranks, and check that ranks agree.
 
 Nothing is ever pickled.
 
 Every rank must make the same calls in the same order. All calls work with gloo and NCCL: tensors
-are sent from `world.device`, and each result is moved to the device that its function documents. A
-single rank sends nothing and does not wait for the GPU. The time of the calls counts as
-`world.sync_seconds`.
+are sent from `world.device`, and each result is moved to the device that its function documents.
+With only one rank, a call sends nothing and does not wait for the GPU. The time spent in the calls
+is added to `world.sync_seconds`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def all_reduce_sum(values: Mapping[str, float | Tensor], world: World) -> dict[s
         checksums = packed[0].item()
     if checksums != checksum * world.size:
         raise UserError(
-            f"rank {world.rank} sums {listed}; another rank has other names or shapes", exit_code=1
+            f"rank {world.rank} sums {listed}; another rank sums other names or shapes", exit_code=1
         )
     parts = packed[1:].split([tensor.numel() for tensor in flat])
     return {
@@ -89,7 +89,7 @@ def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tenso
 
 
 def all_gather_json(obj: Any, world: World) -> list[Any]:
-    """Return the JSON-serialisable objects that the ranks passed, in rank order."""
+    """Return the JSON-serialisable objects that all ranks passed, in rank order."""
     raw = torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8)
     return [json.loads(bytes(text.numpy())) for text in _gather_bytes(raw, world)]
 
@@ -103,7 +103,7 @@ def _gather_bytes(raw: Tensor, world: World) -> list[Tensor]:
 
 
 def broadcast_bytes(data: bytes, source: int, world: World) -> bytes:
-    """Return the data of rank `source` on every rank; other ranks pass b""."""
+    """Send `data` of rank `source` to all ranks and return it; the others pass b""."""
     if world.size == 1:
         return data
     raw = torch.zeros(all_reduce_max(len(data), world), dtype=torch.uint8)
@@ -118,7 +118,7 @@ def broadcast_bytes(data: bytes, source: int, world: World) -> bytes:
 def broadcast_from_rank0(tensor: Tensor) -> None:
     """Overwrite a tensor with its value on rank 0; every rank must call this."""
     local = tensor.detach()
-    # NCCL sends nothing of a tensor with gaps in memory, and gloo sends the gaps, too
+    # If a tensor has gaps in memory, NCCL sends nothing, and gloo sends the gaps as well.
     dense = local.contiguous()
     dist.broadcast(dense, src=0)
     # write only if needed, because an expanded tensor is not writable
@@ -127,7 +127,7 @@ def broadcast_from_rank0(tensor: Tensor) -> None:
 
 
 def all_reduce_max(value: int, world: World) -> int:
-    """Return the maximum over all ranks, so that all of them take the same decision."""
+    """Return the maximum over all ranks, so that they all make the same decision."""
     return max(all_gather_json(value, world))
 
 
@@ -141,7 +141,7 @@ def check_in_sync(tensors: Mapping[str, Tensor], world: World) -> None:
     if world.size == 1:
         return
     hashes = all_gather_json({name: tensor_hash(t)[:16] for name, t in tensors.items()}, world)
-    usual = max(hashes, key=hashes.count)  # in a tie the lowest rank wins
+    usual = max(hashes, key=hashes.count)  # in a tie, those of the lowest rank
     if hashes.count(usual) == world.size:
         return
     differences = []
@@ -166,7 +166,7 @@ def tensor_hash(*tensors: Tensor) -> str:
     """Return the SHA-256 of the concatenated bytes of tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        # Copy, because a numpy view would keep the memory of full parameters that FSDP frees.
+        # Copy: a numpy view would keep the memory of full parameters after FSDP has freed it.
         digest.update(_as_bytes(tensor.detach().to("cpu", copy=True)).numpy().data)
     return digest.hexdigest()
 
@@ -188,8 +188,8 @@ def check_settings(
         modules: source files of the user's modules, by module name.
 
     Raises:
-        UserError: something differs. Every rank raises it, with the first difference, both values,
-            both ranks and their hosts.
+        UserError: a value differs. Every rank raises this error; the message shows the first
+            difference: both values, both ranks and their hosts.
     """
     if world.size == 1:
         return
@@ -207,7 +207,7 @@ def check_settings(
 
 
 def software(modules: Mapping[str, Sequence[Path]]) -> dict[str, str]:
-    """Return the versions of Python, torch, numpy and code on this rank, by name."""
+    """Return the versions of Python, torch, numpy and the code on this rank, by name."""
     our_files = [path for name in PACKAGES for path in (CODE / name).rglob("*.py")]
     our_files += CODE.glob("train_distributed.py")
     hashes = {f"module {name}, version": short_hash(files) for name, files in modules.items()}
@@ -228,7 +228,7 @@ def short_hash(paths: Sequence[Path]) -> str:
 
 
 def devices_differ(world: World) -> bool:
-    """Return True if device models differ, so that ranks may round differently."""
+    """Return True if ranks use different device models, which may round differently."""
     if world.device.type == "cuda":
         name = torch.cuda.get_device_name(world.device)
     else:

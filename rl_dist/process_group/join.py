@@ -1,4 +1,4 @@
-"""Read the environment variables of a rank, and open the store that ranks share."""
+"""Read a rank's environment variables, and open the store that the ranks share."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-# Environment variable: the private directory of a job that our launcher started.
+# Environment variable that holds the private directory of a job started by our launcher
 JOB_DIR_VARIABLE = "RL_DIST_JOB_DIR"
 RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
 HOW_TO_START = "start with torchrun, which sets all variables, or unset RANK and give --num_gpus"
-# Environment variables: the number of copies of this command that a launcher started.
+# Environment variables that hold the number of copies of this command that a launcher started
 COPIES = ("SLURM_NTASKS", "PET_NNODES", "WORLD_SIZE")
 GREETING_EVERY_S = 0.05
 
@@ -38,7 +38,7 @@ def check_variables() -> None:
                 raise ValueError(f"RANK is set, but MASTER_ADDR is not: {HOW_TO_START}")
         return
     for name in COPIES:
-        count = os.environ.get(name, "").split(":")[-1]  # torchrun accepts ranges: 1:4
+        count = os.environ.get(name, "").split(":")[-1]  # torchrun accepts ranges such as 1:4
         if count.isdecimal() and int(count) > 1:
             raise ValueError(
                 f"{name} is {os.environ[name]}, but RANK is not set: every copy would train alone; "
@@ -76,7 +76,7 @@ def _number(name: str) -> int:
 
 
 def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
-    """Open the store in which all ranks meet.
+    """Open the store through which all ranks find each other.
 
     The store is a file if our launcher started the ranks. Otherwise rank 0 or torchrun serves it at
     MASTER_ADDR and MASTER_PORT.
@@ -106,13 +106,13 @@ def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
         cause = " ".join(str(error).split())[:200]
         raise ValueError(
             f"rank {rank} did not meet all {size} ranks at MASTER_ADDR {host}, MASTER_PORT {port} "
-            f"within {timeout_s:g} s (--startup_timeout): check both on every machine, that {size} "
-            f"ranks were started, and the firewall ({cause})"
+            f"within {timeout_s:g} s (--startup_timeout): check both variables on every machine, "
+            f"that {size} ranks were started, and the firewall ({cause})"
         ) from None
 
 
 def _wait_for_listener(host: str, port: int, deadline_s: float) -> None:
-    """Wait for a listener quietly; torch would print many warnings while it waits."""
+    """Wait quietly until a process listens; torch would print many warnings."""
     while True:
         try:
             socket.create_connection((host, port), timeout=5.0).close()
@@ -124,13 +124,14 @@ def _wait_for_listener(host: str, port: int, deadline_s: float) -> None:
 
 
 def part_of_this_start(store: dist.Store, rank: int, size: int, deadline_s: float) -> dist.Store:
-    """Return a part of the store that only the ranks of this start use.
+    """Return a part of the store that only the currently started ranks use.
 
-    torchrun's store outlives its ranks, and restarted ranks must not read what dead ranks wrote. No
-    environment variable numbers the starts (a node that rejoins keeps its
-    TORCHELASTIC_RESTART_COUNT). Therefore each rank writes a random greeting. Rank 0 answers each
-    rank with both greetings, rank 0's and that rank's, so a rank that reads its own greeting in the
-    answer knows that rank 0 is alive. It confirms rank 0's greeting, which then names the part.
+    torchrun's store outlives the ranks, and restarted ranks must not read what dead ranks wrote. No
+    environment variable numbers the starts reliably (a node that rejoins keeps its
+    TORCHELASTIC_RESTART_COUNT). Therefore each rank writes a random greeting to the store. Rank 0
+    answers each rank with two greetings: its own and the greeting of that rank. A rank that finds
+    its own greeting in the answer knows that rank 0 is alive. This rank then confirms the greeting
+    of rank 0, which becomes the name of the part.
     """
 
     def read(key: str) -> str:
@@ -152,4 +153,4 @@ def part_of_this_start(store: dist.Store, rank: int, size: int, deadline_s: floa
                 store.set(f"agreed/{rank}", name)
                 return dist.PrefixStore(name, store)
         time.sleep(GREETING_EVERY_S)
-    raise TimeoutError(f"no sign of ranks {missing[:8]}")
+    raise TimeoutError(f"no answer from ranks {missing[:8]}")

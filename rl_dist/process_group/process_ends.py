@@ -1,4 +1,4 @@
-"""Handle stop signals and the death of a parent, and report how a process ends.
+"""Handle stop signals and the parent's death, and report how a process ends.
 
 This module imports only the standard library, because the supervisor and the processes that host
 environments load it.
@@ -34,12 +34,12 @@ _prctl = ctypes.CDLL(None).prctl
 
 
 class StopFlag:
-    """Remembers stop signals; the signals of one key press count as one.
+    """Remembers stop signals; several signals from one key press count as one.
 
     `signum` is the first signal, or 0. A rank must not act on it alone: all ranks agree first
     (`all_reduce_max(stop_flag.signum, world)`), then they save and leave together with exit code
     128 + signum. `insists` is True after a second SIGINT or SIGTERM. SIGUSR1 and SIGHUP do not
-    count for it, because schedulers send them some time before SIGTERM.
+    count here, because schedulers send them some time before SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -59,10 +59,10 @@ class StopFlag:
     def install(self, *, second_ends: bool = False) -> None:
         """Set the handlers, then unblock the stop signals.
 
-        Outside the main thread this does nothing: Python allows no handlers there.
+        Outside the main thread this does nothing, because Python allows signal handlers only there.
 
         Args:
-            second_ends: a second SIGINT or SIGTERM ends this process immediately.
+            second_ends: whether a second SIGINT or SIGTERM ends this process immediately.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -101,7 +101,7 @@ class StopFlag:
 
 
 def awaited_signals() -> list[signal.Signals]:
-    """Return the stop signals, except SIGHUP if it is ignored (nohup does that)."""
+    """Return the stop signals, without SIGHUP if it is ignored (as under nohup)."""
     return [
         signum
         for signum in STOP_SIGNALS
@@ -117,7 +117,7 @@ def die_with_parent(parent_pid: int, signum: int = signal.SIGTERM) -> None:
 
 
 def leave_with_parent(parent_pid: int) -> None:
-    """Get SIGTERM when the parent dies, and exit at most ORPHAN_GRACE_S later."""
+    """Receive SIGTERM when the parent dies, and exit within ORPHAN_GRACE_S."""
 
     def leave_when_orphaned() -> None:
         while os.getppid() == parent_pid:
@@ -130,14 +130,14 @@ def leave_with_parent(parent_pid: int) -> None:
 
 
 class ReportPage:
-    """Shared memory in which a process reports to the process that watches it.
+    """Shared memory in which a process leaves facts for the process that watches it.
 
     The page outlives the reporting process. Writing works even if the disk is full or the process
     cannot open more files.
     """
 
     def __init__(self) -> None:
-        self._text = RawArray("c", PAGE_BYTES)  # also reaches spawned processes
+        self._text = RawArray("c", PAGE_BYTES)  # can also be passed to spawned processes
 
     def write(self, **facts: Any) -> None:
         """Add facts to the page."""
@@ -183,18 +183,18 @@ def flush_and_leave(code: int) -> NoReturn:
 
 
 def stopped_in_evaluation(signum: int, run_dir: Path | None) -> str:
-    """Return the message for a signal in an evaluation, with the flag to repeat it."""
+    """Return the message for a signal during the evaluation, with a way to resume."""
     message = f"stopped by {signal.Signals(signum).name}"
     if run_dir is None:
         return message
-    return f"{message} during the evaluation; training is saved: --resume {run_dir} evaluates it"
+    return f"{message} during the evaluation; training is saved: evaluate with --resume {run_dir}"
 
 
 def how_it_ended(code: int) -> str:
-    """Describe an end without a report; a code of -n means killed by signal n."""
+    """Describe how a process ended without a report; -n: signal n killed it."""
     if code == SCRIPT_RAN_AGAIN:
-        return 'ran the whole script: move its train() below `if __name__ == "__main__":`'
+        return 'ran the whole script again: move train() below `if __name__ == "__main__":`'
     if code >= 0:
-        return f"ended with code {code} and without a report: a library or environment ended it"
+        return f"ended with code {code} without a report: a library or environment may have exited"
     names = {member.value: member.name for member in signal.Signals}
     return f"was ended by {names.get(-code, f'signal {-code}')}"

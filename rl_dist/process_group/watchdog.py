@@ -9,7 +9,7 @@ reads the statuses of the others. A rank that waits in a collective call ends if
 - the store has not answered for the same time.
 
 With `watches_work`, a rank also ends if its own work outside collective calls makes no progress for
-the same time. Time in which that process is suspended, for example by Ctrl-Z, does not count here.
+the same time. Time during which its process is suspended, for example by Ctrl-Z, does not count.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def end_rank(message: str, exit_code: int = 1, *, consequence: int = 0) -> None:
     # this logger writes to log files only
     logging.getLogger("rl_dist.launch.ranks").error("error: %s", summary)
     report(rank=rank, failed=True, consequence=consequence, summary=summary, exit_code=exit_code)
-    # our launcher prints the reported error; without it, print the error here
+    # our launcher prints the reported error; without our launcher, print the error here
     if JOB_DIR_VARIABLE not in os.environ:
         sys.stderr.write(f"error: {summary}\n")
     flush_and_leave(exit_code)
@@ -87,9 +87,10 @@ class Verdicts:
     _own: RankStatus | None = None
     _since_s: float = 0.0  # time when this rank's status last changed
     _heard_s: float = 0.0  # time when the store last answered
-    # calls of `look` since this rank's status last changed; a suspended process makes none
+    # number of `look` calls since this rank's status last changed; none while it is suspended
     _looks: int = 0
-    # (rank, its last status) -> time of the first `look` that saw it since this rank's own change
+    # (rank, status of that rank) -> time when `look` first saw this status; cleared when the
+    # status of this rank changes
     _seen: dict[tuple[int, bytes], float] = field(default_factory=dict)
 
     @property
@@ -103,7 +104,7 @@ class Verdicts:
         Args:
             own: the status of this rank.
             messages: statuses of all ranks as JSON; None: the store did not answer.
-            now_s: the current time. Call this method every `period_s` seconds.
+            now_s: the current time; the caller must call this method every `period_s` seconds.
         """
         if own != self._own:
             self._own, self._since_s, self._heard_s, self._looks = own, now_s, now_s, 0
@@ -127,9 +128,9 @@ class Verdicts:
         waited_s = now_s - self._since_s
         waited = f"waited {waited_s:.0f} s {own.where}"
         if now_s - self._heard_s >= limit_s:
-            return f"{waited}, and the store of all statuses does not answer: it may be lost"
+            return f"{waited}, and the store does not answer: its machine may be lost"
         missing = {rank: "never came" for rank in range(self.size) if rank != self.rank}
-        # A rank with a status that is newer than this time is slow but makes progress.
+        # A rank whose status changed after this time is slow, but it makes progress.
         progress_s = now_s - limit_s + 2 * self.period_s
         is_slow = waited_s < limit_s
         for (rank, message), since_s in self._seen.items():
@@ -145,7 +146,7 @@ class Verdicts:
             listed = [f"rank {rank}, which {reason}" for rank, reason in missing.items()]
             return f"{waited} for {' and '.join(listed)} {limit}"
         return (
-            f"{waited}, as all other ranks do: they do not reach each other, check firewalls and "
+            f"{waited}, as all other ranks do: they cannot reach each other; check firewalls and "
             "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME on their machines"
         )
 
@@ -153,8 +154,8 @@ class Verdicts:
 class Watchdog:
     """Runs two threads in a rank: one exchanges statuses, the other may end the rank.
 
-    They are separate because the first can hang in a store call, despite all timeouts, if the
-    machine of the store is lost.
+    The threads are separate because the first one can hang in a store call, despite all timeouts,
+    if the machine that hosts the store is lost.
     """
 
     def __init__(self, doing: RankStatus, store: dist.Store, verdicts: Verdicts) -> None:
@@ -166,7 +167,7 @@ class Watchdog:
         # Create all keys, because reading would wait for a missing key.
         for key in self._keys:
             self._store.compare_set(key, "", "")
-        # statuses that were read since the last `look`; None: no answer
+        # statuses read since the last `look`; None: the store did not answer
         self._messages: dict[int, bytes] | None = None
         self._closed = threading.Event()
         self._main_thread = threading.get_ident()
@@ -177,7 +178,7 @@ class Watchdog:
     def close(self) -> None:
         """Stop both threads; safe to call twice."""
         self._closed.set()
-        # A thread inside a store call would abort the process when it exits.
+        # A thread that is still in a store call would abort the process at exit.
         self._exchange.join(LAST_CALL_S)
 
     def _exchange_statuses(self) -> None:

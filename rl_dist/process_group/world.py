@@ -33,21 +33,21 @@ from rl_dist.process_group.watchdog import (
 
 # Data is gathered in chunks. Gloo copies received data in its own thread. If a copy has more than
 # 32,768 elements (ATen's grain size), that thread opens a second OpenMP team and keeps it. libgomp
-# then no longer spins between parallel regions of the training, and iterations took twice as long.
+# then no longer spins between parallel regions of the training, which doubled the iteration time.
 CHUNK_BYTES = 32_768
-# The first chunk is shorter, because most data fits into it. It starts with the length.
+# The first chunk is shorter, because most data fits into it. It begins with the data's length.
 FIRST_BYTES, LENGTH_BYTES = 4096, 8
 GROUP_TIMEOUT = timedelta(days=1)  # never reached: the watchdog ends a rank much earlier
 _mesh_numbers = itertools.count()
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
-stop_flag = StopFlag()  # one for the whole process, because signal handlers are global, too
+stop_flag = StopFlag()  # one per process, because signal handlers belong to the process
 _left_groups: deque[Any] = deque(maxlen=8)  # see `destroy_group`
 atexit.register(_left_groups.clear)
 
 
 class CollectiveError(UserError):
-    """Error: a rank left during a collective call, or made a different call."""
+    """Raised if a rank leaves during a collective call or makes a different call."""
 
 
 def connection_broke(error: BaseException) -> bool:
@@ -89,7 +89,7 @@ class World:
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
-        """Enclose a collective call; its time counts as `sync_seconds`.
+        """Enclose a collective call; the time it takes is added to `sync_seconds`.
 
         Args:
             place: name of the call in messages.
@@ -106,8 +106,8 @@ class World:
         """Enclose a backward pass; the time after `gradients_ready` counts as waiting.
 
         Args:
-            place: name of the pass in messages, if the ranks exchange data from its beginning; "":
-                they do not exchange data before `gradients_ready`.
+            place: name of the backward pass in messages; "" if the ranks exchange no data before
+                `gradients_ready`.
         """
         self._gradients_ready = None
         with self._in_collective(place):
@@ -127,7 +127,7 @@ class World:
 
     @property
     def gradient_seconds(self) -> float:
-        """Seconds spent waiting for gradients of other ranks; reading waits for the GPU."""
+        """Seconds spent waiting for other ranks' gradients; reading waits for the GPU."""
         return sum(between(*marks) for marks in self.gradient_waits)
 
     def forget_waits(self) -> None:
@@ -154,7 +154,7 @@ class World:
     def _announce(self, place: str) -> None:
         """Check that all ranks enter the same collective.
 
-        If the calls differed, gloo would abort a process, wait forever or mix up numbers.
+        If the ranks made different calls, gloo would abort, wait forever or mix up numbers.
         """
         self.doing.place = place
         self.doing.calls += 1
@@ -176,7 +176,7 @@ class World:
         data = torch.cat([torch.tensor([raw.numel()]).view(torch.uint8), raw])
 
         def gather(begin: int, end: int) -> Tensor:
-            """Return these bytes of all W ranks, filled up with zeros, as [W, bytes]."""
+            """Return this range of all W ranks' bytes, padded with zeros: [W, end - begin]."""
             chunk = data[begin:end]
             chunk = nn.functional.pad(chunk, (0, end - begin - len(chunk))).to(self.device)
             gathered = [torch.empty_like(chunk) for _ in range(self.size)]
@@ -216,7 +216,7 @@ def open_world(
     *,
     watches_work: bool = False,
 ) -> World:
-    """Join the group that environment variables describe, or open one for 1 rank.
+    """Join the group that environment variables describe, or open a group of 1 rank.
 
     Args:
         device: "cpu" (gloo) or "cuda" (nccl).
@@ -259,7 +259,7 @@ def open_world(
         # Let ranks talk over loopback only, unless the user has chosen an interface.
         for variable in {*INTERFACES} - os.environ.keys():
             os.environ[variable] = "lo"
-            # Child processes that are started later may have to reach other machines.
+            # Undo this at the end: a later child process may have to reach other machines.
             _leaving.callback(os.environ.pop, variable, None)
     # All ranks reached the store, but connections between them can still fail. The watchdog then
     # ends this rank and names this place.
@@ -280,7 +280,7 @@ def _own_gpu(local_rank: int, gpu_ids: Sequence[int]) -> torch.device:
     """Return the GPU of the rank with index `local_rank` on this machine."""
     count = torch.cuda.device_count()
     gpu = gpu_ids[local_rank] if gpu_ids else local_rank
-    # The launcher shows each rank only 1 GPU, for example with SLURM's --gpus-per-task.
+    # Some launchers let each rank see only 1 GPU, for example SLURM with --gpus-per-task.
     if count == 1 and not gpu_ids and "CUDA_VISIBLE_DEVICES" in os.environ:
         gpu = 0
     if gpu >= count:
@@ -294,7 +294,7 @@ def _own_gpu(local_rank: int, gpu_ids: Sequence[int]) -> torch.device:
 def close_world() -> None:
     """Leave the process group; safe to call twice.
 
-    If a process exits without leaving, threads of gloo can abort it.
+    If a process exits without leaving the group, gloo's threads can abort it.
     """
     _leaving.close()
 
