@@ -78,7 +78,7 @@ class LoadedPolicy:
             state: the state that the previous call returned; None at the start.
             episode_start: [B] bool, True where an episode begins; there the state is reset.
             deterministic: True takes the most likely action, False samples one. Samples use white
-                noise, whatever --noise_color was, and never repeat the noise of training.
+                noise, regardless of --noise_color, and never repeat the noise of training.
             action_masks: for a policy trained with --info_mask: the mask from the environment's
                 info (an array, or a tuple of arrays), or a list of masks for a batch. None allows
                 all actions.
@@ -161,7 +161,7 @@ def load_policy(
     """Load the policy of a run directory or checkpoint file.
 
     Args:
-        which: checkpoint of a run directory, best or last; "": see `load_agent`.
+        which: checkpoint of a run directory, best or last; `load_agent` explains the default "".
         device: device that computes the actions.
         seed: seed of the noise that `predict` uses with deterministic=False.
         core: module:Class, as given to --core in training. You need it if the run directory is not
@@ -181,7 +181,7 @@ class TrainedRun:
     """A run whose training is finished or stopped."""
 
     run_dir: Path
-    exit_code: int  # 0, or 128 + the signal that stopped it after saving
+    exit_code: int  # 0, or 128 + the number of the signal that stopped it
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -192,8 +192,8 @@ class TrainedRun:
     def test(self) -> dict[str, Any]:
         """Return the results of the final evaluation; empty if the run was stopped.
 
-        They are also empty for real prices, because the test span stays closed. summary.json has
-        the results on the spans "train" and "valid".
+        They are also empty for real prices, because training does not evaluate on the test span.
+        summary.json has the results on the spans "train" and "valid".
         """
         return RunDir(self.run_dir).summary().get("test", {})
 
@@ -243,9 +243,9 @@ def train(
     }
     flags = {"env": env, "num_gpus": num_ranks} | settings
     for name, value in flags.items():
-        if isinstance(value, list | tuple):  # stop_at=("valid/return", 475)
+        if isinstance(value, list | tuple):  # such as stop_at=("valid/return", 475)
             flags[name] = " ".join(map(str, value))
-    reported.clear()  # it may hold the error of an earlier call
+    reported.clear()  # an earlier call may have left its error there
     try:
         parsed = parse_training(as_flags(flags))
         code = explains_errors(start)(parsed, run_rank, callbacks)
@@ -255,7 +255,7 @@ def train(
         close_logging()
     if 0 < code < 128:
         # Under torchrun, this rank may have no error to report: another rank prints it.
-        raise UserError(reported.get("error", "the lines above say why"), exit_code=code)
+        raise UserError(reported.get("error", "the reason is printed above"), exit_code=code)
     return TrainedRun(run_dir=Path(reported["run_dir"]).absolute(), exit_code=code)
 
 

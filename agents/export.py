@@ -6,7 +6,7 @@ It includes the normaliser, the reset at episode starts, and the bounds of actio
 examples:
   python -m agents.export runs/my_run
   python -m agents.export runs/my_run --which last --output my_policy
-exit codes: 0 done, 1 the exported policy differs or cannot be made, 2 bad usage
+exit codes: 0 done, 1 the export failed or differs from the policy, 2 bad usage
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ExportedStep(nn.Module):
         super().__init__()
         self.policy = policy = float_copy(agent)
         policy.critic_core = TanhCore(0, 0, 0)
-        policy.critic_head.forward = lambda rows: rows  # its weight is read for the type
+        policy.critic_head.forward = lambda rows: rows  # its weight, read for the dtype, stays
         vectors_size = 0 if policy.config.stateless else policy.initial_state(1).numel()
         self.sizes = [vectors_size, policy.empty_history(1).numel()]
         self.state_size = sum(self.sizes)
@@ -153,9 +153,9 @@ def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> f
     """Return the largest relative difference of actions over episodes with resets.
 
     For each number of an action, the difference is divided by the largest magnitude of this number
-    over all steps, but at least by half the range of a bounded action, or by 1. Discrete choices
-    are compared by the logits of the chosen options, because rounding may decide between options
-    that are equally likely.
+    over all steps. The divisor is not smaller than half the range of a bounded action, or than 1 if
+    there are no bounds. Discrete choices are compared by the logits of the chosen options, because
+    rounding may decide between options that are equally likely.
     """
     policy, decoder = float_copy(agent), step.decoder
     generator = np.random.default_rng(0)
@@ -285,15 +285,15 @@ def main() -> int:
     parser.add_argument("path", metavar="RUN_DIR_OR_CHECKPOINT")
     folder = f"folder for the files (default: RUN_DIR/{FOLDER})"
     parser.add_argument("--output", metavar="DIR", help=folder)
-    which = "checkpoint of a run directory (default: the best one where there is one)"
+    which = "checkpoint of a run directory (default: the best one, if it exists)"
     parser.add_argument("--which", choices=("best", "last"), default="", help=which)
-    core = "the core of --policy own; needed to import it if another user owns config.json"
+    core = "core of a run with --policy own; needed if another user owns its config.json"
     parser.add_argument("--core", metavar="MODULE:CLASS", help=core)
     args = parser.parse_args()
     agent = load_agent(args.path, which=args.which, core=args.core)
     print(f"{agent.path}, iteration {agent.iteration}")
     path, contract = export(agent, Path(args.output or path_to_write(agent.run_dir, FOLDER)))
-    print(f"{path}, with {CONTRACT} beside it; check against torch: {contract['check']}")
+    print(f"{path}, with {CONTRACT} in the same folder; comparison with torch: {contract['check']}")
     return 0
 
 

@@ -61,12 +61,12 @@ exit codes: 0 done, 1 failed, 2 bad usage, stopped: 130 (INT), 143 (TERM), 138 (
 
 @configuration
 class RunFlags:
-    """Run directory of a pre-training."""
+    """Run directory of a pre-training run."""
 
     run_dir: Text = ""
-    """Directory to write to; none: runs/pretrain/DATE_TIME."""
+    """Directory to write to; by default, runs/pretrain/DATE_TIME."""
     resume: Text = ""
-    """Continue the pre-training in this directory."""
+    """Continue the pre-training run in this directory."""
 
 
 @configuration
@@ -78,9 +78,9 @@ class PretrainConfig:
     observation: Observation = "relative"
     """Form of the observations; training needs the same --observation."""
     window: int = Field(60, ge=2, le=10**5)
-    """Days in a training sequence; it starts with the LSTM's state at zero."""
+    """Days in a training sequence; the LSTM's state is zero at its start."""
     batch_size: int = Field(64, ge=1, le=10**7)
-    """Sequences in a batch, total over all ranks."""
+    """Sequences in a batch, counted over all ranks."""
     learning_rate: float = Field(1e-3, ge=0, le=10)
     """Step size of Adam."""
 
@@ -124,13 +124,14 @@ def make_windows(
 
     Inputs [days, F] are observations as the trading environment returns them. They contain a random
     portfolio that stays the same for the whole window, so that the LSTM's features cannot depend on
-    the portfolio. Targets [days, 2, n] are two numbers for each of n stocks: first 1 if the next
-    day's return is positive, else 0; then the standardised log volatility of the next
-    VOLATILITY_DAYS days. All days, also those of the targets, are within the span.
+    the portfolio. Targets [days, 2, n] are two numbers for each of n stocks. The first is 1 if the
+    next day's return is positive, else 0. The second is the standardised log volatility of the next
+    VOLATILITY_DAYS days. All these days, including the days behind the targets, are within the
+    span.
 
     Args:
         days: length of a window.
-        stride: days from the start of one window to the start of the next.
+        stride: number of days between the starts of consecutive windows.
         scale: mean and standard deviation used to standardise the log volatility; None: compute
             them from this span.
 
@@ -291,8 +292,8 @@ def run_rank(config: PretrainRunConfig, resolved: ResolvedLaunch, run: RunDir, r
         num_epochs = len(result.history)
         run.write_summary({"best_epoch": result.best_epoch, "epochs": num_epochs, "best": best})
         print(
-            f"best epoch {result.best_epoch} of {num_epochs}: sign right in "
-            f"{best['valid/sign_accuracy']:.1%} of the validation span\n"
+            f"best epoch {result.best_epoch} of {num_epochs}: predicts "
+            f"{best['valid/sign_accuracy']:.1%} of the signs on the validation span\n"
             f"next: python train_distributed.py --pretrained {run_dir}",
             flush=True,
         )
@@ -315,7 +316,7 @@ def main() -> int:
     configs = parse(sections).configs
     flags = configs.pop("run")
     run = RunDir(flags.resume or flags.run_dir or RUNS)
-    if flags.resume:  # saved settings become the defaults; `fit` refuses changes that do not fit
+    if flags.resume:  # saved settings become the defaults; `fit` refuses changes
         configs = parse(sections | read_sections(SECTIONS, run.config())).configs
         configs.pop("run")
     config = PretrainRunConfig(**configs)

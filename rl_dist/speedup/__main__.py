@@ -1,16 +1,16 @@
 """Predict the speedup of training on more GPUs.
 
-RUN_DIR is a run whose flags are used. All flags of train_distributed.py are accepted.
+RUN_DIR is an earlier run whose flags are reused. All flags of train_distributed.py are accepted.
 
 examples:
   python -m rl_dist.speedup                             the main job, on this machine
   python -m rl_dist.speedup --gpus 1 2 4 8 --json       more ranks, as JSON
   python -m rl_dist.speedup RUN_DIR                     the job of an earlier run
-  python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM"   speedup on a card that is not here
-  python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM" --sps 90000    ... and time and cost
+  python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM"   speedup on a GPU that this machine lacks
+  python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM" --sps 90000    also time and cost
 speedup: environment steps/s relative to one rank. Time and cost need steps/s, either measured
-here or given by --sps. Each figure takes about 15 s. docs/planning.md explains the model.
-exit codes: 0 done, 1 a short run failed or its rate kept changing, 2 wrong usage
+here or given by --sps. Each measurement takes about 15 s. docs/planning.md explains the model.
+exit codes: 0 done, 1 a short run failed or its speed kept changing, 2 wrong usage
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ from rl_dist.speedup.model import CARDS, Prediction, bottleneck, predict, steps_
 
 EPISODES = 5000  # default length of a training run
 CARD_ESTIMATE = (
-    "an estimate from data sheets and the lowest list price of 2026-11 in US dollars: rollouts as "
-    "measured here, the rest scaled by peak fp32 rates, 8 cards in a machine, InfiniBand NDR "
-    "between machines"
+    "this estimate uses data sheets and the lowest list price of 2026-11 in US dollars. It takes "
+    "rollout times as measured here, scales the rest by peak fp32 rates, and assumes 8 cards per "
+    "machine and InfiniBand NDR between machines"
 )
 NO_COST = (
-    "no time or cost: give --sps N (the steps/s of a run on one such GPU) and, if no episode ended "
-    "in the short runs, --total_steps"
+    "no time or cost can be given: pass --sps N (the steps/s of a run on one such GPU) and, if no "
+    "episode ended in the short runs, --total_steps"
 )
 
 
 @configuration
 class SpeedupOptions:
-    """The options of an estimate."""
+    """Options of `estimate_training_speedup`."""
 
     run_dir: Path | None = None  # directory of an earlier run; the job of this run is estimated
     gpus: tuple[Annotated[int, Field(ge=1)], ...] = (1, 2)
     """Numbers of GPUs (ranks)."""
     scaling: Literal["strong", "weak", "both"] = "both"
-    """strong (batch sizes etc. are totals), weak (they are per rank) or both."""
+    """strong (num_envs and batch_size are totals), weak (they are per rank) or both."""
     gpu: Literal["", *CARDS] = ""  # type: ignore[valid-type]
     """Name of a GPU model to estimate for, instead of this machine."""
     sps: float = Field(0.0, ge=0)
-    """Steps/s of one rank, from a run here or on `gpu`; 0: measure them here."""
+    """Steps/s of one rank in a run on this machine or on `gpu`; 0 measures them now."""
     num_episodes: int = Field(0, ge=0)
-    """Length of the training run; 0: the length of the earlier run, else 5000."""
+    """Episodes in the training run; 0 takes them from the earlier run, else 5000."""
     total_steps: int = Field(0, ge=0)
-    """Length of the training run in environment steps, not episodes."""
+    """Length of the training run in environment steps instead of episodes."""
     price_per_hour: float = Field(0.0, ge=0)
-    """Price of one GPU hour; 0: the lowest list price of `gpu` in US dollars."""
+    """Price of one GPU hour; 0 uses the lowest list price of `gpu` in US dollars."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the short runs."""
+    """Device on which the short runs train."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def estimate_training_speedup(flags: Sequence[str] = (), **options: Any) -> Spee
 
     Raises:
         UserError: wrong arguments, or flags that training refuses.
-        ChildError: a short run failed, or its rate kept changing.
+        ChildError: a short run failed, or its speed kept changing.
     """
     chosen = SpeedupOptions(**options)
     device = chosen.device
@@ -124,11 +124,11 @@ def estimate_training_speedup(flags: Sequence[str] = (), **options: Any) -> Spee
 def _job_of(run: RunDir, flags: Sequence[str]) -> dict[str, str]:
     """Return the flags of a saved run by name.
 
-    Raise UserError if the run names Python modules that the user did not name as well.
+    Raise UserError if the saved flags name Python modules that `flags` does not name.
     """
     saved = run.flags()
     if not {"env", "core", "num_episodes", "total_steps"} <= saved.keys():
-        raise UserError(f"{run.config_path} names no env, core and length: give flags instead")
+        raise UserError(f"{run.config_path} lacks env, core or length: give training flags instead")
     for section, name in (("task", "env"), ("policy", "core")):
         settings = {key: saved[key] for key in (name, f"{name}_kwargs") if key in saved}
         is_given = any(flag.split("=")[0] == f"--{name}" for flag in flags)
@@ -153,7 +153,7 @@ def _rows(
     """Return a row for each number of ranks, on this machine or on other cards.
 
     Args:
-        env_steps: length of the training run in environment steps; NaN: unknown.
+        env_steps: length of the training run in environment steps; NaN if unknown.
     """
     rows = []
     baseline: Prediction | None = None  # the first prediction, which is for one rank
@@ -163,7 +163,8 @@ def _rows(
     # time on the card divided by the time on one CPU thread or GPU of this machine
     ratio = _fp32_tflops(device) / card.fp32_tflops if card else 1.0
     for share in job.shares:
-        update = share.processors * ratio if card else 1.0  # factor of the time of an update
+        # the factor by which the card changes the time of an update
+        update = share.processors * ratio if card else 1.0
         work = share.work.scaled(1.0, update)
         if options.sps and not baseline:
             slower = work.env_steps / options.sps / work.seconds

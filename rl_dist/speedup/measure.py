@@ -41,7 +41,7 @@ class Share:
     scaling: str  # strong: num_envs and batch_size are totals; weak: they are per rank
     work: RankCost  # cost of one rank if the machine has enough cores
     processors: int  # CPU threads of a rank; 1 on a GPU
-    crowding: float  # slowdown factor if the ranks need more cores than there are
+    crowding: float  # slowdown if the ranks need more cores than exist
     source: str  # "measured": a copy ran for each rank; "modelled": fewer copies ran
 
 
@@ -49,11 +49,11 @@ class Share:
 class MeasuredJob:
     """Measurements of a job on this machine."""
 
-    records: list[dict[str, Any]]  # of one rank
+    records: list[dict[str, Any]]  # metrics of one rank
     title: str  # names the job
     gradient_bytes: int
     network: Network
-    shares: list[Share]  # for each scaling, by number of ranks; 1 rank first
+    shares: list[Share]  # grouped by scaling; ascending numbers of ranks, from 1
     notes: list[str]
 
 
@@ -66,15 +66,15 @@ def measure_job(
     steady: bool,
     network: Network | None = None,
 ) -> MeasuredJob:
-    """Measure one rank, reductions, and copies of one rank's share.
+    """Measure a job on one rank, reductions, and copies of one rank's share.
 
     Copies train at the same time, at most one per core or GPU. A number of ranks that does not
-    divide the job's sizes is skipped, and a note says so.
+    divide the job's sizes is skipped and reported in the notes.
 
     Args:
         gpus: numbers of ranks to measure, in addition to 1.
-        steady: refuse measured steps/s that keep changing.
-        network: connections between the ranks; None: measure those of this machine.
+        steady: raise an error if the measured steps/s keep changing.
+        network: connections between the ranks; None measures this machine's connections.
     """
     flags = [*flags, "--num_gpus=1", f"--device={device_type}", "--gpu_ids="]
     whole = measure_one_rank(flags, steady)
@@ -87,7 +87,7 @@ def measure_job(
     }
     most_threads = config["launch"]["threads"]
 
-    # the ranks of this machine
+    # how many ranks and copies this machine runs
     on_cpu = device_type == "cpu"
     cores = available_cores()
     numbers = sorted({1, *gpus})
@@ -139,13 +139,13 @@ def measure_job(
 
 
 def measure_one_rank(flags: Sequence[str], steady: bool) -> ShortRuns:
-    """Train the whole job for some seconds; refuse unsteady rates if `steady`."""
+    """Train the whole job for some seconds; if `steady`, refuse a changing speed."""
     logger.info("measuring the whole job on one rank")
     whole = measure_short_runs([[*flags, "--strategy=default"]])
     problem = unsteady(round_rates(whole.records[0]))
     if steady and problem:
         raise ChildError(
             f"the rate of one rank keeps changing: {problem}: stop other programs "
-            "and measure again, or give --sps N from a run"
+            "and measure again, or pass the steps/s of a longer run with --sps N"
         )
     return whole

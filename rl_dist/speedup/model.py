@@ -19,7 +19,7 @@ from statistics import NormalDist, fmean, harmonic_mean, median, stdev
 from typing import Any
 
 SMALL_COLLECTIVES = 3  # collectives per iteration that do not reduce gradients
-WARM_UP = 2  # an audit omits this many first iterations
+WARM_UP = 2  # an audit skips this many iterations at the start
 
 
 # ---- the work of one rank
@@ -34,7 +34,7 @@ class RankCost:
     collect_s: float
     update_s: float  # time of everything after the rollout
     collect_spread_s: float = 0.0  # standard deviation over iterations and ranks
-    update_spread_s: float = 0.0  # the same for the update, summed over its gradient steps
+    update_spread_s: float = 0.0  # also a standard deviation; covers all gradient steps
 
     @property
     def seconds(self) -> float:
@@ -55,8 +55,8 @@ class RankCost:
 def rank_cost(records: Sequence[Mapping[str, Any]]) -> RankCost:
     """Return the cost of one rank as means over iterations and ranks.
 
-    Means, because the cores of a shared host alternate between two speeds, and a median would show
-    only one of them.
+    It uses means because the cores of a shared host alternate between two speeds, and a median
+    would show only one of them.
 
     Args:
         records: lines of metrics.jsonl from one or more training runs with the same sizes.
@@ -241,8 +241,8 @@ def expected_maximum(count: int) -> float:
 
 
 def bottleneck(baseline: Prediction, many: Prediction) -> str:
-    """Name the part in which several ranks lose most, and its share of the time."""
-    # fraction of the work of the one-rank baseline that each rank does
+    """Name the part of an iteration in which `many` loses most time, and its share."""
+    # each rank's environment steps, relative to those of the one-rank baseline
     share = many.env_steps / many.ranks / baseline.env_steps
     lost_s = {name: many.parts_s[name] - baseline.parts_s[name] * share for name in many.parts_s}
     worst = max(lost_s, key=lambda name: lost_s[name])
@@ -253,11 +253,11 @@ def bottleneck(baseline: Prediction, many: Prediction) -> str:
 
 
 def audit(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Compare the run's steps/s with the model; None for one rank or few iterations.
+    """Compare measured steps/s with the model; None for 1 rank or few iterations.
 
-    The prediction uses the run's own measurements: the times of its ranks, their variation, and the
-    duration of a reduction after all ranks have arrived. Its difference from the measured steps/s
-    is the error of the model.
+    The prediction uses measurements of the same run: the times of its ranks, their variation, and
+    the duration of a reduction after all ranks have arrived. The difference between predicted and
+    measured steps/s is the error of the model.
     """
     # Records that another program wrote may lack some values.
     with suppress(LookupError, TypeError, ValueError, ArithmeticError):
@@ -284,6 +284,6 @@ def audit(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 def describe(scaling: Mapping[str, Any]) -> str:
     """Format the result of `audit` as one line."""
     return (
-        "scaling: {ranks} ranks trained {measured_steps_per_s:,.0f} steps/s; from their times the "
-        "model of rl_dist.speedup predicts {predicted_steps_per_s:,.0f} ({error:+.1%})"
+        "scaling: {ranks} ranks trained at {measured_steps_per_s:,.0f} steps/s; the model of "
+        "rl_dist.speedup predicts {predicted_steps_per_s:,.0f} from their times ({error:+.1%})"
     ).format(**scaling)

@@ -20,18 +20,18 @@ class StrategyConfig:
 
     mode: Mode = "default"
     """none: one rank only; dp: one process, several GPUs; ddp; hybrid: see sharded.py; default:
-    none on one rank, ddp on several; auto: the fastest one, measured before training."""
+    none on one rank, ddp on several; auto: time the modes before training and use the fastest."""
     device_ids: tuple[int, ...] = ()
-    """GPUs of mode dp, the world's device first."""
+    """GPUs that mode dp uses; the first one must be the device of the world."""
     find_unused_parameters: bool = False
-    """Allow parameters that take no part in a step; costs a walk over the graph."""
+    """Allow steps that use only some parameters; searching for them takes time."""
     hybrid_form: HybridForm = "shard"
-    """Form of mode hybrid; shard: parameters sharded over ranks; pipeline: two stages on pairs."""
+    """In mode hybrid, shard: split parameters over ranks; pipeline: 2 stages on rank pairs."""
     shard_size: int = Field(0, ge=0, le=10**6)
-    """Number of ranks that share one copy of gradients and optimizer state in mode hybrid; 0: all
-    ranks of a machine."""
+    """Number of ranks that share one copy of gradients and optimizer state in mode hybrid; 0 means
+    all ranks of a machine."""
     gradient_compression: Compression = "none"
-    """bf16: gradients travel in half the bytes, rounded to 8 bits; ddp only."""
+    """bf16 halves the bytes of the gradients sent, rounding to 8 bits; ddp only."""
     precision: Precision = "auto"
     """Precision of matrix products; forward passes must be inside `Strategy.autocast`."""
 
@@ -54,7 +54,7 @@ def check_strategy(
     mode = config.mode
     if mode == "default":
         mode = "ddp" if ranks > 1 else "none"
-    # each rule: whether it is broken, the problem, how to fix it
+    # each rule: True if it is broken, the problem, and how to fix it
     rules = (
         (mode in ("none", "dp") and ranks > 1,
          f"strategy {mode} works in one process, got {ranks} ranks", "use --strategy ddp"),

@@ -24,10 +24,10 @@ from rl_dist.process_group.world import CollectiveError, World
 
 STEPS = 8  # timed steps of a candidate
 HEADROOM = 0.9  # fraction of the memory that a batch may use
-# Choose the first setting whose time is at most this factor times the shortest: later ones cost
-# more memory, precision or cores.
+# Choose the first setting whose time is within this factor of the shortest time: later settings
+# need more memory or cores, or are less precise.
 TOLERANCE = 1.1
-PATIENCE = 2  # stop after this many sizes in a row that bring no gain
+PATIENCE = 2  # stop after this many sizes in a row that are not faster
 LONGEST_STEP_S = 10.0  # try no larger size once a step takes this long
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def fastest(
 
     Args:
         growing: the candidates are increasing sizes; stop trying at the first size that fails or
-            takes too long, or once PATIENCE sizes in a row bring no gain.
+            takes too long, or once PATIENCE sizes in a row are not faster.
 
     Returns:
         The result of the chosen candidate, or None if no candidate works on all ranks; and the
@@ -143,7 +143,7 @@ def measure(candidate: Candidate, world: World) -> Result:
 
 
 def doublings(sizes: Iterable[int]) -> Iterator[int]:
-    """Yield the first size, then each size at least twice the last yielded one."""
+    """Yield the first size, then every size at least twice the last one yielded."""
     last = 0
     for size in sizes:
         if size >= 2 * last:
@@ -163,9 +163,9 @@ def fastest_batch_size(
 
         size = fastest_batch_size(try_step, range(8, 65_537, 8))
 
-    The size doubles until a batch no longer fits while a tenth of the memory stays free, or until
-    larger batches bring no gain. With a `world`, every rank must call this, and all ranks get the
-    same answer; the slowest rank and the rank with the least memory decide. `try_step` changes the
+    The size doubles until a batch would leave less than a tenth of the memory free, or until larger
+    batches are no faster. With a `world`, every rank must call this, and all ranks get the same
+    answer; the slowest rank and the rank with the least memory decide. `try_step` changes the
     model, so give it a copy that is not wrapped for distributed training.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-# auto: fp32, unless training timed bf16 and chose it
+# auto means fp32, unless training timed bf16 and found it faster
 Precision = Literal["auto", "fp32", "fp64", "tf32", "bf16", "fp16"]
 
 

@@ -25,7 +25,7 @@ from rl_dist.process_group.collectives import broadcast_from_rank0
 from rl_dist.process_group.world import World, make_mesh
 from rl_dist.strategies.config import resolve_shard_size
 
-SHARD = 1  # the mesh axis along which parameters are split; along axis 0 they are repeated
+SHARD = 1  # the mesh axis along which parameters are split; along axis 0 they are replicated
 # Newer torch has renamed this function and warns about the old name.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # A policy's outputs are views of its network's outputs. No code changes them in place.
@@ -113,8 +113,8 @@ class Shards:
 class _AnnouncedReduceScatter:
     """Reduces and scatters gradients for FSDP.
 
-    When called, it tells the world that this rank's gradients are ready: from then on, time counts
-    as waiting for other ranks.
+    When called, it reports to the world that this rank's gradients are ready: the time after that
+    counts as waiting for other ranks.
     """
 
     def __init__(self, world: World) -> None:

@@ -60,7 +60,7 @@ class Strategy:
         # `wrap` sets these
         self.bare: Any = None  # the module before it is wrapped
         self.module: Any = None  # the wrapped module
-        # what the optimizer trains; in mode hybrid, these are this rank's shards
+        # the parameters that the optimizer trains; in mode hybrid, only this rank's shards
         self.parameters: list[nn.Parameter] = []
         self.gradient_bytes = 0  # size of the gradients that each step reduces
         self.unequal_devices = False  # True if ranks have different GPU or CPU models
@@ -92,10 +92,10 @@ class Strategy:
         return wrapped
 
     def _keep(self, module: nn.Module, reduced: list[nn.Parameter]) -> None:
-        """Store a module before it is wrapped.
+        """Remember a module, which is not wrapped yet.
 
         Args:
-            reduced: its parameters whose gradients are reduced over ranks.
+            reduced: parameters of the module whose gradients are reduced over ranks.
         """
         self.module = self.bare = module
         self.parameters = reduced
@@ -145,8 +145,8 @@ class Strategy:
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if self.mode in ("ddp", "hybrid") and not held <= {*self.parameters}:
             raise UserError(
-                "the optimizer holds parameters that were not there, or frozen, when the module "
-                "was wrapped: make it of strategy.parameters, after wrap"
+                "the optimizer holds parameters that were missing or frozen when the module was "
+                "wrapped: after `wrap`, create it from strategy.parameters"
             )
 
         # compute the norm and clip
@@ -173,8 +173,8 @@ class Strategy:
         """Return rank 0's gradient norm if the devices of the ranks differ, else `norm`.
 
         Every rank must call this. Reduced gradients are bitwise equal on all ranks, but different
-        devices add the squares in different orders. Without a common norm, ranks would clip by
-        different factors and drift apart.
+        devices add the squares in different orders. If the ranks did not agree on one norm, they
+        would clip by different factors and their weights would drift apart.
         """
         if self.unequal_devices:
             with self.world.waiting("norm of the gradient"):
@@ -192,7 +192,7 @@ class Strategy:
         return self.shards.module_state() if self.shards else self.bare.state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the whole `state_dict` of an optimizer of `parameters`, in any mode.
+        """Return the whole `state_dict` of an optimizer that trains `parameters`.
 
         Every rank must call this.
         """
@@ -204,7 +204,7 @@ class Strategy:
         optimizer: torch.optim.Optimizer,
         optimizer_state: dict[str, Any],
     ) -> None:
-        """Load whole states, which any mode with any number of ranks may have saved."""
+        """Load whole states, saved in any mode on any number of ranks."""
         if self.shards:
             self.shards.load(weights, optimizer, optimizer_state)
         else:
@@ -216,7 +216,7 @@ class Strategy:
         return {"loss_scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict`; other precisions than fp16 save no loss scale."""
+        """Load the result of `state_dict`; only precision fp16 has saved a loss scale."""
         if state.get("loss_scaler"):
             self.scaler.load_state_dict(state["loss_scaler"])
 
