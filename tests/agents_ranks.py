@@ -1,4 +1,4 @@
-"""Small training jobs and functions for ranks of tests/agents; ranks import it."""
+"""Small training jobs, and functions that ranks run for tests/agents."""
 
 import functools
 import json
@@ -33,9 +33,9 @@ NUM_STEPS = 16
 ITERATIONS = 6
 STEPS_PER_ITERATION = NUM_ENVS * NUM_STEPS
 NUM_DAYS = 120
-WITH_FILES = "trading, clstm"  # a job for which two ranks save checkpoints
-# The norm limit is so small that every gradient is clipped: a strategy that clips before it reduces
-# gradients over ranks gives other parameters.
+WITH_FILES = "trading, clstm"  # the case in which two ranks save checkpoints
+# The norm limit is so small that every gradient is clipped: a strategy that clips gradients before
+# it reduces them over ranks would end with other parameters.
 CLIPPED = PPOConfig(max_grad_norm=0.05, ent_coef=0.01, update_epochs=2, learning_rate=3e-3)
 STOPPING = PPOConfig(update_epochs=4, learning_rate=1e-2, target_kl=2e-3, clip_vloss=True)
 CLSTM = PolicyConfig(hidden_size=8)
@@ -127,7 +127,7 @@ def tiny_markets():
 class Brief(gymnasium.Env):
     """Environment with short episodes; actions shift two observed features.
 
-    The seed sets the longest episode to 1, 2 or 9 steps. The last feature varies by a millionth of
+    The seed limits all episodes to 1, 2 or 9 steps. The last feature varies by a millionth of
     its value, as a date or a price may.
     """
 
@@ -167,7 +167,7 @@ class Brief(gymnasium.Env):
 
 
 class Levers(Brief):
-    """Brief with two levers as actions; info forbids one position of one lever."""
+    """Brief with two levers as actions; an action mask forbids one lever position."""
 
     action_space = gymnasium.spaces.MultiBinary(2)
 
@@ -194,7 +194,8 @@ ENV_IDS = {
 def make_env(task, num_envs, env_offset):
     """Make the environments of a task.
 
-    Episodes have 7 days in trading and 5 steps in Recall: no multiples of the 4-step sequences.
+    Episodes last 7 days in trading and 5 steps in Recall: neither is a multiple of the 4 steps of a
+    sequence.
     """
     if task == "trading":
         markets, span = tiny_markets()
@@ -211,7 +212,7 @@ def make_env(task, num_envs, env_offset):
 
 @functools.cache
 def scratch():
-    """Return a directory for unused output; it is removed when this process ends."""
+    """Return a directory for output that no test reads; process exit removes it."""
     return tempfile.TemporaryDirectory(prefix="ranks_")
 
 
@@ -261,7 +262,7 @@ class Recording(Training):
         self.rollouts = []
         self.parameters = []
         self.losses = []
-        self.firsts = {}  # iteration: KL, clip fraction and sample count at its first step
+        self.firsts = {}  # iteration -> KL, clip fraction and sample count at its first step
         self.hashes: list[str] = []
         self.ppo.optimizer.register_step_post_hook(
             lambda *_: self.hashes.append(parameter_hash(self.policy))
@@ -316,8 +317,8 @@ def train_all(out_dir, names_by_size):
     """Train the cases in `names_by_size` on each number of ranks, the largest first.
 
     Starting a process takes longer than training here, so the same processes also form the smaller
-    worlds: the launcher's variables are set again. A new restart count gives each world a new
-    rendezvous file. Rank N of SIZE ranks saves its records in SIZE_rank_N.pt.
+    worlds: they change the environment variables that the launcher set. A new restart count gives
+    each world a new rendezvous file. Rank N of SIZE ranks saves its records in SIZE_rank_N.pt.
     """
     for generation, (size, names) in enumerate(names_by_size.items()):
         if int(os.environ["RANK"]) >= size:

@@ -24,7 +24,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# The longest files first, so that the processes of pytest-xdist end at about the same time.
+# The longest files run first, so that the processes of pytest-xdist end at about the same time.
 LONGEST = (
     *("batch_choice", "world_size", "rl_dist_launch", "train_command", "setup_check"),
     *("restarts", "rl_dist_launch_environment", "evaluate", "python_api", "resume_check"),
@@ -109,7 +109,7 @@ def untraced(monkeypatch):
 
 @pytest.fixture
 def limits():
-    """Return a function that limits the size of written files; None: no limit.
+    """Return a function that limits the size of written files; None lifts the limit.
 
     It imitates a full disk without root rights.
     """

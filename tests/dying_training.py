@@ -1,9 +1,9 @@
 """train_distributed.py in which one rank ends at a chosen point.
 
 This happens only in the first start; restarted ranks train normally. The changes below also apply
-to spawned ranks, because they import this script again. The variable DIE holds the place, the rank,
-the iteration, and how the rank ends. If DIE_FOLDER is set, the rank first creates the file `here`
-in that folder and waits for the file `go`.
+to spawned ranks, because they import this script again. The environment variable DIE holds the
+place, the rank, the iteration, and how the rank ends. If DIE_FOLDER is set, the rank first creates
+the file `here` in that folder and waits for the file `go`.
 """
 
 if __name__ == "__main__":  # the supervisor must start before torch is imported
@@ -39,7 +39,7 @@ def die(*_):
 
 
 def dying(where):
-    """Return a replacement for a method of Training that ends the rank half-way."""
+    """Return a substitute for a method of Training that ends the rank while it runs."""
 
     def method(training, *args, **kwargs):
         now = f"{where} {training.world.rank} {training.iteration} {WAY}"
@@ -48,7 +48,7 @@ def dying(where):
                 training.env.step = die
             elif where == "update":  # after gradients were reduced over the ranks
                 training.ppo.strategy.step = die
-            elif training.world.is_main_process:  # file written but not yet renamed
+            elif training.world.is_main_process:  # the file is written but not yet renamed
                 os.fsync = die
             else:  # before the ranks gather their state
                 die()

@@ -6,9 +6,9 @@ import torch
 def play(env, num_steps, first=0, rows=slice(None), num_envs=None):
     """Run steps with random actions; return each output as a tensor [num_steps, B, ...].
 
-    The outputs are obs, rewards, terminated, truncated and final_obs. An action depends only on the
-    number of its step, counted from `first`, and of its environment. `rows` are the environments
-    of `env` among `num_envs`.
+    The outputs are obs, rewards, terminated, truncated and final_obs. An action depends only on its
+    step number, counted from `first`, and on the number of its environment. `rows` selects the
+    environments of `env` out of all `num_envs`.
     """
     size = (num_envs or env.num_envs, *env.single_action_space.shape)
     steps = []

@@ -51,7 +51,7 @@ def log_of(folder, rank):
 
 
 def restarts(world, folder):
-    """Let 5 environments fail in step 20, step 4 of iteration 2; they are restarted."""
+    """Let 5 environments fail in step 20 (step 4 of iteration 2) and be restarted."""
 
     def make_env(num_envs, env_offset):
         return make_vector_env(
@@ -99,8 +99,8 @@ def one_bad_step(world, folder):
 def many_bad_steps(world, folder):
     """Check that more than 3 bad steps in a row end the run.
 
-    All gradient steps from the seventh on are bad. The newest checkpoint is that of iteration 2,
-    the last iteration before the limit was exceeded.
+    All gradient steps from the seventh on are bad. The newest checkpoint comes from iteration 2,
+    the last one that ended before the limit was exceeded.
     """
     ppo = PPOConfig(update_epochs=2, max_bad_steps=3)
     options = {"iterations": 5, "checkpoint_every": 1, "ppo": ppo}
@@ -113,7 +113,7 @@ def many_bad_steps(world, folder):
 
 
 def drift(world, folder, iteration, **options):
-    """Change three tensors by 1e-12 on rank 1 in iteration 1; the next check must name them."""
+    """Change 3 tensors by 1e-12 on rank 1 in iteration 1; a check must name them all."""
 
     def update(training, rollout):
         losses = Recording.update(training, rollout)
@@ -132,7 +132,7 @@ def drift(world, folder, iteration, **options):
 
 
 def slow(world, folder):
-    """Add 10 s to rank 0's clock in every gradient step; it must be logged as a straggler."""
+    """Add 10 s per gradient step to rank 0's clock; the log must call it a straggler."""
     ahead_s = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead_s[0])
 
@@ -163,7 +163,7 @@ def other_call(world, folder):
     error = run(make_job(JOB, folder, iterations=5), world, loss)[2]
     assert "rank 0 in 'gradient reduction" in error, error
     assert "rank 1 in 'gather of bytes' (collective " in error, error
-    world.doing.calls = 0  # equal counts again, for the next scenario
+    world.doing.calls = 0  # make the ranks' call counts equal again for the next scenario
 
 
 SCENARIOS = {
@@ -178,7 +178,7 @@ SCENARIOS = {
 
 
 def survived(out_dir):
-    """Run, one after the other, all fault scenarios that the processes survive."""
+    """Run all fault scenarios that the processes survive, one after the other."""
     world = open_world("cpu", timeout_s=60)
     for name, scenario in SCENARIOS.items():
         folder = Path(out_dir, name)

@@ -150,19 +150,19 @@ def name_core(run):
 
 @dataclass
 class Case:
-    command: str  # {run}: the run directory
+    command: str  # {run} stands for the run directory
     alter: Callable[[Path], None] = lambda run: None
     code: int = 2
     says: str = "{run}"  # regular expression that the output must contain
     starts: bool = False  # False: the launch of ranks is replaced by a function that does nothing
-    patches: dict = field(default_factory=dict)  # new values by full attribute name
+    patches: dict = field(default_factory=dict)  # full attribute name -> new value
 
 
 RESUME, EVALUATE, EXPORT = "train --resume {run}", "evaluate {run}", "export {run}"
 FOREIGN = "foreign_envs:Foreign-v0"
 NOT_MINE = {
     "no config.json": lambda run: (run / "config.json").unlink(),
-    "a config.json of all the world": lambda run: (run / "config.json").chmod(0o666),
+    "a config.json that everybody can write": lambda run: (run / "config.json").chmod(0o666),
 }
 FILES = ["config.json", "metrics.jsonl", "events.out.tfevents.1", "logs/rank_0.log"]
 FILES += ["plots/learning_curve.png", "wandb_run_id"]
@@ -187,12 +187,12 @@ CASES = {
         for why, alter in NOT_MINE.items()
         for command in (RESUME, EVALUATE, "speedup {run}")
     },
-    "module, not that of config.json": Case(
+    "module, not named in config.json": Case(
         RESUME,
         lambda run: setting(run, "task", "env", FOREIGN, config=False),
         says=f"--env {FOREIGN}",
     ),
-    "module, a config.json of somebody else": Case(
+    "module, a config.json of another user": Case(
         RESUME,
         lambda run: setting(run, "task", "env", FOREIGN),
         says=f"--env {FOREIGN}",
@@ -233,13 +233,13 @@ CASES = {
             (RESUME, 0, "iteration_00000002.pt"),
         )
     },
-    "a checkpoint of something else": Case(
+    "a checkpoint without a policy": Case(
         f"evaluate {LAST}",
         lambda run: write_atomically(Path(LAST.format(run=run)), pack({"iteration": 1})),
         says="no checkpoint of train_distributed.py",
     ),
     **{
-        f"{keys[0]} with an odd {keys[-1]}": Case(
+        f"{keys[0]} with a wrong {keys[-1]}": Case(
             RESUME, newest(*keys, change=lambda _, value=value: value), code, says, starts=True
         )
         for keys, value, code, says in (
@@ -248,12 +248,12 @@ CASES = {
             (("environments",), {}, 2, "damaged.*environments"),
         )
     },
-    "wider than its weights": Case(
+    "a configuration wider than its weights": Case(
         RESUME,
         newest("config", change=lambda text: re.sub('"hidden_size": 8', r"\g<0>192", text)),
         says="damaged",
     ),
-    "a carry of another width": Case(
+    "a carry of the wrong width": Case(
         RESUME,
         newest("carry", "lstm_state", change=lambda state: state[:, :, :-1].clone()),
         says="lstm_state",

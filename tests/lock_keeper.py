@@ -1,4 +1,4 @@
-"""Target of a process that receives a lock; few imports, for a quick start."""
+"""Process target that receives a lock; imports nothing, so that it starts fast."""
 
 
 def keep(lock, done):

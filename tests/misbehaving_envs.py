@@ -42,12 +42,13 @@ RETURNS = {
 
 
 class Misbehaving(gymnasium.Env):
-    """Random walk that misbehaves at step `at` of its life, counted over episodes.
+    """Random walk that misbehaves once, at step `at`, counted over all its episodes.
 
-    The observation is (random walk, age in the episode), the reward 1. In a run with seed 1,
+    The observation is (random walk, age in the episode), and the reward is 1. In a run with seed 1,
     `misdeeds` maps the global number of an environment to its misdeed. A restarted environment has
     another seed and behaves well. With stream="evaluation", the environments of validation and
-    evaluation misbehave instead of those of training. `always` is a misdeed for every other seed.
+    evaluation misbehave instead of those of training. `always` is the misdeed of environments with
+    any other seed.
     """
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -84,7 +85,7 @@ class Misbehaving(gymnasium.Env):
             while True:
                 time.sleep(0.01)
         if misdeed == "hang in C":
-            guards.GRACE_S = 0.5  # this process, a worker, will be ended
+            guards.GRACE_S = 0.5  # its guard will end this worker process
             lock_twice(ctypes.CDLL(None))  # CDLL releases the GIL, so other threads run
         if misdeed == "hang in C, holding the interpreter":
             lock_twice(ctypes.PyDLL(None))

@@ -1,7 +1,7 @@
 """train_distributed.py with a callback, core or logger that exits or hangs.
 
-The variable ODD names the part, its misdeed and the rank, such as "callback exit 1"; rank -1
-means every rank. Ranks import this script again and so also get the changed logger.
+The environment variable ODD names the part, its misdeed and the rank, such as "callback exit 1";
+rank -1 means every rank. Ranks import this script again and so also get the changed logger.
 """
 
 if __name__ == "__main__":  # the supervisor must start before torch is imported

@@ -23,7 +23,7 @@ TRAININGS = {
 
 @saves_results
 def exercise(world, out):
-    """Return the final parameters of training runs and a fit, each both whole and resumed."""
+    """Return final parameters of training runs and a fit, uninterrupted and resumed."""
     results = {}
     for name, strategy in TRAININGS.items():
         if name == "pipeline" and world.size % 2:

@@ -1,4 +1,4 @@
-"""User-defined cores: Decay keeps the contract of a core, the others break it."""
+"""User-defined cores: Decay meets the contract of a core; the others break it."""
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ class Decay(nn.Module):
 
 
 class Prophet(Decay):
-    """Use the whole sequence, also later steps, in every step."""
+    """Use the whole sequence in every step, including later steps."""
 
     def forward(self, inputs, state):
         return super().forward(inputs + inputs.mean(0), state)

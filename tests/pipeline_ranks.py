@@ -46,7 +46,7 @@ def trained(training):
 
 
 def resumed(before, after, world, out_dir):
-    """Resume from the first iteration of form `before`; train the second as `after`."""
+    """Train the second iteration as form `after`, from a checkpoint of form `before`."""
     training = training_of(BRIEFLY[0], after, world, out_dir / f"{before}, then {after}")
     saved = out_dir / f"{BRIEFLY[0]}, {before}" / "checkpoints" / "iteration_00000001.pt"
     training.restore(load_checkpoint(saved))
@@ -69,9 +69,10 @@ def poisoned(world, run_dir):
 
 @saves_results
 def exercise(world, out_dir, labels=BRIEFLY):
-    """Train the labelled curves in both forms.
+    """Train the named cases of CURVES in both forms.
 
-    With the first label, also resume in other forms and train with an infinite loss.
+    For the first case in CURVES, also resume in the same and in the other form, and train with an
+    infinite loss.
     """
     results = {
         (label, form): trained(training_of(label, form, world, out_dir / f"{label}, {form}"))

@@ -32,7 +32,7 @@ FORMS = {
 NUM_OBS = 4
 CAMERA, MASK = Part("camera", "image", (2, 9, 8)), Part("action_mask", "mask", (9,))
 NESTED = Layout((CAMERA, Part("keys", "plain", (3,)), MASK, Part("pose", "vector", (2,))))
-ROWS = {  # name: configuration, action space, and layout of an observation row
+ROWS = {  # name -> configuration, action space, and layout of an observation row
     "nested rows, masks": (small(), SEVERAL, NESTED),
     "windows of nested rows, masks": (small(feature_window=2), spaces.Discrete(9), NESTED),
     "images, two mingrus": (small(policy="mingru", num_layers=2), BOX, Layout((CAMERA,))),
@@ -81,7 +81,7 @@ def act_stepwise(policy, obs, state, starts, noise):
 
 
 def run_stepwise(network, obs, state, episode_start):
-    """Run single steps as reference for `run_sequence`; clear the state at starts."""
+    """Run single steps to check `run_sequence`; clear the state at episode starts."""
     steps = []
     for step_obs, starts in zip(obs, episode_start, strict=True):
         outputs, state = network(step_obs[None], state * ~starts[:, None, None])

@@ -101,7 +101,7 @@ def check_errors(world):
     ):
         with pytest.raises(UserError, match=says):
             call(values, world)
-    world.backend = "without announcements"  # as over NCCL, where calls are not compared
+    world.backend = "without announcements"  # as with NCCL, where ranks do not compare their calls
     with pytest.raises(UserError, match="other names"):
         all_reduce_sum(name, world)
     world.backend = "gloo"
@@ -142,9 +142,9 @@ def started(out_dir):
 
 def loop(out_dir, way=""):
     """Loop until all ranks agree to stop; `way` may let rank 1 fail, exit or hang."""
-    assert set(STOP_SIGNALS) <= BLOCKED, "a signal could meet a rank before its handlers are set"
+    assert set(STOP_SIGNALS) <= BLOCKED, "a signal could arrive before a rank has set its handlers"
     world = started(out_dir)
-    if way == "evaluation":  # the run is saved; stop signals act by default
+    if way == "evaluation":  # the run is already saved: stop signals have their default action
         stop_flag.replace(signal.SIG_DFL)
     while True:
         if world.rank == 1 or way.endswith("while others hang"):
@@ -167,7 +167,7 @@ def end_this_rank(way, rank):
     if way == "fail slowly":  # the other rank reports first, because its connection is closed
         dist.destroy_process_group()
         time.sleep(1.0)
-        raise RuntimeError("the roof is on fire" + "\0" * 10**6)  # longer than a report
+        raise RuntimeError("the roof is on fire" + "\0" * 10**6)  # longer than a report may be
     if way == "exit while others hang":
         os._exit(0)
 

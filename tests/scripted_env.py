@@ -1,4 +1,4 @@
-"""Vector environment that follows a script: tests know every number in advance."""
+"""Vector environment with scripted episodes: tests know every number in advance."""
 
 import numpy as np
 import torch

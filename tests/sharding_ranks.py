@@ -23,7 +23,7 @@ IN_PARTS = {"batch_size": 8, "grad_accumulation": 2}
 
 
 def job(run_dir, mode="hybrid", shard_size=0, **options):
-    """Return a small training job with a strategy mode; it saves every iteration."""
+    """Return a small job with a strategy mode; it saves a checkpoint every iteration."""
     options = {"iterations": 2, "checkpoint_every": 1} | options
     strategy = StrategyConfig(mode=mode, shard_size=shard_size)
     return replace(make_job("recall, clstm", run_dir, **options), strategy=strategy)
@@ -70,7 +70,7 @@ def probe(world, out, shard_size=0):
             ("ddp, resumed as hybrid", hybrid, out / "ddp" / half),
         )
     }
-    results["refusals"] = refusals(world)  # last, because a reduction stays unfinished
+    results["refusals"] = refusals(world)  # must be last: it leaves a reduction unfinished
     return results
 
 

@@ -1,4 +1,4 @@
-"""Simulated hosts on one machine, each with its own address, processes, mounts.
+"""Simulated hosts on one machine with separate addresses, processes and mounts.
 
 `unshare` starts each host as a process in separate namespaces. A bridge in another network
 namespace connects the hosts. When a host ends, all its processes end; when this process ends, all
@@ -23,7 +23,7 @@ PATIENCE_S = 300
 
 @dataclass
 class Job:
-    """Running command on a host; its output goes to a log file."""
+    """Command that runs on a host; its output goes to a log file."""
 
     process: subprocess.Popen
     log: Path

@@ -72,9 +72,9 @@ def norm_of_another_device(*args):
 
 @saves_results
 def train_on_unequal_devices(world, _):
-    """Train with another gradient norm on rank 1, while all CPUs seem to differ.
+    """Train with a different gradient norm on rank 1, while all CPUs seem to differ.
 
-    Return the parameter hash with and without an agreement on the norm.
+    Return two parameter hashes: one where the ranks agree on the norm, and one where they do not.
     """
     norm_of = norm_of_another_device if world.rank == 1 else get_total_norm
     hashes = {}

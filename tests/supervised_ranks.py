@@ -19,7 +19,7 @@ CRITERION = nn.CrossEntropyLoss()
 
 
 def blobs(count, seed=0, flipped=False):
-    """Return float64 points around one centre per class; `flipped`: wrong labels."""
+    """Return float64 points around one centre per class; `flipped` falsifies labels."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=generator)
     points = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
@@ -44,7 +44,7 @@ def nan_once(world, call):
 
 
 class Fitted:
-    """Result of a fit with all state that can be resumed: Adam, scheduler, dropout."""
+    """Fit with Adam, a learning-rate scheduler and metrics; keeps its result."""
 
     def __init__(self, world, run_dir=None, *, epochs=3, batch_size=12, net=None, train=None,
                  criterion=CRITERION, config=None, strategy=None, optimizer=torch.optim.Adam,
@@ -85,14 +85,15 @@ def exercise(world, out_dir):
         "test": evaluate(plain.module, test, CRITERION, plain.strategy, METRICS),
     }
 
-    # One fit is stopped after an epoch and resumed. Saving also compares BatchNorm between ranks.
+    # Train one fit in one go; stop another after an epoch and resume it. Saving also compares
+    # BatchNorm between ranks.
     for name, lengths in (("whole", [3]), ("resumed", [1, 3])):
         for epochs in lengths:
             net = make_net(dropout=0.3, batch_norm=True)
             job = Fitted(world, out_dir / name, net=net, epochs=epochs, resume=True)
         results[name] = {"weights": job.weights, "history": job.history}
 
-    # Resume under other strategies; use loader workers with a lambda, which cannot be pickled.
+    # Resume with other strategies. Then use loader workers with a lambda, which cannot be pickled.
     sharded = {"mode": "hybrid" if world.size > 1 else "none"}
     for strategy, epochs in (({}, 1), (sharded, 2), ({}, 3)):
         job = Fitted(world, out_dir / "across", epochs=epochs, strategy=strategy, resume=True)

@@ -4,7 +4,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 
 def seen(run_dir, tag):
-    """Return (step, value) of every event with a tag."""
+    """Return (step, value) of every event with this tag."""
     return [
         (event.step, event.value) for event in EventAccumulator(str(run_dir)).Reload().Scalars(tag)
     ]

@@ -32,7 +32,7 @@ READING_PATH = (
     r"agents/(rank|trainer|recorder|rollout|advantages|ppo|policy)\.py|rl_dist/strategies/strategy\.py"
     r"|agents/network/(sequences|pieces|minibatches|cores|heads|inputs|noise)\.py"
 )
-FILES = {  # names of totals: patterns of the files that count
+FILES = {  # name of a total -> pattern of the files that it counts
     "tokens of source": r"(rl_dist|envs|agents|examples)/.*\.py|\w+\.py",
     "tokens of tests": r"tests/.*\.py",
     "tokens of benchmarks": r"benchmarks/.*\.py",
@@ -147,7 +147,7 @@ def code_tokens(text):
 
 
 def sizes(sources):
-    """Files, functions and totals stay within their limits; tests have only a total."""
+    """Files, functions and totals stay within limits; tests have only a total limit."""
     counts = {
         what: sum(code_tokens(text) for path, text in sources.items() if re.fullmatch(files, path))
         for what, files in FILES.items()

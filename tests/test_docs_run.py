@@ -108,12 +108,12 @@ OF_BARS = "--num_episodes 1 --threads 1 --hidden_size 16"
 OF_MARKETS = f"{OF_BARS} --num_worlds 2 --test_start 2019-06-03 --test_end 2019-08-30"
 OF_PRETRAINING = "--epochs 1 --num_worlds 2 --hidden_size 16"
 ELSEWHERE = {  # first words of a command -> why it is not run here
-    "make test": "it runs this",
-    "make train$": "the main job, five minutes; tests train it shorter",
-    "make docs": "continuous integration does",
-    "torchrun --nnodes 2": "two machines; tests/hosts",
-    "python examples/ray_train.py": "a Ray cluster; tests/hosts/test_ray_train.py",
-    "python benchmarks/memory_table.py": "half an hour; tests/test_memory_table.py runs a row",
+    "make test": "it runs this test",
+    "make train$": "the main job takes five minutes; other tests train it briefly",
+    "make docs": "continuous integration runs it",
+    "torchrun --nnodes 2": "needs two machines; tests/hosts tests it",
+    "python examples/ray_train.py": "needs Ray; tests/hosts/test_ray_train.py tests it",
+    "python benchmarks/memory_table.py": "takes half an hour; see tests/test_memory_table.py",
 }
 REFUSED = {"--interactive": "terminal"}  # flag -> a word of the expected error message
 if not torch.cuda.is_available():
@@ -121,7 +121,7 @@ if not torch.cuda.is_available():
 
 
 def small(words):
-    """Return the command with flags for a short training run; its own flags come last and win."""
+    """Return the command with flags for a short run; flags that it already has win."""
     words = [SMALL.get(word, word) for word in words]
     for flag in LENGTHS.keys() & set(words):
         words[words.index(flag) + 1] = LENGTHS[flag]

@@ -34,13 +34,13 @@ def test_the_table_has_means_with_their_ranges_of_the_same_commands(tmp_path, ca
     row = memory_table.ROWS[0]
     scores = {1: 0.5, 2: 0.25, 3: 0.9}
     for seed, score in scores.items():
-        # The table ignores the result of seed 3, because its command is another one.
+        # The table ignores the result of seed 3, because a different command produced it.
         command = row.command(seed) + ["--gamma", "0"] * (seed == 3)
         result = {"command": command, "without_noise": score, "training": 0.5, "minutes": 1.25}
         memory_table.result_path(tmp_path, row, seed).write_text(json.dumps(result))
     memory_table.main(["--out", str(tmp_path), "--print_only"])
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(lines) == 3, "a row without results"
+    assert len(lines) == 3, "the table shows a row that has no results"
     cells = [cell.strip() for cell in lines[2].split("|")[1:-1]]
     assert cells[0] == row.task and row.published in cells
     assert {"2", "0.375 (0.25 to 0.5)", "0.5", "1.2"} <= set(cells)

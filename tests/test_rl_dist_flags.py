@@ -1,4 +1,4 @@
-"""Flags, saved files and arguments give valid settings or a one-line error."""
+"""Test that flags, files and arguments give valid settings or a one-line error."""
 
 import json
 import math
@@ -32,11 +32,11 @@ class Learning:
 @configuration
 class Place:
     run_dir: Text = Field("", json_schema_extra={"nargs": "+"})
-    """Where to write."""
+    """Directory for output."""
     device: Literal["auto", "cpu"] = "auto"
-    """Where to run."""
+    """Device to use."""
     command: Text = Field("", exclude=True)
-    """What to call."""
+    """Function to call."""
     chosen: Literal["auto", "cpu", ""] = ""
 
 

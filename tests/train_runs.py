@@ -163,6 +163,6 @@ def wait_until(true, job=None, within_s=PATIENCE_S):
     deadline_s = time.monotonic() + within_s
     while not (found := true()):
         assert job is None or job.poll() is None, job.communicate()
-        assert time.monotonic() < deadline_s, "it did not happen in time"
+        assert time.monotonic() < deadline_s, "the expected event did not happen in time"
         time.sleep(0.05)
     return found

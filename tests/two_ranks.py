@@ -42,7 +42,7 @@ EXERCISES: dict[str, Callable[[str], Any]] = {
     "test_measure": strategy_ranks.choose,
     "test_supervised": supervised_ranks.exercise,
     "test_replicas": strategy_ranks.train_on_unequal_devices,
-    "test_sharding": sharding_ranks.probe,  # last: a reduction stays unfinished
+    "test_sharding": sharding_ranks.probe,  # must be last: it leaves a reduction unfinished
 }
 
 

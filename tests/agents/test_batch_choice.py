@@ -1,4 +1,4 @@
-"""Flags set to auto in real runs, and runs that do not have enough memory."""
+"""Test flags set to auto in real runs, and runs that do not have enough memory."""
 
 import itertools
 import json

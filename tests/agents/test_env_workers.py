@@ -12,7 +12,7 @@ from rl_dist.resume_check import differences
 
 
 def trained(job, world, workers, groups=1, **options):
-    """Train with environments in worker processes (0: in this one); return its state too."""
+    """Train with environments in workers (0: in this process); also return the state."""
 
     def make_env(num_envs, env_offset):
         env = {"env_id": "Recall-v0", "env_offset": env_offset}

@@ -131,7 +131,7 @@ def test_every_look_at_the_test_span_of_real_prices_is_kept(runs, evaluated, mon
         assert look["data_digest"] == config["data"]["data_digest"]
     assert "look number 2 " in capsys.readouterr().out
 
-    # The command refuses to open the test span if it cannot record that.
+    # The command refuses to open the test span if it cannot record that it did.
     path.unlink()
     path.mkdir()
     assert evaluate_here(monkeypatch, runs / "csv", "--open_test") == 2
@@ -162,7 +162,7 @@ def test_daily_figures_on_real_bars_give_those_of_the_table_and_equal_weight_the
 def test_a_run_does_not_continue_with_prices_that_have_changed(runs, monkeypatch, capsys):
     prices = runs / "five.csv"
     before = prices.read_text()
-    prices.write_text(before.rsplit("\n", 6)[0] + "\n")  # drop the last day
+    prices.write_text(before.rsplit("\n", 6)[0] + "\n")  # remove the last day
     try:
         assert train_here(monkeypatch, "--resume", runs / "csv") == 2
     finally:

@@ -1,6 +1,6 @@
 """Compare evaluation with hand-made cases: each market and episode counts once.
 
-Also test the figures and their confidence intervals.
+Also test performance figures and their confidence intervals.
 """
 
 import functools
@@ -94,7 +94,8 @@ def test_every_market_counts_once_on_any_number_of_ranks_and_ruin_ends_trading(s
 class Numbered(ScriptedEnv):
     """Environments whose plain reward is their global number.
 
-    Environment 1 is restarted in step 2, during its episode; environment 3 in step 5, after it.
+    Environment 1 is restarted in step 2, during its episode; environment 3 is restarted in step 5,
+    after its episode.
     """
 
     restarts = ()
@@ -157,7 +158,7 @@ def record_of(returns, account=0.0):
 
 @pytest.mark.parametrize(("repeats", "period"), [(1, 3), (19, 57), (20, 252)])
 def test_figures_are_those_of_a_year_or_of_a_span_below_60_days(repeats, period):
-    """Daily returns of 10 %, -10 %, 6 %: mean 2 %."""
+    """The daily returns are 10 %, -10 % and 6 %, so their mean is 2 %."""
     returns = np.tile([0.1, -0.1, 0.06], repeats)
     deviation, days, growth = returns.std(ddof=1), 3 * repeats, 1.0494**repeats
     record = record_of(returns[None], account=0.5)
@@ -174,7 +175,7 @@ def test_figures_are_those_of_a_year_or_of_a_span_below_60_days(repeats, period)
     }
     figures = {name: value.item() for name, value in performance(record).items()}
     assert figures == pytest.approx(expected)
-    assert performance(record_of(np.full((1, days), 2.0**-10)))["sharpe"] == 0.0  # without risk
+    assert performance(record_of(np.full((1, days), 2.0**-10)))["sharpe"] == 0.0  # no risk
 
 
 @pytest.mark.parametrize("num_markets", [1, 9])

@@ -19,7 +19,7 @@ from envs.vector.layout import Layout, Part
 from envs.vector.spaces import ActionDecoder, ObservationEncoder, to_json
 
 VECTOR = spaces.Box(-np.inf, np.inf, (4,), np.float32)
-IMAGES = spaces.Dict(  # a list keeps its order: the keys are not sorted
+IMAGES = spaces.Dict(  # a list keeps this order; keys of a dict are sorted
     [
         ("camera", spaces.Box(0, 255, (2, 13, 12, 3), np.uint8)),
         ("speed", VECTOR),
@@ -41,7 +41,7 @@ ALL = {name: (config, VECTOR, BOUNDED) for name, config in FORMS.items()} | {
     "images": (small(policy="gru"), IMAGES, spaces.Discrete(4)),
     "windows of images": (small(feature_window=3), IMAGES, BOUNDED),
 }
-QUICK = ("clstm", "own")  # tracing takes seconds: other forms are slow tests
+QUICK = ("clstm", "own")  # tracing takes seconds, so all other forms are slow tests
 TRACED = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ALL]
 
 
@@ -51,7 +51,7 @@ def make_agent(config, observation, action, folder, extras=()):
     decoder = ActionDecoder(action, "here")
     parts = ObservationEncoder(observation, "here", decoder.sizes).parts
     policy = Policy(config, Layout((*parts, *extras)), decoder.space)
-    torch.nn.init.normal_(policy.actor_head.weight, std=1.0)  # so that actions clearly differ
+    torch.nn.init.normal_(policy.actor_head.weight, std=1.0)  # makes actions clearly differ
     normalizer = observation_normalizer(policy.layout, True)
     columns = policy.layout.columns("vector")
     normalizer.moments.mean[columns] = 3.0 * torch.randn(len(columns), dtype=torch.float64)
@@ -69,7 +69,7 @@ def agent_of(form, folder, extras=()):
 def difference(agent, change=lambda *inputs: inputs):
     """Return the largest difference between an agent and its export, run in torch.
 
-    `change` alters the inputs of the exported step. Tracing to ONNX is skipped: it takes seconds.
+    `change` alters the inputs of the exported step. It does not trace to ONNX, which takes seconds.
     """
     step = export.ExportedStep(agent)
 
@@ -128,7 +128,7 @@ def test_the_contract_says_how_values_become_rows(tmp_path):
 
 
 def test_a_run_is_exported_by_the_command(tmp_path, monkeypatch, untraced, capsys):
-    """A model that differs is removed; a missing runtime is one line."""
+    """A model that differs is removed; a missing runtime gives a one-line error."""
     flags = ["--env", "Pendulum-v1", "--total_steps", "128", "--eval_episodes", "2"]
     run_dir, folder = tmp_path / "run", tmp_path / "run" / "export" / "onnx"
     assert train_here(monkeypatch, *RECALL, *flags, "--run_dir", run_dir) == 0
@@ -140,6 +140,6 @@ def test_a_run_is_exported_by_the_command(tmp_path, monkeypatch, untraced, capsy
     assert run_here(export.main, [run_dir], monkeypatch) == 1
     assert not (folder / contract["file"]).exists()
     capsys.readouterr()
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)  # as if this module were not installed
     assert run_here(export.main, [run_dir], monkeypatch) == 2
     assert "clstm-ppo[export]" in only_error(capsys.readouterr().err)

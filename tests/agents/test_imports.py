@@ -43,14 +43,14 @@ def trained(tmp_path_factory):
 
 
 def test_an_environment_in_the_current_directory_is_found_by_all_ranks(trained):
-    (line,) = records(trained / "run")  # it stops by a metric that the environment adds
+    (line,) = records(trained / "run")  # a metric of the environment stopped it after one iteration
     assert len(line["ranks"]) == 2
     # The metric covers all ranks. In this task each episode has exactly one answer.
     assert line["env/right_answers"] == pytest.approx(line["episode/return"])
 
 
 def test_a_plain_training_loads_nothing_that_it_does_not_need(trained):
-    # one list per process
+    # each process wrote a list of its imports
     lists = [path.read_text().split() for path in trained.glob("[0-9]*")]
     assert len(lists) == 4
     for names in lists:

@@ -23,7 +23,7 @@ KINDS = {  # name: (action space, noise colour)
 
 
 def test_words_are_those_of_the_known_answers():
-    """Source: lines `philox4x32 10` (counter, key, words) of Random123's kat_vectors."""
+    """The answers are the lines `philox4x32 10` of Random123's file kat_vectors."""
     pi = "243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0"
     known = {
         "00000000 " * 6: "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
@@ -57,9 +57,9 @@ def test_noise_does_not_depend_on_how_environments_and_steps_are_grouped(kind):
 def test_noise_of_boxes_is_standard_normal_with_the_spectrum_asked_for(exponent):
     pairs = action_noise(box(2), 7, 0, 2000, 0, 64, color=exponent).numpy()  # [64, 2000, 2]
     numbers = pairs.reshape(64, -1)
-    assert abs(numbers.var(axis=1) - 1.0).max() < 0.12  # of 4000 numbers: standard error 0.022
+    assert abs(numbers.var(axis=1) - 1.0).max() < 0.12  # standard error for 4000 numbers: 0.022
     assert abs(numbers.mean()) < 0.03 and abs((numbers**4).mean() - 3.0) < 0.3
-    power = (abs(np.fft.rfft(numbers, axis=0)) ** 2).mean(axis=1)[1:-1]  # mean per frequency
+    power = (abs(np.fft.rfft(numbers, axis=0)) ** 2).mean(axis=1)[1:-1]  # mean power per frequency
     slope = np.polyfit(np.log(np.arange(1, 32)), np.log(power), 1)[0]
     assert slope == pytest.approx(-exponent, abs=0.05)
 
@@ -98,7 +98,7 @@ def test_statistics_of_all_ranks_and_rollouts_equal_one_pass():
     samples = torch.from_numpy(normal * [50.0, 0.1, 300.0] + [3.0, 1e6, 3e4]).float()
     warm_up, *rollouts = samples.split(32)
     moments = RunningMoments(3)
-    for part in (warm_up, warm_up, *rollouts):  # pass 2 sums around the mean of pass 1
+    for part in (warm_up, warm_up, *rollouts):  # the second pass sums around the first pass's mean
         if part is warm_up:
             moments.count.zero_()
         moments.merge(sum(map(moments.sums, part.chunk(3, dim=1))))
@@ -111,9 +111,9 @@ def test_statistics_of_all_ranks_and_rollouts_equal_one_pass():
 @pytest.mark.parametrize(
     ("seen", "center", "given", "expected"),
     [
-        ([2.0, 6.0], False, [0.0, 3.0], [0.0, 1.5]),  # not centred, as rewards; variance 4
+        ([2.0, 6.0], False, [0.0, 3.0], [0.0, 1.5]),  # not centred, like rewards; the variance is 4
         ([-1.0, 1.0], True, [1e6, -1e6], [10.0, -10.0]),  # outliers are clipped
-        ([1e6 / 3] * 100, True, [1e6 / 3 + 1000.0], [10.0]),  # constant: variance not below 0
+        ([1e6 / 3] * 100, True, [1e6 / 3 + 1000.0], [10.0]),  # constant: variance must not be < 0
     ],
 )
 def test_values_are_shifted_scaled_and_clipped(seen, center, given, expected):

@@ -28,7 +28,7 @@ def test_two_stages_train_as_two_replicas_do(ranks, label):
     check_curve(ranks, label)
 
 
-@pytest.mark.slow  # starts more processes
+@pytest.mark.slow  # starts further processes
 @pytest.mark.parametrize(("num_ranks", "labels"), [(2, REST), (4, BRIEFLY)])
 def test_pairs_of_stages_train_as_replicas_do_in_every_form(num_ranks, labels, tmp_path):
     assert launch(exercise, (str(tmp_path), labels), num_ranks) == 0

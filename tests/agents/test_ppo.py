@@ -105,7 +105,7 @@ def test_gains_are_clipped_and_losses_are_not(ratio, advantage, loss):
 @pytest.mark.parametrize(
     ("given", "part", "expected"),
     [
-        # the value nears the return: the change is clipped to 0.2; or leaves it: not clipped
+        # A change towards the return is clipped to 0.2; a change away from it is not clipped.
         ({"values": (1.0,), "returns": (2.0,), "clip_vloss": True}, "value", 0.5 * 1.8**2),
         ({"values": (-1.0,), "returns": (2.0,), "clip_vloss": True}, "value", 0.5 * 9.0),
         ({"ratios": MANY}, "clip_fraction", 0.5),
@@ -142,7 +142,7 @@ def test_the_learning_rate_rises_falls_and_scales(
 
 
 def changed_losses(change):
-    """Replace the result of `ppo_loss` by change(number of the call from 1, result)."""
+    """Replace results of `ppo_loss` by change(call, result); calls count from 1."""
     numbers = itertools.count(1)
     return mock.patch("agents.ppo.ppo_loss", lambda *args: change(next(numbers), ppo_loss(*args)))
 

@@ -54,7 +54,7 @@ def trained(tmp_path_factory):
 def test_targets_are_the_moves_of_the_days_after_each_day():
     inputs, targets = windows(scale=(0.0, 1.0))
     assert inputs.shape == (8, 20, 17) and targets.shape == (8, 20, 2, 2)
-    returns = np.diff(np.log(MARKETS[1].close), axis=0)  # row k: from day k to day k + 1
+    returns = np.diff(np.log(MARKETS[1].close), axis=0)  # row k: return from day k to k + 1
     for day in (0, 7, 19):
         today = SPAN.first + 10 + day  # window 5 is window 1 of market 1
         coming = returns[today : today + VOLATILITY_DAYS]

@@ -1,4 +1,4 @@
-"""Test the Python interface: train, watch the training, use and sample the policy elsewhere."""
+"""Test the Python interface: training, callbacks, and loaded policies."""
 
 import json
 import re
@@ -99,7 +99,7 @@ def test_ranks_of_a_script_that_calls_train_without_a_guard_are_one_line(tmp_pat
     err = start(script).communicate()[1]
     (line,) = re.findall("^error: .*", err, re.MULTILINE)
     assert '`if __name__ == "__main__":`' in line and not run_dir.exists()
-    assert err.count("Traceback") == 1  # only from the script's call of train
+    assert err.count("Traceback") == 1  # from the script's own call of train, not from ranks
 
 
 # ---- policies
@@ -174,7 +174,7 @@ def test_what_does_not_fit_is_refused(form, observation, state, problem, tmp_pat
         policy.predict(observation, state)
 
 
-ALLOWED = [1, 0, 0], [0, 1]  # a mask for each choice; one option is allowed
+ALLOWED = [1, 0, 0], [0, 1]  # one mask per choice; each allows a single option
 
 
 def test_masks_come_in_every_form_of_training(tmp_path):
@@ -188,10 +188,10 @@ def test_masks_come_in_every_form_of_training(tmp_path):
 
 
 def test_sampled_actions_are_white_noise_of_no_training(tmp_path):
-    """Training with the same seed draws other noise in its first environment."""
+    """Training with the same seed draws different noise in its first environment."""
     agent = agent_of("clstm", tmp_path)
     policy = LoadedPolicy(agent, seed=7)
-    with torch.no_grad():  # mean: middle of the bounds; deviation: a tenth of their width
+    with torch.no_grad():  # mean: middle of the bounds; standard deviation: a tenth of their width
         agent.policy.actor_head.weight.zero_()
         agent.policy.log_std.fill_(np.log(0.2))
     obs = np.zeros((1, 4))

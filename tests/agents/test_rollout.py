@@ -31,7 +31,7 @@ def normalizer():
 
 
 def collected(policy, normalizer, num_steps=8):
-    """Collect 16 steps in rollouts; return the rollouts, the last carry and the environment."""
+    """Collect 16 steps; return the rollouts, the last carry and the environment."""
     env = ScriptedEnv(SCRIPTS)
     carry = fresh_carry(policy, env.reset()[0])
     generator = torch.Generator().manual_seed(5)
@@ -64,7 +64,7 @@ def test_episode_starts_are_about_inputs_and_ends_about_steps(rollouts, normaliz
     assert first.rewards[:, 0].tolist() == rewards
     assert torch.equal(first.actions, torch.stack(env.received[:8]))
     torch.testing.assert_close(first.obs, normalizer(first.raw_obs.double()))
-    # The next value is that of the true successor.
+    # The next value is the value of the step that really follows.
     continuing = ~first.episode_end[:-1]
     assert torch.equal(first.next_values[:-1][continuing], first.values[1:][continuing])
     assert torch.equal(first.next_values == 0, first.terminated)
@@ -77,7 +77,7 @@ def test_sums_of_episodes_go_on_over_rollouts_and_stop_at_their_ends(rollouts):
     discounted = torch.cat([first.discounted_returns, second.discounted_returns])
     assert discounted[:5, 0].tolist() == [0, 1, 2.5, 10, 16]
     total = 0.0
-    for age, value in enumerate(discounted[:, 3].tolist()):  # its episode does not end
+    for age, value in enumerate(discounted[:, 3].tolist()):  # environment 3's episode does not end
         total = GAMMA * total + 300.0 + age
         assert value == pytest.approx(total)
 
@@ -94,7 +94,7 @@ def states_after(policy, rollout, column):
 @pytest.mark.parametrize(
     ("window", "column", "step", "rows"),
     [
-        # The value uses the final observation and state of the episode, not those of the next one.
+        # The value uses the ended episode's final observation and state, not the next episode's.
         (0, 1, 7, [[1.0, 0.0, 8.0, 1.0]]),
         (0, 2, 3, [[2.0, 3.0, 1.0, 1.0]]),
         (3, 1, 7, [[1.0, 0, 6, 1], [1.0, 0, 7, 1], [1.0, 0, 8, 1]]),
@@ -111,7 +111,7 @@ def test_a_truncated_step_looks_at_its_final_observation(normalizer, window, col
 
 @pytest.mark.parametrize("window", [0, 3])
 def test_bootstrap_values_leave_no_trace_in_states_and_windows(normalizer, window):
-    """Two rollouts of 8 steps, with bootstrap values between them, equal one of 16."""
+    """Two rollouts of 8 steps, with bootstrap values between, equal one of 16 steps."""
     policy = make_policy(window)
     halves, carry, _ = collected(policy, normalizer)
     (whole,), whole_carry, _ = collected(policy, normalizer, num_steps=16)
@@ -120,7 +120,7 @@ def test_bootstrap_values_leave_no_trace_in_states_and_windows(normalizer, windo
         assert torch.equal(torch.cat(parts), getattr(whole, name))
     for name, tensor in vars(carry).items():
         assert torch.equal(tensor, getattr(whole_carry, name)), name
-    if window:  # windows hold the observations of these very days; before an episode zeros
+    if window:  # windows hold this episode's last observations, and zeros before its start
         days, age = normalizer(whole.raw_obs.double()), whole.raw_obs[..., 2:3]
         for back in range(3):
             expected = days.roll(back, 0) * (age >= back)

@@ -66,7 +66,7 @@ def test_random_sizes_work_or_every_proposal_does(num_ranks):
 
 
 def test_minibatches_of_all_ranks_together_are_those_of_one_rank():
-    """Check 400 random sizes on several ranks; sizes that are refused do not count."""
+    """Check 400 random choices of sizes that several ranks accept."""
     rng = np.random.default_rng(5)
     strata = []
     while len(strata) < 400:
@@ -81,7 +81,7 @@ def test_minibatches_of_all_ranks_together_are_those_of_one_rank():
             whole = global_sequences(alone, key)
             together = np.concatenate([global_sequences(rank, key) for rank in ranks], axis=1)
             assert np.array_equal(np.sort(together), np.sort(whole))
-            assert sorted(whole.ravel()) == list(range(num_envs * steps))  # each exactly once
+            assert sorted(whole.ravel()) == list(range(num_envs * steps))  # each sequence once
             strata.append(alone.num_minibatches // math.gcd(alone.num_minibatches, steps))
     assert len(set(strata)) > 4
 

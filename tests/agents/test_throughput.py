@@ -8,7 +8,7 @@ import pytest
 from time_to_solve import Goal, Moment, solved_at
 from train_runs import run_benchmark as run
 
-PEERS = os.environ.get("PEERS_PYTHON", sys.executable)  # Python with other trainers installed
+PEERS = os.environ.get("PEERS_PYTHON", sys.executable)  # Python that has other trainers
 pytestmark = pytest.mark.timeout(1000)
 
 
@@ -34,7 +34,7 @@ def test_every_trainer_at_hand_takes_turns_with_ours():
 
 
 def test_a_task_is_solved_when_its_mean_comes_to_the_goal_to_stay():
-    def solved(*means):  # each value is the mean return of two episodes
+    def solved(*means):  # mean return of two new episodes; None: no episodes
         moments = [Moment(0.0, n, mean, 2 * bool(mean)) for n, mean in enumerate(means)]
         return solved_at(moments, Goal(475.0, 4))
 

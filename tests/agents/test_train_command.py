@@ -1,6 +1,6 @@
 """Test the training command: run files, metrics, resume, errors, help, presets.
 
-Also test code of the user, the best checkpoint and initial weights.
+Also test user code, the best checkpoint and initial weights.
 """
 
 import contextlib
@@ -144,7 +144,7 @@ def test_the_last_policy_and_the_best_are_evaluated_in_episodes_that_chose_neith
     assert evaluated() == best != last
     assert "checkpoints/best.pt" in capsys.readouterr().out
     assert evaluated("--which", "last") == last
-    # Another seed gives other episodes. Validation and final evaluation also use different ones.
+    # Another seed gives other episodes. Validation uses other episodes than the final evaluation.
     assert evaluated("--seed", 2) != best
     assert any(chosen_by[f"valid/{name}"] != last[name] for name in ("return", "return_std"))
 
@@ -212,7 +212,7 @@ def test_the_first_stop_signal_is_answered_before_the_iteration_ends(tmp_path, m
 def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    # This is the state of a run that was killed before its first checkpoint.
+    # A run that is killed before its first checkpoint leaves this file.
     (run_dir / "metrics.jsonl").write_text('{"iteration": 1}\n')
     flags = [*CARTPOLE, "--checkpoint_every", "1", "--run_dir", run_dir, "--resume", "auto"]
     assert train_here(monkeypatch, *flags, "--num_episodes", "2") == 0
@@ -229,7 +229,7 @@ def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, monkeypatch):
 
 
 REFUSED = [  # (flags; parts of the error line, such as the field, the value and the fix)
-    ("--interactive", ["--interactive"]),  # there is no terminal
+    ("--interactive", ["--interactive"]),  # needs a terminal, which tests do not have
     ("--num_steps 33", ["num_steps 33", "bptt_steps"]),
     ("--num_gpus 3 --device cpu", ["batch_size", "3 rank(s)", "--batch_size"]),
     ("--env Nope-v9", ["Nope-v9"]),
@@ -331,7 +331,7 @@ def test_help_shows_the_fifteen_flags_that_matter(capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "kind", "changes"),  # kind: the preset; changes: values that differ from it
+    ("flags", "kind", "changes"),  # kind: name of the preset; changes: values that differ from it
     [
         ("", "trading", {}),
         ("--preset paper --quick", "paper", QUICK),

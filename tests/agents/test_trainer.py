@@ -48,7 +48,7 @@ def run(job, world, stop_at=0, restore_from=None):
 
 
 def scripted(job, scripts, env=ScriptedEnv):
-    """Return the job with a scripted environment in place of its own."""
+    """Return a copy of the job that uses a scripted environment."""
     return replace(job, make_env=lambda num_envs, env_offset: env(scripts))
 
 
@@ -62,7 +62,8 @@ def test_a_training_times_its_phases_and_validates(world, tmp_path):
         phases = [record[f"time/{name}_s"] for name in ("forward", "backward", "optimizer")]
         assert min(phases) > 0 and sum(phases) <= record["time/update_s"]
     assert [record["global_step"] for record in writer.records] == [128, 256, 384] == writer.done
-    # validation runs in every second iteration and in the last one; the warm-up also counts
+    # Validation runs every second iteration and in the last one. Its figure is the sample count of
+    # the normaliser, which includes the warm-up.
     figures = [record.get("valid/sharpe") for record in writer.records]
     assert figures == [None, 3.0 * 128, 4.0 * 128]
 
@@ -85,7 +86,7 @@ def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not_bit_for_bit(
 def test_the_warm_up_is_not_counted_and_all_environments_reset_after_it(world):
     training, other = (Recording(make_job("trading, clstm", seed=seed), world) for seed in (1, 2))
     before = {name: value.clone() for name, value in vars(training.carry).items()}
-    assert not torch.equal(other.carry.obs, before["obs"])  # the seed sets the first day
+    assert not torch.equal(other.carry.obs, before["obs"])  # the seed chooses the first day
     parameters = parameters_of(training).clone()
     training.warm_up_normalizers()
     assert (training.iteration, training.global_step, training.episodes) == (0, 0, 0)
@@ -100,7 +101,7 @@ def test_the_warm_up_is_not_counted_and_all_environments_reset_after_it(world):
 
 
 def advantages_of(world, steps, norm_adv=True, **options):
-    """Return advantages passed to updates, and the warm-up's deviation of returns."""
+    """Return the advantages of each update and the warm-up's deviation of returns."""
     ppo = PPOConfig(min_adv_std=100.0, norm_adv=norm_adv)
     training = Training(make_job("trading, mlp", ppo=ppo, **options), world)
     training.warm_up_normalizers()
@@ -116,7 +117,7 @@ def test_the_least_deviation_of_advantages_is_a_part_of_that_of_returns(world):
     (divided,), deviation = advantages_of(world, 1)
     torch.testing.assert_close(divided, (raw - raw.mean()) / (100.0 * deviation))
 
-    # Without normalisers no returns are known in update 1, so it uses the advantages' deviation.
+    # Without normalisers no returns are known in update 1: it divides by the advantages' deviation.
     nothing = {"normalize_obs": False, "normalize_rewards": False}
     (first, second), _ = advantages_of(world, 2, **nothing)
     assert first.std(correction=0) == pytest.approx(1.0) and second.std(correction=0) < 0.1

@@ -82,7 +82,7 @@ def two(ranks_of):
 
 
 def together(ranks, name, what):
-    """Join the shares of all ranks to a tensor [iterations, T, B of all ranks, ...]."""
+    """Join the data of all ranks into a tensor [iterations, T, B of all ranks, ...]."""
     return torch.cat([rank[name][what] for rank in ranks], dim=2)
 
 
@@ -103,7 +103,7 @@ def test_a_training_is_that_of_one_rank(plan, name, num_ranks, one_rank, ranks_o
     torch.testing.assert_close(actions, alone["actions"], **tolerance)
 
     assert (alone["parameters"][1:] != alone["parameters"][:-1]).any(1).all()
-    if "total_steps" not in case.options:  # other cases stop by num_episodes
+    if "total_steps" not in case.options:  # cases with total_steps 0 end after num_episodes
         assert len(alone["parameters"]) == case.iterations
     hashes = ranks[0][name]["hashes"]
     assert len(set(hashes)) == len(hashes) >= 4
@@ -116,7 +116,8 @@ def test_a_training_is_that_of_one_rank(plan, name, num_ranks, one_rank, ranks_o
         return
 
     # The ratio is 1 before the first gradient step of every iteration: normalisers, states and
-    # inputs are those of the rollout. An update adds the samples of its rollout at its end.
+    # inputs are still the same as in the rollout. An update ends by adding the samples of its
+    # rollout to the normalisers.
     samples = alone["obs"][0, :, :, 0].numel()
     for iteration, (kl, clip_fraction, count) in alone["firsts"].items():
         assert abs(kl) < 1e-14 and clip_fraction == 0.0
@@ -163,7 +164,7 @@ def test_a_run_of_two_ranks_continues_on_one_with_its_totals_and_learning_rate(
 
 def test_weak_scaling_on_two_ranks_is_one_rank_with_twice_the_sizes_and_the_scaled_rate(two, world):
     rates = rates_of(two[0]["weak"])
-    # linear scaling doubles 3e-3, annealing lowers it
+    # linear scaling doubles the rate 3e-3; annealing then lowers it
     assert rates == pytest.approx([6e-3, 4.5e-3, 3e-3, 1.5e-3])
     sizes = {"scaling": "strong", "lr_scaling": "none", "num_envs": NUM_ENVS, "batch_size": 16}
     twice = replace(CLIPPED, learning_rate=6e-3)

@@ -1,4 +1,4 @@
-"""examples/image_classification.py, run as a user runs it."""
+"""Test examples/image_classification.py, started as a user starts it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Supervised training: same result on any number of ranks and after a resume."""
+"""Test that supervised training does not depend on rank count or interruptions."""
 
 import itertools
 import math
@@ -193,7 +193,7 @@ def test_a_stop_signal_ends_an_epoch_early_and_resuming_repeats_it(world, tmp_pa
     calls = itertools.count(1)
 
     def counting(outputs, targets):
-        if next(calls) == 60:  # in epoch 2: each has 33 training and 16 validation batches
+        if next(calls) == 60:  # in epoch 2: an epoch has 33 training and 16 validation batches
             stop_flag.signum = signal.SIGTERM
         return METRICS["accuracy"](outputs, targets)
 
