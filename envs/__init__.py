@@ -56,7 +56,7 @@ def make_vector_env(
     from envs.vector.adapter import OneByOne, TorchVectorEnv
 
     spec = find_spec(env_id)
-    # The adapter checks every step and keeps the time limit, so wrappers are not needed.
+    # The adapter checks every step and enforces the step limit, so wrappers are not needed.
     spec = replace(
         spec,
         order_enforce=False,
@@ -96,7 +96,7 @@ def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
 
 @contextmanager
 def _one_line(env_id: str) -> Iterator[None]:
-    """Turn whatever an environment raises while it is made into a ValueError of one line."""
+    """Turn any error raised while making an environment into a one-line ValueError."""
     try:
         yield
     except BaseException as error:
@@ -107,12 +107,12 @@ def _one_line(env_id: str) -> Iterator[None]:
 
 
 def _seeds_each(make_batch: Callable[..., Any]) -> bool:
-    """Return whether batches use SAME_STEP and accept one seed per environment."""
+    """Return whether batches use SAME_STEP and accept a separate seed per environment."""
     try:
         env = make_batch(num_envs=2)
         first, second = env.reset(seed=[11, 11])[0]
         env.close()
-    except Exception:  # a refused list of seeds may raise anything
+    except Exception:  # a list of seeds may raise any error
         return False
     same_step = env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
     return same_step and np.array_equal(first, second)

@@ -15,7 +15,7 @@ from envs.vector.batched import BatchedEnv, Outcome, SingleEnv
 _START_BOUND = 0.05  # CartPole draws each start coordinate from [-0.05, 0.05]
 # constants of the mountain car
 _GRAVITY = 0.0025
-_COST = 0.1  # cost of a step, times the squared action
+_COST = 0.1  # a step costs this times the squared action
 _PRIZE = 100.0
 
 
@@ -23,7 +23,7 @@ class RecallVectorEnv(BatchedEnv):
     """Recall-v0: a tiny task that needs memory.
 
     The first observation shows one of `num_cues` cues. The next `delay` observations show only
-    noise. Then the query flag is 1, and the action earns 1 if it equals the number of the cue.
+    noise. Then the query flag is 1, and the action earns 1 if it equals the cue's number.
     Without memory the best mean return is 1 / num_cues.
 
     Observation [num_cues + num_noise + 1]: the cue (one-hot at the first step, else zeros), noise
@@ -52,7 +52,7 @@ class RecallVectorEnv(BatchedEnv):
         self.noise[rows] = 2.0 * draws[:, 1:].reshape(len(rows), *self.noise.shape[1:]) - 1.0
 
     def observe(self) -> np.ndarray:
-        """Return the observations, which are zeros after the query."""
+        """Return the observations; after the query they are all zeros."""
         obs = np.zeros(self.observation_space.shape or (), dtype=np.float32)
         (fresh,) = np.nonzero(self.elapsed == 0)
         obs[fresh, self.cue[fresh]] = 1.0
@@ -68,7 +68,7 @@ class RecallVectorEnv(BatchedEnv):
 
 
 class ControlEnv(BatchedEnv):
-    """Base of the control tasks: `state` is [B, S], and `draw` returns a start state [S]."""
+    """Base of the control tasks: `state` is [B, S]; `draw` returns a start state [S]."""
 
     state: np.ndarray
     state_names = ("state",)

@@ -14,7 +14,7 @@ from envs.vector.guards import end_process
 from rl_dist.errors import printable
 from rl_dist.flags import Field, Text, configuration, or_auto
 
-AUTO = -1  # env_workers auto: training measures the best number; other commands use 0
+AUTO = -1  # env_workers auto: training finds the fastest number; other commands use 0
 
 
 @configuration
@@ -26,25 +26,25 @@ class TaskConfig:
     env_kwargs: Text = ""
     """JSON object of arguments for an environment other than StockTrading-v0."""
     vectorization: Literal["auto", "sync"] = "auto"
-    """auto: step the environment's own vector form (for CartPole-v1 ours) if it seeds and resets
-    each environment by itself; sync, and otherwise: step one environment after the other."""
+    """auto: step the environment's own vector version (for CartPole-v1 ours) if it can seed and
+    reset each environment separately, else use sync; sync: step one environment after the other."""
     info_mask: bool = False
-    """Read which actions are allowed from info["action_mask"] of another environment. A mask that
-    is the part action_mask of a Dict observation needs no flag."""
+    """Read the allowed actions of another environment from info["action_mask"]. A mask that is the
+    entry action_mask of a Dict observation is used without this flag."""
     previous_action: bool = False
     """Add the previous action to the observation of another environment."""
     previous_reward: bool = False
     """Add the previous reward to the observation of another environment."""
     eval_episodes: int = Field(100, ge=1, le=10**6)
-    """Number of episodes that evaluate the policy of another environment."""
+    """Number of episodes in an evaluation on another environment."""
     env_timeout: float = Field(120.0, ge=0, le=10**6)
-    """Longest time in seconds for one step or reset of another environment; 0: no limit."""
+    """Time limit in seconds for one step or reset of another environment; 0: no limit."""
     env_restarts: int = Field(0, ge=0, le=10**9)
-    """Largest number of rebuilds of each environment after it raised, hung or returned NaN."""
+    """How often each environment may be rebuilt after it raised, hung or returned NaN."""
     env_workers: Annotated[int, or_auto(AUTO)] = Field(0, ge=AUTO, le=1024)
     """Number of processes, for each rank and group, that step the environments; 0: the rank steps
     them itself; auto: the fastest of 0, one per core and four per core, measured before training.
-    Workers pay if one step of all environments takes 5 ms or more."""
+    Workers make training faster if one step of all environments takes 5 ms or more."""
     env_groups: int = Field(1, ge=1, le=2)
     """With workers: 2 lets the policy act for one half of a rank's environments while the workers
     step the other half."""

@@ -1,1 +1,1 @@
-"""Daily stock trading: data, features, accounting, environment, simulated market and rules."""
+"""Daily stock trading: market data, features, environment, simulated markets, rules."""

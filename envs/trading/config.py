@@ -22,16 +22,16 @@ class DataConfig:
     """Refuse a file in which a ticker has no bar on some day, or drop such days for all tickers
     (at most 5 percent of the days)."""
     train_start: Text = ""
-    """First training day, YYYY-MM-DD, moved inward to a trading day; none: the first day on which
-    all indicators are warm."""
+    """First training day, YYYY-MM-DD; if it is not a trading day, the next one is used; none: the
+    first day on which all indicators have enough history."""
     train_end: Text = ""
-    """Last training day; none: the day before valid_start; if that is none too, training gets
-    60 percent of the days."""
+    """Last training day; none: the day before valid_start; if that is not set either, training
+    gets 60 percent of the days."""
     valid_start: Text = ""
     """First validation day; none: the day after train_end."""
     valid_end: Text = ""
-    """Last validation day; none: the day before test_start; if that is none too, validation gets
-    15 percent of the days."""
+    """Last validation day; none: the day before test_start; if that is not set either, validation
+    gets 15 percent of the days."""
     test_start: Text = ""
     """First test day; none: the day after valid_end."""
     test_end: Text = ""
@@ -53,16 +53,16 @@ class SimulatedMarketConfig:
     """Size, strength and seed of the simulated markets."""
 
     num_stocks: int = Field(5, ge=2, le=50)
-    """Stocks in each simulated market."""
+    """Number of stocks in each simulated market."""
     market_edge: float = Field(120.0, ge=0, le=500)
-    """Size of the planted drift, up or down, in basis points a day; 0: none."""
+    """Size of the planted drift, up or down, in basis points per day; 0: no drift."""
     market_seed: int = Field(1, ge=0, le=10**9)
-    """Seed of all simulated markets."""
+    """Seed from which all simulated markets are drawn."""
     num_worlds: int = Field(128, ge=1, le=100_000)
-    """Simulated markets to train on."""
+    """Number of simulated markets to train on."""
 
 
-MAX_INITIAL_CASH_USD = 1e8  # amounts up to 80 times this are exact, see features.GRID
+MAX_INITIAL_CASH_USD = 1e8  # sums up to 80 times as large are exact, see features.GRID
 Observation = Literal["relative", "paper"]
 
 
@@ -71,13 +71,13 @@ class TradingConfig:
     """Rules of the trading task."""
 
     observation: Observation = "relative"
-    """relative: features without a scale; paper: cash, closes, shares held and raw indicators."""
+    """relative: features without units; paper: cash, closes, shares held and raw indicators."""
     order_unit: Literal["value", "shares"] = "value"
-    """value: max_order is a share of the portfolio's value; shares: a number of shares."""
+    """Unit of max_order. value: fraction of the portfolio's value; shares: number of shares."""
     max_order: float = Field(0.05, ge=1e-6, le=10**6)
-    """Largest order per stock and day, placed by an action of 1, in order_unit."""
+    """Largest order per stock and day, in order_unit; an action of 1 orders this much."""
     fee_bps: float = Field(10.0, ge=0, le=1000)
-    """Fee of every purchase and every sale, in basis points."""
+    """Fee for every purchase and every sale, in basis points of the amount traded."""
     episode_days: int = Field(252, ge=1, le=10**5)
     """Length of a training episode, in trading days."""
     initial_cash_usd: float = Field(1e6, ge=1000, le=MAX_INITIAL_CASH_USD)
@@ -85,20 +85,21 @@ class TradingConfig:
     execution: Literal["next_open", "close"] = "next_open"
     """Fill orders at the next day's open, or at the last close, as in the literature."""
     turbulence_quantile: float = Field(0.0, ge=0, le=1)
-    """Sell all and buy nothing on days above this quantile of the training span's turbulence; 0:
-    off."""
+    """Sell all shares and buy none on days whose turbulence is above this quantile of the training
+    span; 0: off."""
     reward: Literal["attributed", "excess", "plain"] = "attributed"
-    """Form of training rewards (reported ones are plain). attributed: each trade earns its
-    discounted later profit when it is made; excess: the return minus that of equal weight; plain:
-    the day's change of value. All have the same best policy and differ in noise."""
+    """Form of the training rewards (reported rewards are always plain). attributed: each trade
+    earns its discounted later profit when it is made; excess: the return minus the return of an
+    equal-weight portfolio; plain: the day's change of value. All have the same best policy and
+    differ only in noise."""
     risk_aversion: float = Field(20.0, ge=0, le=1000)
-    """Half of this times the variance of the portfolio's return is subtracted from training
-    rewards: 0 learns the largest return, larger values a better Sharpe ratio."""
+    """Training rewards are reduced by half of this times the variance of the portfolio's return:
+    0 aims at the largest return, larger values at a better Sharpe ratio."""
 
     def __post_init__(self) -> None:
         in_shares = self.order_unit == "shares"
         if self.max_order < 1 if in_shares else self.max_order > 1:
             raise ValueError(
-                f"max_order {self.max_order} does not fit order_unit {self.order_unit}: use 1 or "
-                "more shares, or a share of the value up to 1"
+                f"max_order {self.max_order} does not fit order_unit {self.order_unit}: use at "
+                "least 1 with shares, at most 1 with value"
             )

@@ -19,21 +19,21 @@ from envs.vector.tensors import random_int63, seed_keys
 REWARD_SCALE = 1e-4  # reward per USD
 # names of the attributes that make up a snapshot
 STATE = ("keys", "episode", "row", "end_row", "cash", "value", "shares", "risk")
-RUIN_SHARE = 0.1  # an episode terminates if the value falls below this share of the initial cash
-AHEAD = 32  # episodes whose starts are drawn in one call; the call costs as much as for one
+RUIN_SHARE = 0.1  # an episode terminates below this fraction of the initial cash
+AHEAD = 32  # future episodes drawn in one call, which is as fast as drawing one
 
 
 def fill_orders(
     cash: Tensor,  # [B, 1] USD, not negative
     shares: Tensor,  # [B, n] whole shares held, not negative
     orders: Tensor,  # [B, n] whole shares wanted, negative to sell
-    priority: Tensor,  # [B, n] float32, not negative for buys
+    priority: Tensor,  # [B, n] float32, at least 0 for buys
     sell_price: Tensor,  # [B, n] USD received per share, without the fee
     buy_price: Tensor,  # [B, n] USD paid per share, with the fee
 ) -> tuple[Tensor, Tensor]:
     """Fill sells up to the shares held, then buys while cash lasts.
 
-    Buys are filled in the order of falling priority; ties are filled in the order of the stocks.
+    Buys are filled from the highest priority to the lowest; ties in the order of the stocks.
     The first buy that the cash cannot fully pay for is cut to the affordable number of whole
     shares, and all later buys are skipped. If prices are multiples of 1 / GRID, all sums are exact:
     rounding never makes cash negative, and a loop over the stocks would give exactly the same
@@ -45,18 +45,19 @@ def fill_orders(
     orders = torch.maximum(orders, -shares)
     sold = orders.clamp_max(0.0)
     funds = cash - (sold * sell_price).sum(1, keepdim=True)
-    # Sort buys by falling priority. Floats >= 0 can be compared as integers with the same bits,
-    # and sorting integers is a fifth faster. Sells may be anywhere, as they need no cash.
+    # Sort buys from the highest priority to the lowest. Floats >= 0 sort like the integers with
+    # the same bits, and sorting integers is a fifth faster. Sells need no cash: their place in the
+    # order does not matter.
     ranking = torch.sort(priority.view(torch.int32), dim=1, descending=True, stable=True).indices
     flow = (sold - orders).mul_(buy_price)  # [B, n] USD: -cost of a buy, 0 for a sell
-    flow_so_far = flow.gather(1, ranking).cumsum(1)  # columns are ranks
-    # A buy can spend the funds minus the cost of all buys ranked before it. This is negative after
-    # the first buy that is cut, so that the clamp below fills nothing there.
+    flow_so_far = flow.gather(1, ranking).cumsum(1)  # columns are in order of priority
+    # A buy can spend the funds minus the cost of all buys ranked before it. After the first buy
+    # that is cut, this amount is negative, so the clamp below fills no later buy.
     spendable = (funds - flow).scatter_add_(1, ranking, flow_so_far)
     affordable = spendable.div_(buy_price, rounding_mode="trunc")
-    trades = torch.clamp(affordable, min=sold, max=orders)  # for a sell, both bounds are equal
+    trades = torch.clamp(affordable, min=sold, max=orders)  # both bounds are equal for a sell
     spent = trades.clamp_min(0.0).mul_(buy_price).sum(1, keepdim=True)
-    # Below 2**33 USD the clamp changes nothing. Above, it removes a rounding error.
+    # Below 2**33 USD the clamp changes nothing. Above that, it removes rounding errors.
     return funds.sub_(spent).clamp_min_(0.0), trades
 
 
@@ -71,9 +72,9 @@ class TradingVectorEnv(TorchEnv):
 
     Training: an episode lasts `episode_days` steps. Its market and first day depend only on the
     environment's seed and the number of the episode. The first episode after seeding is shortened
-    to a random length, so that environments do not end in step. An episode terminates if the value
-    falls below RUIN_SHARE of the initial cash. `info["raw_rewards"]` holds the plain rewards. The
-    returned rewards can have less noise and the same best policy (Ng, Harada and Russell 1999,
+    to a random length, so that not all environments end together. An episode terminates if the
+    value falls below RUIN_SHARE of the initial cash. `info["raw_rewards"]` holds the plain rewards.
+    The returned rewards can have less noise and the same best policy (Ng, Harada and Russell 1999,
     "Policy invariance under reward transformations"):
     - "attributed" adds discount * potential(next) - potential(now). The potential is the discounted
       later profit of the shares held, so the profit of a trade is rewarded when the trade is made.
@@ -111,7 +112,7 @@ class TradingVectorEnv(TorchEnv):
         self.evaluation = evaluation
         self.span = span
         self.device = torch.device(device)
-        self.reads_steps = self.device.type == "cpu"  # reading from a GPU would block
+        self.reads_steps = self.device.type == "cpu"  # reading values on a GPU would wait for it
         self.markets = markets
         self.tickers = markets[0].tickers
         self._episode_days = self.num_days - 1 if evaluation else config.episode_days
@@ -147,7 +148,7 @@ class TradingVectorEnv(TorchEnv):
         return self.shares * closes / self.value
 
     def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
-        """Start the first episode of every environment, with one seed for each."""
+        """Start the first episode of every environment; `seed` holds one for each."""
         self.keys = seed_keys(seed).to(self.device)  # [B]
         self.episode = torch.zeros_like(self.keys)
         self._draw_starts()
@@ -183,7 +184,7 @@ class TradingVectorEnv(TorchEnv):
             other rows equal obs. In training, info["raw_rewards"] [B] holds the plain rewards. In
             evaluation, the rewards are plain, and info also holds the result of `_report`.
         """
-        with torch.inference_mode():  # autograd's bookkeeping would take an eighth of a step
+        with torch.inference_mode():  # autograd's bookkeeping would take 1/8 of the time of a step
             prices = self._prices.index_select(0, self.row)
             close, sell, buy, next_close, gains, next_gains = prices.unbind(1)  # each [B, n]
             # order whole shares, truncated toward zero
@@ -198,12 +199,12 @@ class TradingVectorEnv(TorchEnv):
                 orders = torch.where(sell_all, -self.shares, orders)
             # fill the orders and value the portfolio at the next close
             self.cash, trades = fill_orders(self.cash, self.shares, orders, actions, sell, buy)
-            lost_usd = self.shares * gains  # decrease of the potential
+            lost_usd = self.shares * gains  # becomes the decrease of the potential
             self.shares = self.shares + trades
             position_usd = self.shares * next_close  # [B, n]
             value_before = self.value
             self.value = self.cash + position_usd.sum(1, keepdim=True)
-            # After ruin the episode ends, so there is no later profit.
+            # Ruin ends the episode, so no later profit is possible.
             solvent = self.value >= RUIN_SHARE * self._initial_usd  # [B, 1]
             lost_usd.addcmul_(self.shares * next_gains, solvent, value=-1.0)
             lost_usd = lost_usd.sum(1)
@@ -213,7 +214,7 @@ class TradingVectorEnv(TorchEnv):
         else:
             info = {"raw_rewards": rewards}
             rewards = self._training_rewards(rewards, lost_usd, position_usd, solvent)
-        # look up the market's features and fill in the columns of the portfolio
+        # look up the market's features and fill in the portfolio columns
         self.row = self.row + 1
         info["final_obs"] = final_obs = self._features.index_select(0, self.row)
         relative = self.config.observation == "relative"
@@ -223,7 +224,7 @@ class TradingVectorEnv(TorchEnv):
         terminated = ~solvent.squeeze(1)
         truncated = self.row == self.end_row
         ended = terminated | truncated
-        # on a CPU, skipping _restart when no episode ended saves a seventh of a step
+        # on a CPU, skipping _restart when no episode ended saves 1/7 of the time of a step
         if self.reads_steps and not ended.any():
             obs = final_obs.clone()
         else:
@@ -233,11 +234,11 @@ class TradingVectorEnv(TorchEnv):
     def _report(
         self, trades: Tensor, sell: Tensor, buy: Tensor, position_usd: Tensor
     ) -> dict[str, Tensor]:
-        """Return the figures of one day as float64: [B], or [B, n] per stock.
+        """Return one day's results as float64: [B], or [B, n] per stock.
 
         "weights" are fractions of the portfolio's value; "trades_usd" are negative for sales.
         """
-        trades_usd = trades * (sell + buy) / 2  # the fill price is halfway between the two
+        trades_usd = trades * (sell + buy) / 2  # the price without fees is halfway between the two
         return {
             "portfolio_value": self.value.squeeze(1),
             "traded_usd": trades_usd.abs().sum(1),
@@ -254,9 +255,9 @@ class TradingVectorEnv(TorchEnv):
         """Return the training rewards [B], computed from the plain rewards.
 
         With `risk_aversion`, the change of the price of risk since the last day is subtracted. The
-        risk of a day is risk_aversion / 2 * value * variance of the portfolio's return, with the
-        covariance of returns over the span. The price of risk is the discounted sum of this risk
-        over all later days, which is the risk of one day divided by (1 - discount).
+        risk of a day is risk_aversion / 2 * value * variance of the portfolio's return, computed
+        with the covariance of returns over the span. The price of risk is the discounted sum of
+        this risk over all later days: the risk of one day divided by (1 - discount).
         """
         if self.config.reward == "attributed":
             rewards = torch.sub(plain, lost_usd, alpha=REWARD_SCALE)
@@ -274,12 +275,12 @@ class TradingVectorEnv(TorchEnv):
             before = self.risk
             variance_usd = (spread * position_usd).sum(1) / self.value.squeeze(1)
             self.risk = variance_usd * self._risk_scale
-            # no risk remains after ruin; multiplying by `solvent`, 0 or 1, is exact
+            # after ruin no risk remains: `solvent` is 0; multiplying by 0 or 1 is exact
             rewards += torch.addcmul(before, self.risk, solvent.squeeze(1), value=-1.0)
         return rewards
 
     def _restart(self, ended: Tensor, final_obs: Tensor) -> Tensor:
-        """Start the next episode where `ended` [B]; return observations [B, F]."""
+        """Start the next episode where `ended` [B] is True; return observations [B, F]."""
         if not self._restarts_left:
             self._draw_starts()
         self._restarts_left -= 1

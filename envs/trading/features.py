@@ -1,7 +1,8 @@
 """Compute tables of observations and fill prices for every day of a market.
 
-An indicator never uses later days. It is NaN until it is warm, that is, until it has enough earlier
-days. Arrays are [D, n] with one column per stock, so M markets can be joined to [D, M*n].
+An indicator never uses later days. It is NaN until enough earlier days are available; from then on
+it is called warm. Arrays are [D, n] with one column per stock, so M markets can be joined to
+[D, M*n].
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from torch import Tensor
 from envs.trading.config import TradingConfig
 from envs.trading.market_data import Market, Span
 
-# Amounts of money are multiples of 2**-20 USD. Sums and products of such prices and whole shares
-# are then exact in float64 while a portfolio is worth less than 2**33 USD (8.6 billion).
+# Amounts of money are multiples of 2**-20 USD. Sums of such amounts, and their products with whole
+# numbers of shares, are then exact in float64 while a portfolio is worth less than 2**33 USD
+# (8.6 billion).
 GRID = 2.0**20  # steps per USD; the other 33 of float64's 53 bits hold whole dollars
 INDICATOR_DAYS = 30
-MEAN_DAYS = 20  # a close and a log volume are compared with their mean over these days
-SMALLEST_VARIANCE = 1e-9  # relative to the largest; what is smaller is only rounding noise
+MEAN_DAYS = 20  # closes and log volumes are compared with their mean over this many days
+SMALLEST_VARIANCE = 1e-9  # relative to the largest; smaller variances are only rounding noise
 
 
 # ---- indicators
@@ -39,9 +41,9 @@ def turbulence(close: np.ndarray, days: int = 252) -> np.ndarray:
     """Return the squared Mahalanobis distance of each day's returns from the past.
 
     Mean and covariance are computed from the `days` daily returns before that day. Directions in
-    which past returns do not vary are ignored: a stock that never moves, or the twin of another.
+    which past returns do not vary are ignored, such as a stock that never moves or a copied one.
 
-    Returns: [D], warm from day `days + 1` on; in ordinary times about n for n stocks.
+    Returns: [D], warm from day `days + 1` on. On ordinary days the value is about n for n stocks.
     Source: Kritzman and Li, "Skulls, Financial Turbulence, and Risk Management" (2010), but not
         divided by n.
     """
@@ -66,9 +68,9 @@ PORTFOLIO_BLOCK = {"paper": 1, "relative": 2}  # index of the block that the env
 def feature_blocks(bars: Market, observation: str) -> list[np.ndarray]:
     """Return the blocks of an observation in order, each [D, n].
 
-    The indicators are the 12-day exponential mean minus the 26-day one, warm from day 25 on, and,
-    over 30 days, the relative strength index (30), the commodity channel index (29) and the average
-    directional index (59).
+    The indicators are the 12-day exponential mean minus the 26-day one, which is warm from day 25
+    on, and three indicators over 30 days: the relative strength index (warm from day 30 on), the
+    commodity channel index (day 29) and the average directional index (day 59).
     """
     portfolio = np.zeros_like(bars.close)  # filled by the environment with weights or shares
     macd = by_column(talib.EMA, 12, bars.close) - by_column(talib.EMA, 26, bars.close)
@@ -99,7 +101,7 @@ def portfolio_columns(observation: str, num_stocks: int) -> slice:
 def side_by_side(markets: Sequence[Market], num_days: int) -> Market:
     """Join the first days of M markets into one market with arrays [num_days, M*n].
 
-    The name, opens, dates and tickers are copied from the first market.
+    The joined market has the name, opens, dates and tickers of the first market.
     """
     joined: dict[str, Any] = {
         name: np.concatenate([getattr(market, name)[:num_days] for market in markets], axis=1)
@@ -111,7 +113,7 @@ def side_by_side(markets: Sequence[Market], num_days: int) -> Market:
 def feature_table(markets: Sequence[Market], observation: str, span: Span) -> np.ndarray:
     """Return a span's observations [M, days, F] float32 with an empty portfolio.
 
-    The columns of cash and portfolio are 0. Indicators also use the days before the span and are
+    The columns for cash and portfolio are 0. Indicators also use the days before the span and are
     NaN until they are warm.
     """
     bars = side_by_side(markets, span.last + 1)
@@ -124,7 +126,7 @@ def feature_table(markets: Sequence[Market], observation: str, span: Span) -> np
 def first_tradable_day(market: Market, config: TradingConfig) -> int:
     """Return the index of the first day from which on all used features are warm.
 
-    It is the number of days if they are too few; then `split_spans` refuses the training span.
+    If no day is, return the number of days; then `split_spans` refuses the training span.
     """
     num_days = len(market.dates)
     table = feature_table([market], config.observation, Span(0, num_days - 1))
@@ -149,16 +151,16 @@ def market_tables(
     train_span: Span,
     discount: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Compute tables of a span with one row per market and day, for the steps of an environment.
+    """Compute the tables that an environment reads, with one row per market and day.
 
-    Row = market * days of the span + day - span.first. Every indicator must be warm on the first
-    day.
+    Row = market * days of the span + day - span.first. Every indicator must be warm on the span's
+    first day.
 
     Returns:
         Features [rows, F] float32: the observation of a portfolio that is all cash.
-        Prices [rows, 6, n] float64, in USD per share: today's close, amount received if sold,
-        amount paid if bought, tomorrow's close, discounted gain after today's close, and the
-        discount times the discounted gain after tomorrow's close.
+        Prices [rows, 6, n] float64, in USD per share: today's close, amount received in a
+        sale, amount paid in a purchase, tomorrow's close, discounted gain after today's close, and
+        the discount times the discounted gain after tomorrow's close.
         Turbulent days [rows] bool, or None if turbulence_quantile is 0.
     """
     days = slice(span.first, span.last + 1)
@@ -175,7 +177,7 @@ def market_tables(
         gains[:, day] = changes[:, day] + discount * gains[:, day + 1]
     prices = [close, fill - fee, fill + fee, _tomorrow(close), gains, discount * _tomorrow(gains)]
     table = feature_table(markets, config.observation, span)
-    assert np.isfinite(table).all(), "the span starts before every indicator is warm"
+    assert np.isfinite(table).all(), "the span starts before all indicators are warm"
     table[:, :, 0] = 1.0 if config.observation == "relative" else config.initial_cash_usd
     turbulent = None
     if config.turbulence_quantile > 0:
@@ -188,8 +190,8 @@ def market_tables(
 
 
 def _tomorrow(values: Tensor) -> Tensor:
-    """Return the next day's values, [M, days, n].
+    """Return each day's values of the next day, [M, days, n].
 
-    The last day keeps its own values, because no step starts on it.
+    The last day has no next day and keeps its own values; no step starts on it.
     """
     return torch.cat([values[:, 1:], values[:, -1:]], dim=1)

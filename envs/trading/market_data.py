@@ -16,9 +16,9 @@ _LOGGER = logging.getLogger(__name__)
 PRICES = ["open", "high", "low", "close", "adj_close"]
 NUMBERS = [*PRICES, "volume"]
 COLUMNS = ["date", "tic", *NUMBERS]
-ROUNDING = 1e-3  # tolerated relative error: files round each price of a bar separately
+ROUNDING = 1e-3  # tolerated relative error, because files round each price of a bar separately
 MAX_DROPPED_SHARE = 0.05
-MAX_GAP_DAYS = 11  # calendar days from one bar to the next; no exchange was closed for longer
+MAX_GAP_DAYS = 11  # largest gap in calendar days; no exchange was closed for longer
 
 MIN_SPAN_DAYS = 2  # a step needs 2 days: one to decide and the next to fill the orders
 SHARES = (0.60, 0.15, 0.25)  # shares of the days for training, validation and test
@@ -30,7 +30,7 @@ class Market:
 
     name: str  # the file's name, or "SIMULATED world 7"
     dates: np.ndarray  # [D] datetime64[D], ascending
-    tickers: tuple[str, ...]  # n, sorted
+    tickers: tuple[str, ...]  # n names, sorted
     open: np.ndarray  # [D, n] float64, USD, total-return adjusted
     high: np.ndarray  # [D, n]
     low: np.ndarray  # [D, n]
@@ -48,7 +48,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Spans:
-    """Disjoint spans in ascending order; `valid` is None if it has no days."""
+    """Disjoint spans in ascending order; `valid` is None without validation days."""
 
     train: Span
     valid: Span | None = None
@@ -60,9 +60,9 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
 
     Dates in the configuration are moved inward to tradable days. Without dates, training starts at
     `first_tradable`, the test span ends on the last day, and each span starts on the day after the
-    previous one. If neither date at a border is given, the days are divided in proportion to
-    SHARES. If no validation date is given, and training and test leave too few days for
-    validation, `valid` is None.
+    previous one. If neither the end of a span nor the start of the next one is given, their days
+    are divided in proportion to SHARES. If no validation date is given, and training and test leave
+    too few days for validation, `valid` is None.
 
     Raises: ValueError: a span is too short, outside the data, or overlaps the one before it.
     """
@@ -75,7 +75,7 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
             days[name] = max(first_tradable, next_day - is_end)
     first = days.get("train_start", first_tradable)
     last = days.get("test_end", len(dates) - 1)
-    # a span ends before the next one starts; -1: neither date at this border is given
+    # a span ends on the day before the next one starts; -1: neither of the two dates is given
     train_end = days.get("train_end", days.get("valid_start", 0) - 1)
     valid_end = days.get("valid_end", days.get("test_start", 0) - 1)
     train, valid, test = SHARES
@@ -100,14 +100,14 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
         elif name != "valid" or config.valid_start or config.valid_end:
             raise ValueError(
                 f"the {name} span has {num_days} trading days; it needs {MIN_SPAN_DAYS} after the "
-                f"span before it and the warm-up of the indicators, {first_tradable} days: move "
+                f"span before it and the indicators' {first_tradable} days of warm-up: move "
                 f"--{name}_start, --{name}_end or their neighbours, or use a longer history"
             )
     return Spans(**spans)
 
 
 def _end_of_share(first: int, last: int, share: float) -> int:
-    """Return the last day of the leading `share` of the days first .. last."""
+    """Return the day on which the leading `share` of the days first .. last ends."""
     return first + round((last - first + 1) * share) - 1
 
 
@@ -145,9 +145,9 @@ def _read(path: Path) -> pd.DataFrame:
     """Return the rows of a file as text."""
     try:
         if path.is_fifo():
-            raise ValueError("it is a pipe")
+            raise ValueError("it is a pipe, not a file")
         frame = pd.read_csv(path, dtype=str, encoding="utf-8-sig", keep_default_na=False)
-    except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: also parser errors
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: parser errors too
         raise ValueError(
             f"cannot be read as CSV ({one_line(error, named=False)}): check the path, download it "
             "again, or use --data simulated"
@@ -161,7 +161,7 @@ def _read(path: Path) -> pd.DataFrame:
 
 
 def _parse(text: pd.DataFrame) -> pd.DataFrame:
-    """Convert text to dates and numbers; refuse bars that cannot be.
+    """Convert text to dates and numbers; refuse impossible bars.
 
     A cell without a finite number becomes NaN and counts as missing.
     """
@@ -174,8 +174,8 @@ def _parse(text: pd.DataFrame) -> pd.DataFrame:
     for name in ("open", "close"):
         impossible |= bars[name] < bars["low"] * (1 - ROUNDING)
         impossible |= bars[name] > bars["high"] * (1 + ROUNDING)
-    _refuse(text, bars.duplicated(["date", "tic"]), "a second row for this ticker and date")
-    problem = "a price is not positive, open or close is not between low and high, or volume < 0"
+    _refuse(text, bars.duplicated(["date", "tic"]), "this ticker and date have more than one row")
+    problem = "a price is <= 0, open or close is not between low and high, or volume is < 0"
     _refuse(text, impossible, problem)
     return bars
 
@@ -189,7 +189,7 @@ def _refuse(
         values = ", ".join(f"{name} {row[name]}" for name in NUMBERS)
         date = str(row["date"])[:10]
         raise ValueError(
-            f"{row['tic']!r} on {date}: {problem} ({values}), {bad.sum()} rows in all: {fix}"
+            f"{row['tic']!r} on {date}: {problem} ({values}), {bad.sum()} rows like this: {fix}"
         )
 
 
@@ -201,15 +201,15 @@ def _complete(bars: pd.DataFrame, missing: str, name: str) -> pd.DataFrame:
     blank = bars[NUMBERS].isna().any(axis=1)
     dropped, num_days = bars["date"][blank].unique(), bars["date"].nunique()
     if missing == "error" or len(dropped) > MAX_DROPPED_SHARE * num_days:
-        problem = f"no complete bar; {len(dropped)} of {num_days} days are incomplete"
-        fix = "fill it in, remove the ticker, or use --data_missing drop, which drops at most "
+        problem = f"missing or incomplete bar; {len(dropped)} of {num_days} days have one"
+        fix = "fill in bars, remove the ticker, or use --data_missing drop, which drops at most "
         _refuse(bars, blank, problem, f"{fix}{MAX_DROPPED_SHARE:.0%} of the days")
     if len(dropped):
         _LOGGER.warning(
-            f"{name}: dropped {len(dropped)} of {num_days} days on which not every ticker has a "
-            f"complete bar, the first on {dropped[0]:%Y-%m-%d}"
+            f"{name}: dropped {len(dropped)} of {num_days} days, because some ticker has no "
+            f"complete bar on them; the first is {dropped[0]:%Y-%m-%d}"
         )
         bars = bars[~bars["date"].isin(dropped)]
     after_gap = bars["date"].diff().dt.days > MAX_GAP_DAYS
-    _refuse(bars, after_gap, f"no day for more than {MAX_GAP_DAYS} days before", "fill the gap")
+    _refuse(bars, after_gap, f"no day for more than {MAX_GAP_DAYS} days before it", "fill the gap")
     return bars

@@ -1,13 +1,13 @@
-"""Simulate daily stock markets with a planted edge that requires memory; trade them by rules.
+"""Simulate stock markets whose planted edge needs memory; trade them by rules.
 
-SIMULATED: a test bed for memory, not a promise of profit. docs/data.md compares it with real
-prices.
+SIMULATED: a test bed for memory, not a promise of profit. docs/data.md compares the simulated
+prices with real ones.
 
 Prices follow old news. Every GAP_DAYS[0] to GAP_DAYS[1] days a stock has an announcement: a day of
 unusual volume, either a surge or a drought with equal probability. After DELAY_DAYS, when a newer
-announcement has already come, the stock drifts for MOVE_DAYS days: by +market_edge a day after a
-surge, by -market_edge a day after a drought. One announcement in four is denied: DENIAL_DAYS later
-an event of the opposite kind follows, and then there is no drift.
+announcement has already come, the stock drifts for MOVE_DAYS days: by +market_edge per day after a
+surge, by -market_edge per day after a drought. One announcement in four is denied: DENIAL_DAYS
+later an event of the opposite kind follows, and then there is no drift.
 
 A market ("world") depends only on its seed and the configuration. The noise of a world is the same
 for every market_edge, so results at different edges can be compared world by world.
@@ -41,34 +41,34 @@ MAX_WORLDS = 10**8  # largest number of worlds per purpose
 GAP_DAYS = (5, 7)  # days between two announcements, uniformly distributed
 DENIAL_DAYS = 2  # days from an announcement to its denial
 DENIAL_CHANCE = 0.25
-DELAY_DAYS = 8  # days from an announcement to the day before its drift; above the longest gap
+DELAY_DAYS = 8  # days from an announcement to the day before its drift; more than the longest gap
 MOVE_DAYS = 4  # the drift lasts from day DELAY_DAYS + 1 to day DELAY_DAYS + MOVE_DAYS
-EVENT_SIZE = 1.4  # in log volume: a surge has 4 times the usual volume, a drought a quarter
+EVENT_SIZE = 1.4  # in log volume: a surge has 4 times the usual volume, a drought 1/4 of it
 VOLUME_NOISE = 0.25  # sd of the daily noise in log volume
 VOLUME_WAVE = (0.99, 0.15)  # AR(1) coefficient and stationary sd of the usual log volume
-VOLUME_ON_MOVE = 0.10  # added log volume per standard deviation of a stock's own daily move
+VOLUME_ON_MOVE = 0.10  # log volume added per standard deviation of a stock's own daily move
 
 # Prices. Log volatility is the sum of a slow market wave and a slow wave per stock.
 MARKET_DRIFT = 0.0006  # per day; an equal-weight portfolio then has a Sharpe ratio of about 0.8
 ANNUAL_VOLATILITY = 0.25  # volatility of each stock without the planted drift
-MARKET_SHARE = 0.62  # the market's share of this variance; planted drifts lower the correlation
+MARKET_SHARE = 0.62  # market's share of each stock's variance; planted drifts lower the correlation
 COMMON_WAVE = (0.985, 0.50)  # AR(1) coefficient and stationary sd of log volatility
-OWN_WAVE = (0.95, 0.30)  # the same for each stock
+OWN_WAVE = (0.95, 0.30)  # the same for the wave of each stock
 TAIL_DEGREES = 5.0  # degrees of freedom of Student's t distribution of returns
-OVERNIGHT_SHARE = 1.0 / 3.0  # share of the daily variance between close and next open
+OVERNIGHT_SHARE = 1.0 / 3.0  # share of the daily variance that falls between close and next open
 
 # Rules
-LEVEL_DAYS = 20  # the usual log volume is the median of this many earlier days
+LEVEL_DAYS = 20  # the usual log volume is the median over this many earlier days
 SURPRISE_NOISE = 0.30  # sd of (log volume - usual log volume) on days without an event
-BLUNDER = 1e-4  # added to densities, so that one unlikely volume rules out no state
+BLUNDER = 1e-4  # added to densities, so that one unlikely volume cannot rule out a state
 VOLATILITY_MEMORY = 0.94  # decay of the exponentially weighted variance (RiskMetrics)
-FIRST_VARIANCE = 3e-4  # variance of daily returns until the first return is known
-DIRECTIONS = np.array([[-1.0], [0.0], [1.0]])  # drought, no event, surge; or down, no drift, up
+FIRST_VARIANCE = 3e-4  # variance assumed for daily returns until the first one is known
+DIRECTIONS = np.array([[-1.0], [0.0], [1.0]])  # drought, none, surge; or down, none, up
 WARM_UP_DAYS = 60  # a few announcements: enough to make the filter's start state irrelevant
 BAND = 0.01  # smaller differences from the target weights are not traded
-OUTLOOK_DAYS = 4  # look ahead so far, because with orders of 5 % a target takes days
+OUTLOOK_DAYS = 4  # days to look ahead: with orders of 5 % it takes days to reach a target
 HURDLE = 0.30  # the reference holds stocks whose expected move, in edges, is above this
-WEAK_EDGE = 15.0  # bps; at or below this, holding earns more than avoiding expected falls
+WEAK_EDGE = 15.0  # bps; up to this edge, holding a stock earns more than avoiding its falls
 
 
 def world_seeds(config: SimulatedMarketConfig, purpose: str, count: int) -> list[int]:
@@ -124,7 +124,7 @@ def draw_news(rng: np.random.Generator, num_stocks: int) -> tuple[np.ndarray, np
     Events are 1 for a surge and -1 for a drought. A move is the sign of the drift in a day's
     return, or 0. Observations show neither events nor moves directly.
     """
-    # start some days before day 0, so that day 0 is statistically like all other days
+    # start some days before day 0, so that day 0 has the same statistics as all other days
     before = DELAY_DAYS + MOVE_DAYS + GAP_DAYS[1]
     size = ((NUM_DAYS + before) // GAP_DAYS[0] + 1, num_stocks)
     day = np.cumsum(rng.integers(GAP_DAYS[0], GAP_DAYS[1] + 1, size), axis=0) - before
@@ -138,17 +138,17 @@ def draw_news(rng: np.random.Generator, num_stocks: int) -> tuple[np.ndarray, np
 
 
 def _scatter(day: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Place values [K, n] at their days [K, n] in an array [D, n] of zeros."""
+    """Return zeros [D, n] with the values [K, n] written on their days [K, n]."""
     calendar = np.zeros((NUM_DAYS, day.shape[1]), dtype=np.int8)
-    inside = np.nonzero((day >= 0) & (day < NUM_DAYS))  # indices along K, and of the stocks
+    inside = np.nonzero((day >= 0) & (day < NUM_DAYS))  # pairs (index along K, stock)
     calendar[day[inside], inside[1]] = value[inside]
     return calendar
 
 
 def _wave(shocks: np.ndarray, coefficient: float, deviation: float) -> np.ndarray:
-    """Return stationary AR(1) processes along axis 1 of shocks [M, D, n]."""
+    """Turn shocks [M, D, n] into stationary AR(1) processes along the days."""
     wave = shocks * deviation
-    innovation = np.sqrt(1.0 - coefficient**2)  # keeps the deviation constant
+    innovation = np.sqrt(1.0 - coefficient**2)  # keeps the standard deviation constant
     for day in range(1, wave.shape[1]):
         wave[:, day] = coefficient * wave[:, day - 1] + innovation * wave[:, day]
     return wave
@@ -183,13 +183,14 @@ def _prices(noise: dict[str, np.ndarray], drift: np.ndarray) -> tuple[np.ndarray
     highest = 0.5 * (intraday + np.sqrt(intraday**2 + path_variance * noise["up"]))
     lowest = 0.5 * (intraday - np.sqrt(intraday**2 + path_variance * noise["down"]))
     open_ = close * np.exp(-intraday)
-    high = np.maximum(open_ * np.exp(highest), np.maximum(open_, close))  # despite rounding
+    # rounding could move these values between open and close
+    high = np.maximum(open_ * np.exp(highest), np.maximum(open_, close))
     low = np.minimum(open_ * np.exp(lowest), np.minimum(open_, close))
     return open_, high, low, close
 
 
 def _volumes(noise: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the numbers of shares traded, whole numbers [M, D, n].
+    """Return how many shares are traded, as whole numbers [M, D, n].
 
     Log volume is the sum of a slow wave, noise, a term that grows with the size of the stock's own
     price move, and the events.
@@ -204,15 +205,16 @@ def _volumes(noise: dict[str, np.ndarray]) -> np.ndarray:
 # ---- the news as a hidden Markov model
 
 
-# The event of a day (1: surge, -1: drought, 0: none), and the announcements of one stock that still
-# matter, newest first, as pairs (age in days, kind): 1 for a surge, -1 for a drought, 0 if denied.
+# A day's event (1: surge, -1: drought, 0: none), and the announcements of one stock that still
+# matter, newest first, as pairs (age in days, kind). Kind is 1 for a surge, -1 for a drought and 0
+# for a denied announcement.
 State = tuple[int, tuple[tuple[int, int], ...]]
 
 
 def _followers(state: State) -> dict[State, float]:
     """Return the possible states of the next day with their probabilities."""
     newest, *others = [(age + 1, kind) for age, kind in state[1]]
-    older = [item for item in others if item[0] < DELAY_DAYS + MOVE_DAYS]  # the drift is not over
+    older = [item for item in others if item[0] < DELAY_DAYS + MOVE_DAYS]  # its drift is not over
     quiet: State = (0, (newest, *older))  # nothing happens today
     age, kind = newest
     if age == DENIAL_DAYS:
@@ -238,11 +240,11 @@ def _expected_move(state: State, ahead: int) -> float:
 
 
 def news_model() -> tuple[np.ndarray, ...]:
-    """Return the simulator's news as a hidden Markov model of one stock, S states.
+    """Return the simulated news of one stock as a hidden Markov model with S states.
 
     Returns:
         Transition [S, S]: probability of the next day's state (column) given today's state (row).
-        Event [S] and move [S]: event and move, -1, 0 or 1, on the day that ends in a state.
+        Event [S] and move [S], each -1, 0 or 1: what happened on the day that ends in a state.
         Outlook [S, OUTLOOK_DAYS]: expected moves on the next days, in edges.
     """
     states: list[State] = [(1, ((0, 1),))]
@@ -257,7 +259,7 @@ def news_model() -> tuple[np.ndarray, ...]:
 
 
 def volume_surprise(volume: np.ndarray) -> np.ndarray:
-    """Return log volume [D, k] minus its median over the LEVEL_DAYS days before."""
+    """Return log volume [D, k] minus its median over the previous LEVEL_DAYS days."""
     log_volume = pd.DataFrame(np.log(np.maximum(volume, 1.0)))
     usual = log_volume.rolling(LEVEL_DAYS).median().shift()
     return (log_volume - usual).fillna(0.0).to_numpy()  # 0 on the first days
@@ -268,7 +270,7 @@ def _return_likelihood(close: np.ndarray, edge: float) -> np.ndarray:
     returns = pd.DataFrame(close).pct_change()
     squares = (returns**2).fillna(FIRST_VARIANCE)
     smoothed = squares.ewm(alpha=1.0 - VOLATILITY_MEMORY, adjust=False).mean()
-    variance = smoothed.shift(fill_value=FIRST_VARIANCE).to_numpy()  # known before the day
+    variance = smoothed.shift(fill_value=FIRST_VARIANCE).to_numpy()  # uses only earlier days
     surprise = returns.fillna(0.0).to_numpy()[:, None] - edge * DIRECTIONS
     # density of Student's t distribution with the trailing variance, up to a constant factor
     unit = surprise**2 / (variance[:, None] * (TAIL_DEGREES - 2.0))
@@ -279,12 +281,12 @@ def planted_outlook(bars: Market, first: int, market_edge: float) -> np.ndarray:
     """Return expected moves of the next days, from a Bayes filter of news_model().
 
     The result for day d uses only closes and volumes up to day d. Stocks are filtered separately.
-    Only the densities are approximations: normal noise of log volumes, and Student's t distribution
-    of returns with the trailing volatility.
+    Only the densities are approximations: log volumes have normal noise, and returns follow
+    Student's t distribution with the trailing volatility.
 
     Args:
         bars: daily bars of k stocks.
-        first: first day of the result; the filter warms up on up to WARM_UP_DAYS earlier days.
+        first: first day of the result; the filter starts up to WARM_UP_DAYS earlier.
 
     Returns:
         Expected moves [days, k, OUTLOOK_DAYS] in edges, from -1 to 1.
@@ -342,8 +344,8 @@ def follow(choose: Callable[[Market, int], np.ndarray]) -> Callable[..., Tensor]
 def reference(bars: Market, first: int, market_edge: float) -> np.ndarray:
     """Choose the stocks that the Bayes filter expects to rise, [days, k].
 
-    A stock is chosen if its mean expected move over the next OUTLOOK_DAYS is above HURDLE edges. At
-    an edge of at most WEAK_EDGE, the market's own drift matters more. Then all stocks are chosen
+    A stock is chosen if its mean expected move over the next OUTLOOK_DAYS is above HURDLE edges. If
+    the edge is at most WEAK_EDGE, the market's own drift matters more, and every stock is chosen
     whose mean is above -HURDLE. At edge 0 all stocks are chosen.
     """
     outlook = planted_outlook(bars, first, market_edge).mean(2)

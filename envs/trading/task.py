@@ -21,7 +21,7 @@ NUM_TEST_WORLDS = 50
 
 @dataclass(frozen=True)
 class TradingTask:
-    """Markets and spans of one run; training and evaluation use different worlds."""
+    """The markets and spans of one run; training and evaluation use different worlds."""
 
     data: DataConfig
     simulated: SimulatedMarketConfig
@@ -30,7 +30,7 @@ class TradingTask:
 
     @cached_property
     def real(self) -> Market | None:
-        """The market of real prices, loaded from its file; None for simulated markets."""
+        """The market with real prices from the data file; None if markets are simulated."""
         if self.data.data == "simulated":
             return None
         return load_market(self.data.data, missing=self.data.data_missing)
@@ -47,7 +47,7 @@ class TradingTask:
         return split_spans(self.sample.dates, self.data, first_tradable=first_tradable)
 
     def markets(self, purpose: str, count: int | None = None) -> Sequence[Market]:
-        """Return the real market, or simulated markets for train, valid or test."""
+        """Return the real market, or `count` simulated markets for train, valid or test."""
         if self.real is not None:
             return [self.real]
         counts = {
@@ -61,7 +61,7 @@ class TradingTask:
     def training_env(
         self, num_envs: int, env_offset: int = 0, device: str | torch.device = "cpu"
     ) -> TradingVectorEnv:
-        """Make a batch of training environments; their seeds decide the episodes."""
+        """Make a batch of training environments, whose seeds determine their episodes."""
         return TradingVectorEnv(
             num_envs,
             markets=self.markets("train"),
@@ -81,7 +81,7 @@ class TradingTask:
     ) -> TradingVectorEnv:
         """Make one environment per market; an episode runs through the whole span.
 
-        `held` removes the limit of orders, for a rule that buys on the first day and then holds.
+        `held` removes the limit on orders, for a rule that buys on the first day and then holds.
         """
         config = self.trading
         if held:

@@ -38,7 +38,7 @@ Arrays = tuple[np.ndarray, ...]  # in the order of STEP_FIELDS
 
 
 def _guarded(method: Callable[..., Any]) -> Any:
-    """Let the watch of an adapter call one of its methods."""
+    """Make a method of an adapter run under the adapter's HangWatch."""
     return lambda self, *args: self.watch.call(None, method, self, *args)
 
 
@@ -52,10 +52,10 @@ class TorchVectorEnv(ArrayEnv):
 
     env: Any  # the vector environment, or the list of environments of `OneByOne`
     _: KW_ONLY
-    make: Any = None  # makes the replacement of a failed environment
-    max_episode_steps: int | None = None  # limit for the episodes of single environments
+    make: Any = None  # returns a new environment to replace a failed one
+    max_episode_steps: int | None = None  # step limit for single environments
     end: Callable[[str], None] = end_process  # ends the process if a call cannot be interrupted
-    # The flags below are those of `envs.task.TaskConfig`.
+    # The flags below are described in `envs.task.TaskConfig`.
     info_mask: bool = False
     previous_action: bool = False
     previous_reward: bool = False
@@ -80,8 +80,8 @@ class TorchVectorEnv(ArrayEnv):
         if self.info_mask:
             if not mask_size or any(part.kind == "mask" for part in parts):
                 raise ValueError(
-                    f"info_mask does nothing with environment {self.env_id}: its actions have no "
-                    f"choices, or its observations hold the {MASK_KEY}; omit it"
+                    f"info_mask does nothing with environment {self.env_id}: its actions are not "
+                    f"choices, or its observations already hold the {MASK_KEY}; omit it"
                 )
             parts.append(Part(MASK_KEY, "mask", (mask_size,)))
         self.row_size = sum(part.size for part in parts)  # without the previous action and reward
@@ -188,13 +188,13 @@ class OneByOne(TorchVectorEnv):
         self._set_up(len(self.env), self.env[0].observation_space, self.env[0].action_space)
         self._actions_space = batch_space(self.env[0].action_space, self.num_envs)
         self._last_rows = [np.zeros(self.row_size, np.float32)] * self.num_envs
-        # First observation of the next episode, by row, where a restart has already begun it.
+        # First observation of the next episode, by row, if a restart has already begun it.
         self._first_rows: dict[int, np.ndarray] = {}
-        self._metrics: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))  # sum and count
+        self._metrics: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))  # (sum, count)
         self.can_snapshot = all(map(has_snapshots, self.env))
 
     def begin_again(self, last_obs: np.ndarray) -> None:
-        """Continue in place of a process that died; the next step truncates all episodes.
+        """Replace a process that died; the next step reports all episodes as truncated.
 
         `lives` and `last_obs` [B, F] are the values that the dead process left in shared memory.
         """
@@ -256,7 +256,10 @@ class OneByOne(TorchVectorEnv):
         return reward, self._last_rows[row], bool(terminated), truncated
 
     def _row_of(self, obs: Any, info: dict[str, Any] | None) -> np.ndarray:
-        """Encode an observation and, with `info_mask`, append info's mask (None: ones)."""
+        """Encode an observation and, with `info_mask`, append the mask in info.
+
+        If info is None, the mask allows every action.
+        """
         rows = self.encoder([obs], 1)
         if self.info_mask:
             masks = np.ones((1, self.decoder.mask_size), np.float32)
@@ -271,7 +274,7 @@ class OneByOne(TorchVectorEnv):
     def _restarting(self, row: int, call: Callable[..., Any], *args: Any) -> Any:
         """Call into an environment; if the call fails, replace it and return None."""
         attempt: Callable[[], Any] = partial(call, row, *args)
-        while True:  # every failure uses up one restart
+        while True:  # each failure uses up one restart
             try:
                 return self.watch.call(row, attempt)
             except EnvironmentFaultError as fault:

@@ -1,9 +1,9 @@
 """Numpy vector environments with snapshots and one generator per environment.
 
-An environment resumes exactly if it has two methods:
+A resumed run continues an environment exactly if the environment has two methods:
 
-    get_state() -> dict[str, np.ndarray | float | int | bool]  its complete state
-    set_state(state)                                           arrays arrive as float64 or int64
+    get_state() -> dict[str, np.ndarray | float | int | bool]  return the complete state
+    set_state(state)                        restore it; arrays arrive as float64 or int64
 
 `get_state` must return the same names and shapes at every call. In a vector environment every entry
 is an array with leading dimension num_envs. A new environment is reset once before `set_state` is
@@ -34,7 +34,7 @@ def has_snapshots(env: Any) -> bool:
 
 
 def pack_generator(generator: np.random.Generator) -> np.ndarray:
-    """Pack the state of a PCG64 generator, as Gymnasium uses it, into [22] int64."""
+    """Pack the state of a PCG64 generator (Gymnasium's kind) into [22] int64."""
     text = json.dumps(generator.bit_generator.state)  # at most 176 characters
     return np.frombuffer(text.ljust(176).encode(), np.int64)
 
@@ -80,11 +80,11 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         raise NotImplementedError
 
     def advance(self, actions: np.ndarray) -> Outcome:
-        """Take one step; `elapsed` is counted later. Return rewards and terminated."""
+        """Take one step without changing `elapsed`; return rewards and terminated."""
         raise NotImplementedError
 
     def advance_all(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Take one step and count it; return rewards, terminated and truncated."""
+        """Take and count one step; return rewards, terminated and truncated."""
         rewards, terminated = self.advance(actions)
         self.elapsed += 1
         return rewards, terminated, self.elapsed >= self.max_episode_steps
@@ -96,7 +96,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     def reset(
         self, *, seed: Any = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start all environments; like in Gymnasium, an integer seed s means s, s+1, ..."""
+        """Start all environments; as in Gymnasium, an integer seed s means s, s+1, ..."""
         if isinstance(seed, int):
             seed = range(seed, seed + self.num_envs)
         if seed or not self.generators:
@@ -108,7 +108,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     def step(
         self, actions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Step all environments; info["final_obs"] holds observations before autoreset."""
+        """Step all environments; info["final_obs"] has the observations before autoreset."""
         rewards, terminated, truncated = self.advance_all(np.asarray(actions))
         final_obs = obs = self.observe()
         ended = terminated | truncated

@@ -39,7 +39,7 @@ _SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGALRM)
 
 
 class EnvironmentFaultError(RuntimeError):
-    """Error: an environment or its worker failed; the one-line message names it."""
+    """Error: an environment or its worker failed; the message names the environment."""
 
 
 class Interruption(BaseException):
@@ -94,17 +94,17 @@ class HangWatch:
     """Makes the calls into environments and limits how long each may take."""
 
     timeout_s: float  # time limit of one call; 0: no limit
-    # Returns one line that names the environment in a row (None: any row) and its problem.
+    # Called with a row (None: unknown) and a problem; returns one line that names both.
     describe: Callable[[int | None, str], str]
     end: Callable[[str], None]  # ends the process; must not return
     heartbeat: Callable[[], None]  # reports progress
-    row: int | None = None  # row of the latest call; None: all rows
+    row: int | None = None  # row that the latest call steps; None: all rows
 
     newest: ClassVar[HangWatch | None] = None  # the watch that made the latest call
 
     def __post_init__(self) -> None:
-        self._started_s = 0.0  # start of the current call; 0 between calls
-        self._interrupted_s = 0.0  # start of the call that was last sent the signal
+        self._started_s = 0.0  # start time of the current call; 0 between calls
+        self._interrupted_s = 0.0  # start time of the call that was interrupted last
         self._closed = threading.Event()
         self._thread_id = threading.get_ident()
         self._problem = f"did not come back within {self.timeout_s:g} s (--env_timeout)"
@@ -115,7 +115,7 @@ class HangWatch:
             threading.Thread(target=self._watch, name="environment watch", daemon=True).start()
 
     def call(self, row: int | None, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of the environment in a row, or of all rows (None).
+        """Call a function of the environment in a row (None: of all rows).
 
         Raises:
             EnvironmentFaultError: the call failed; the message names the environment.
@@ -141,7 +141,7 @@ class HangWatch:
         finally:
             # gloo's sockets may be closed too, and gloo would then abort without a message.
             if has_closed_descriptors():
-                problem = "closed files and connections that are not its own: the process ends"
+                problem = "closed files and connections that it did not open: the process ends"
                 self.end(self.describe(row, problem))
 
     def close_env(self, row: int | None, env: Any) -> None:
@@ -149,7 +149,7 @@ class HangWatch:
         try:
             self.call(row, env.close)
         except EnvironmentFaultError as fault:
-            _LOGGER.warning("%s, when it was closed", fault)
+            _LOGGER.warning("%s while it was being closed", fault)
 
     def close(self) -> None:
         """Stop watching; safe to call twice."""
@@ -158,8 +158,8 @@ class HangWatch:
     def _watch(self) -> None:
         limit_s = max(self.timeout_s + 2 * GRACE_S, MIN_FAULTHANDLER_S)
         while True:
-            # Restart faulthandler's timer: it ends the process unless this loop comes back in time.
-            with suppress(RuntimeError, ValueError):  # cannot start a thread, or stderr is closed
+            # Restart faulthandler's timer, which ends the process if this loop stops running.
+            with suppress(RuntimeError, ValueError):  # no new thread possible, or stderr is closed
                 faulthandler.dump_traceback_later(
                     limit_s, exit=True, file=sys.__stderr__ or sys.stderr
                 )
@@ -174,7 +174,7 @@ class HangWatch:
                 stack = traceback.format_stack(sys._current_frames()[self._thread_id])
                 problem = f"{self._problem} and cannot be interrupted: the process ends"
                 message = self.describe(self.row, problem)
-                _LOGGER.info("%s; it is at\n%s", message, "".join(stack))
+                _LOGGER.info("%s; its stack is\n%s", message, "".join(stack))
                 self.end(message)
             elif waited_s >= self.timeout_s and self._interrupted_s != started_s:
                 self._interrupted_s = started_s

@@ -1,4 +1,4 @@
-"""The learner's view of environments: the layout of observations, and TorchEnv.
+"""How the learner sees environments: layout of observations, TorchEnv interface.
 
 The learner sees an observation as one row [F] of float32 numbers, made of named parts. Policies and
 checkpoints store the layout of these parts, so a policy can be used without its environment. This
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 # image: [C, H, W] in [0, 1], for a CNN
 # mask: 1 where an action is allowed, else 0
 Kind = Literal["vector", "plain", "image", "mask"]
-# Observations, rewards, terminated, truncated and info, see `TorchEnv.step`.
+# Observations, rewards, terminated, truncated and info; see `TorchEnv.step`.
 StepResult = tuple["Tensor", "Tensor", "Tensor", "Tensor", dict[str, Any]]
-MAX_NUMBERS = 10**9  # largest accepted row size; a damaged checkpoint may contain more
+MAX_NUMBERS = 10**9  # largest accepted row size: a damaged checkpoint may name a larger one
 _FIELDS = TypeAdapter(list[tuple[str, Kind, tuple[PositiveInt, ...]]])
 
 
@@ -83,7 +83,7 @@ class Layout:
         return "; ".join(f"{part.name} {part.describe()}" for part in self.parts)
 
     def kinds(self) -> str:
-        """Return the kinds and shapes of all parts as text: a policy depends on these."""
+        """Return the kinds and shapes of all parts, on which a policy depends, as text."""
         return " ".join(part.describe() for part in self.parts)
 
     def to_json(self) -> str:
@@ -107,7 +107,7 @@ class TorchEnv:
     """Interface of a batch of environments that takes and returns tensors.
 
     Every environment has its own seed. Autoreset is SAME_STEP: when an episode ends, the next one
-    starts in the same step. A subclass may keep the default attributes and methods.
+    starts in the same step. Attributes and methods with a default need not be overridden.
     """
 
     num_envs: int  # B
@@ -119,7 +119,7 @@ class TorchEnv:
 
     @property
     def groups(self) -> Sequence[slice]:
-        """Slice of rows of each group; the environments in a group step together."""
+        """One slice of rows per group; the environments of a group step together."""
         return [slice(0, self.num_envs)]
 
     @property
@@ -128,7 +128,7 @@ class TorchEnv:
         return [0] * self.num_envs
 
     def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
-        """Start all environments with new seeds; return observations [B, F] and an empty info."""
+        """Start all environments with new seeds; return observations [B, F] and info ({})."""
         raise NotImplementedError
 
     def step(self, actions: Tensor) -> StepResult:
@@ -142,7 +142,7 @@ class TorchEnv:
         raise NotImplementedError
 
     def send(self, actions: Tensor, group: int = 0) -> None:
-        """Start a step of one group with its actions [rows in the group, ...]."""
+        """Start a step of one group with the actions [rows in the group, ...]."""
         self._sent = actions
 
     def recv(self, group: int = 0) -> StepResult:

@@ -49,7 +49,8 @@ class RowFaultError(ValueError):
 def check_rows(usable: np.ndarray, problem: str, values: np.ndarray) -> None:
     """Raise a RowFaultError for the first of the values [B, ...] that is not usable.
 
-    `usable` is bool, [B] or [B, ...].
+    Args:
+        usable: bool, [B] or [B, ...].
     """
     if not usable.all():
         place = np.unravel_index(usable.argmin(), usable.shape)
@@ -82,16 +83,16 @@ def _choices(space: Space) -> np.ndarray:
 
 
 def _one_hot(digits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """One-hot encode digits [count, D] with `sizes` [D] options: [count, sum(sizes)]."""
+    """One-hot encode digits [count, D] with `sizes` [D] options as [count, sum(sizes)]."""
     chosen = [digits[:, [i]] == np.arange(size) for i, size in enumerate(sizes)]
     return np.concatenate(chosen, axis=1).astype(np.float32)
 
 
 def _image_axes(space: Space) -> list[int]:
-    """Return the axes in the order frames, channels, height, width; []: not an image.
+    """Return the axes of frames, channels, height and width; [] if not an image.
 
     An image is uint8 [H, W], [H, W, C] or [C, H, W]. Stacked frames are [N, H, W, C] or
-    [N, C, H, W]. The shorter one of the first and the last axis holds the channels.
+    [N, C, H, W]. Channels are on the axis that is the shorter of the two possible ones.
     """
     shape = space.shape
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:
@@ -105,23 +106,23 @@ def _image_axes(space: Space) -> list[int]:
 
 
 class Leaf:
-    """One part of an observation, and how it is encoded as numbers of a row."""
+    """One part of an observation, which it encodes as numbers of a row."""
 
     def __init__(self, path: Path, space: Space, mask_sizes: np.ndarray) -> None:
         """Find out how to encode the part.
 
         Args:
-            mask_sizes: number of options of each choice that this part masks; empty: this part is
+            mask_sizes: number of options of each choice that this part masks; empty if this part is
                 not a mask.
         """
         self.path = path
         self.space = space
         self.mask_sizes = mask_sizes
-        self.start, self.sizes = _choices(space)  # of a part that is one-hot encoded, [D]
-        if len(mask_sizes) or isinstance(space, spaces.MultiBinary):  # already holds 0 and 1
+        self.start, self.sizes = _choices(space)  # [D]; empty: no one-hot encoding
+        if len(mask_sizes) or isinstance(space, spaces.MultiBinary):  # already made of 0 and 1
             self.sizes = mask_sizes[:0]
         self.axes = [] if len(mask_sizes) else _image_axes(space)
-        self.scale = 1  # pixels are divided by this: their largest possible value
+        self.scale = 1  # divisor of pixels: their largest possible value
         kind: Kind = "vector" if isinstance(space, spaces.Box) else "plain"
         shape: tuple[int, ...] = (math.prod(space.shape),)
         if len(mask_sizes):
@@ -149,7 +150,7 @@ class Leaf:
             problem = f"{name} has shape {values.shape[1:]}, not {self.space.shape}"
             raise RowFaultError(None, problem)
         if self.axes:
-            if values.dtype.kind == "f":  # probably 0 to 1, and not 0 to 255
+            if values.dtype.kind == "f":  # its values are probably 0 to 1, not 0 to 255
                 raise RowFaultError(None, f"{name} has type {values.dtype}, not {self.space.dtype}")
             values = values.transpose(0, *(axis + 1 for axis in self.axes))
         values = values.reshape(count, -1)
@@ -158,7 +159,7 @@ class Leaf:
             usable = rows.sum(axis=1) == len(self.sizes)
             check_rows(usable, f"{name} has a value outside its space:", values)
             return rows
-        with np.errstate(over="ignore"):  # the caller refuses infinity later
+        with np.errstate(over="ignore"):  # the caller refuses infinite values
             rows = values.astype(np.float32)
         if len(self.mask_sizes):
             check_masks(rows, self.mask_sizes)
@@ -168,9 +169,9 @@ class Leaf:
 class ObservationEncoder:
     """Encodes plain or nested observations as rows [B, F] of float32.
 
-    Choices become one-hot vectors. Images get their channels first and are divided by their largest
-    possible value. If the actions are choices with `mask_sizes` [D] options, the entry action_mask
-    of a Dict observation is the mask of allowed actions.
+    Choices become one-hot vectors. Images are put in the order channels, height, width and divided
+    by their largest possible value. If the actions are choices with `mask_sizes` [D] options, the
+    entry action_mask of a Dict observation is the mask of allowed actions.
     """
 
     def __init__(self, source: Space, env_id: str, mask_sizes: np.ndarray) -> None:
@@ -179,7 +180,7 @@ class ObservationEncoder:
             if not isinstance(space, _KINDS) or 0 in space.shape:
                 raise ValueError(
                     f"environment {env_id}: an observation space {space!s:.160} is not supported; "
-                    "gymnasium.wrappers.TransformObservation can replace it"
+                    "convert it with gymnasium.wrappers.TransformObservation"
                 )
             sizes = mask_sizes if path == (MASK_KEY,) else mask_sizes[:0]
             if len(sizes) and math.prod(space.shape) != sizes.sum():
@@ -217,7 +218,7 @@ def check_masks(masks: np.ndarray, sizes: np.ndarray) -> None:
     """
     allowed = np.add.reduceat(masks, np.cumsum(sizes) - sizes, axis=1)  # [B, D]
     usable = ((masks == 0) | (masks == 1)).all(axis=1) & (allowed > 0).all(axis=1)  # [B]
-    problem = f"{MASK_KEY} allows no option of a choice, or is not made of 0 and 1:"
+    problem = f"{MASK_KEY} must hold only 0 and 1 and allow an option of every choice; got"
     check_rows(usable, problem, masks)
 
 
@@ -229,8 +230,8 @@ def flat_mask(mask: Any) -> np.ndarray:
 class ActionDecoder:
     """Turns the learner's actions into actions for a plain or nested action space.
 
-    The learner's actions lie in `space`. Its choices count from 0. A Discrete space stays Discrete;
-    MultiDiscrete, MultiBinary (2 options each) and nested spaces of choices become one
+    The learner's actions lie in `space`, where choices count from 0. A Discrete space stays
+    Discrete; MultiDiscrete, MultiBinary (2 options each) and nested spaces of choices become one
     MultiDiscrete. Boxes become one flat Box. Where both bounds are finite, they are scaled to
     [-1, 1].
     """
@@ -262,7 +263,7 @@ class ActionDecoder:
                 f"environment {env_id}: the action space {target!s:.160} is not supported: its "
                 "parts must all be Discrete, MultiDiscrete or MultiBinary, or all Boxes of floats"
             )
-        # An action mask has one number per option. The size is 0 if actions are not choices.
+        # Size of an action mask: one number per option, or 0 if actions are not choices.
         self.mask_size = int(self.sizes.sum())
 
     def encode(self, actions: np.ndarray) -> np.ndarray:
@@ -285,7 +286,7 @@ class ActionDecoder:
 
 
 def _nested(target: Space, parts: Iterator[np.ndarray]) -> Any:
-    """Build a batch of a nested space; `parts` yields each leaf's numbers [count, n]."""
+    """Build a batch of a nested space from `parts`, each leaf's numbers [count, n]."""
     if isinstance(target, spaces.Dict):
         return {key: _nested(inner, parts) for key, inner in target.spaces.items()}
     if isinstance(target, spaces.Tuple):
@@ -303,7 +304,7 @@ def to_json(observation: Space, action: Space) -> str:
 
 
 def from_json(text: str) -> tuple[Space, Space]:
-    """Return the two spaces from the JSON of `to_json`; raise ValueError otherwise."""
+    """Return the two spaces from the JSON of `to_json`, or raise ValueError."""
     try:
         observation, action = json.loads(text, object_hook=_space)
     except Exception as error:  # damaged or malicious text can fail in many ways
@@ -323,7 +324,7 @@ def _space(plain: dict[str, Any]) -> Any:
     """Turn a JSON object into a space, or into the (key, space) pairs of a Dict."""
     name = plain.get("kind")
     if not isinstance(name, str):
-        return list(plain.items())  # no dict: Gymnasium sorts its keys, rows need this order
+        return list(plain.items())  # a list: Gymnasium would sort a dict, rows need this order
     kind = {kind.__name__: kind for kind in _ARGUMENTS}[name]
     arguments = {name: plain[name] for name in _ARGUMENTS[kind]}
     for end in {"low", "high"} & plain.keys():

@@ -1,4 +1,4 @@
-"""Vector environments of tensors, and random numbers that need no generator."""
+"""Base of vector environments that return tensors; stateless random numbers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from envs.vector.layout import StepResult, TorchEnv
 
-# Arrays of one step. The largest items come first, see `to_tensors`.
+# Arrays of one step, ordered by falling item size as `to_tensors` requires.
 STEP_FIELDS = ("rewards", "obs", "final_obs", "terminated", "truncated")
-# What is known of an environment, [B]. It outlives restarts and the death of a worker process.
+# Record of each environment, [B]. It outlives restarts and the death of a worker process.
 LIFE = [
     ("restarts", "i8"),
     ("life_seed", "i8"),  # seed of the last reset
-    ("lifetime_step", "i8"),  # steps since then
-    ("age", "i8"),  # steps of the episode, where the adapter limits them
+    ("lifetime_step", "i8"),  # steps since that reset
+    ("age", "i8"),  # steps of the episode, if the adapter limits them
 ]
 GOLDEN_STEP = 0x9E3779B97F4A7C15 - 2**64  # splitmix64's increment, as int64
 
@@ -37,8 +37,8 @@ class ArrayEnv(TorchEnv):
     env_restarts: int = 0
 
     lives: Any = field(init=False)  # array of LIFE, [B]
-    # methods of the subclasses
-    reset_arrays: ClassVar[Callable[..., np.ndarray]]  # starts episodes, returns new [B, F]
+    # methods that subclasses define
+    reset_arrays: ClassVar[Callable[..., np.ndarray]]  # starts episodes; returns a new [B, F]
     get_arrays: ClassVar[Callable[..., dict[str, np.ndarray]]]
     set_arrays: ClassVar[Callable[..., None]]
 
@@ -50,7 +50,7 @@ class ArrayEnv(TorchEnv):
     def describe(self, row: int | None, problem: str, rows: slice | None = None) -> str:
         """Return one line that names an environment, its step and its problem.
 
-        If the row is not known (None), the line names all environments in `rows`.
+        If the row is unknown (None), the line names all environments in `rows`.
         """
         rows = rows or slice(0, self.num_envs)
         first = rows.start if row is None else row

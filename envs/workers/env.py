@@ -32,14 +32,14 @@ CLOSE_S = 10.0  # longest time without progress while environments are closed
 
 
 class _Worker:
-    """The rank's handle of the worker for some environments; `start` replaces its process."""
+    """A rank's handle for one worker; `start` replaces the worker's process."""
 
     def __init__(self, rows: slice) -> None:
         self.rows = rows
         self.question: tuple[Any, ...] = ("begin",)  # last question: method name and arguments
 
     def start(self, file: int) -> None:
-        """Start a process; `file` holds the rows of all workers."""
+        """Start the process; `file` is the memory file with the rows of all workers."""
         self._connection, theirs = Pipe()
         status_file = os.memfd_create("status")
         with theirs:
@@ -48,8 +48,8 @@ class _Worker:
         self._poll.register(self._connection.fileno(), select.POLLIN)
         self.status = shared_rows(status_file, 1, STATUS)[0]
         os.close(status_file)
-        self._beats = 0  # last value of status["beats"] that was seen
-        self.last_words = ""  # why the process was ended, in one line
+        self._beats = 0  # value of status["beats"] when it was last read
+        self.last_words = ""  # the reason in one line, if the worker ended itself
         self._end = ""
 
     def send(self, message: Any) -> None:
@@ -73,7 +73,7 @@ class _Worker:
                     heartbeat()
                 elif now_s - since_s > limit_s:
                     self.end()
-                    self._end = "did not come back and was killed (--env_timeout)"
+                    self._end = "did not answer in time and was killed (--env_timeout)"
             return self._connection.recv()
         except (OSError, EOFError):
             return None
@@ -96,8 +96,8 @@ class WorkerEnv(ArrayEnv):
     a step are short.
 
     A worker ends itself if a call hangs and cannot be interrupted. The rank kills a worker that
-    cannot even do that. If a worker dies, this counts as a failure of its environments. As long as
-    restarts are left, a new process makes these environments again and answers the open question.
+    cannot even do that. If a worker dies, this counts as a failure of all its environments. As long
+    as restarts are left, a new process makes them again and answers the worker's open question.
     """
 
     num_envs: int
@@ -108,14 +108,14 @@ class WorkerEnv(ArrayEnv):
     def __post_init__(self) -> None:
         self.device = torch.device(self.device)
         self.lives = np.zeros(self.num_envs, LIFE)
-        # No restarts and no limit apply until all environments have been made.
+        # Until all environments have been made, there are no restarts and no time limit.
         self._max_restarts = 0
         self._limit_s = math.inf
         self._groups = _split(slice(0, self.num_envs), self.num_groups)
         self._group_workers = [
             [_Worker(rows) for rows in _split(group, self.num_workers)] for group in self._groups
         ]
-        self.workers: list[_Worker] = []  # those that were started, ordered by their rows
+        self.workers: list[_Worker] = []  # workers that were started, ordered by their rows
         self._file = os.fdopen(os.memfd_create("environments"))
         try:
             for worker in chain.from_iterable(self._group_workers):
@@ -130,13 +130,13 @@ class WorkerEnv(ArrayEnv):
         self._rows = shared_rows(self._file.fileno(), self.num_envs, row_type)
         self.lives = self._rows["life"]
         self._max_restarts = self.env_restarts
-        if self.env_timeout:  # within this time a worker ends a hanging call itself
+        if self.env_timeout:  # a worker itself ends a hanging call earlier
             self._limit_s = self.env_timeout + GRACE_S + 1.0
         _LOGGER.info("%s in %d worker processes", self.env_id, len(self.workers))
 
     @property
     def groups(self) -> list[slice]:
-        """Slice of rows of each group."""
+        """One slice of rows per group."""
         return self._groups
 
     # ---- methods of a vector environment
@@ -153,7 +153,7 @@ class WorkerEnv(ArrayEnv):
         return self._result(self.workers, slice(0, self.num_envs))
 
     def send(self, actions: Tensor, group: int = 0) -> None:
-        """Start a step of one group with its actions [rows in the group, ...]."""
+        """Start a step of one group with the actions [rows in the group, ...]."""
         rows = self._groups[group]
         self.lives["lifetime_step"][rows] += 1
         self._rows["actions"][rows] = actions.detach().cpu().numpy()
@@ -196,7 +196,7 @@ class WorkerEnv(ArrayEnv):
         for worker in self.workers:
             while self._receive(worker):
                 pass
-            with suppress(EnvironmentFaultError):  # the host has ended, and the workers with it
+            with suppress(EnvironmentFaultError):  # the host and all workers have ended
                 worker.end()
             if worker.last_words:
                 _LOGGER.warning("%s", worker.last_words)
@@ -216,7 +216,7 @@ class WorkerEnv(ArrayEnv):
         worker.send(question)
 
     def _answers(self, workers: Sequence[_Worker]) -> list[Any]:
-        """Wait for workers; return their answers, or raise the problem of one."""
+        """Wait for the workers' answers and return them; raise a failed worker's error."""
         return [self._answer(worker) for worker in workers]
 
     def _answer(self, worker: _Worker) -> Any:
@@ -243,7 +243,7 @@ class WorkerEnv(ArrayEnv):
     # ---- workers that die
 
     def _replace(self, worker: _Worker) -> None:
-        """Start a process in place of one that has ended; raise an error if no restart is left.
+        """Replace a process that has ended; raise an error if no restart is left.
 
         The new process is asked the question that the old process did not answer.
         """
@@ -260,7 +260,7 @@ class WorkerEnv(ArrayEnv):
         worker.send(worker.question)
 
     def _start(self, worker: _Worker, begin: str = "begin") -> None:
-        """Start a process; `begin` is the question that lets it make the environments."""
+        """Start a process; `begin` names the method that makes its environments."""
         worker.start(self._file.fileno())
         rows = worker.rows
         options = self.options | {

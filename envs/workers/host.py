@@ -1,9 +1,9 @@
 """The host of a rank: a process that forks the rank's workers.
 
 The host imports everything that workers need and does nothing else. Therefore a worker starts in
-some hundredths of a second and shares the host's memory. The multiprocessing module is not used for
-two reasons: it would run the main module of the training again in every worker, and a SIGTERM to
-the job would end its fork server and all workers. The host ignores stop signals. When the rank
+a few hundredths of a second and shares the host's memory. The multiprocessing module is not used
+for two reasons: it would run the main module of the training again in every worker, and a SIGTERM
+to the job would end its fork server and all workers. The host ignores stop signals. When the rank
 ends, the host is killed, and then the workers are killed.
 """
 
@@ -27,10 +27,10 @@ _NUM_FILES = 3  # number of file descriptors passed to a worker
 
 @cache
 def _host() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Start the host of this process; return the connection to it, and the host."""
+    """Start this process's host; return the connection to it and the host's process."""
     ours, theirs = socket.socketpair()
     code = "from envs.workers.host import serve; serve()"
-    # -P: do not import from the current directory, unless it is in the rank's sys.path
+    # -P: import from the current directory only if it is in the rank's sys.path
     command = [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(os.getpid())]
     with theirs:
         process = subprocess.Popen(
@@ -53,7 +53,7 @@ def ask_host(pid: int, files: Sequence[int] = ()) -> int:
         socket.send_fds(connection, [b"%d" % pid], files)
         return int(connection.recv(_MAX_BYTES))
     except (OSError, ValueError):
-        problem = "the host of worker processes has ended: see the lines above"
+        problem = "the process that starts workers has ended: see the lines above"
         raise EnvironmentFaultError(problem) from None
 
 
@@ -66,7 +66,7 @@ def serve() -> None:
         signal.signal(signum, signal.SIG_IGN)
     host_pid = os.getpid()
     die_with_parent(int(sys.argv[2]), signal.SIGKILL)
-    from envs.workers.worker import Worker  # slow, so signals are already ignored above
+    from envs.workers.worker import Worker  # this import is slow, so ignore signals before it
 
     channel = socket.socket(fileno=int(sys.argv[1]))
     while True:

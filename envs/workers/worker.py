@@ -21,7 +21,7 @@ from envs.vector.guards import EnvironmentFaultError
 from envs.vector.tensors import LIFE, STEP_FIELDS
 
 # A worker reports its progress in shared memory. "beats" grows while its environments make
-# progress. "number" is 1 + the global number of the environment being called, or 0 during no call.
+# progress. "number" is 1 + the global number of the environment being called, or 0 between calls.
 STATUS = np.dtype([("beats", "i8"), ("number", "i8")])
 
 
@@ -35,7 +35,7 @@ class Worker:
     """Answers questions; each names a method of this class or of its adapter."""
 
     def __init__(self, files: Sequence[int]) -> None:
-        """Take 3 files: the connection to the rank, the status, all workers' rows."""
+        """Take 3 descriptors: the connection to the rank, the status, all workers' rows."""
         connection, status_file, self._rows_file = files
         self._connection = Connection(connection)
         self._sending = threading.Lock()
@@ -56,7 +56,7 @@ class Worker:
             except (EnvironmentFaultError, ValueError) as error:
                 problem = error
             self._status["number"] = 0
-            if problem or name != "begin_again":  # the next question follows immediately
+            if problem or name != "begin_again":  # the rank sends another question without waiting
                 self._send("reply", (problem, value))
 
     def _send(self, kind: str, content: Any) -> None:
@@ -65,7 +65,7 @@ class Worker:
             self._connection.send((kind, content))
 
     def begin(self, rows: slice, num_rows: int, options: dict[str, Any]) -> tuple[Any, ...]:
-        """Make the environments of these rows; return their layout, spaces and abilities.
+        """Make the environments of these rows; return their layout, spaces and row type.
 
         Args:
             num_rows: number of environments in all workers together.
@@ -77,7 +77,7 @@ class Worker:
         first = options["env_offset"]
         # Without this, all forked workers would draw the same random numbers.
         random.seed(first)
-        np.random.seed(first % 2**32)  # noqa: NPY002  # old environments use it
+        np.random.seed(first % 2**32)  # noqa: NPY002  # old environments use this generator
         torch.manual_seed(first)
         env: Any = make_vector_env(**options, end=self._end, heartbeat=self._beat)
         actions, row = env.single_action_space, (env.layout.size,)
@@ -99,7 +99,7 @@ class Worker:
         return env.layout, actions, env.spaces_json, env.can_snapshot, row_type
 
     def begin_again(self, rows: slice, num_rows: int, options: dict[str, Any]) -> None:
-        """Make the environments of a worker that died, and continue in its place."""
+        """Make the environments of a worker that died, and take over its work."""
         self.begin(rows, num_rows, options)
         self._env.begin_again(self._rows["obs"])
 

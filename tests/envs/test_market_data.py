@@ -66,7 +66,7 @@ REFUSED = [
     (bars_with([DAY, 100], "open", -1.0), "'T1' on 2018-01-09: .*open -1.0.* 2 rows"),
     (bars_with(DAY, "high", 1.0), "'T1' on 2018-01-09: .*high 1.0"),
     (bars_with(DAY, "volume", -5), "'T1' on 2018-01-09: .*volume -5"),
-    (bars_with([DAY], "date", "2018-01-08"), "'T1' on 2018-01-08: a second row"),
+    (bars_with([DAY], "date", "2018-01-08"), "'T1' on 2018-01-08: this ticker and date have"),
     (bars_with().drop(range(1, 13, 3)), "'T1' on 2018-01-01: .* 4 of 60 days"),
     (bars_with().drop(range(30, 51)), "'NA' on 2018-01-24: no day for more than 11 days"),
 ]
