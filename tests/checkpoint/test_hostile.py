@@ -1,4 +1,4 @@
-"""Foreign run directories run no code, and bad content is a one-line error."""
+"""A foreign run directory executes no code, and bad content is a one-line error."""
 
 import copy as copies
 import dataclasses
@@ -38,7 +38,7 @@ WRONG += [{"a": NESTED}, NESTED, *HUGE]
 
 @pytest.fixture
 def canary(tmp_path, monkeypatch):
-    """Return the path of a file that exists only if foreign code was executed.
+    """Return the path of a file that exists only if a foreign run's code has run.
 
     Modules on the import path create it when they are imported; commands create it with `touch`.
     """
@@ -64,7 +64,7 @@ def test_a_hostile_run_or_command_is_one_line_or_does_no_harm(
 def test_the_users_own_run_and_a_named_module_are_imported(
     module, copy, canary, tmp_path, monkeypatch
 ):
-    write_module(tmp_path / "modules" / "lab" / "inner", canary)  # folders have no __init__.py
+    write_module(tmp_path / "modules" / "lab" / "inner", canary)  # the folders need no __init__.py
     env = f"{module}:Foreign-v0"
     setting(copy, "task", "env", env)
     assert train_here(monkeypatch, "--resume", copy) == evaluate_here(monkeypatch, copy) == 0

@@ -45,7 +45,8 @@ def test_a_run_on_a_full_disk_continues_without_a_traceback(small_disk, monkeypa
     code = train_here(monkeypatch, *flags)
     err = capsys.readouterr().err
     assert code == 1 and "Traceback" not in err and "Logging error" not in err, err
-    # saves of iterations 3 to 8 fail; only the last failure ends the run, as no later save follows
+    # all saves from iteration 3 to 8 fail; only the last failure is an error, because no later save
+    # can replace it
     assert err.count("cannot write checkpoint") == 6
     assert err.splitlines()[-1].startswith("error: cannot write checkpoint "), err
     assert load_checkpoint(latest_checkpoint(run_dir))["iteration"] == 2

@@ -44,7 +44,7 @@ class Acting(NullWriter):
 def run(world, run_dir, values, *, first=0, act=None, writer=None, **train_options):
     """Train one iteration for each valid/score in `values`.
 
-    With `first`, resume from a checkpoint that contains the first iterations.
+    If `first` is above 0, resume from the checkpoint of that iteration.
     """
     options = {"checkpoint_every": 1000, "validate_every": 1} | train_options
     job = make_job("recall, mlp, KL stop", run_dir, iterations=len(values), **options)
@@ -88,7 +88,7 @@ def test_the_best_is_kept_however_many_follow_and_through_a_resume(
 
 
 def test_a_best_of_an_iteration_that_is_repeated_stays(world, tmp_path):
-    """The run was killed after best.pt and before that iteration's checkpoint."""
+    """A kill came after iteration 2 wrote best.pt but before its own checkpoint."""
     run(world, tmp_path, [1.0, 9.0], **BEST, **EACH)
     (tmp_path / "checkpoints" / "iteration_00000002.pt").unlink()
     run(world, tmp_path, [1.0, 8.0, 5.0], first=1, **BEST)
@@ -130,9 +130,9 @@ def test_training_continues_on_request_and_saves_again_when_it_can(world, tmp_pa
 
     run(world, tmp_path, [1.0, 9.0, 3.0, 2.0], act=act, **BEST, **CONTINUE)
     lines = [line for line in caplog.messages if "cannot write" in line]
-    assert ["best.pt" in line for line in lines] == [True, True]  # in iterations 2 and 3
+    assert ["best.pt" in line for line in lines] == [True, True]  # one in iteration 2, one in 3
     assert names(tmp_path) == ["best.pt", "iteration_00000001.pt", "iteration_00000004.pt"]
-    assert best_of(tmp_path) == (4, 2.0)  # saves of the better ones failed
+    assert best_of(tmp_path) == (4, 2.0)  # the better ones could not be saved
 
 
 @pytest.mark.slow
@@ -156,14 +156,14 @@ def test_metrics_wait_in_memory_for_a_full_disk_and_nothing_is_lost(
     world, tmp_path, limits, caplog, finish
 ):
     writer = MetricsWriter(RunDir(tmp_path), total=6, unit="episodes")
-    writer.flush()  # TensorBoard's thread has created its file
+    writer.flush()  # wait until TensorBoard's thread has created its file
 
     def write(iteration):
         writer.write({"iteration": iteration, "global_step": iteration, "x": 0.5}, done=iteration)
 
     for iteration in (1, 2, 3):
         size = (tmp_path / "metrics.jsonl").stat().st_size
-        limits(size + 20 if iteration > 1 else None)  # the disk is full in mid-line
+        limits(size + 20 if iteration > 1 else None)  # the disk fills up within a line
         write(iteration)
     assert [line["iteration"] for line in records(tmp_path)] == [1]
     limits(None)

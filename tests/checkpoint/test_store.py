@@ -1,4 +1,4 @@
-"""Checkpoints are complete or absent, detect changed bytes, and cannot run code."""
+"""Checkpoints are whole or absent; changed bytes and code in them are refused."""
 
 import io
 import json
@@ -103,7 +103,7 @@ def test_a_foreign_archive_is_refused_and_runs_nothing(archive, tmp_path, monkey
     with pytest.raises(CheckpointError, match=f"^.*{path}.*$"):
         load_checkpoint(path)
     assert not marker.exists() and not recwarn.list
-    if "touch" in archive:  # the same pickle does harm in a plain load
+    if "touch" in archive:  # a plain load of the same pickle does run the command
         pickle.loads(calling("posix system", f"touch {marker}"))
         assert marker.exists()
 
@@ -160,7 +160,7 @@ def test_the_newest_valid_checkpoint_and_run_are_found_and_leftovers_are_removed
     paths[1].write_bytes(b"")
     assert latest_checkpoint(folder) == paths[0]
     assert all(name_of(number) in caplog.text for number in (40, 60))
-    # a resumed run saved iteration 30: later files belong to the abandoned history, so they go
+    # a resumed run saves iteration 30: the files of later iterations are outdated and are deleted
     assert save(folder, 30, keep=1) == latest_checkpoint(folder)
     assert names(folder) == [name_of(30)]
     assert find_latest_run(tmp_path) == tmp_path / "run"
@@ -200,7 +200,7 @@ def test_a_full_and_a_read_only_disk_leave_what_is_there_and_say_why(small_disk)
     state = {"weights": torch.rand(9000)}
     path = save_checkpoint(disk, state, iteration=1, keep=1)
     full = "best.pt: No space left on device$"
-    for _ in range(2):  # the first failure leaves nothing behind
+    for _ in range(2):  # the first failed save must leave no file behind
         with pytest.raises(CheckpointError, match=full):
             save_checkpoint(disk, state, iteration=2, keep=1, best=True)
         assert names(disk) == [path.name]

@@ -17,7 +17,7 @@ from envs.vector.guards import EnvironmentFaultError
 
 
 class Ticking(gymnasium.Env):
-    """Observes its age; `third(result)` may replace its third result or misbehave."""
+    """Observes its number of steps; `third` may change its third step or misbehave."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(3)
@@ -43,7 +43,7 @@ def ticking(make, **options):
 
 
 def failing(third, **options):
-    """Return environments of which number 5 does `third` in its third step."""
+    """Return environments 4 and 5; number 5 calls `third` in its third step."""
     return ticking(lambda: Ticking(third), **options)
 
 
@@ -193,7 +193,7 @@ def test_a_hanging_call_reports_progress_until_its_time_is_over():
     env = failing(lambda step: time.sleep(60), **options)
     signal.raise_signal(signal.SIGALRM)
     signal.signal(signal.SIGALRM, before)
-    assert arrived == [signal.SIGALRM]  # alarms from other code reach its own handler
+    assert arrived == [signal.SIGALRM]  # an alarm of other code reaches that code's handler
     play(env, 2)
     count = len(beats)
     with pytest.raises(EnvironmentFaultError, match="5 at its step 3: did not come back"):

@@ -1,4 +1,4 @@
-"""Daily bars: loading, reasons for refusal, and the split of days into spans."""
+"""Daily bars: loading, refused files, and the split of days into spans."""
 
 import gzip
 import os
@@ -13,7 +13,10 @@ from envs.trading.market_data import load_market, split_spans
 
 
 def bars_with(rows=(), column="tic", value=None):
-    """Return bars of 3 tickers; `rows` of a column hold a value. Row 3 * day + 1 is T1's."""
+    """Return bars of 3 tickers, with `value` in the given rows of one column.
+
+    Row 3 * day + 1 belongs to T1.
+    """
     bars = daily_bars(num_stocks=3, num_days=60).astype(object)
     bars["tic"] = bars["tic"].replace("T2", "NA")  # a real ticker, not a missing value
     bars.loc[rows, column] = value
@@ -53,7 +56,7 @@ CONTENTS = {
 def test_a_broken_file_is_one_line(tmp_path, name):
     path = tmp_path / f"bars.csv{'.gz' * name.endswith('.gz')}"
     path.write_bytes(CONTENTS[name])
-    os.mkfifo(tmp_path / "pipe")  # a foreign run may name one
+    os.mkfifo(tmp_path / "pipe")  # the settings of a foreign run may name a pipe
     for bad in (path, tmp_path, tmp_path / "absent", tmp_path / "pipe"):
         with pytest.raises(ValueError, match=rf"^{bad}: .*$"):
             load_market(bad)
@@ -82,7 +85,8 @@ def test_bars_that_cannot_be_are_refused_with_ticker_and_date(bars, problem, mis
 @pytest.mark.parametrize("text", ["", "null", "abc", "inf"])
 def test_holidays_are_no_gaps_and_days_with_holes_are_dropped_on_demand(text, tmp_path, caplog):
     bars, path = bars_with(60, "high", text).drop(DAY), tmp_path / "bars.csv"
-    assert len(loaded(bars_with().drop(range(30, 48)), path).dates) == 54  # 2018-01-15 to 22
+    # a holiday of all tickers: no bars from 2018-01-15 to 2018-01-22
+    assert len(loaded(bars_with().drop(range(30, 48)), path).dates) == 54
     with pytest.raises(ValueError, match="'T1' on 2018-01-09: .* 2 rows.* --data_missing"):
         loaded(bars, path)
     days = loaded(bars, path, "drop").dates.astype(str).tolist()
@@ -106,13 +110,13 @@ WEEKENDS = {
     ("given", "expected"),
     [
         ({}, [(0, 143), (144, 179), (180, 239)]),  # train 60 %, valid 15 %, test 25 %
-        # 60 : 15 of the days before the test
+        # the days before the test are split 60 : 15
         ({"test_start": B}, [(0, 119), (120, 149), (150, 239)]),
-        # 15 : 25 of the days after training
+        # the days after training are split 15 : 25
         ({"train_end": C}, [(0, 199), (200, 214), (215, 239)]),
         ({"train_end": A, "valid_start": C, "test_start": D}, [(0, 100), (199, 219), (220, 239)]),
         ({"train_end": A, "test_start": str(DATES[102])}, [(0, 100), None, (102, 239)]),
-        (WEEKENDS, [(23, 107), (113, 142), (153, 217)]),  # moved to the trading days inside
+        (WEEKENDS, [(23, 107), (113, 142), (153, 217)]),  # dates on weekends move inwards
     ],
 )
 def test_dates_are_kept_and_the_others_filled_so_that_spans_touch(given, expected):
@@ -127,7 +131,7 @@ def test_dates_are_kept_and_the_others_filled_so_that_spans_touch(given, expecte
         ({"train_end": "2020-01-02"}, "train span has 1 "),
         ({"valid_start": "2020-06-06", "valid_end": "2020-06-07"}, "valid span has 0 "),
         ({"test_start": "2016-02-30"}, "test_start must be a date YYYY-MM-DD"),
-        ({"train_end": A, "test_start": A}, "test span"),  # overlap by a day
+        ({"train_end": A, "test_start": A}, "test span"),  # the spans overlap by one day
     ],
 )
 def test_spans_that_cannot_work_are_refused(given, problem):

@@ -1,4 +1,4 @@
-"""The simulated market: worlds, the planted edge, and rules that do not learn."""
+"""The simulated market: its worlds, the planted edge, and fixed trading rules."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ STILL = SimulatedMarketConfig(market_edge=0.0)
 
 
 def figures_of(config, rule, **options):
-    """Trade 6 worlds by a rule; return the mean of each statistic."""
+    """Trade 6 worlds by `rule`; return the mean of each performance figure."""
     markets = simulate_markets(config, world_seeds(config, "valid", 6))
     span, trading = Span(first=1890, last=2519), TradingConfig(**options)
     env = TradingVectorEnv(6, markets=markets, span=span, config=trading, evaluation=True)

@@ -1,4 +1,4 @@
-"""Observations become rows, actions are converted back, masks are checked."""
+"""Observations are flattened to rows, actions converted back, masks checked."""
 
 import gymnasium
 import numpy as np
@@ -48,7 +48,7 @@ class GivenEnv(gymnasium.Env):
 
 
 def around(*envs, **options):
-    """Return a batch of environments, and the observations of its first."""
+    """Return a batch of environments, and the first observation of its first one."""
     env = OneByOne(list(envs), env_id="Given-v0", **options)
     return env, env.reset(seed=list(range(len(envs))))[0][0]
 
@@ -72,7 +72,7 @@ def test_a_nested_observation_becomes_one_row_of_named_parts():
 
 
 @pytest.mark.parametrize(
-    # axes: the axes of frames and channels (if any), then height and width; (): a vector
+    # axes: frames and channels (if any), then height and width; () if the array stays a vector
     ("shape", "largest", "axes"),
     [
         ((84, 84), 1, (0, 1)),

@@ -41,7 +41,7 @@ def random_market(seed=0, num_stocks=4, num_days=NUM_DAYS):
 
 
 def scaled(market, day, factor):
-    """Return the market with prices and volumes multiplied by a factor from a day on."""
+    """Return the market with prices and volumes multiplied by `factor` from `day` on."""
     after = np.where(np.arange(len(market.dates)) >= day, factor, 1.0)[:, None]
     return replace(market, **{name: getattr(market, name) * after for name in BARS})
 
@@ -82,7 +82,8 @@ def same(left, right):
 # ---- indicators
 
 
-INDICATORS = {"macd": (2, 25), "rsi": (3, 30), "cci": (4, 29), "adx": (5, 59)}  # block, first day
+# name: (block of features, first day with a value)
+INDICATORS = {"macd": (2, 25), "rsi": (3, 30), "cci": (4, 29), "adx": (5, 59)}
 
 
 def indicator(name, bars):
@@ -148,7 +149,7 @@ def fill_one_by_one(cash, shares, orders, priority, sell_price, buy_price):
 
 @pytest.mark.parametrize("n", [1, 5, 30])
 def test_fills_equal_a_greedy_loop_to_the_last_bit(n):
-    """Priorities are tied, and the cash pays for some of the orders, often exactly."""
+    """Some priorities are equal; the cash covers only some orders, often just barely."""
     rng, size = np.random.default_rng(n), (500, n)
 
     def draw(values):
@@ -204,7 +205,7 @@ def test_a_trading_day_worked_out_by_hand(execution, fill):
 
 
 def test_bars_after_the_fill_day_do_not_change_a_step_and_tomorrow_only_fills():
-    """With next_open, tomorrow's open only prices orders that today's close set."""
+    """Today's close sets the orders; tomorrow's open only sets their fill price."""
     market, today = random_market(), FIRST + 10
     other_open = market.open.copy()
     other_open[today + 1] *= 1.01
@@ -308,7 +309,7 @@ def test_an_ended_episode_is_followed_by_a_new_one_in_the_same_step():
         assert (env.cash[ended] == 1e6).all() and (env.value[ended] == 1e6).all()
         assert torch.equal(env.row[~ended], row[~ended] + 1)
     assert num_ended >= 2 * 32
-    assert (env.row // env.num_days).unique().tolist() == [0, 1]  # both markets occur
+    assert (env.row // env.num_days).unique().tolist() == [0, 1]  # both markets are used
 
 
 def test_first_episodes_have_ages_and_days_by_the_seed_and_later_ones_full_length():

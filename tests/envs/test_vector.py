@@ -1,4 +1,4 @@
-"""The contract of vector environments: Gymnasium's, our own, and ones that fail."""
+"""The contract of all vector environments, Gymnasium's and ours; creation errors."""
 
 import gymnasium
 import pytest
@@ -15,7 +15,7 @@ from envs.vector.adapter import OneByOne
 SEEDS = stream_seeds(1, ENVIRONMENT_STREAM, 0, 8)
 
 
-KINDS = [  # id, vectorization, number of features, whether it can be saved
+KINDS = [  # id, vectorization, number of features, whether its state can be saved
     ("CartPole-v1", "auto", 4, True),
     ("CartPole-v1", "sync", 4, False),
     ("Pendulum-v1", "auto", 3, False),
@@ -97,7 +97,7 @@ def test_our_batch_of_cart_pole_goes_gymnasiums_way_to_the_last_bit():
     generator, limits = torch.Generator().manual_seed(0), 0
     for _ in range(520):
         actions = torch.randint(2, (6,), generator=generator)
-        # the first two balance until the limit of 500 steps
+        # the first two environments balance their pole until the limit of 500 steps
         actions[:2] = (obs[:2, 2] + obs[:2, 3] > 0).long()
         *columns, info = batch.step(actions)
         *expected, expected_info = single.step(actions)

@@ -1,4 +1,4 @@
-"""Worker processes: same results as one process; dead ones named or restarted."""
+"""Workers give the results of one process; dead ones are named or restarted."""
 
 import os
 import signal
@@ -20,7 +20,10 @@ MISBEHAVING = "misbehaving_envs:MisbehavingSaved-v0"
 
 @pytest.fixture
 def make():
-    """Make environments in `workers` processes (0: in this one), closed at the end."""
+    """Return a function that makes environments, which are closed after the test.
+
+    They run in `workers` processes; 0 runs them in the process of the test.
+    """
     made = []
 
     def make(workers, misdeeds=None, groups=1, *, env_id=MISBEHAVING, options=None, **guards):
@@ -66,7 +69,7 @@ def test_any_number_of_workers_and_groups_steps_as_one_process_does(env_id, opti
         if state:
             kept = env.get_state()
             assert kept.keys() == state.keys() and same(kept.values(), state.values())
-            env.set_state(state)  # saved without workers
+            env.set_state(state)  # saved by environments without workers
         assert same(play(env, 9, first=20), later)
         before = pids(env)
         env.close()
@@ -119,7 +122,7 @@ def test_a_killed_worker_is_named_once_its_restarts_are_used_up(restarts, make):
 def test_environments_of_a_worker_that_ends_or_hangs_begin_again_and_others_go_on(
     misdeed, end, groups, again, make, caplog, monkeypatch
 ):
-    if "holding" in misdeed:  # do not wait until the worker could have ended itself
+    if "holding" in misdeed:  # do not wait for the worker to end by itself
         monkeypatch.setattr("envs.workers.env.GRACE_S", 0.0)
     beats = []
     guards = {"env_restarts": 1, "heartbeat": lambda: beats.append(1)}
@@ -137,7 +140,7 @@ def test_environments_of_a_worker_that_ends_or_hangs_begin_again_and_others_go_o
     assert (final_obs[again][:, 1] == 2.0).all()
     assert same([c[:, ~again] for c in outcome], [c[:, ~again] for c in undisturbed])
     assert "number 5 at its step 3: " in caplog.text and end in caplog.text
-    assert misdeed != "hang in C" or len(beats) > 1  # also while the rank waits
+    assert misdeed != "hang in C" or len(beats) > 1  # heartbeats come while the rank waits
     assert play(env, 6, first=3)[0].isfinite().all()
 
 
@@ -146,7 +149,7 @@ def test_a_worker_that_dies_between_rollouts_begins_again_at_the_next_step(quest
     env = make(2, env_restarts=1)
     play(env, 1)
     kill(env, 0)
-    answer = getattr(env, question)()  # training calls it after an update or for a checkpoint
+    answer = getattr(env, question)()  # training calls this after an update or for a checkpoint
     if question == "get_state":
         assert answer["life/restarts"].tolist() == [1] * 3 + [0] * 4
     truncated = play(env, 1, first=1)[3][0]
@@ -165,7 +168,8 @@ def test_workers_end_with_their_rank_however_that_ends():
     assert len(workers) == 2
     for pid in workers:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            os.kill(pid, signum)  # schedulers signal all processes; workers ignore it
+            # schedulers send signals to all processes; workers must ignore them
+            os.kill(pid, signum)
     assert all(map(lives, workers))
     rank.kill()
     rank.communicate()

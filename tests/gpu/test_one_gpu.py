@@ -29,16 +29,16 @@ from agents.trainer import Training
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.strategies.precision import set_tf32
 
-PRECISIONS = {  # largest relative difference of the value loss from fp32
+PRECISIONS = {  # largest allowed relative difference between the value loss and fp32's
     "tf32": 0.1,
     "bf16": 0.1,
-    "fp16": 0.5,  # the mean omits steps that overflow
+    "fp16": 0.5,  # steps that overflow are missing from the mean loss
 }
 
 
 @pytest.fixture
 def training(world, tmp_path):
-    """Return a trading task's Training before its first iteration."""
+    """Return the Training of a trading task, before its first iteration."""
     return Training(job_on(DEVICE, TRADING, tmp_path), world)
 
 
@@ -50,7 +50,7 @@ def test_a_training_gives_the_numbers_of_the_cpu(name, tmp_path, record_property
             options = {"iterations": ITERATIONS, "run_dir": tmp_path / device}
             parameters.append(parameters_on_cpu(trained(world, name=name, **options)))
     record_property("largest difference", largest_difference(*parameters))
-    # a GPU rounds differently by about 1e-16, which Adam amplifies in 12 steps
+    # a GPU's rounding differs by about 1e-16; Adam amplifies the difference over 12 steps
     torch.testing.assert_close(*parameters, rtol=1e-6, atol=1e-8)
 
 
@@ -60,7 +60,7 @@ def test_a_run_is_resumed_here_and_on_the_cpu(world, tmp_path, record_property):
     half, last = sorted(tmp_path.glob("whole/checkpoints/iteration_*.pt"))
     resumed = parameters_on_cpu(trained(world, half, run_dir=tmp_path / "resumed", **options))
     difference = largest_difference(resumed, whole)
-    record_property("largest difference", difference or "none, bit for bit")
+    record_property("largest difference", difference or "none (equal bit for bit)")
     assert difference <= 1e-6  # cuDNN may add gradients in another order
 
     state = load_checkpoint(last)
@@ -99,7 +99,7 @@ def test_fp32_means_fp32_and_tf32_means_tf32(record_property):
             largest_difference(matrix @ matrix, exact),
             largest_difference(lstm(matrix[:, None])[0], outputs),
         ]
-    record_property("largest errors of a product and of an LSTM", errors)
+    record_property("largest errors of a matrix product and of an LSTM", errors)
     assert errors["fp32"][0] < 1e-3 and errors["fp32"][1] < 1e-4
     if torch.cuda.get_device_capability()[0] >= 8:
         assert errors["tf32"][0] > 2 * errors["fp32"][0]

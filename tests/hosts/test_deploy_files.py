@@ -1,4 +1,4 @@
-"""Files in deploy/: fields match the published models, and the commands train."""
+"""Files in deploy/ match the published API models, and their commands train."""
 
 import json
 import os
@@ -32,9 +32,9 @@ def test_every_field_is_known_and_has_its_type(name):
 
 
 def trainjob():
-    """Return the TrainJob's command, its env entries, and variables to add.
+    """Return the TrainJob's command, its env entries, and more variables.
 
-    On a cluster Kubeflow's controller adds these variables.
+    On a cluster, Kubeflow's controller sets those variables.
     """
     trainer = documents("trainjob.yaml")["TrainJob"]["spec"]["trainer"]
     added = {"PET_NNODES": str(trainer["numNodes"]), "PET_MASTER_PORT": "29400"}
@@ -43,9 +43,9 @@ def trainjob():
 
 
 def indexed_job():
-    """Return the Job's command, its env entries, and no variables to add.
+    """Return the Job's command and its env entries; it needs no more variables.
 
-    On a cluster PET_RDZV_ID comes from a label of the pod.
+    On a cluster, PET_RDZV_ID comes from a label of the pod.
     """
     spec = documents("indexed-job.yaml")["Job"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
@@ -71,7 +71,7 @@ def test_the_command_trains_over_two_pods_and_continues_with_a_new_one(job, name
     command = [word.replace("/runs/", f"{tmp_path}/") for word in command]
     command += [*RECALL, "--total_steps", 64 * 30, "--checkpoint_every", 2]
     run_dir = tmp_path / "clstm-ppo"
-    # the service gives pods these names
+    # on a cluster, the service gives the pods these names
     pods = [f"{name}.clstm-ppo {name}" for name in names]
     with connected_or_skip(tmp_path, *pods) as network:
 

@@ -50,7 +50,7 @@ def test_a_killed_host_is_replaced_and_the_run_continues_from_its_checkpoint(
 ):
     """Test a disk that both hosts share, and separate disks under the same path.
 
-    Before that, the link between the hosts is cut for 20 s, which costs 20 s.
+    Before the kill, the link between the hosts is cut for 20 s; the run only pauses.
     """
     (tmp_path / "disk").mkdir()
 
