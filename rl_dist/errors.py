@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 
 # Environment variable: path of the file to which a child process writes its result.
 RESULT_FILE = "RL_DIST_RESULT_FILE"
-# The facts passed to `report_to_caller`, for a caller in the same process.
+# Facts passed to `report_to_caller`. A caller in the same process reads them here.
 reported: dict[str, str] = {}
 
-FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the user can free space, then resume
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the user can free space and resume
 CLOSED_DISK = {errno.EACCES, errno.EPERM, errno.EROFS}
 # Exceptions that user code may raise. SystemExit is included, because otherwise it could end a
 # failed job with exit code 0.
@@ -33,8 +33,8 @@ FOREIGN_ERRORS = (Exception, SystemExit)
 class _OutlivingStream:
     """An output stream that discards text after its reader has exited.
 
-    Ctrl-C in a shell also ends the `tee` that reads this output. The training must still be able
-    to save a checkpoint then.
+    Ctrl-C in a shell also ends the `tee` that reads this output. Training must then still be
+    able to save a checkpoint.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -132,11 +132,11 @@ def unwritable(what: str, error: OSError) -> UserError:
     message = f"{what} cannot be written: {error.strerror or error}"
     if error.errno not in FULL_DISK:
         return UserError(message)
-    return UserError(f"{message}; make room, then continue with --resume", exit_code=1)
+    return UserError(f"{message}; free some space, then continue with --resume", exit_code=1)
 
 
 def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
-    """Wrap `main`: print a ValueError or OSError on one line, return its exit code."""
+    """Make `main` print a ValueError or OSError on one line and return its code."""
 
     @functools.wraps(main)
     def command(*args: Any, **options: Any) -> int:
@@ -151,7 +151,7 @@ def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
 
 
 def report_to_caller(**facts: str) -> None:
-    """Report run_dir or error to the parent process or to a caller in this process."""
+    """Report facts, such as run_dir or error, to the parent process or the caller."""
     reported.update(facts)
     if path := os.environ.get(RESULT_FILE):
         with suppress(OSError, ValueError):
@@ -163,7 +163,7 @@ def print_error_once(line: str) -> None:
     """Print an error on stderr; under torchrun, print it only once per machine.
 
     The ranks of a machine usually fail with the same error. The first of them creates a marker
-    file and prints the error; the others find the file.
+    file and prints the error. The others find the file and print nothing.
     """
     try:
         if mark := _mark(f"printed_{hashlib.sha256(line.encode()).hexdigest()}"):
@@ -180,8 +180,8 @@ def print_error_once(line: str) -> None:
 def refuse_restarts() -> None:
     """Record that a restart would only repeat the error.
 
-    torchrun restarts ranks after any exit code. This creates a marker file; restarted ranks find
-    the file and exit.
+    torchrun restarts failed ranks, whatever their exit code was. This function creates a marker
+    file; restarted ranks find it and exit.
     """
     if mark := _mark("refused", every_start=True):
         with suppress(OSError):
@@ -197,8 +197,8 @@ def restarts_refused() -> bool:
 def _mark(name: str, *, every_start: bool = False) -> Path | None:
     """Return the path of a marker file that torchrun's ranks on this machine share.
 
-    Without torchrun, return None. The file applies only until the ranks are restarted, or with
-    `every_start` also to restarted ranks.
+    Without torchrun, return None. By default, the ranks get a new marker file when they are
+    restarted; with `every_start`, restarted ranks share the same file.
     """
     start = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     if not start.name.startswith("attempt_"):
@@ -214,7 +214,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, formatter_class=as_written, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and exit with code 2; torchrun's restarted ranks exit, too."""
+        """Print the message and exit with code 2; ranks that torchrun restarts exit, too."""
         print_error_once("error: " + " ".join(message.split()))
         refuse_restarts()
         raise SystemExit(2) from UserError(message)

@@ -1,8 +1,8 @@
 """Read and write regular files in a run directory, and refuse everything else.
 
 A run directory may contain a pipe, a device, a huge file or a link that someone else put there.
-Opening or reading it could block forever or use all memory; writing to it could change a file in
-another place. The names in this module call a regular file plain.
+Opening or reading it could block forever or use all memory; writing to it could change a file
+elsewhere. In the names of this module, "plain" means a regular file.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 
 SMALL = 64 * 2**20  # bytes; config.json and summary.json are always much smaller
 TAIL_BYTES = 2**20  # bytes to read when only the last lines of a file are needed
-# Folders and files that training writes. Two kinds of files are not listed: those in checkpoints/
-# are created under a temporary name and then renamed, and in wandb/ W&B itself creates links.
+# Folders and files that training writes. Files in checkpoints/ are not listed, because they are
+# written under a temporary name and then renamed. Neither are files in wandb/, because W&B itself
+# creates links there.
 FOLDERS = ("checkpoints", "logs", "plots", "profile", "wandb")
 FILES = (
     *("*.json", "*.jsonl", "events.out.tfevents.*", "*_run_id", "mlflow.db"),
@@ -41,7 +42,7 @@ def check_layout(run_dir: Path) -> None:
         for path in run_dir.glob(pattern):
             is_folder = path_to_write(run_dir, path.relative_to(run_dir)).is_dir()
             if is_folder != (pattern in FOLDERS):
-                raise UserError(f"{path} is of the wrong kind, file or folder: move it away")
+                raise UserError(f"{path} is a folder instead of a file, or vice versa: move it")
 
 
 def path_to_write(run_dir: str | Path, name: str | Path) -> Path:
@@ -58,7 +59,7 @@ def path_to_write(run_dir: str | Path, name: str | Path) -> Path:
         path /= part
         with suppress(FileNotFoundError):
             if stat.S_IFMT(path.lstat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
-                raise OSError(errno.EINVAL, "it is not a plain file or folder", str(path))
+                raise OSError(errno.EINVAL, "it is neither a regular file nor a folder", str(path))
     return path
 
 
@@ -72,27 +73,27 @@ def plain_file(path: str, flags: int) -> int:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    raise OSError(errno.EINVAL, "it is not a plain file", path)
+    raise OSError(errno.EINVAL, "it is not a regular file", path)
 
 
 def read_plain(path: str | Path, most: int | None = SMALL) -> bytes:
     """Return the content of a regular file.
 
     Args:
-        most: largest allowed size in bytes; None: half of the free memory, because parsing the
-            content needs as much memory again.
+        most: largest allowed size in bytes. None means half of the free memory, because parsing
+            the content needs as much memory again.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or is too large.
     """
     if most is None:
-        from rl_dist.machine import host_memory  # imports torch (2 s), seldom needed
+        from rl_dist.machine import host_memory  # import only when needed: it loads torch (2 s)
 
         most = host_memory().available // 2
     with open(path, "rb", opener=plain_file) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            problem = f"it has {size:,} bytes, and at most {most:,} are read here"
+            problem = f"it has {size:,} bytes, but the limit is {most:,} bytes"
             raise OSError(errno.EINVAL, problem, str(path))
         return file.read(size)  # read no more, even if the file grows
 
@@ -114,14 +115,16 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(read_plain(path)))
     except (ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} is damaged or foreign: {one_line(error)}; move it away") from None
+        raise UserError(
+            f"{path} is damaged, or not a file of this project: {one_line(error)}; move it away"
+        ) from None
 
 
 def parse_record(line: bytes) -> Record | None:
     """Parse a line of metrics.jsonl; return None if it is not a record.
 
     "iteration" and "global_step" must be integers. Any other value that is not a number becomes
-    None, also in the entries of "ranks".
+    None; this also applies to the values in each entry of "ranks".
     """
     try:
         values = json.loads(line)
@@ -156,15 +159,15 @@ def replace_file(path: Path, data: bytes, *, sync: bool = False, part: str = "")
 
     Args:
         sync: wait until the data is on the disk.
-        part: name of the temporary file, which stays there if the process is killed; "": the
-            file's name with .tmp added.
+        part: name of the temporary file, which is left behind if the process is killed. The
+            default is the file's name with .tmp added.
 
     Raises:
         OSError: the file cannot be written.
     """
     unfinished = path.with_name(part or f"{path.name}.tmp")
     try:
-        unfinished.unlink(missing_ok=True)  # from a killed process or someone else
+        unfinished.unlink(missing_ok=True)  # left by a killed process or someone else
         with unfinished.open("xb") as file:
             file.write(data)
             file.flush()
@@ -194,7 +197,7 @@ def remove(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        log_once(f"{path} cannot be removed and stays: {error.strerror or error}")
+        log_once(f"{path} could not be removed: {error.strerror or error}")
 
 
 @functools.cache

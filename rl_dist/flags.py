@@ -39,7 +39,7 @@ _RULES = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstring
 
 
 def or_auto(value: int) -> BeforeValidator:
-    """Return a validator that replaces the text auto with this whole number."""
+    """Return a validator that replaces the text "auto" with `value`."""
     return BeforeValidator(lambda given: value if given == "auto" else given)
 
 
@@ -108,8 +108,8 @@ def shown(value: Any) -> str:
 class ParsedFlags:
     """The result of parsing a command line."""
 
-    given: dict[str, str]  # flags on the command line, as text; no arguments of `extra`
-    configs: dict[str, Any]  # sections with the given values, by heading
+    given: dict[str, str]  # text of each flag on the command line, by name
+    configs: dict[str, Any]  # sections with these values, by heading
     extra: argparse.Namespace  # values of the arguments that `extra` added
 
 
@@ -127,7 +127,7 @@ def parse_flags(
         sections: configurations by heading; they hold the default values.
         argv: arguments after the program's name; None: the arguments of this process.
         extra: function that adds more arguments to the parser.
-        main: flags that --help shows; --help_all then shows all. Empty: --help shows all.
+        main: flags that --help shows; --help_all shows all. If empty, --help shows all.
         about: prog, description and epilog of the `argparse.ArgumentParser`.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -149,7 +149,7 @@ def parse_flags(
                 options = {"nargs": "?", "const": "true"}
             group.add_argument(
                 f"--{name}",
-                default=argparse.SUPPRESS,  # the parsed value of a given flag stays text
+                default=argparse.SUPPRESS,  # only given flags get a value, and it stays text
                 help=text if shows_all or name in main else argparse.SUPPRESS,
                 metavar="X",
                 **options,
@@ -178,7 +178,7 @@ def _parse_known(parser: CommandParser, argv: list[str]) -> argparse.Namespace:
 
 
 def _canonical(word: str, flags: Mapping[str, Any]) -> str:
-    """Write a flag's name with underscores, and --no-x as --x=false."""
+    """Rewrite a flag's name with underscores, and --no-x as --x=false."""
     name, equals, value = word.partition("=")
     if not name.startswith("--"):
         return word
@@ -189,7 +189,7 @@ def _canonical(word: str, flags: Mapping[str, Any]) -> str:
 
 
 def saved_form(config: Any) -> dict[str, dict[str, Any]]:
-    """Return the values of a configuration to write to a file, by section."""
+    """Return a configuration's values by section, in the form written to files."""
     return {
         heading: pydantic.TypeAdapter(type(section)).dump_python(section)
         for heading, section in vars(config).items()
@@ -200,8 +200,8 @@ def read_sections(defaults: Mapping[str, Any], saved: Any) -> dict[str, Any]:
     """Rebuild sections from the result of `saved_form`; missing values get defaults.
 
     Raises:
-        ValueError: `saved` has another form, or a value that this version refuses; the message is
-            one line.
+        ValueError: `saved` has a different form, or holds a value that this version refuses. The
+            message is one line.
     """
     sections = {}
     try:
@@ -209,7 +209,7 @@ def read_sections(defaults: Mapping[str, Any], saved: Any) -> dict[str, Any]:
             cls = type(defaults[heading])
             excluded = {name for name, field in cls.__pydantic_fields__.items() if field.exclude}
             sections[heading] = cls(**{n: v for n, v in values.items() if n not in excluded})
-    except (ValueError, LookupError, AttributeError) as error:  # or it has no such section
+    except (ValueError, LookupError, AttributeError) as error:  # `saved` has a different form
         problem = "the saved configuration does not fit this version"
         raise ValueError(f"{problem}: {one_line(error, named=False)}") from None
     return sections

@@ -1,6 +1,6 @@
 """Facts about this machine: GPUs, cores and memory.
 
-Inside a container, memory and cores are what its limits allow.
+Inside a container, its limits on memory and cores are taken into account.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Gpu:
 
     index: int  # torch's index of the GPU
     name: str
-    utilization_percent: float | None  # part of the last sample period in which a kernel ran
+    utilization_percent: float | None  # share of the last sample period in which kernels ran
     memory_allocated_gib: float  # used by tensors
     memory_reserved_gib: float  # reserved by torch's allocator
     memory_peak_gib: float  # highest memory_allocated_gib so far
@@ -230,8 +230,8 @@ def free_memory_bytes(device: torch.device, sharers: int = 1) -> int:
     On a GPU this includes memory that torch has reserved but no tensor uses.
 
     Args:
-        sharers: number of processes that share the free memory of this machine. The address space
-            limit of this process is not divided by it.
+        sharers: number of processes that share the free memory of this machine. The limit on
+            this process's address space is not divided among them.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -244,7 +244,7 @@ def free_memory_bytes(device: torch.device, sharers: int = 1) -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory use in bytes: of tensors on a GPU, or of this process."""
+    """Return the peak bytes used by this process; on a GPU, only by its tensors."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -2,8 +2,8 @@
 
 Run it as `python -m rl_dist.resume_check [--iterations K] [training flags]`. It trains two runs
 with the training script. The first run trains 2K iterations without a break. The second run is
-ended by SIGKILL after its checkpoint at iteration K, and then resumed. Both runs have the same
-budget, and therefore the same learning rates.
+killed by SIGKILL after it has saved its checkpoint at iteration K, and then resumed. Both runs have
+the same budget, and therefore the same learning rates.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from rl_dist.run_dir import RunDir
 # Small sizes, unless the user sets others. Validation is off, as it has no effect on the result.
 SMALL = ("--bptt_steps=8", "--batch_size=8", "--validate_every=0", "--eval_episodes=2")
 TOLERANCE = 1e-4  # with another number of ranks, sums are rounded differently
-# Metrics with one of these parts in their name are not compared.
+# A metric is not compared if a part of its name, between slashes, is one of these.
 MACHINE_FACTS = {"time", "host", "gpu", "cpu", "ram"}
 DESCRIPTION = (
-    "Train K + K iterations with SIGKILL in between and 2K straight, "
-    "and compare everything bit for bit."
+    "Train 2K iterations twice, once without a break and once with a SIGKILL and a resume "
+    "after K, and compare the results bit for bit."
 )
-EPILOG = """All other flags are passed to the training script; sizes that are not given are small:
+EPILOG = """All other flags are passed to the training script. The default sizes are small:
   --num_envs 8 --num_steps 32 --bptt_steps 8 --batch_size 8
 
 examples:
@@ -42,9 +42,9 @@ examples:
   python -m rl_dist.resume_check --env my_module:MyEnv-v0 --iterations 10 --num_gpus 2
   python -m rl_dist.resume_check --env Recall-v0 --num_gpus 2 --resume_on 1    within a tolerance
 
-An environment takes part through get_state and set_state (see envs/vector/batched.py); without
-them its episodes restart at resume, and no run of it can be bit-identical. On a GPU some kernels
-round differently from run to run: try --device cpu to tell the two apart.
+Runs are bit-identical only if the environment has the methods get_state and set_state (see
+envs/vector/batched.py); without them, a resumed run restarts the episodes. On a GPU, some kernels
+round differently from run to run: try --device cpu to find out if they are the cause.
 exit codes: 0 bit-identical (--resume_on: equal within 1e-4), 1 different or failed, 2 bad usage"""
 
 
@@ -52,9 +52,9 @@ exit codes: 0 bit-identical (--resume_on: equal within 1e-4), 1 different or fai
 
 
 def differences(left: Any, right: Any, tolerance: float = 0.0) -> list[str]:
-    """List the differences between two nested states; tolerance 0: compare all bits."""
+    """List the differences between two nested states; tolerance 0 compares all bits."""
     left, right = dict(flatten(left)), dict(flatten(right))
-    lines = [f"{name} is in one of them only" for name in sorted(left.keys() ^ right.keys())]
+    lines = [f"{name} exists in only one of the two" for name in sorted(left.keys() ^ right.keys())]
     shared = [name for name in left if name in right]
     return lines + [
         f"{name}: {_shown(left[name])} and {_shown(right[name])}"
@@ -90,8 +90,8 @@ def _shown(value: Any) -> str:
 def result_of(run_dir: Path) -> dict[str, Any]:
     """Return the values in the last checkpoint and the metrics of a run, by name.
 
-    The configuration, times and metrics of single ranks are omitted, because they may differ
-    between equal runs.
+    The configuration, the times and the metrics of single ranks are omitted, because they may
+    differ between equal runs.
     """
     newest = load_latest(run_dir)
     if newest is None:
@@ -134,7 +134,7 @@ def check(args: Namespace, folder: Path) -> bool:
     saved = killed.checkpoints / f"iteration_{k:08d}.pt"
     train([*args.flags, f"--run_dir={killed.path}"], args.num_gpus, killed, saved.exists)
     if latest_checkpoint(killed.path) != saved or killed.summary_path.exists():
-        fix = f"give more than {k} --iterations or longer ones (--num_steps)"
+        fix = f"set --iterations above {k}, or make iterations longer (--num_steps)"
         raise UserError(f"the run ended before it could be killed: {fix}", exit_code=1)
     print(f"resumed: iterations {k + 1}..{2 * k} ...", flush=True)
     train([f"--resume={killed.path}"], args.resume_on, killed)
@@ -143,7 +143,7 @@ def check(args: Namespace, folder: Path) -> bool:
 
 
 def compare(straight: Path, resumed: Path, tolerance: float) -> bool:
-    """Print and return whether two runs are equal; tolerance 0: compare all bits."""
+    """Print and return whether two runs are equal; tolerance 0 compares all bits."""
     left, right = result_of(straight), result_of(resumed)
     lines = differences(left, right, tolerance)
     limit = f" within {tolerance:g}" if tolerance else ""
@@ -151,7 +151,7 @@ def compare(straight: Path, resumed: Path, tolerance: float) -> bool:
         print(f"different{limit}: {lines[0]} ({len(lines)} differ)")
     else:
         equal = f"equal{limit}" if tolerance else "bit-identical"
-        print(f"{equal}: all {len(left)} tensors and numbers of checkpoint and metrics")
+        print(f"{equal}: all {len(left)} tensors and numbers in the checkpoint and the metrics")
     return not lines
 
 
@@ -159,7 +159,7 @@ def compare(straight: Path, resumed: Path, tolerance: float) -> bool:
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
-    """Parse the options; `flags` holds the flags and the budget of the training runs."""
+    """Parse the options; `flags` in the result holds the flags of the training runs."""
     parser = CommandParser(
         prog="python -m rl_dist.resume_check",
         usage="%(prog)s [--iterations K] [--num_gpus N] [--resume_on M] [training flags]",
@@ -167,9 +167,9 @@ def parse(argv: Sequence[str] | None) -> Namespace:
         epilog=EPILOG,
     )
     for name, default, letter, text in (
-        ("iterations", 5, "K", "before the kill and after it (default: 5)"),
-        ("num_gpus", -1, "N", "as in training (default: -1)"),
-        ("resume_on", None, "M", "ranks of the resumed run (default: as before)"),
+        ("iterations", 5, "K", "iterations before the kill, and again after it (default: 5)"),
+        ("num_gpus", -1, "N", "number of ranks, as in training (default: -1)"),
+        ("resume_on", None, "M", "number of ranks in the resumed run (default: N)"),
         ("num_envs", 8, "", SUPPRESS),
         ("num_steps", 32, "", SUPPRESS),
     ):

@@ -39,7 +39,7 @@ from rl_dist.files import (
 
 STATE_FILE = "state.json"
 CHECKPOINT_DIR = "checkpoints"
-PATIENCE_S = 25.0  # ranks of a killed launcher may still be saving (ORPHAN_GRACE_S)
+PATIENCE_S = 25.0  # after a launcher is killed, its ranks may still be saving (ORPHAN_GRACE_S)
 # Entries of config.json that `RunDir.flags` omits: some are not flags, and the others must not be
 # copied to another run of the same job.
 RECORDED = {
@@ -110,9 +110,9 @@ class JobState(BaseModel):
 class RunDir(AbstractContextManager["RunDir"]):
     """A run directory, and its lock while this process or a rank holds it.
 
-    A training run holds the lock from the time when it chooses its checkpoint until it ends. If a
-    RunDir is pickled for a new process, both processes share the open lock file. The lock becomes
-    free when the last of these processes has closed the file or ended.
+    A training run takes the lock before it chooses the checkpoint to start from, and holds it until
+    the run ends. If a RunDir is pickled for a new process, both processes share the open lock file.
+    The lock is released when the last of these processes has closed the file or ended.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -159,13 +159,13 @@ class RunDir(AbstractContextManager["RunDir"]):
                 written.
         """
         check_layout(self.path)
-        in_use = f"{self.path} is in use by another training"
+        in_use = f"{self.path} is in use by another training run"
         deadline_s = time.monotonic() + patience_s
         if patience_s and self.is_locked():
             print(f"{in_use}: waiting up to {patience_s:g} s", flush=True)
         while not self._try_to_hold():
             if time.monotonic() >= deadline_s:
-                raise UserError(f"{in_use}: wait for its end, or stop it")
+                raise UserError(f"{in_use}: wait until it ends, or stop it")
             time.sleep(0.1)
         return self
 
@@ -175,7 +175,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         if self.config_path.stat().st_size:  # another run has used the directory
             self.release()
             raise UserError(
-                f"{self.path} holds a run already: continue it with --resume {self.path}, or name "
+                f"{self.path} holds a run already: continue it with --resume {self.path}, or use "
                 "another directory"
             )
         return self
@@ -187,7 +187,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             file = open(self.config_path, "a+b", opener=plain_file)  # noqa: SIM115
             with suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if leads_to(self.config_path, file):  # otherwise another process removed it
+                if leads_to(self.config_path, file):  # otherwise another process has removed it
                     self.lock = file
                     return True
             file.close()
@@ -210,7 +210,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         try:
             with open(self.config_path, "rb", opener=plain_file) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return False  # closing the file unlocks it; a run that starts now retries
+                return False  # closing the file unlocks it; a run that starts meanwhile retries
         except BlockingIOError:
             return True
         except OSError:
@@ -225,17 +225,17 @@ class RunDir(AbstractContextManager["RunDir"]):
         return not self.path.exists() or set(self.path.iterdir()) <= {self.logs, self.config_path}
 
     def discard_unstarted(self, exit_code: int) -> None:
-        """Delete a locked run without an iteration; after exit code 1, keep its logs."""
+        """Delete a locked run that has no iteration; after exit code 1, keep its logs."""
         held = self.lock and self.is_in_place()
         if not held or self.checkpoints.exists() or self.records(last=1):
             return
         logs = self.logs.glob("rank_*.log") if exit_code != 1 else ()
         events = self.path.glob("events.out.tfevents.*")
-        # the lock goes last; files that are not ours stay
+        # delete the locked file last, and keep files that this program did not write
         for path in (self.state_path, self.metrics_path, *events, *logs, self.config_path):
             path.unlink(missing_ok=True)
         for folder in (self.logs, self.path):
-            with suppress(OSError):  # it is not empty
+            with suppress(OSError):  # the folder is not empty
                 folder.rmdir()
 
     # ---- config.json and summary.json
@@ -323,7 +323,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         except FileNotFoundError:
             return None
         except ValidationError as error:
-            problem = f"{self.state_path} is torn, foreign or of a newer version"
+            problem = f"{self.state_path} is incomplete, or another program or version wrote it"
             raise UserError(f"{problem}: {one_line(error, 150, named=False)}") from None
 
     def begin_state(self, **values: Any) -> None:
@@ -343,9 +343,9 @@ class RunDir(AbstractContextManager["RunDir"]):
     def record_exit(
         self, pid: int, code: int, error: str = "", signum: int = 0, *, may_restart: bool = False
     ) -> None:
-        """Record once in state.json how the run ended; ignore errors of the file.
+        """Record in state.json how the run ended; ignore errors in reading or writing it.
 
-        Call this after all ranks have ended.
+        Call this after all ranks have ended. Only the first call changes the file.
 
         Args:
             pid: process id of the launcher. A state written by another launcher is not changed.
@@ -358,7 +358,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             state = self.state()
             if not state or state.launcher_pid != pid or state.exit:
                 return
-            # the ranks of a killed launcher may have saved and stopped already
+            # after the launcher was killed, its ranks may already have saved and stopped
             stopped = code > 128 or (signum and state.phase == "stopped")
             phase = "stopped" if stopped else "failed" if code else "done"
             signum = max(signum, code - 128)

@@ -1,4 +1,4 @@
-"""Check, by rules and a short run, if this machine can train with given flags.
+"""Check with rules and a short run if this machine can train with given flags.
 
 Each check has one of three verdicts:
 
@@ -60,11 +60,12 @@ def worst(verdicts: Iterable[str]) -> str:
 
 
 def check(name: str, measured: str, *rules: tuple[object, str, str]) -> Check:
-    """Apply rules to one measurement; return the verdict and fix of the first broken rule.
+    """Apply rules to a measurement; return the result of the first broken rule.
 
     Args:
         measured: the measurement as text.
-        rules: each rule is a tuple: is the rule broken, the verdict if it is, and how to fix it.
+        rules: tuples of a value that is true if the rule is broken, the verdict in this case, and
+            a text that says how to fix it.
     """
     broken = ((verdict, fix) for is_broken, verdict, fix in rules if is_broken)
     verdict, fix = next(broken, (OK, ""))
@@ -92,7 +93,7 @@ def check_setup(
         plan = resolve(launch)
     except (ValueError, RuntimeError) as error:  # RuntimeError: CUDA cannot start
         reason = one_line(error, named=False)
-        yield Check("ranks", PROBLEM, reason, "change the flags that the message names")
+        yield Check("ranks", PROBLEM, reason, "change the flags that the message mentions")
         yield from check_facts(facts, ResolvedLaunch(num_ranks=1, device_type="cpu", message=""))
         return
     yield check("ranks", plan.message)
@@ -107,9 +108,9 @@ def check_setup(
             )
             figures["reductions_s"] = seconds
             times = [f"{size // 2**10:,} KiB in {1e3 * s:.3g} ms" for size, s in seconds.items()]
-            yield check(step, f"all sums are right: {', '.join(times)}")
+            yield check(step, f"all sums are correct: {', '.join(times)}")
         step = "short run"
-        print("checking: a short run of this training", file=sys.stderr)
+        print("checking: running this training job briefly", file=sys.stderr)
         (records,) = measure_short_runs(
             [[*flags, "--monitor_every=0.2"]], timeout_s=SHORT_RUN_S
         ).records
@@ -132,7 +133,7 @@ class Facts:
     nvidia_gpus: int  # GPUs that the NVIDIA driver lists, even if torch does not see them
     cores: int  # cores that this process may use
     load: float  # mean number of running and waiting processes in the last minute
-    memory_total_gib: float  # at most the limit of a container
+    memory_total_gib: float  # or the container's limit, if that is smaller
     shm_free_gib: float  # free space in /dev/shm
     folder: str  # the run directory, or its nearest parent that exists
     disk_free_gib: float
@@ -167,16 +168,16 @@ def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
     info, ranks, on_gpu = facts.gpu, plan.num_ranks, plan.device_type == "cuda"
     if info.error:
         reason = f"{info.error}; the NVIDIA driver lists {facts.nvidia_gpus} GPU(s)"
-        fix = "look at nvidia-smi and CUDA_VISIBLE_DEVICES, and install the torch for your driver"
+        fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES; install the torch build for your driver"
         yield check("GPUs", reason, (facts.nvidia_gpus, WARNING, fix))
     for gpu in info.gpus:
         is_used = on_gpu and gpu.index in (plan.gpu_ids or range(ranks))
         is_busy = is_used and (gpu.utilization_percent or 0) > BUSY_PERCENT
-        fix = "wait for the program that uses it, or choose others with --gpu_ids"
+        fix = "wait for the program that uses it, or choose other GPUs with --gpu_ids"
         yield check(
             f"GPU {gpu.index}",
             str(gpu),
-            (is_used and gpu.error, WARNING, "look at nvidia-smi, and pip install nvidia-ml-py"),
+            (is_used and gpu.error, WARNING, "check nvidia-smi, and run pip install nvidia-ml-py"),
             (is_busy, WARNING, fix),
         )
     if on_gpu and ranks > 1:  # the ranks communicate through NCCL
@@ -190,7 +191,7 @@ def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
         "cores",
         f"{facts.cores} for {ranks} rank(s), load {facts.load:.1f}",
         (few, WARNING, f"start at most one rank per core: --num_gpus {facts.cores}"),
-        (busy, WARNING, "other programs slow the run below: check again without them"),
+        (busy, WARNING, "other programs slow down the short run below: stop them and check again"),
     )
     full = facts.disk_free_gib < LITTLE_DISK_GIB
     yield check(
@@ -223,7 +224,7 @@ def check_run(
             used = max(rank[use_name] for rank in sampled)
             free = min(rank[free_name] for rank in sampled)
             memory_gib[place] = used, free
-            text = f"a rank used up to {used:.3g} GiB, {free:.3g} GiB stayed free"
+            text = f"a rank used up to {used:.3g} GiB; at least {free:.3g} GiB stayed free"
             fix = "long episodes or other programs may need more: choose smaller sizes"
             yield check(place, text, (free < TIGHT_SHARE * total, WARNING, fix))
 
@@ -233,10 +234,10 @@ def check_run(
     total_steps = length * (1.0 if unit == "steps" else steps_per_episode(records))
     total_s = None  # seconds of the training run, without start-up and evaluations
     if problem := unsteady(rates):
-        yield Check("pace", WARNING, problem, "check again without other programs")
+        yield Check("pace", WARNING, problem, "stop other programs and check again")
     else:
         yield check("pace", f"{steps_per_s:,.0f} steps/s in {len(records)} iterations")
-        time, fix = "no episode ended", "give --total_steps to know the time"
+        time, fix = "no episode ended", "set --total_steps to get an estimate"
         if not math.isnan(total_steps):
             total_s = total_steps / steps_per_s
             time = f"{total_s / 3600:.3g} h for {length:,} {unit}"
@@ -244,7 +245,7 @@ def check_run(
     figures["measured"] = {
         "iterations": len(records),
         "steps_per_second": steps_per_s,
-        "rates": rates,  # steps/s in each round
+        "rates": rates,  # steps/s in equally long parts of the run
         "total_s": total_s,
         "memory_gib": memory_gib,
     }

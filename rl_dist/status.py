@@ -23,7 +23,7 @@ from rl_dist.files import Record
 from rl_dist.run_dir import ENDED, STATE_FILE, JobState, RunDir
 
 RUNS = Path("runs")
-EVERY_S = 2.0  # seconds between two readings with --follow
+EVERY_S = 2.0  # seconds between two updates with --follow
 RECENT = 20  # number of newest iterations from which values are shown
 LINE = ("state", "progress", "speed", "returns", "checkpoint")  # rows that --follow prints
 OVER = ("finished", "stopped", "failed", "dead")
@@ -31,13 +31,14 @@ RETURNS = ("episode/return", "valid/return", "valid/sharpe")
 USE = ("cpu/", "ram/", "gpu/", "time/idle_share")  # prefixes of metrics shown for each rank
 EPILOG = """examples:
   python -m rl_dist.status                          the newest run below runs/
-  python -m rl_dist.status runs/my_run --follow     a line per change, until it ends
-  python -m rl_dist.status runs/my_run --json       one JSON object; with --follow one per change
-states: starting, running, restarting, finished (evaluated), stopped (on request, saved; also once
-its launcher is killed), failed (with an error), dead (without a report, such as by SIGKILL)
-Nothing is changed, and torch is not loaded. A run of another machine on a shared disk is seen as
-running only where the disk passes file locks on.
-exit codes: 0 it trains, has finished or was stopped; 1 failed or dead; 2 no run there"""
+  python -m rl_dist.status runs/my_run --follow     one line per change, until the run ends
+  python -m rl_dist.status runs/my_run --json       one JSON object; with --follow, one per change
+states: starting, running, restarting, finished (trained and evaluated), stopped (on request, or
+because the launcher was killed; a checkpoint was saved), failed (with an error), dead (ended
+without recording why, for example by SIGKILL)
+This command changes no file and does not load torch. A run on another machine with a shared disk is
+shown as running only if the disk supports file locks across machines.
+exit codes: 0 in progress, finished or stopped; 1 failed or dead; 2 no run in the directory"""
 Status = dict[str, Any]
 
 
@@ -45,7 +46,7 @@ Status = dict[str, Any]
 
 
 def read_status(run_dir: Path) -> Status:
-    """Return the status of a run from its files and its lock; None: value unknown.
+    """Return a run's status from its files and lock; an unknown value is None.
 
     Raises:
         UserError: the folder holds no run, or state.json is incomplete or from another program.
@@ -53,7 +54,7 @@ def read_status(run_dir: Path) -> Status:
     run = RunDir(run_dir)
     job = run.state() if run_dir.is_dir() else None
     if job is None:
-        raise UserError(f"{run_dir} has no {STATE_FILE}: give the directory of a run")
+        raise UserError(f"{run_dir} has no {STATE_FILE}: give a run directory")
     records = run.records(last=RECENT)
     entries = [entry for record in records for entry in record.get("ranks", ())]
     speeds = [speed for record in records if (speed := record.get("time/sps") or 0) > 1e-9]
@@ -91,7 +92,7 @@ def _state_of(run: RunDir, job: JobState) -> tuple[str, str]:
     if run.is_locked():
         if job.phase in ("starting", "restarting"):
             return job.phase, f"restart {job.restarts}" if job.restarts else ""
-        return "running", f"it is in {job.phase}"
+        return "running", f"in phase {job.phase}"
     if run.summary_path.is_file() or job.phase == "done":
         return "finished", ""
     if job.phase in ENDED:
@@ -99,7 +100,7 @@ def _state_of(run: RunDir, job: JobState) -> tuple[str, str]:
     if job.phase == "restarting" and job.exit:
         return "stopped", "torchrun ended its ranks and did not restart them; --resume continues it"
     fix = "--resume continues from its checkpoint" if job.checkpoint else "it has no checkpoint"
-    why = "without a report: killed, or the machine went down"
+    why = "without recording why: it was killed, or the machine went down"
     return "dead", f"it ended during {job.phase} {why}; {fix}"
 
 
@@ -118,7 +119,7 @@ def describe(run: Status) -> dict[str, str]:
     if run["eta_s"] is not None:
         left = timedelta(seconds=min(round(run["eta_s"]), 10**10))
         pace = f"{run['steps_per_s']:,.1f} steps/s"
-        rows["speed"] = f"{pace}, {left} to go without validation and checkpoints"
+        rows["speed"] = f"{pace}, {left} left, not counting validation and checkpoints"
     rows["returns"] = _listed(run["returns"])
     rows["checkpoint"] = run["checkpoint"]["path"] if run["checkpoint"] else "none"
     for rank in run["ranks"]:
@@ -139,7 +140,7 @@ def newest_run(runs: Path) -> Path:
     """Return the run below `runs` whose state.json was written last."""
     states = list(runs.glob(f"*/{STATE_FILE}"))
     if not states:
-        raise UserError(f"there is no run in {runs}/: name a run directory")
+        raise UserError(f"there is no run in {runs}/: give a run directory")
     return max(states, key=lambda path: path.stat().st_mtime).parent
 
 
@@ -148,11 +149,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = CommandParser(
         prog="python -m rl_dist.status",
-        description="Show a run's state, progress, speed, checkpoint and the use of each rank.",
+        description="Show a run's state, progress, speed and checkpoint, and usage by rank.",
         epilog=EPILOG,
     )
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--follow", action="store_true", help="show changes until the run is over")
+    parser.add_argument("--follow", action="store_true", help="print changes until the run ends")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     run_dir = args.run_dir or newest_run(RUNS)
@@ -175,6 +176,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    for signum in (signal.SIGPIPE, signal.SIGINT):  # `| head` and Ctrl-C end it silently
+    for signum in (signal.SIGPIPE, signal.SIGINT):  # exit silently after `| head` or Ctrl-C
         signal.signal(signum, signal.SIG_DFL)
     sys.exit(main())
