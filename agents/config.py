@@ -34,8 +34,8 @@ from rl_dist.telemetry.loggers import named_loggers
 if TYPE_CHECKING:  # only trading tasks import pandas and talib
     from envs.trading.task import TradingTask
 
-AUTO = 0  # with this batch_size, the ranks measure the fastest size when a run starts
-# a network is small if steps per minibatch * hidden_size**2 is below this
+AUTO = 0  # batch_size of a run that measures the fastest size when it starts
+# a network is small if its steps per minibatch * hidden_size**2 are below this
 SMALL_NETWORK = 10_000_000
 
 # Defaults for each kind of task. Sizes, learning rates and epochs were tuned: see docs/LOG.md. In
@@ -69,7 +69,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "risk_aversion": 0.0,
     },
 }
-QUICK = {  # --quick applies these after the preset
+QUICK = {  # settings that --quick applies after those of the preset
     "num_episodes": 96,
     "total_steps": 0,
     "batch_size": 64,
@@ -77,7 +77,7 @@ QUICK = {  # --quick applies these after the preset
     "validate_every": 4,
     "num_worlds": 16,
 }
-# --help shows these
+# flags that --help shows
 MAIN_FLAGS = {
     "env", "data", "total_steps", "num_episodes", "stop_at", "seed", "num_gpus", "device",
     "threads", "num_envs", "batch_size", "learning_rate", "gamma", "policy", "hidden_size",
@@ -89,74 +89,78 @@ class TrainConfig:
     """Length and sizes of a training run, and its checkpoints."""
 
     num_episodes: int = Field(5000, ge=1, le=10**12)
-    """Stop after this many training episodes of all ranks."""
+    """Stop after this many training episodes, counted over all ranks."""
     total_steps: int = Field(0, ge=0, le=10**15)
-    """Stop after this many environment steps of all ranks instead; 0: after num_episodes."""
+    """Stop after this many environment steps, counted over all ranks; 0: use num_episodes."""
     batch_size: Annotated[int, or_auto(AUTO)] = Field(128, ge=AUTO, le=10**7)
     """Sequences per minibatch, each bptt_steps long: 128 sequences of 32 steps are 4,096 steps;
-    auto or 0: the fastest size that fits, measured at the start."""
+    auto or 0: measure at the start which size is the fastest that fits into memory."""
     grad_accumulation: int = Field(1, ge=1, le=10**6)
-    """Minibatches whose gradients add up to one optimizer step: the effect of a batch_size this
-    many times larger, in less memory."""
+    """Number of minibatches whose gradients are added up before each optimizer step. The effect is
+    that of a batch_size this many times larger, but with less memory."""
     num_envs: int = Field(0, ge=0, le=10**7)
-    """Environments that run side by side; 0: enough for two minibatches per epoch, which is
-    2 * batch_size * bptt_steps / num_steps."""
+    """Number of environments that run in parallel; 0: as many as two minibatches per epoch need,
+    which is 2 * batch_size * bptt_steps / num_steps."""
     num_steps: int = Field(128, ge=1, le=10**6)
-    """Steps of each environment in a rollout; a multiple of bptt_steps."""
+    """Steps that each environment takes per rollout; must be a multiple of bptt_steps."""
     bptt_steps: int = Field(32, ge=1, le=10**6)
     """Length of a training sequence: gradients flow back through this many steps."""
     scaling: Literal["strong", "weak"] = "strong"
-    """strong: num_envs and batch_size are totals, shared out over the ranks, so the learning curve
-    is the same on any number of them; weak: they are per rank."""
+    """strong: num_envs and batch_size are totals, which are divided among the ranks, so the
+    learning curve does not depend on the number of ranks; weak: num_envs and batch_size are per
+    rank."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """With scaling weak: multiply learning_rate by the growth of the batch of all ranks (linear)
-    or by its square root (sqrt)."""
+    """With --scaling weak, multiply learning_rate by the number of ranks (linear) or by the square
+    root of that number (sqrt)."""
     pretrained: Text = ""
     """Start from the feature LSTM that python -m agents.pretrain wrote to this directory."""
     init_from: Text = ""
-    """Start from weights and normalisers of an earlier run or checkpoint of the same shapes.
-    Optimizer, counters and environments restart."""
+    """Start from the weights and normalisers of an earlier run or checkpoint whose inputs and
+    outputs have the same shapes. The optimizer, counters and environments start from scratch."""
     seed: int = Field(1, ge=0, le=2**63 - 1)
-    """Seed of the policy, the environments, the action noise and the shuffling."""
+    """Seed for the policy, the environments, the action noise and the shuffling of sequences."""
     normalize_obs: bool = True
-    """Scale observations by the running mean and deviation of all ranks."""
+    """Normalise observations by their running mean and standard deviation over all ranks."""
     normalize_rewards: bool = True
-    """Divide rewards by the running deviation of discounted returns."""
+    """Divide rewards by the running standard deviation of discounted returns."""
     validate_every: int = Field(20, ge=0, le=10**9)
-    """Evaluate on the validation span after this many iterations; 0: never."""
+    """Evaluate on the validation data each time this many iterations have passed; 0: never."""
     checkpoint_every: int = Field(20, ge=1, le=10**9)
-    """Save after this many iterations; always at the end and on a stop signal."""
+    """Save a checkpoint each time this many iterations have passed, and always at the end and on a
+    stop signal."""
     stop_at: Text = Field("", json_schema_extra={"nargs": "+"})
-    """Stop after the iteration in which this metric reaches this value, such as valid/return 475;
-    valid/ metrics are known every validate_every iterations."""
+    """Metric and value, such as valid/return 475. Training stops after the iteration in which the
+    metric reaches the value; valid/ metrics are computed only every validate_every iterations."""
     callback: Text = ""
-    """Call this module:function at every iteration, evaluation and checkpoint, on every rank; False
-    stops the training."""
+    """Call this module:function at every iteration, evaluation and checkpoint, on every rank. If it
+    returns False, the training stops."""
     keep_checkpoints: int = Field(3, ge=1, le=10**6)
-    """Newest checkpoints to keep."""
+    """Number of newest checkpoints to keep; older ones are deleted."""
     keep_best: Text = "auto"
     """Keep the checkpoint with the highest value of this metric, such as episode/return, as
-    checkpoints/best.pt; auto: valid/sharpe or valid/return, whichever the run has; off: none."""
+    checkpoints/best.pt; auto: use valid/sharpe or valid/return, whichever the run reports; off:
+    keep no such checkpoint."""
     on_save_error: Literal["stop", "continue"] = "stop"
-    """Reaction to a checkpoint that cannot be written, for example on a full disk: end the run, or
-    continue it without this checkpoint."""
+    """What to do if a checkpoint cannot be written, for example because the disk is full: end the
+    run, or continue without this checkpoint."""
     sync_check_every: int = Field(5, ge=0, le=10**9)
-    """Compare the parameters of all ranks after this many iterations and before every save; 0: only
-    before a save."""
+    """Check that all ranks have the same parameters each time this many iterations have passed, and
+    before every checkpoint; 0: only before a checkpoint."""
     collective_timeout: float = Field(600.0, ge=1, le=80_000)
     """End the run if a rank makes no progress for this many seconds: while other ranks wait for it,
-    in one call of an environment, callback, core or logger, or while it writes a checkpoint. The
-    error names the rank and the place."""
+    during one call of an environment, callback, core or logger, or while it writes a checkpoint.
+    The error names the rank and what it was doing."""
     startup_timeout: float = Field(600.0, ge=1, le=80_000)
-    """The same limit until the first rollout, while ranks meet, connect and build environments."""
+    """Limit that replaces collective_timeout until the first rollout, while the ranks connect to
+    each other and build their environments."""
     loggers: Text = ""
-    """Loggers besides TensorBoard, separated by commas: wandb, mlflow (pip install
-    'clstm-ppo[wandb]'). Their variables, such as WANDB_MODE and MLFLOW_TRACKING_URI, are
-    respected."""
+    """Loggers to use in addition to TensorBoard, separated by commas: wandb, mlflow (install them
+    with pip install 'clstm-ppo[wandb]'). Their environment variables, such as WANDB_MODE and
+    MLFLOW_TRACKING_URI, are respected."""
     monitor_every: float = Field(1.0, ge=0, le=86_400)
-    """Seconds between samples of each rank's use of GPU, CPU and memory; 0: off."""
+    """Seconds between measurements of each rank's GPU, CPU and memory use; 0: off."""
     profile: bool = False
-    """Measure where the time of an iteration goes; the report is in RUN_DIR/profile."""
+    """Measure how long each part of an iteration takes; the report is in RUN_DIR/profile."""
 
     chosen_preset: Text = ""  # not a flag: the run records its preset here
 
@@ -164,7 +168,7 @@ class TrainConfig:
         named_loggers(self.loggers)
         if self.pretrained and (self.init_from or not self.normalize_obs):
             raise ValueError(
-                "pretrained needs normalize_obs and excludes init_from: omit one of them"
+                "pretrained needs normalize_obs and excludes init_from: change one of these flags"
             )
         try:
             _ = self.stop
@@ -175,7 +179,7 @@ class TrainConfig:
             ) from None
         if self.num_steps % self.bptt_steps:
             raise ValueError(
-                f"num_steps {self.num_steps} is no multiple of bptt_steps {self.bptt_steps}: "
+                f"num_steps {self.num_steps} is not a multiple of bptt_steps {self.bptt_steps}: "
                 "change one of them"
             )
 
@@ -187,23 +191,23 @@ class TrainConfig:
 
     @property
     def budget(self) -> tuple[int, Literal["steps", "episodes"]]:
-        """Return the length of the run and its unit."""
+        """Return the length of the run and its unit, steps or episodes."""
         return (self.total_steps, "steps") if self.total_steps else (self.num_episodes, "episodes")
 
     @property
     def sequences_per_step(self) -> int:
-        """Return the number of sequences per gradient step; with weak scaling, per rank."""
+        """Return the number of sequences per optimizer step; with weak scaling, per rank."""
         return self.batch_size * self.grad_accumulation
 
     @property
     def named_metrics(self) -> dict[str, str]:
-        """Return the metric that each flag names, by flag; skip flags that name none."""
+        """Return a dict from flags to the metrics that they name; skip the other flags."""
         named = {"stop_at": self.stop[0], "keep_best": self.keep_best}
         return {flag: name for flag, name in named.items() if name not in ("", "auto", "off")}
 
     @property
     def best_metrics(self) -> tuple[str, ...]:
-        """Return candidate metrics for best.pt; the run uses the first that it reports."""
+        """Return metrics that may select best.pt; the first one that is reported does."""
         return {"auto": ("valid/sharpe", "valid/return"), "off": ()}.get(
             self.keep_best, (self.keep_best,)
         )
@@ -228,7 +232,7 @@ class RunConfig:
 
     @property
     def values(self) -> dict[str, Any]:
-        """Return the values of all sections, by flag."""
+        """Return the values of all settings, by flag name."""
         return {name: v for section in vars(self).values() for name, v in vars(section).items()}
 
     @property
@@ -246,7 +250,7 @@ class RunConfig:
         is_trading = self.task.is_trading
         on_markets = is_trading and self.data.data == "simulated"
         has_shards = launch.strategy in ("hybrid", "auto") and launch.hybrid_form == "shard"
-        groups = (  # pairs: True if the flags have an effect, names of the flags
+        groups = (  # pairs: whether some flags have an effect, and the names of these flags
             (not is_trading, [name for name in vars(self.task) if name != "env"]),
             (is_trading, [*vars(self.data), *vars(self.trading)]),
             (on_markets, vars(self.market)),
@@ -262,7 +266,7 @@ class RunConfig:
         return self.changed({name: DEFAULTS[name] for name in self.idle_flags()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values as files store them, by section and name."""
+        """Return the values in the form in which files store them, by section and name."""
         return saved_form(self)
 
     @staticmethod
@@ -295,7 +299,7 @@ def with_threads(config: RunConfig) -> RunConfig:
     and much faster if other programs use the CPU: see docs/performance.md.
     """
     train = config.train
-    steps = train.batch_size * train.bptt_steps  # per minibatch; 0: measured later
+    steps = train.batch_size * train.bptt_steps  # per minibatch; 0 while the batch size is unknown
     if config.launch.threads or not 0 < steps * config.policy.hidden_size**2 < SMALL_NETWORK:
         return config
     return replace(config, launch=replace(config.launch, threads=1))
@@ -310,7 +314,7 @@ def data_digest(config: DataConfig) -> str:
 
 
 def probe(task: TradingTask | GymTask) -> TorchEnv:
-    """Return the smallest environment of a task. It is closed: only read its spaces."""
+    """Build and close a task's smallest environment; only its spaces may be read."""
     if isinstance(task, GymTask):
         env = task.probe_env()
     else:
@@ -322,7 +326,7 @@ def probe(task: TradingTask | GymTask) -> TorchEnv:
 def empty_policy(config: RunConfig, layout: Layout, action_space: spaces.Space) -> Policy:
     """Build a run's policy on the meta device, without weights.
 
-    Raises a UserError if the settings of the policy do not suit the spaces.
+    Raises a UserError if the settings of the policy do not fit the spaces.
     """
     with torch.device("meta"):
         return Policy(config.policy, layout, action_space).to(config.launch.dtype)

@@ -38,27 +38,29 @@ class PolicyConfig:
 
     policy: Literal["clstm", "lstm", "gru", "mingru", "mlp", "own"] = "clstm"
     """clstm: a cascade of LSTMs; lstm, gru, mingru: one recurrent core; mlp: the cascade without
-    memory; own: the core that --core names."""
+    memory; own: the core given by --core."""
     core: Text = ""
-    """module:Class of a recurrent core of your own, for --policy own."""
+    """Recurrent core that you wrote, as module:Class, for --policy own."""
     hidden_size: int = Field(128, ge=1, le=8192)
-    """Width of every LSTM and every layer."""
+    """Width of every core and every layer."""
     num_layers: int = Field(1, ge=1, le=64)
-    """Layers of every core."""
+    """Number of layers in every core."""
     separate_trunks: bool = False
-    """Give the actor and the critic a core each; for --policy lstm, gru, mingru and own."""
+    """Use separate cores for the actor and the critic, with --policy lstm, gru, mingru or own."""
     feature_window: int = Field(0, ge=0, le=1024)
-    """0: the feature LSTM keeps its state between steps; n: it reads the last n observations at
-    every step, as in the paper."""
+    """0: the feature LSTM keeps its state between steps; n: at every step, it reads the last n
+    observations, starting from a zero state, as in the paper."""
     memory: bool = True
-    """off: the state is zeroed before every step, to measure what memory is worth."""
+    """Keep the recurrent state between steps; off: zero it before every step, to measure how much
+    the memory helps."""
     log_std_init: float = Field(-0.5, ge=-5, le=2)
     """Initial log standard deviation of continuous actions."""
     noise_color: float = Field(0.0, ge=0, le=2)
-    """Colour over time of the noise of continuous actions: 0 white, 1 pink; 0.5 to 1 reach sparse
-    rewards that white noise does not."""
+    """Correlation over time of the noise that is added to continuous actions: 0 gives white noise,
+    1 pink noise. With 0.5 to 1, exploration finds sparse rewards that white noise misses."""
     squash_actions: bool = False
-    """Bound continuous actions by tanh instead of clipping them: for actions with bounds."""
+    """Keep continuous actions within their bounds by tanh instead of clipping; needs an action
+    space with bounds."""
 
     def __post_init__(self) -> None:
         if bool(self.core) != (self.policy == "own"):
@@ -102,7 +104,7 @@ class Policy(nn.Module):
     """
 
     low_precision: torch.dtype | None = None
-    BATCH_AXES = (1, 1, 0, 1)  # sequence axis of each input of `forward`; of outputs: 1
+    BATCH_AXES = (1, 1, 0, 1)  # axis of the sequences in each input of `forward`; outputs: 1
 
     def __init__(
         self, config: PolicyConfig, layout: Layout | int, action_space: spaces.Space
@@ -112,29 +114,29 @@ class Policy(nn.Module):
         self.config = config
         self.layout = Layout.vector(layout) if isinstance(layout, int) else layout
         self.num_obs = self.layout.size
-        self.mask_columns = self.layout.columns("mask")  # consecutive, or empty
+        self.mask_columns = self.layout.columns("mask")  # consecutive; empty without a mask
 
-        # actions: the actor returns logits of all choices, or means
+        # the actor returns logits of all discrete choices, or means of continuous actions
         self.num_actions = spaces.utils.flatdim(action_space)
         self.discrete = not isinstance(action_space, spaces.Box)
-        self.action_sizes: tuple[int, ...] = ()  # MultiDiscrete: choices of each action
+        self.action_sizes: tuple[int, ...] = ()  # for MultiDiscrete: number of choices per action
         if isinstance(action_space, spaces.MultiDiscrete):
             self.action_sizes = tuple(action_space.nvec.tolist())
         bounded = isinstance(action_space, spaces.Box) and action_space.is_bounded("both")
         if config.squash_actions and not bounded:
             raise UserError(
-                f"squash_actions needs continuous actions with bounds, not {action_space}: drop it"
+                f"squash_actions needs continuous actions with bounds, not {action_space}: omit it"
             )
         if not self.discrete:
             self.log_std = nn.Parameter(torch.full((self.num_actions,), config.log_std_init))
 
-        # encoder, then a shared core, separate cores for actor and critic, or all three
+        # encoder, followed by a shared core, separate cores for actor and critic, or all three
         size = config.hidden_size
         layers = config.num_layers
         new_core: Any = partial(make_core, config.core) if config.core else CORES[config.policy]
         self.feature_encoder = Encoder(self.layout, size)
         width = self.feature_encoder.num_outputs
-        self.feature_core: Any = TanhCore(width, width, 0)  # returns its inputs
+        self.feature_core: Any = TanhCore(width, width, 0)  # 0 layers: returns its inputs
         self.feature_mlp: nn.Module = nn.Identity()
         self.actor_core: Any = self.feature_core
         self.critic_core: Any = self.feature_core
@@ -178,11 +180,11 @@ class Policy(nn.Module):
 
     @property
     def num_decision_states(self) -> int:
-        """Number of actor and critic vectors [B, H], which come first in the state."""
+        """Number of state vectors [B, H] of actor and critic, which come first."""
         return int(self.actor_core.num_states + self.critic_core.num_states)
 
     def plan(self, starts: np.ndarray) -> Plan | None:
-        """Plan the calls for episode starts [L, N]; None: no cuts are needed."""
+        """Plan the calls for episode starts [L, N]; return None for a stateless policy."""
         if self.config.stateless:
             return None
         call_steps = 0.0  # overhead of one core call, in single-row steps
@@ -229,10 +231,10 @@ class Policy(nn.Module):
         return (actor, values), after
 
     def _masked(self, logits: Tensor, obs: Tensor) -> Tensor:
-        """Give choices that the mask in obs forbids the probability 0 and no gradient."""
+        """Give choices probability 0 and no gradient where the mask in obs forbids them."""
         if not self.mask_columns:
             return logits
-        newest = obs[..., -self.num_obs :]  # in a window, the mask of the newest step counts
+        newest = obs[..., -self.num_obs :]  # a window also has older masks
         first = self.mask_columns[0]
         mask = newest[..., first : first + self.num_actions]
         return torch.where(mask > 0.5, logits, heads.FORBIDDEN)
@@ -295,7 +297,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def pushes(self, noise: Tensor) -> Tensor:
-        """Scale noise [..., A] from `action_noise` so that `act` can add it."""
+        """Scale noise [..., A] so that `act` can add it to the actor's outputs."""
         return noise if self.discrete else self.log_std.exp() * noise
 
     @torch.no_grad()

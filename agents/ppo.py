@@ -22,7 +22,7 @@ from rl_dist.strategies.precision import autocast_dtype
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry import events
 
-# metric names: the fields of LossParts in order, without the total; then the gradient norm
+# metric names: for each field of LossParts except the total, in order; then the gradient norm
 METRICS = (
     "loss/policy",
     "loss/value",
@@ -43,36 +43,37 @@ class PPOConfig:
     anneal_lr: bool = True
     """Lower the learning rate linearly to zero over num_episodes or total_steps."""
     warmup: int = Field(0, ge=0, le=10**9)
-    """Raise the learning rate linearly from zero over this many iterations; 0: off."""
+    """Raise the learning rate linearly from zero in this many iterations at the start; 0: off."""
     gamma: float = Field(0.99, ge=0, le=1)
     """Discount factor of the rewards, per step."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
-    """lambda of generalised advantage estimation."""
+    """Parameter lambda of generalised advantage estimation."""
     update_epochs: int = Field(4, ge=1, le=1000)
-    """Passes over each rollout."""
+    """Number of training passes over each rollout."""
     refresh_states: bool = False
-    """Before every epoch but the first, compute the initial states of sequences with the present
-    policy; off: keep those of the rollout."""
+    """Recompute the initial states of sequences with the current policy before every epoch except
+    the first; off: use the states that the rollout recorded."""
     clip_coef: float = Field(0.2, ge=1e-6, le=10)
-    """Clipping of the probability ratio."""
+    """Clip the probability ratio to the interval from 1 - clip_coef to 1 + clip_coef."""
     clip_vloss: bool = False
-    """Clip the value loss as well."""
+    """Also clip the value loss, with the same clip_coef."""
     norm_adv: bool = True
     """Normalise advantages over the whole rollout of all ranks."""
     min_adv_std: float = Field(0.0, ge=0, le=100)
-    """Lower bound of norm_adv's divisor, in deviations of returns, so that the noise of a solved
-    task is not amplified; 0: off."""
+    """Lower bound for the divisor of norm_adv, in standard deviations of the returns, so that the
+    noise of a solved task is not amplified; 0: off."""
     ent_coef: float = Field(0.0, ge=0, le=10)
     """Weight of the entropy bonus in the loss."""
     vf_coef: float = Field(0.5, ge=0, le=100)
     """Weight of the value loss."""
     max_grad_norm: float = Field(0.5, ge=1e-6, le=1e6)
-    """Scale the gradient of all ranks down to this norm."""
+    """Scale the gradient down to this norm if its norm, computed over all ranks, is larger."""
     target_kl: float = Field(0.0, ge=0, le=100)
-    """End the epochs when the estimated KL divergence exceeds this; 0: off."""
+    """Skip the remaining epochs of an update once the estimated KL divergence exceeds this;
+    0: off."""
     max_bad_steps: int = Field(10, ge=0, le=10**9)
-    """Skip optimizer steps with NaN or inf in loss or gradient; stop the run after an update with
-    more than this many in a row."""
+    """Optimizer steps are skipped if the loss or gradient is NaN or inf. Stop the run after an
+    update if more than this many steps in a row were skipped."""
 
 
 @dataclass
@@ -97,7 +98,7 @@ class Minibatch:
         return Minibatch(**picked)
 
     def into_microbatches(self, count: int) -> Iterator[Minibatch]:
-        """Yield `count` microbatches of equal size, as views."""
+        """Yield `count` microbatches of equal size, as views of this minibatch."""
         size = self.obs.shape[1] // count
         for first in range(0, size * count, size):
             yield self.pick(Tensor.narrow, first, size)
@@ -158,9 +159,9 @@ class Batch:
 
 
 def sums_of_taken(rows: list[Tensor]) -> Tensor:
-    """Add up the rows of the gradient steps that were taken; see `PPO.update`.
+    """Add up those rows of `PPO.update` whose gradient step was taken.
 
-    The steps are added in order. The last sum is the number of steps taken.
+    Rows are added in the order of the steps. The last sum is the number of steps taken.
     """
     steps = torch.stack(rows)
     return torch.where(steps[:, -1:] > 0, steps, 0.0).cumsum(0)[-1]
@@ -205,7 +206,7 @@ class PPO:
         policy.low_precision = autocast_dtype(strategy.config.precision)
         self.wrapped = strategy.wrap(policy)
         self.iteration = 0
-        self.bad_in_a_row = 0  # bad gradient steps since the last step taken
+        self.bad_in_a_row = 0  # bad gradient steps since the last step that was taken
         self.clock = StepClock(self.world.device)
         self.optimizer = EagerAdam(
             strategy.parameters, lr=config.learning_rate, eps=1e-5, fused=True
@@ -228,13 +229,13 @@ class PPO:
 
     @section("update")
     def update(self, batch: Batch) -> dict[str, float]:
-        """Take the gradient steps of all epochs over a batch, together with all ranks.
+        """Take the gradient steps of all epochs over a batch, jointly with all ranks.
 
         Returns losses and diagnostics: means over all ranks and gradient steps.
         """
         sequences = batch.sequences
-        # A row holds METRICS, 1 if the step was bad, and 1 if it was taken. Rows stay on the
-        # device, so that no step waits for it.
+        # The row of a step holds its METRICS, then 1 if it was bad (else 0), and 1 if it was taken
+        # (else 0). Rows stay on the device, so that no step waits for the device.
         rows: list[Tensor] = []
         self.clock.start()
         for epoch, order in enumerate(batch.order):
@@ -255,7 +256,7 @@ class PPO:
             # stop early, all ranks together
             if self._exceeds_target_kl(rows[-len(order) :]):
                 break
-            self.clock.mark("")  # the next forward pass must not include this decision
+            self.clock.mark("")  # do not time this decision as part of the next forward pass
         self.strategy.share_parameters()
         return self._report(rows, batch)
 
@@ -320,7 +321,7 @@ class PPO:
         numbers = torch.cat([torch.stack([*means.values()]).double(), flags]).tolist()
         bad, taken = numbers[len(means) :: 2], numbers[len(means) + 1 :: 2]
 
-        # stop the run after too many bad steps in a row, or warn about bad steps
+        # stop the run after too many bad steps in a row; after fewer, only warn
         for is_bad, was_taken in zip(bad, taken, strict=True):
             self.bad_in_a_row = 0 if was_taken else self.bad_in_a_row + int(is_bad)
             if self.bad_in_a_row > self.config.max_bad_steps:

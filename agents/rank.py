@@ -31,8 +31,8 @@ from rl_dist.telemetry.loggers import named_loggers
 from rl_dist.telemetry.metrics import MetricsWriter, NullWriter, setup_logging
 from rl_dist.telemetry.monitor import Monitor, sources_of
 
-# Settings that may differ between hosts: hardware settings and file paths. `data_digest` compares
-# the content of the data files. Only rank 0 runs the on_event command.
+# Settings that may differ between hosts: hardware settings, file paths, and the on_event command,
+# which only rank 0 runs. `data_digest` compares the content of the price files.
 HOST_SETTINGS = {
     "num_gpus", "device", "gpu_ids", "threads", "env_workers", "data", "on_event", "chosen_on",
     "pretrained", "init_from",
@@ -79,7 +79,7 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
                 phase = "restarting" if may_start_again(signum) else "stopped"
                 run.directory.update_state(phase=phase)
                 name = signal.Signals(signum).name
-                print(f"stopped by {name}, saved; continue with --resume {run.path}")
+                print(f"stopped by {name}, saved a checkpoint; continue with --resume {run.path}")
             return 128 + signum
         if world.is_main_process:
             run.directory.update_state(phase="evaluation")
@@ -115,7 +115,7 @@ def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Tr
 
 
 def open_run_writer(run: Run, training: Training) -> NullWriter:
-    """Open the metrics writer; it writes on rank 0 and does nothing elsewhere."""
+    """Open the metrics writer; it writes on rank 0 and does nothing on other ranks."""
     if not training.world.is_main_process:
         return NullWriter()
     total, unit = run.config.train.budget
@@ -134,14 +134,14 @@ def open_run_writer(run: Run, training: Training) -> NullWriter:
     )
     if not training.env.can_snapshot:
         writer.say(
-            f"{run.config.task.env} cannot be snapshotted: after --resume its episodes begin again "
-            "(docs/own_environment.md, Exact resume, shows the two methods that change this)"
+            f"{run.config.task.env} cannot be snapshotted: after --resume it starts new episodes; "
+            "to continue the old ones, add two methods (docs/own_environment.md, Exact resume)"
         )
     return writer
 
 
 def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None:
-    """Return a function that computes `valid/` metrics; None without validation data."""
+    """Return a function that computes `valid/` metrics; None if no data is set aside."""
     if config.task.is_trading:
         from agents.evaluate.markets import market_validation
 
@@ -154,8 +154,8 @@ def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None
 def agree(run: Run, world: World) -> Run:
     """Compare the settings of all ranks; agree on a run directory and a checkpoint.
 
-    Under torchrun, every rank has chosen these separately, and hosts without a shared file system
-    may have chosen different ones.
+    Under torchrun, every rank has chosen its directory and checkpoint separately, and ranks on
+    hosts without a shared file system may have chosen different ones.
     """
     shared = {name: v for name, v in run.config.values.items() if name not in HOST_SETTINGS}
     check_settings(shared, world, module_files(run.config.named_code))

@@ -1,4 +1,4 @@
-"""Gather the metrics of an iteration from all ranks in one collective call."""
+"""Gather the metrics of each iteration from all ranks in one collective call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Recorder:
         self.world = world
         self.clock = clock  # times the phases of gradient steps
         self.stragglers = Stragglers()
-        self.restarts_seen = 0  # restarts of local environments that are already recorded
+        self.restarts_seen = 0  # environment restarts that earlier records include
         self.started = 0.0
         self.seconds: dict[str, float] = {}  # seconds per part of the iteration
 
@@ -49,12 +49,14 @@ class Recorder:
         """Combine episodes, times and machine load of all ranks into one record.
 
         Every rank must call this. Counts are sums over ranks; times are maxima over ranks. "signum"
-        is the highest number of a stop signal that any rank has received, or 0.
+        is the number of the stop signal, the highest one if ranks received different signals, or 0
+        if none did.
         """
         restarts = sum(env.restarts)
         ended, returns, lengths = rollout.episodes.sum(1).tolist()
         collect, update = self.seconds["collect"], self.seconds["update"]
-        waited = self.world.sync_seconds + self.world.gradient_seconds  # only in the update
+        # both kinds of waiting occur only in the update
+        waited = self.world.sync_seconds + self.world.gradient_seconds
         times = {
             "time/collect_s": collect,
             "time/update_s": update,

@@ -50,12 +50,12 @@ Validate = Callable[[Policy, Normalizer], dict[str, float]]  # every rank must c
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Everything that defines a training run, except for the ranks."""
+    """Everything that defines a training run, except the ranks that run it."""
 
     train: TrainConfig
     policy: PolicyConfig
     ppo: PPOConfig
-    make_env: Callable[[int, int], TorchEnv]  # (num_envs, env_offset)
+    make_env: Callable[[int, int], TorchEnv]  # from num_envs, env_offset
     run_dir: Path
     strategy: StrategyConfig = StrategyConfig()
     dtype: torch.dtype = torch.float32
@@ -69,7 +69,7 @@ class Training:
     """Training state of one rank, from the policy to the environments and counters."""
 
     def __init__(self, job: Job, world: World, saved_num_envs: int = 0) -> None:
-        """Create the state; a resumed run passes its checkpoint's number of environments."""
+        """Create the state; a resumed run passes the checkpoint's number of environments."""
         train = job.train
         self.job = job
         self.world = world
@@ -103,14 +103,14 @@ class Training:
         self.carry = self._reset()
 
     def _reset(self, resumed_at: int = 0) -> Carry:
-        """Reset all environments; a resumed run gets episodes that it has not seen."""
+        """Reset all environments; `resumed_at` selects new episodes for a resumed run."""
         first, count = self.sizes.env_offset, self.sizes.num_envs
         seeds = stream_seeds(self.job.train.seed, ENVIRONMENT_STREAM, first, count, resumed_at)
         return fresh_carry(self.policy, self.env.reset(seed=seeds)[0])
 
     @property
     def done(self) -> int:
-        """Steps or episodes done so far, in the unit of the budget."""
+        """Number of steps or episodes done so far, whichever the budget counts."""
         return self.global_step if self.job.train.total_steps else self.episodes
 
     @property
@@ -246,7 +246,7 @@ class Training:
         self.normalizers.obs.load_state_dict(state["obs_normalizer"])
         self.normalizers.rewards.load_state_dict(state["reward_normalizer"])
 
-        # continue the episodes of this rank's environments, or start new ones without snapshots
+        # continue the episodes of this rank's environments; without snapshots, start new ones
         if state["environments"] is None or not self.env.can_snapshot:
             self.carry = self._reset(resumed_at=self.iteration)
             return
@@ -258,7 +258,7 @@ class Training:
             self.env.set_state({name: value[rows] for name, value in state["environments"].items()})
         except (AttributeError, LookupError, TypeError) as error:
             raise UserError(
-                f"the checkpoint is damaged: environments: {one_line(error)}"
+                f"the checkpoint is damaged: cannot restore environments: {one_line(error)}"
             ) from error
         self.recorder.restarts_seen = sum(self.env.restarts)
 
@@ -274,8 +274,8 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         writer.update_state(phase="warm_up")
         training.warm_up_normalizers()
     best = Best(config.best_metrics, job.run_dir / CHECKPOINT_DIR, world)
-    signum = 0  # stop signal that a rank has received; 0: none
-    reason = ""  # reason for which a callback or --stop_at ends the run
+    signum = 0  # number of a stop signal that a rank has received; 0: none
+    reason = ""  # why a callback or --stop_at ends the run; empty: neither does
     while training.progress < 1.0 and not signum and not reason:
         # collect a rollout and learn from it
         recorder.begin()
@@ -312,7 +312,7 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
             check_in_sync(training.replicated(), world)
     if reason:
         writer.say(f"stopped at iteration {training.iteration}: {reason}")
-    stop.notice = ""  # from here on, a signal causes no further save
+    stop.notice = ""  # a signal that arrives from here on does not cause another save
     # a signal may have arrived during the last save
     return signum or all_reduce_max(stop.signum, world)
 
@@ -325,11 +325,11 @@ def is_due(training: Training, every: int, now: bool = False) -> bool:
 def save(training: Training, best: Best, last: bool, writer: NullWriter) -> Path | None:
     """Gather the state of all ranks and let the main process write a checkpoint.
 
-    Returns the path, or None if the write failed and training continues without the checkpoint.
+    Returns the path, or None if the write failed and training continues without this checkpoint.
     """
     train, world = training.job.train, training.world
     world.set_phase("checkpoint")
-    writer.flush()  # metrics.jsonl must contain every iteration that a checkpoint contains
+    writer.flush()  # metrics.jsonl must include all iterations up to the checkpoint
     writer.update_state(phase="saving")
     check_in_sync(training.replicated(), world)
     state = training.state()
@@ -347,7 +347,9 @@ def save(training: Training, best: Best, last: bool, writer: NullWriter) -> Path
         if last or train.on_save_error == "stop":
             raise
         if world.is_main_process:
-            logger.warning("%s; training continues without it (--on_save_error continue)", error)
+            logger.warning(
+                "%s; training continues without this checkpoint (--on_save_error continue)", error
+            )
         return None
     best.saved()
     saved = SavedCheckpoint(path=f"{CHECKPOINT_DIR}/{path.name}", iteration=training.iteration)
