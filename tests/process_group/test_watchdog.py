@@ -23,7 +23,7 @@ def verdict(own, play, looks=25, **options):
     """Return rank 0's verdict and the number of the look that gave it, or ("", 0).
 
     The watchdog looks every 60 s, a tenth of its timeout. `play(number)` returns the status of rank
-    1 at that look; None: rank 1 has not come; "lost": the store does not answer.
+    1 at that look; None: rank 1 has not arrived; "lost": the store does not answer.
     """
     verdicts = Verdicts(0, 2, 600.0, 600.0, **options)
     for number in range(1, looks + 1):
@@ -40,10 +40,10 @@ def verdict(own, play, looks=25, **options):
     [
         (SUM, RankStatus("update", 9, "agreement", 8), "rank 1, which .* in 'agreement' .coll.* 8"),
         (SUM, RankStatus("collect", 9, "", 6), "rank 1, which made no progress in collect"),
-        (SUM, SUM, "do not reach each other"),
+        (SUM, SUM, "cannot reach each other"),
         (SUM, None, "rank 1, which never came .--collective_timeout 600"),
-        (SUM, "lost", "the store .* does not answer"),
-        (CONNECTING, CONNECTING, "do not reach each other.*GLOO_SOCKET_IFNAME"),
+        (SUM, "lost", "the store does not answer"),
+        (CONNECTING, CONNECTING, "cannot reach each other.*GLOO_SOCKET_IFNAME"),
         (GATHERING, CONNECTING, "rank 1, .*in 'connection of the ranks'"),
     ],
 )
