@@ -101,7 +101,7 @@ def test_help_shows_the_main_flags_and_help_all_the_rest(capsys):
     short, whole = " ".join(capsys.readouterr().out.split()).split("examples")[:2]
     assert f"Environments of all ranks (default: 64; 1..{2**62 + 1})" in short
     assert "--run_dir" not in short and "--chosen" not in whole
-    assert "fall (default: on" in whole and "write (default: none" in whole
+    assert "fall (default: on" in whole and "output (default: none" in whole
 
 
 def test_a_section_is_a_frozen_value_that_other_processes_can_have():
