@@ -20,11 +20,11 @@ from rl_dist.setup_check import PROBLEM, WARNING, Check, check_setup, worst
 
 DESCRIPTION = "Check if this machine can train with these flags, and how long the training takes."
 EPILOG = """examples:
-  python check_gpu_setup.py                                  the main job on this machine
-  python check_gpu_setup.py --num_gpus 8 --batch_size 512    another one
-  python check_gpu_setup.py --json > setup.json              docs/check_gpu_setup.schema.json
-exit codes: 0 it can train (warnings included), 1 it cannot, or --strict and a warning, 2 bad usage,
-130 and 143 stopped by INT and TERM"""
+  python check_gpu_setup.py                                  check the default training job
+  python check_gpu_setup.py --num_gpus 8 --batch_size 512    check another job
+  python check_gpu_setup.py --json > setup.json              see docs/check_gpu_setup.schema.json
+exit codes: 0 can train, perhaps with warnings; 1 cannot train, or --strict and there is a warning;
+2 bad usage; 130 stopped by SIGINT (Ctrl-C); 143 stopped by SIGTERM"""
 
 
 @configuration
@@ -34,7 +34,7 @@ class CheckFlags:
     json: bool = False
     """Print one JSON object, see docs/check_gpu_setup.schema.json."""
     strict: bool = False
-    """Exit with 1 on a warning, too."""
+    """Also exit with code 1 if there is a warning."""
 
 
 @explains_errors
@@ -67,7 +67,7 @@ def main() -> int:
         report["checks"] = [dataclasses.asdict(check) for check in checks]
         print(json.dumps(report | figures, indent=2))
     else:
-        can_train = "cannot train like this" if verdict == PROBLEM else "can train"
+        can_train = "cannot train with these flags" if verdict == PROBLEM else "can train"
         print(f"\n{can_train} ({verdict}). The command:\n{command}")
     return code
 

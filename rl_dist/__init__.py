@@ -12,8 +12,8 @@ from typing import Any
 
 # OpenMP reads these variables when torch is loaded. By default, its threads spin for milliseconds
 # while they wait for each other. If other programs use the same cores, spinning threads take CPU
-# time from the threads that they wait for. With a short spin, they are as fast on free cores, and
-# leave busy cores to other threads: docs/performance.md.
+# time from the threads that they wait for. With a short spin, they are as fast on free cores and
+# leave busy cores to other threads (see docs/performance.md).
 SPIN_COUNT = "1000"  # spins before a waiting thread sleeps; they take a few microseconds
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # the user set neither
     os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPIN_COUNT}

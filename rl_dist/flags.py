@@ -82,7 +82,7 @@ def fields_of(section: Any) -> dict[str, FieldInfo]:
 
 
 def changed(sections: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of the sections with new values for the named fields."""
+    """Return copies of the sections in which the fields in `values` are changed."""
     return {
         heading: dataclasses.replace(
             section, **{name: values[name] for name in values.keys() & vars(section).keys()}

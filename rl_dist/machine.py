@@ -86,7 +86,7 @@ def read_gpu(index: int) -> Gpu:
     def ask(question: Callable[[int], Any]) -> Any:
         try:
             return question(index)
-        except Exception as error:  # torch and NVML raise many types
+        except Exception as error:  # torch and NVML raise many types of errors
             errors.append(" ".join(str(error).split())[:200])
 
     properties = ask(torch.cuda.get_device_properties)

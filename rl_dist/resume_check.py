@@ -40,7 +40,7 @@ EPILOG = """All other flags are passed to the training script. The default sizes
 examples:
   python -m rl_dist.resume_check --env CartPolePositions-v1
   python -m rl_dist.resume_check --env my_module:MyEnv-v0 --iterations 10 --num_gpus 2
-  python -m rl_dist.resume_check --env Recall-v0 --num_gpus 2 --resume_on 1    within a tolerance
+  python -m rl_dist.resume_check --env Recall-v0 --num_gpus 2 --resume_on 1    equal up to rounding
 
 Runs are bit-identical only if the environment has the methods get_state and set_state (see
 envs/vector/batched.py); without them, a resumed run restarts the episodes. On a GPU, some kernels

@@ -52,7 +52,7 @@ ENDED = ("done", "stopped", "failed")
 PHASES = ("starting", "restarting", *WORKING, *ENDED)
 
 # `status` prints state.json, which may come from someone else. These types refuse control
-# characters and absurd numbers.
+# characters and impossibly large numbers.
 Count = Annotated[int, Field(ge=0, lt=10**18)]
 Real = Annotated[float, Field(ge=0, lt=1e18)]
 Text = Annotated[str, Field(pattern=r"^[^\p{C}]*$")]

@@ -141,7 +141,7 @@ class Facts:
 
 
 def read_facts(run_dir: Path) -> Facts:
-    """Read the facts about this machine; without a GPU it takes well under 1 s."""
+    """Read facts about this machine, which takes well under 1 s if it has no GPU."""
     path = run_dir.absolute()
     folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
     disk_error = ""

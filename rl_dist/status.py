@@ -24,7 +24,7 @@ from rl_dist.run_dir import ENDED, STATE_FILE, JobState, RunDir
 
 RUNS = Path("runs")
 EVERY_S = 2.0  # seconds between two updates with --follow
-RECENT = 20  # number of newest iterations from which values are shown
+RECENT = 20  # values are taken from this many of the newest iterations
 LINE = ("state", "progress", "speed", "returns", "checkpoint")  # rows that --follow prints
 OVER = ("finished", "stopped", "failed", "dead")
 RETURNS = ("episode/return", "valid/return", "valid/sharpe")
@@ -79,7 +79,7 @@ def read_status(run_dir: Path) -> Status:
 
 
 def _latest(records: Iterable[Record], names: tuple[str, ...]) -> Record:
-    """Return the newest number of each metric that has one of these prefixes."""
+    """Return the newest value of each metric whose name has one of these prefixes."""
     items = (item for record in records for item in record.items())
     return {name: value for name, value in items if name.startswith(names) and value is not None}
 

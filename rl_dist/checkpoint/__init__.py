@@ -1,1 +1,1 @@
-"""Write, check and load checkpoints; import only modules that are trusted."""
+"""Write, check and load checkpoints; import only trusted modules."""

@@ -21,17 +21,17 @@ from rl_dist.checkpoint.store import (
 from rl_dist.errors import CommandParser, UserError, explains_errors, printable, table
 
 EPILOG = """commands:
-  list      print iteration and state of every file, and the metric of the best
-  verify    the same; exit code 1 if any file is damaged
-  inspect   print numbers, configuration and tensors of a file, or of the newest valid one
+  list      print the iteration, validity and metric of every file
+  verify    the same, but exit with code 1 if any file is damaged
+  inspect   print the numbers, configuration and tensors of one file (default: newest valid file)
 PATH is a checkpoint file, a folder of checkpoints or a run directory.
 
 examples:
   python -m rl_dist.checkpoint list runs/my_run              newest first, best.pt last
-  python -m rl_dist.checkpoint verify runs/my_run            is every file whole?
-  python -m rl_dist.checkpoint inspect runs/my_run           the newest valid one
+  python -m rl_dist.checkpoint verify runs/my_run            check that every file is undamaged
+  python -m rl_dist.checkpoint inspect runs/my_run           show the newest valid file
   python -m rl_dist.checkpoint inspect runs/my_run/checkpoints/best.pt --json
-exit codes: 0 done, 1 a file is damaged, 2 bad usage"""
+exit codes: 0 success, 1 a file is damaged, 2 bad usage"""
 
 
 def show_list(files: Sequence[Path]) -> bool:
@@ -77,12 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = CommandParser(
         prog="python -m rl_dist.checkpoint",
-        description="Look at checkpoints; nothing is changed, and nothing in them can run.",
+        description="Show checkpoints, without changing them or running code from them.",
         epilog=EPILOG,
     )
     parser.add_argument("command", choices=("list", "verify", "inspect"))
     parser.add_argument("path", metavar="PATH", type=Path)
-    parser.add_argument("--json", action="store_true", help="inspect prints one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object (inspect only)")
     args = parser.parse_args(argv)
     files = checkpoint_files(args.path) if args.path.is_dir() else [args.path]
     if not args.path.exists() or not files:

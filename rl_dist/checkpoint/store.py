@@ -92,7 +92,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """Load tensors and plain values to the CPU; never run code from the file."""
     try:
         with open(path, "rb", opener=plain_file) as file:
-            is_archive = file.read(4) == b"PK\x03\x04"  # do not read other huge files
+            is_archive = file.read(4) == b"PK\x03\x04"  # do not read a huge file of another kind
         data = read_plain(path, None) if is_archive else b""
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from None
@@ -105,20 +105,20 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     if (version := int(comment[1])) != FORMAT_VERSION:
         reader = f"version {LAST_READER}" if version < FORMAT_VERSION else "a newer version"
         raise OtherFormatError(
-            f"checkpoint {path} has format version {version}, and this program reads "
+            f"checkpoint {path} has format version {version}, but this program reads "
             f"{FORMAT_VERSION}: use {reader} of the program"
         )
     try:
-        with warnings.catch_warnings(action="ignore"):  # the error below says enough
+        with warnings.catch_warnings(action="ignore"):  # the error below is enough
             state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
         check_plain(state)
         check_state(state)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {path} is refused: {error}") from None
-    except Exception as error:  # zip, pickle and torch raise many types
+    except Exception as error:  # zip, pickle and torch raise many types of errors
         cause = one_line(error, 80)
         raise CheckpointError(
-            f"checkpoint {path} is not plain data; nothing was run: do not trust it ({cause})"
+            f"checkpoint {path} is not plain data: do not trust it; no code in it was run ({cause})"
         ) from None
     return state
 
@@ -127,7 +127,7 @@ def pack(state: dict[str, Any]) -> bytes:
     """Convert a state of plain values to the bytes of a checkpoint file."""
     check_plain(state)
     buffer = io.BytesIO()
-    torch.save(state, buffer)  # in memory: on a full disk, torch would raise a zip error
+    torch.save(state, buffer)  # not to a file: on a full disk, torch would raise a zip error
     return seal(buffer.getvalue())
 
 
@@ -136,7 +136,7 @@ def seal(archive: bytes) -> bytes:
 
     A zip file ends with the length of its comment, then the comment (PKWARE APPNOTE 4.3.16).
     """
-    assert archive[-22:-18] == b"PK\x05\x06" and archive[-2:] == b"\0\0", "not the zip end we know"
+    assert archive[-22:-18] == b"PK\x05\x06" and archive[-2:] == b"\0\0", "unexpected zip ending"
     about = f"rl_dist checkpoint, format {FORMAT_VERSION}, torch {torch.__version__}, ".encode()
     data = archive[:-2] + struct.pack("<H", len(about) + _DIGEST_BYTES) + about
     return data + b"sha256:" + hashlib.sha256(data).hexdigest().encode()
@@ -146,7 +146,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Write a file completely or not at all; create its folder.
 
     Raises:
-        CheckpointError: the file cannot be written; the message has its path and why.
+        CheckpointError: the file cannot be written; the message gives its path and the reason.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ def kind_of(state: Mapping[str, Any]) -> str:
 def flatten(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (path, value) for each value in nested dicts, lists and tuples.
 
-    An empty container is a value, too. A dict key that a checkpoint cannot store is also yielded.
+    An empty container counts as a value. A dict key that a checkpoint cannot store is also yielded.
     """
     if type(value) in (list, tuple):
         value = dict(enumerate(value)) or value
@@ -188,7 +188,7 @@ def check_plain(state: Any) -> None:
         is_empty = isinstance(value, dict) or type(value) in (list, tuple)
         if not is_empty and type(value) not in _PLAIN_TYPES and not isinstance(value, Tensor):
             kind = type(value).__name__
-            raise CheckpointError(f"{place} is a {kind}; make it a tensor or a plain value")
+            raise CheckpointError(f"{place} is a {kind}: convert it to a tensor or a plain value")
 
 
 def check_state(state: Any) -> None:
@@ -198,7 +198,7 @@ def check_state(state: Any) -> None:
     invalid during training.
     """
     if not isinstance(state, dict):
-        raise CheckpointError(f"it holds a {type(state).__name__}, not a state")
+        raise CheckpointError(f"it contains a {type(state).__name__}, not a dict")
     kind = kind_of(state)
     for name, wanted in _TYPES[kind].items():
         value: Any = state.get(name)
@@ -229,8 +229,8 @@ def save_checkpoint(
     """Write a file such as iteration_00000120.pt, and remove old checkpoints.
 
     Args:
-        iteration: number in the file's name. Checkpoints of later iterations are removed: they are
-            from before the run was resumed at an earlier iteration.
+        iteration: number in the file's name. Checkpoints of later iterations are removed: they
+            were written before the run was resumed at an earlier iteration.
         keep: number of newest checkpoints to keep, at least 1.
         best: also write best.pt, which does not count towards `keep`.
 
@@ -240,7 +240,7 @@ def save_checkpoint(
     path = Path(directory, f"iteration_{iteration:08d}.pt")
     data = pack(state)
     # Write best.pt first. A run that is killed between the two writes repeats this iteration when
-    # it is resumed, and best.pt already holds it.
+    # it is resumed, and best.pt already contains its result.
     if best:
         write_atomically(path.with_name(BEST_FILE), data)
     write_atomically(path, data)
@@ -290,7 +290,7 @@ def save_agreed(
 def load_latest(run_dir: str | Path) -> Found | None:
     """Load the newest valid checkpoint of a run or folder; log each skipped file.
 
-    best.pt is tried last, because it may be the only file that a cleanup has left.
+    best.pt is tried last; it may be the only file left after a cleanup.
 
     Raises:
         OtherFormatError: the newest undamaged file has another format. Loading an older file
@@ -326,7 +326,7 @@ def checkpoint_folder(path: str | Path) -> Path:
 
 
 def checkpoint_files(path: str | Path) -> list[Path]:
-    """List the checkpoints of a run or folder: best.pt, then by iteration.
+    """List the checkpoints of a run or folder: best.pt first, then by iteration.
 
     Folders are skipped, even if they have the name of a checkpoint.
     """
@@ -342,7 +342,7 @@ def iteration_in_name(path: Path) -> int:
 
 
 class Best:
-    """The best value so far of the metric that selects best.pt; equal on all ranks.
+    """Best value so far of the metric that selects best.pt; the same on all ranks.
 
     best.pt stores the value, so that a resumed run does not replace the file with a worse
     checkpoint. A damaged best.pt, or one chosen by another metric, is replaced by the next
@@ -366,13 +366,13 @@ class Best:
         """Return True if these metrics are the best so far. Every rank must call this."""
         name = next((name for name in self.names if name in metrics), "")
         value: Any = all_gather_json(metrics[name], self.world)[0] if name else None
-        # the value is None if, for example, no episode has ended
+        # the metric is None if, for example, no episode has ended
         is_known = value is not None and math.isfinite(value)
         self.measured = {name: float(value)} if is_known else {}  # at this iteration
         self.improved = is_known and value > self.value
         return self.improved
 
     def saved(self) -> None:
-        """After a checkpoint was saved, make an improved value the new best value."""
+        """Keep an improved value as the best one; call this after saving a checkpoint."""
         if self.improved:
             (self.value,) = self.measured.values()

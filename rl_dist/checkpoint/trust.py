@@ -1,4 +1,4 @@
-"""Trust or refuse the modules that a run names, before they are imported.
+"""Check that modules named by a run are trusted, before they are imported.
 
 A run directory may come from someone else, and no code in it is ever executed. A module that the
 run names is imported only if the command line names it, too, or if this user owns config.json.
@@ -43,7 +43,7 @@ def import_own(field: str, value: str) -> Any:
     try:
         imported = importlib.import_module(module)
     except FOREIGN_ERRORS as error:
-        raise UserError(f"{field} {value!r}: its module raised {one_line(error)}") from error
+        raise UserError(f"{field} {value!r}: the import raised {one_line(error)}") from error
     named = getattr(imported, name, None)
     if not callable(named):
         raise UserError(f"{field} {value!r}: {module} has no function or class {name}")
@@ -79,13 +79,13 @@ def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: st
     if not module:
         return
     if any(_inside(place, run_dir) for place in _places(module)):
-        why = f"lies in the run directory {run_dir}, from which nothing is run"
+        why = f"lies in the run directory {run_dir}, from which no code is run"
         raise UserError(f"{field} {value} {why}: move it elsewhere")
     if value != given and not _is_own(run_dir / "config.json", section, saved):
         why = f"{run_dir} has no config.json with this {field} that only you can write"
         flag = f"--{field} {shlex.quote(value)}"
-        fix = f"if you trust the module {module}, add {flag}, in Python {field}={value!r}"
-        raise UserError(f"{field} {value} names code, and {why}: {fix}")
+        fix = f"if you trust the module {module}, add {flag}, or in Python {field}={value!r}"
+        raise UserError(f"{field} {value} would run code, but {why}: {fix}")
 
 
 def _is_own(path: Path, section: str, saved: Mapping[str, str]) -> bool:
@@ -99,7 +99,7 @@ def _is_own(path: Path, section: str, saved: Mapping[str, str]) -> bool:
             config = json.loads(file.read(2**20))
             mine = about.st_uid == os.getuid() and not about.st_mode & stat.S_IWOTH
             return mine and saved.items() <= config[section].items()
-    except Exception:  # a hostile file can raise many types
+    except Exception:  # a hostile file can cause many types of errors
         return False
 
 

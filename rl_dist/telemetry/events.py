@@ -22,8 +22,8 @@ from rl_dist.process_group.process_ends import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
 
-LIMIT_S = 20.0  # how long the end of a run waits for running commands
-LONGEST_MESSAGE = 4000  # longer messages are cut to this number of characters
+LIMIT_S = 20.0  # longest wait for running commands at the end of a run
+LONGEST_MESSAGE = 4000  # in characters; longer messages are cut
 
 _command, _run_dir = "", ""
 _running: list[tuple[str, subprocess.Popen[str]]] = []  # started commands, with their events
@@ -45,7 +45,7 @@ def notify(kind: str, message: str = "", **facts: Any) -> None:
     Args:
         kind: failed, restarted, bad_steps, stopped or finished.
         message: one line for a human reader.
-        facts: more entries of the event, numbers and strings by name.
+        facts: additional entries of the event: numbers or strings, by name.
     """
     if not _command:
         return
@@ -66,16 +66,17 @@ def notify(kind: str, message: str = "", **facts: Any) -> None:
         )
         _running.append((kind, process))
         stdin: Any = process.stdin
-        with suppress(BrokenPipeError), stdin:  # the command may not read it
+        with suppress(BrokenPipeError), stdin:  # the command may end without reading stdin
             stdin.write(json.dumps(event, default=str) + "\n")
     except Exception as error:  # a failing command must not stop the run
-        logger.warning("on_event: the command for %s could not be called: %s", kind, error)
+        logger.warning("on_event: the command for %s could not be started: %s", kind, error)
 
 
 def close(wait_s: float = LIMIT_S) -> None:
     """Wait up to `wait_s` seconds for running commands, then kill the rest.
 
-    A command is killed with all processes that it started. Each failure is one warning.
+    A command is killed with all processes that it started. Each command that fails is
+    logged as one warning.
     """
     configure("", "")
     deadline_s = time.monotonic() + wait_s

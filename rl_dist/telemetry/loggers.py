@@ -16,7 +16,7 @@ from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
 from rl_dist.files import path_to_write, read_plain, write_whole
 
 logger = logging.getLogger(__name__)
-# fields that say when and where a record was measured; they are not logged as scalars
+# fields that identify when and where a record was measured; they are not logged as scalars
 NO_SCALARS = ("iteration", "global_step", "rank", "epoch")
 # default project name; the environment variables of Weights & Biases and MLflow can change it
 PROJECT = "clstm-ppo"
@@ -31,13 +31,13 @@ class GuardedLogger:
     def __init__(
         self, name: str, write: Write, finish: Finish, flush: Finish = lambda: None
     ) -> None:
-        """Guard a logger's functions that write scalars, finish the log, and flush it."""
+        """Wrap three functions: they write scalars, finish the log, and flush it."""
         self.name = name
         self._write, self._finish, self._flush = write, finish, flush
         self._has_ended = False
 
     def write(self, record: Mapping[str, Any], step: int) -> None:
-        """Log all numbers in a record; it must not hold NaN or infinity."""
+        """Log all numbers in a record, which must not contain NaN or infinity."""
         self._call(self._write, dict(_scalars_of(record)), step)
 
     def flush(self) -> None:
@@ -57,16 +57,16 @@ class GuardedLogger:
         # an error of the disk, the network or a library must not stop training
         except FOREIGN_ERRORS as error:
             self._has_ended = True
-            logger.warning("%s's record ends here: %s", self.name, one_line(error))
+            logger.warning("%s failed and is no longer used: %s", self.name, one_line(error))
 
 
 def open_tensorboard(folder: Path, *, purge_step: int | None) -> GuardedLogger:
     """Open a new TensorBoard event file in a folder.
 
     Args:
-        purge_step: TensorBoard hides what earlier event files hold from this step on.
+        purge_step: TensorBoard hides values of earlier event files from this step on.
     """
-    # the import takes 1 s, so only the main process pays for it
+    # import here, because it takes 1 s and only the main process needs it
     from torch.utils.tensorboard import SummaryWriter
 
     # SummaryWriter's thread writes the file every 10 s
@@ -137,7 +137,7 @@ def open_logger(name: str, run_dir: Path, settings: Settings) -> GuardedLogger:
     try:
         return GuardedLogger(name, *LOGGERS[name](run_dir, settings))
     except FOREIGN_ERRORS as error:  # for example no login, no network or no such package
-        fix = f"its package comes with pip install 'clstm-ppo[{name}]'"
+        fix = f"to install its package, run pip install 'clstm-ppo[{name}]'"
         raise UserError(f"--loggers {name}: {one_line(error)}; {fix}", exit_code=1) from error
 
 
@@ -151,9 +151,10 @@ def _scalars_of(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def _kept_id(run_dir: Path, name: str, make: Callable[[], str]) -> str:
-    """Return the run's id at a logging service.
+    """Return the id of this run at a logging service.
 
-    The first call makes the id and saves it in a file; later calls, also of resumed runs, read it.
+    The first call makes the id and saves it in a file. Later calls read the file, also after the
+    run is resumed.
     """
     path = path_to_write(run_dir, f"{name}_run_id")
     if not path.exists():

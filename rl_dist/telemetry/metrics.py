@@ -24,7 +24,7 @@ from rl_dist.run_dir import RunDir
 from rl_dist.telemetry.loggers import open_logger, open_tensorboard
 
 logger = logging.getLogger(__name__)
-# tqdm's own lock uses a semaphore. A failing rank would leak it and print a warning.
+# tqdm's default lock uses a semaphore. A failing rank would leak it and print a warning.
 tqdm.set_lock(threading.RLock())
 tqdm.monitor_interval = 0  # no monitor thread, because every iteration refreshes the bar
 
@@ -48,7 +48,7 @@ class NullWriter:
         """Print a line for the user."""
 
     def update_state(self, **changes: Any) -> None:
-        """Change fields of the run's state, which `rl_dist.run_dir.JobState` lists."""
+        """Change fields of state.json; `rl_dist.run_dir.JobState` lists the fields."""
 
     def flush(self) -> None:
         """Flush everything written so far to disk."""
@@ -74,14 +74,14 @@ class MetricsWriter(NullWriter):
         """Open the files of a run; new lines are appended to metrics.jsonl.
 
         Args:
-            run: the run to write to; writing ends once its directory is deleted or replaced.
+            run: the run to write to; `write` fails after its directory is deleted or replaced.
             total: value of `done` at the end of the run.
             unit: unit of `done`, such as "episodes".
             start: value of `done` at the start, above 0 in a resumed run.
-            purge_step: the first `global_step` that this writer will write. From there on,
-                TensorBoard hides what earlier writers wrote.
+            purge_step: the first `global_step` that this writer will write. From this step on,
+                TensorBoard hides the values from earlier writers.
             loggers: names of loggers in addition to TensorBoard, see `loggers.LOGGERS`.
-            config: the run's settings by section, which the loggers show.
+            config: settings of the run, by section, for the loggers.
         """
         try:
             self._lines = _LineFile(path_to_write(run.path, run.metrics_path.name))
@@ -107,8 +107,8 @@ class MetricsWriter(NullWriter):
         """
         plain = without_nan(record)
         if not self._run.is_in_place():
-            self._loggers.clear()  # the loggers would write into another folder
-            problem = "was deleted or replaced during training: nothing more is saved there"
+            self._loggers.clear()  # if they stayed open, they would write to another folder
+            problem = "was deleted or replaced during training, so nothing more is saved there"
             raise UserError(f"{self._run.path} {problem}", exit_code=1)
         self._lines.append(json.dumps(plain, allow_nan=False) + "\n")
         for metrics_logger in self._loggers:
@@ -203,14 +203,14 @@ class _LineFile:
         end = self._file.seek(0, os.SEEK_END)
         left = self._waiting
         try:
-            while left:  # a full disk may accept a part; the next write then fails
+            while left:  # a full disk may accept some of the bytes; the next write then fails
                 left = left[self._file.write(left) :]
             self._waiting = b""
         except OSError as error:
             # Training continues: only a checkpoint that cannot be saved may stop it.
             with suppress(OSError):
                 self._file.truncate(end)
-            log_once(f"cannot write {self._path}: {error.strerror}; its lines wait in memory")
+            log_once(f"cannot write {self._path}: {error.strerror}; new lines wait in memory")
 
     def flush(self) -> None:
         self.append()
@@ -234,7 +234,7 @@ _handlers: list[logging.Handler] = []  # added by `setup_logging`
 
 
 class _Console(logging.Handler):
-    """Prints warnings on stderr, except failures that `launch` prints by itself."""
+    """Prints warnings on stderr, except failures that `launch` prints itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name != "rl_dist.launch.ranks":
@@ -263,12 +263,12 @@ def setup_logging(run_dir: str | Path, rank: int) -> None:
     for handler in _handlers:
         root.addHandler(handler)
     logging.captureWarnings(True)
-    logging.raiseExceptions = False  # no traceback for each line that a full disk refuses
+    logging.raiseExceptions = False  # no traceback for each line that does not fit on the disk
     threading.excepthook = _log_end_of_thread
 
 
 def _log_end_of_thread(args: threading.ExceptHookArgs) -> None:
-    """Log a failed thread in one line; TensorBoard's thread fails on a full disk."""
+    """Log on one line that a thread failed, as TensorBoard's does on a full disk."""
     if args.exc_value and args.thread:
         logger.warning("thread %s ended: %s", args.thread.name, one_line(args.exc_value))
 

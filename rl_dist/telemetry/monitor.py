@@ -17,12 +17,13 @@ from rl_dist.errors import one_line
 from rl_dist.files import log_once
 from rl_dist.machine import GIB, host_memory, read_gpu
 
-CLOSE_S = 1.0  # longest wait for the thread, which may hang in a driver
+CLOSE_S = 1.0  # longest wait for the thread to end; it may hang in a driver
 GPU_FIELDS = (
     *("utilization_percent", "memory_allocated_gib", "memory_reserved_gib", "memory_peak_gib"),
     *("memory_free_gib", "temperature_c", "power_w"),
 )
-# nanoseconds that the main thread ran on a core, and that it waited for a core
+# The first two numbers in this file are nanoseconds: how long the main thread has run on a core,
+# and how long it has waited for a core.
 SCHEDSTAT = Path("/proc/self/schedstat")
 Values = dict[str, float | None]
 Source = Callable[[], Values]
@@ -90,7 +91,7 @@ def sources_of(device: torch.device) -> list[Source]:
     def read_core_wait() -> Values:
         """Return how long the main thread waited for a core.
 
-        The unit is percent of the time in which the thread ran or waited for a core.
+        The value is a percentage of the time in which the thread ran or waited for a core.
         """
         now_ns = [int(text) for text in SCHEDSTAT.read_text().split()[:2]]
         ran_ns, waited_ns = (now - before for now, before in zip(now_ns, before_ns, strict=True))

@@ -8,7 +8,7 @@
 
 Each process skips its first iteration, warms the tracer up in the second and traces the third.
 Every rank writes RUN_DIR/profile/rank_N.txt and a trace for TensorBoard, Chrome or Perfetto.
-Tracing slows short operators down. The `time/` metrics of other iterations are free of that.
+Tracing slows short operators down; this does not affect the `time/` metrics of other iterations.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rl_dist.process_group.world import World
 
 logger = logging.getLogger(__name__)
 FOLDER = "profile"
-TRACED = 3  # number of the traced iteration of this process
-NUM_ROWS = 40  # sections and operators in the report; the trace has all
+TRACED = 3  # the traced iteration, counted from the start of this process
+NUM_ROWS = 40  # longest sections and operators in the report; the trace has all
 
 
 class Profiler:
@@ -40,7 +40,7 @@ class Profiler:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._trace = profile(
             schedule=schedule(wait=TRACED - 2, warmup=1, active=1, repeat=1),
-            acc_events=True,  # otherwise torch 2.11 warns about a second window
+            acc_events=True,  # otherwise torch 2.11 warns that events are cleared
         )
 
     def begin(self, iteration: int) -> None:
@@ -64,7 +64,7 @@ class Profiler:
         table = self._trace.key_averages().table(
             sort_by=f"{device}_time_total", row_limit=NUM_ROWS, max_name_column_width=48
         )
-        text = f"{self._title}, tracing included\n{table}"
+        text = f"{self._title}; times include tracing overhead\n{table}"
         name = f"rank_{self._world.rank}"
         folder = self._run_dir / FOLDER
         try:
@@ -76,4 +76,4 @@ class Profiler:
             logger.warning("the profile cannot be written to %s: %s", folder, error)
         self._world.heartbeat()
         opened = "chrome://tracing, ui.perfetto.dev or TensorBoard with torch-tb-profiler"
-        say(f"{text}\nprofile: {folder} (rank_N.txt; traces for {opened})")
+        say(f"{text}\nprofile: {folder} (rank_N.txt, and traces for {opened})")
