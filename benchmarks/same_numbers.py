@@ -120,7 +120,7 @@ RENAMED = {
 NOT_COMPARED = {
     "config", "extra", "facts", "spaces", "generator", "rng", "return_with_noise", "guessed",
     "most_frequent_sign", "measured", "against_equal_weight", "sortino", "ablation",
-    "ablation: policy, state zeroed",
+    "ablation: policy, state zeroed", "valid/volatility_error", "train/volatility_error",
 }  # fmt: skip
 ROUNDED = re.compile("/summary/|/annual_return$")  # figures that may differ by rounding
 FLAKY = """
