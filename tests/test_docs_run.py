@@ -150,7 +150,7 @@ def run(words, folder):
 def checkout(runs, tmp_path_factory):
     """Return a copy of the checkout with the files that the pages mention."""
     folder = tmp_path_factory.mktemp("checkout")
-    ignored = shutil.ignore_patterns(".*", "__pycache__", "runs", "site", "shared")
+    ignored = shutil.ignore_patterns(".git", ".venv", "*cache*", "runs", "site", "shared")
     shutil.copytree(ROOT, folder, ignore=ignored, dirs_exist_ok=True)
     shutil.copytree(runs, folder, dirs_exist_ok=True)
     bars = daily_bars(num_days=3400, start="2008-01-01")
