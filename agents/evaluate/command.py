@@ -51,33 +51,33 @@ class EvaluateConfig:
     """Checkpoint to evaluate, days or episodes to evaluate on, and files to write."""
 
     which: Literal["auto", "best", "last"] = "auto"
-    """Checkpoint of a run directory; auto: the last one on real prices, otherwise the best if
-    there is one."""
+    """Which checkpoint of a run directory; auto: the last one on real prices, otherwise the best
+    one if it exists."""
     open_test: bool = False
-    """Evaluate on the test span of real prices; each such look is recorded in
+    """Evaluate on the test span of real prices; each such evaluation is recorded in
     RUN_DIR/test_looks.jsonl."""
     num_worlds: int = Field(50, ge=1, le=100_000)
-    """Simulated markets to evaluate on."""
+    """Number of simulated markets to evaluate on."""
     market_seed: int = -1
-    """Seed of the simulated markets; -1: the run's."""
+    """Seed of the simulated markets; -1 uses the run's seed."""
     market_edge: float = -1.0
-    """Size of the planted drift, in basis points a day; -1: the run's."""
+    """Size of the planted drift, in basis points a day; -1 uses the run's drift."""
     env: Text = ""
-    """The run's environment, module:id; needed if another user owns config.json."""
+    """Environment of the run, module:id; needed if another user owns config.json."""
     core: Text = ""
-    """The run's core, module:Class; needed if another user owns config.json."""
+    """Core of the run, module:Class; needed if another user owns config.json."""
     episodes: int = Field(0, ge=0, le=10**7)
-    """Episodes of other environments; 0: the run's."""
+    """Number of episodes, except in trading; 0 uses the run's number."""
     seed: int = -1
-    """Seed of the episodes; -1: the run's."""
+    """Seed for the evaluation episodes; -1 uses the run's seed."""
     num_gpus: int = Field(1, ge=1, le=1024)
-    """CPU processes that share the work."""
+    """Number of CPU processes that share the work."""
     plot: Text = ""
-    """PNG file of the equity curves; none: RUN_DIR/plots/evaluation.png."""
+    """PNG file for the equity curves; by default, RUN_DIR/plots/evaluation.png."""
     video: Text = ""
-    """Folder for a GIF of the first episode in another environment."""
+    """Folder for a GIF of the first episode; not available in trading."""
     json: Text = ""
-    """File for all figures, as JSON."""
+    """JSON file to write all figures to."""
 
 
 def record_look(task: TradingTask, loaded: dict[str, LoadedAgent]) -> None:
@@ -97,7 +97,9 @@ def record_look(task: TradingTask, loaded: dict[str, LoadedAgent]) -> None:
         with open(path, "a+", opener=plain_file) as file:
             file.write(json.dumps(look | {"iteration": agent.iteration}) + "\n")
             file.seek(0)
-            print(f"{name}: look number {len(file.readlines())} at the test span: {path}")
+            print(
+                f"{name}: evaluation {len(file.readlines())} on the test span, recorded in {path}"
+            )
 
 
 def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
@@ -123,7 +125,7 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
     with explained_faults(agent.run_dir, world):
         task = config.prepare_task(world.heartbeat)
         if isinstance(task, GymTask):
-            if options.video:  # first, so that environments without pictures fail early
+            if options.video:  # first, so that environments that cannot draw fail early
                 from agents.evaluate.pictures import film  # imported late: matplotlib takes 0.5 s
 
                 film(agents["policy"], task, Path(options.video), config.train.seed, world)
@@ -185,7 +187,7 @@ def main() -> int:
     return launch(run_rank, (paths, options), options.num_gpus)
 
 
-# ---- the evaluation that ends a training
+# ---- the evaluation at the end of training
 
 
 def evaluate_and_finish(
@@ -193,7 +195,7 @@ def evaluate_and_finish(
 ) -> int:
     """Evaluate the trained policy, write the results, and return the exit code.
 
-    In episodes, also evaluate best.pt if it is from another iteration than the last policy.
+    If the task has episodes, also evaluate best.pt, unless it is from the last iteration.
     Training is already saved, so a stop signal ends the evaluation immediately.
     """
 

@@ -43,14 +43,14 @@ def _stop(signum: int, frame: Any) -> None:
 
 
 def until_stopped(evaluate: Callable[[], None], world: World, run_dir: Path | None = None) -> int:
-    """Call `evaluate`, and stop it at a stop signal; return the exit code.
+    """Call `evaluate`, which a stop signal interrupts; return the exit code.
 
     With several ranks, a signal ends each process immediately, because a rank may be waiting for
-    others in code that Python signal handlers cannot interrupt. Then the launcher prints the
+    others in code that Python signal handlers cannot interrupt. The launcher then prints the
     message.
 
     Args:
-        run_dir: run directory if this is the evaluation at the end of training; otherwise None.
+        run_dir: run directory, for the evaluation at the end of training; otherwise None.
     """
     stop_flag.replace(_stop if world.size == 1 else signal.SIG_DFL)
     try:
@@ -83,7 +83,7 @@ class PolicyController:
 
     def __call__(
         self,
-        env: TorchEnv | Policy,  # read for the layout of its observations
+        env: TorchEnv | Policy,  # its observation layout is used
         obs: Tensor,
         episode_start: Tensor,
         push: Tensor | None = None,
@@ -113,10 +113,11 @@ def evaluate_episodes(
     world: World,
     stream: int = EVALUATION_STREAM,
 ) -> np.ndarray:
-    """Run the task's N evaluation episodes, each in its own environment, divided among the ranks.
+    """Run the task's N evaluation episodes, divided among the ranks.
 
-    Each episode depends only on `seed`, `stream` and its number. Validation uses another stream
-    than evaluation. If an environment is restarted after a fault, its episode is repeated.
+    Each episode has its own environment and depends only on `seed`, `stream` and its number.
+    Validation and evaluation use different streams. If an environment is restarted after a fault,
+    its episode is repeated.
 
     Returns:
         An array [3, N], the same on every rank: return, length and repetitions of each episode.
@@ -129,7 +130,7 @@ def evaluate_episodes(
         shape = 3, len(numbers)
         total, length, repeats = torch.zeros(shape, dtype=torch.float64, device=obs.device)
         alive = start = length == 0  # [B], all True
-        restarts = repeats  # of each environment
+        restarts = repeats  # counts per environment
         for _ in range(MAX_EPISODE_STEPS):
             if not alive.any():
                 break
@@ -182,7 +183,7 @@ def compare_on_episodes(
     line = (
         "{}: {episodes:.0f} episodes without noise: mean return {return:.2f} (sd {return_std:.2f}, "
         "min {return_min:.2f}), mean length {length:.1f}, {episodes_cut:.0f} cut, "
-        "{env_restarts:.0f} restarts of environments"
+        "{env_restarts:.0f} environment restarts"
     )
     return figures, "\n".join(line.format(name, **values) for name, values in figures.items())
 

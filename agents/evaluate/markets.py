@@ -33,28 +33,28 @@ from rl_dist.process_group.world import World
 
 TRADING_DAYS = 252  # per year
 MIN_ANNUAL_DAYS = 60  # results on shorter spans are not annualised
-# Block length of the bootstrap: a month. The autocorrelation of volatility is small beyond it.
+# The bootstrap resamples blocks of a month: the autocorrelation of volatility is small beyond it.
 BLOCK_DAYS = 21
 NO_RISK = 1e-12  # a standard deviation below this is rounding error
 EQUAL_WEIGHT = "equal weight"  # buy and hold with equal weights: the baseline
 ZEROED = "ablation: policy, state zeroed"
 AGAINST = "against_equal_weight"
 ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # per day
-# Per day and stock: name in the environment's info, and prefix of the CSV columns.
+# Values per day and stock: their name in the environment's info, and the CSV column prefix.
 STOCKS = {"weights": "weight", "trades_usd": "usd"}
 COLUMNS = (  # columns of the printed table; for simulated markets only the first five
     "gap_closed", "sharpe", "max_drawdown", "turnover", "exposure",
     "cumulative_return", "annual_return", "annual_volatility", "fees_usd",
 )  # fmt: skip
-SIMULATED = "memory benchmark: SIMULATED markets never trained on"
+SIMULATED = "memory benchmark: SIMULATED markets not used in training"
 SPANS = {
     "train": "training span, in sample: the policy was trained on these days",
-    "valid": "validation span: make choices on these days",
+    "valid": "validation span: use these days to choose settings",
     "test": "test span",
 }
 
-# Result of one pass over M markets of D + 1 days. "values": the portfolio's value in USD [M, D+1];
-# names in ACCOUNTS: [M, D]; for policies also names in STOCKS: [M, D, n] for n stocks.
+# Result of one pass over M markets of D + 1 days. "values" holds portfolio values in USD [M, D+1],
+# each key in ACCOUNTS an array [M, D]. Policies also have the keys in STOCKS: [M, D, n], n stocks.
 Record = dict[str, np.ndarray]
 
 
@@ -92,7 +92,7 @@ def evaluate_markets(
     traders: dict[str, Controller],
     world: World,
 ) -> dict[str, Record]:
-    """Let each trader trade once through all markets; divide these among the ranks.
+    """Let each trader trade once through all markets, divided among the ranks.
 
     Returns:
         For each trader, the record of all M markets in their order; the same on every rank.
@@ -142,7 +142,7 @@ def market_validation(
 def period_days(num_days: int) -> int:
     """Return the length of the period to which results are scaled, in days.
 
-    It is a year, or the whole span if the span has fewer than MIN_ANNUAL_DAYS.
+    The period is a year, or the whole span if that has fewer than MIN_ANNUAL_DAYS.
     """
     return TRADING_DAYS if num_days >= MIN_ANNUAL_DAYS else num_days
 
@@ -150,8 +150,8 @@ def period_days(num_days: int) -> int:
 def growth_figures(returns: np.ndarray) -> dict[str, np.ndarray]:
     """Compute statistics of daily returns along the last axis.
 
-    They are scaled to the period that `period_days` returns. The risk-free rate is 0, and the
-    Sharpe ratio without risk is 0.
+    The statistics are scaled to the period that `period_days` returns. The risk-free rate is 0, and
+    the Sharpe ratio is 0 if returns do not vary.
     """
     num_days = returns.shape[-1]
     period = period_days(num_days)
@@ -245,7 +245,7 @@ def report(
     test: bool = False,
     num_worlds: int | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """Compare agents on the open spans; return a summary for each span and a text.
+    """Compare agents on the spans in use; return a summary for each span and a text.
 
     Daily results of every span and the equity curves of the last span are written to files. If the
     agent "policy" is a cascaded LSTM, it is also evaluated without memory.
@@ -253,7 +253,7 @@ def report(
     Args:
         picture: file for the equity curves.
         test: for real prices, evaluate only on the test span.
-        num_worlds: number of simulated markets; None: the default number.
+        num_worlds: number of simulated markets; None uses the default number.
     """
     simulated = task.real is None
     names = ["test"] if simulated or test else ["train", "valid"]
@@ -283,7 +283,7 @@ def report(
             write_daily(path, records, markets, dates)
             plot_equity(records, dates, picture, name, simulated)
     text += (
-        "[95 % interval] over markets, or over resampled blocks of days of one market\n"
+        "brackets: 95 % interval over markets, or over resampled blocks of days of one market\n"
         f"risk-free rate: 0; costs: {task.trading.fee_bps:g} bps of every purchase and sale\n"
         f"daily figures: {run_dir / 'evaluation'}\nequity curves: {picture}"
     )
@@ -305,7 +305,7 @@ def text_table(summary: dict[str, Any], simulated: bool) -> str:
     ]
     heading = f"{' to '.join(summary['days'])}, {summary['num_days']} days"
     if summary["num_days"] < MIN_ANNUAL_DAYS:
-        heading += f"; fewer than {MIN_ANNUAL_DAYS}: nothing is annualised"
+        heading += f"; fewer than {MIN_ANNUAL_DAYS} days, so nothing is annualised"
     return f"{heading}\n{table.to_string(float_format='{:.2f}'.format, na_rep='-')}"
 
 

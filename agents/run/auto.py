@@ -71,7 +71,7 @@ def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> N
     needed = rollout_bytes(config, shard_sizes(config.train, 0, num_ranks).num_envs)
     if needed > free:
         raise UserError(
-            f"a rollout needs at least {needed / GIB:.1f} GiB on each rank, and {free / GIB:.1f} "
+            f"a rollout needs at least {needed / GIB:.1f} GiB on each rank, only {free / GIB:.1f} "
             f"GiB are free on {device}: use a smaller --num_envs, --num_steps or --hidden_size"
         )
 
@@ -90,7 +90,7 @@ def undecided(config: RunConfig) -> dict[str, bool]:
 
 
 def choose(run: Run, world: World) -> Run:
-    """Replace every auto of a run by a measured value. Every rank must call this.
+    """Replace each flag value auto by a measured one. Every rank must call this.
 
     The values are written to config.json before training begins. After a restart, the ranks read
     them from that file and do not measure again.
@@ -198,10 +198,10 @@ class Trials:
         rollout = rollout_bytes(config, sizes.num_envs, policy)
         needed = rollout + self.bytes_per_sequence * sequences
         if device.type == "cpu" and needed > HEADROOM * self.free_bytes:
-            raise MemoryError(  # without this, Linux would kill the process
-                f"{needed / GIB:.2g} GiB are needed, {self.free_bytes / GIB:.2g} GiB are free"
+            raise MemoryError(  # otherwise, Linux would kill the process
+                f"{needed / GIB:.2g} GiB are needed, only {self.free_bytes / GIB:.2g} GiB are free"
             )
-        _held = torch.empty(rollout, dtype=torch.uint8, device=device)  # takes the rollout's place
+        _held = torch.empty(rollout, dtype=torch.uint8, device=device)  # as large as a rollout
         minibatch = dummy_minibatch(policy, train.bptt_steps, sequences)
         ppo.gradients(minibatch, minibatch.episode_start.cpu().numpy())
         policy.zero_grad()

@@ -61,7 +61,7 @@ class Watch:
             self.call("evaluation", training, metrics)
         name, limit = self.stop
         value = metrics.get(name)
-        reason = "a callback asked for it" if self.wants_end else ""
+        reason = "a callback asked to stop" if self.wants_end else ""
         if not reason and isinstance(value, int | float) and value >= limit:
             reason = f"{name} is {value:.6g}, at least {limit:g}"
         return next(filter(None, all_gather_json(reason, self.world)), "")

@@ -44,7 +44,7 @@ from rl_dist.run_dir import RunDir
 RUNS = Path("runs")
 DESCRIPTION = "Train a cascaded-LSTM PPO policy, on one rank or many, with the same learning curve."
 EPILOG = """examples:
-  python train_distributed.py --quick                          the whole path in half a minute
+  python train_distributed.py --quick                          a complete small run in half a minute
   python train_distributed.py                                  the main job: 5000 episodes
   python train_distributed.py --num_gpus 2 --device cpu        the same with two CPU ranks
   python train_distributed.py --data prices.csv --test_start 2016-01-04
@@ -81,17 +81,17 @@ class RunFlags:
     """Run directory, preset, and how to start the run."""
 
     run_dir: Text = ""
-    """Directory to write to; none: runs/DATE_TIME."""
+    """Directory to write to; by default, runs/DATE_TIME."""
     resume: Text = ""
-    """Continue the run in this directory from its newest checkpoint; auto: in run_dir, else the
-    newest, else a new run."""
+    """Continue the run in this directory from its newest checkpoint; auto: continue run_dir if
+    given, else the newest run, or start a new run if there is nothing to continue."""
     quick: bool = False
     """Do a complete small run in half a minute; it is too short to learn."""
     preset: Literal["auto", "trading", "small", "control", "memory", "paper"] = "auto"
     """Defaults for a kind of task; auto: trading for StockTrading-v0, memory for the memory tasks,
     small for others; control: the same as small; paper: the settings of arXiv 2212.02721."""
     seeds: Text = Field("", json_schema_extra={"nargs": "+"})
-    """Train once with each of these seeds, and report the mean with its interval."""
+    """Train once with each of these seeds; report the mean score and its interval."""
     interactive: bool = False
     """Ask for the main flags in the terminal, then start."""
 
@@ -149,8 +149,8 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
         checkpoint = load_newest(directory.checkpoints)
         if not checkpoint and resume != "auto":
             raise UserError(
-                f"--resume finds no checkpoints in {directory.checkpoints}: give the directory of "
-                "a run"
+                f"--resume finds no checkpoints in {directory.checkpoints}: give the directory "
+                "of a run"
             )
     elif directory and is_first() and not directory.is_unused():
         raise UserError(
@@ -209,8 +209,8 @@ def config_to_resume(checkpoint: Found, run_dir: Path, given: Mapping[str, str])
     data = config.data
     if data.data_digest and data_digest(data) != data.data_digest:
         raise UserError(
-            f"--data {data.data} has changed since this run began: bring the file back, or begin a "
-            f"run with --init_from {run_dir}"
+            f"--data {data.data} has changed since this run began: restore the file, or start "
+            f"a new run with --init_from {run_dir}"
         )
     # The user's modules may be in the current directory. The run directory may come from another
     # user, so its config.json alone must not decide which modules are imported.
@@ -283,17 +283,17 @@ def ask_user(parsed: ParsedFlags, words: list[str]) -> ParsedFlags:
     has_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if parsed.configs["run"].resume or "RANK" in os.environ or not has_terminal:
         raise UserError(
-            "--interactive needs a terminal and a new run, without --resume and torchrun: give "
-            "other flags, see --help"
+            "--interactive needs a terminal and works only for new runs, not with --resume or "
+            "torchrun: omit --interactive and give flags (see --help)"
         )
     words = [word for word in words if word != "--interactive"]
     print_gpu_info()
-    print("Enter takes the value in brackets. Ctrl-C leaves without a trace.")
+    print("Press Enter to accept the value in brackets, or Ctrl-C to cancel.")
     try:
         for flag in QUESTIONS:
             words = _ask(flag, words)
-        print(f"\nThe same without questions:\n  python train_distributed.py {shlex.join(words)}")
-        input("Enter starts it, Ctrl-C leaves.")
+        print(f"\nWithout these questions:\n  python train_distributed.py {shlex.join(words)}")
+        input("Press Enter to start, or Ctrl-C to cancel.")
     except (EOFError, KeyboardInterrupt):
         print("\nCancelled; nothing was started.")
         raise SystemExit(128 + signal.SIGINT) from None
@@ -301,7 +301,7 @@ def ask_user(parsed: ParsedFlags, words: list[str]) -> ParsedFlags:
 
 
 def _ask(flag: str, words: list[str]) -> list[str]:
-    """Ask for a flag until the answer is valid; return `words` and this flag."""
+    """Ask for a flag until the answer is valid; return `words` with this flag added."""
     config = fresh_config(parse_training(words))
     if flag in config.idle_flags():
         return words

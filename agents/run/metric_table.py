@@ -32,26 +32,26 @@ GPU = "GPU"
 # record and each entry of `ranks` hold the metric; "-": only the entries of `ranks` hold it.
 ROWS = {
     "": """
- iteration number of this iteration, from 1: one rollout and one update
+ iteration number of this iteration (one rollout and one update), counted from 1
  global_step [steps] environment steps of all ranks so far
-*episode/return mean sum of plain rewards of the episodes that ended; null if none did
- episode/length [steps] mean length of these episodes; null if none ended
+*episode/return mean return (sum of unscaled rewards) of the episodes that ended; null if none
+ episode/length [steps] mean length of the episodes that ended; null if none
 *episode/count [episodes] episodes that ended in this iteration
  episode/total [episodes] episodes that have ended since the start
- env/restarts [restarts] environments rebuilt since the last record, warm-up included
- loss/policy clipped surrogate loss; losses are means over ranks and steps; null without a step
+ env/restarts [restarts] environments rebuilt since the last record, including during warm-up
+ loss/policy clipped surrogate loss; losses are means over ranks and steps; null if no step
  loss/value half of the mean squared error of the critic, in units of scaled rewards
  loss/entropy [nats] entropy of the action distribution
  ppo/approx_kl [nats] estimated KL divergence from the policy that collected the rollout
  ppo/clip_fraction [share] share of steps whose probability ratio was clipped
- ppo/explained_variance [share] share of the returns' variance that the critic explains; 1 is all
+ ppo/explained_variance [share] share of the returns' variance that the critic explains; 1 means all
  optim/grad_norm norm of the gradient, after the reduction over ranks and before clipping
  optim/learning_rate learning rate after scaling, warm-up and annealing
  optim/steps [steps] gradient steps taken
  optim/skipped_steps [steps] gradient steps skipped, because loss or gradient was not finite
-*time/collect_s [s] rollout; like every time below, that of the slowest rank
-*time/update_s [s] update: all epochs, with reductions and waiting
-*time/update_own_s [s] update without waiting for other ranks
+*time/collect_s [s] time of the rollout; all times below are also those of the slowest rank
+*time/update_s [s] time of the update: all epochs, with reductions and waiting
+*time/update_own_s [s] time of the update without waiting for other ranks
 *time/forward_s [s] forward passes of the update
 *time/backward_s [s] backward passes without waiting for gradients of other ranks
 *time/optimizer_s [s] clipping and optimizer steps
@@ -71,9 +71,9 @@ ROWS = {
  loss/entropy_max [nats] largest possible loss/entropy: all allowed actions equally likely
 """,
     TRADING: """
- valid/sharpe mean Sharpe ratio of the policy on the validation span, annualised from 60 days on
- valid/equal_weight_sharpe the same for equal weights that are bought on the first day
- valid/annual_return [share] mean return of the policy, annualised from 60 days on
+ valid/sharpe mean Sharpe ratio on the validation span, annualised if it has 60 days or more
+ valid/equal_weight_sharpe the same for stocks bought on day 1 with equal weights and held
+ valid/annual_return [share] mean return of the policy, annualised in the same way
  valid/exposure [share] mean share of the portfolio that is invested
 """,
     OTHER_TASKS: """
@@ -82,7 +82,7 @@ ROWS = {
  valid/return_min lowest of these returns
  valid/length [steps] mean length of these episodes
  valid/episodes [episodes] number of these episodes
- valid/episodes_cut [episodes] number of episodes cut at the largest length of an evaluation
+ valid/episodes_cut [episodes] number of episodes cut off at the longest length that is evaluated
  valid/env_restarts [restarts] environments rebuilt during the evaluation
 """,
     MONITORED: """

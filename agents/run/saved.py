@@ -89,10 +89,10 @@ def share_checkpoint(directory: RunDir, offers: list[str], world: World) -> str:
     no file of that name: if rank 0 has the file but does not offer it, its copy is damaged.
 
     Args:
-        offers: for each rank, the path of the checkpoint that it would load; "": none.
+        offers: for each rank, the path of the checkpoint that it would load; "" if it has none.
 
     Returns:
-        The path of the chosen checkpoint; "": no rank offers one.
+        The path of the chosen checkpoint; "" if no rank offers one.
     """
 
     def newness(rank: int) -> int:
@@ -153,7 +153,7 @@ def load_agent(
 
     Args:
         which: checkpoint of a run directory, last or best; "": the best if it exists. For runs on
-            real prices "" means the last, as validation there is too noisy to choose by.
+            real prices, "" means the last: validation there is too noisy to choose the best.
         core: module:Class of the run's core; needed if another user owns its config.json.
     """
     file, state = load_saved(path, which)
@@ -197,7 +197,7 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
     """Read the weights of --init_from or --pretrained; None if neither is given.
 
     For a run directory, its best checkpoint is read. A pre-trained LSTM brings a mean and a
-    variance but no sample count; the count of the run's own warm-up is kept.
+    variance but no sample count; the new run keeps the count from its warm-up.
     """
     if config.init_from:
         _, state = load_saved(config.init_from, "")
@@ -236,7 +236,7 @@ def check_initial(config: TrainConfig, policy: Policy) -> None:
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Describe each value that differs in a short phrase; a missing one is None."""
+    """Describe each value that differs in a short phrase; None marks a missing value."""
     names = sorted({*now, *before})
     pairs = [(name, now.get(name), before.get(name)) for name in names]
     return [f"{name} {new} (it has {old})" for name, new, old in pairs if new != old]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from agents.config import AUTO, TrainConfig
 from rl_dist.errors import UserError
 
-FARTHEST = 10_000  # largest distance at which a size is proposed
+FARTHEST = 10_000  # propose only sizes within this distance
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
     If the sizes do not divide over the ranks, the error proposes the nearest sizes that do.
 
     Args:
-        saved_num_envs: total number of environments in the run to resume; 0: a new run. With weak
-            scaling, it shows how many ranks the run began with, so that totals stay the same.
+        saved_num_envs: total number of environments in the run to resume; 0 for a new run.
+            With weak scaling, it shows how many ranks the run began with, to keep the totals.
     """
     if config.batch_size == AUTO:
-        raise UserError("batch_size auto is measured when a training starts: name a number here")
+        raise UserError("batch_size auto is measured when training starts: give a number here")
     sequences_per_env = config.num_steps // config.bptt_steps
     num_envs = config.num_envs or _default_num_envs(config, config.batch_size)
     # With strong scaling, the flags are totals. With weak scaling, they are sizes per rank: the
@@ -97,8 +97,8 @@ def _divides(
 ) -> bool:
     """Return True if environments and minibatches divide evenly over the ranks.
 
-    Then the strata of `agents.network.noise` also divide evenly: with batch_size = num_ranks * b, K
-    sequences per environment, M minibatches and g = gcd(M, K), K / g divides b. So the M * b / K
+    If so, the strata of `agents.network.noise` also divide evenly: with batch_size = num_ranks * b,
+    K sequences per environment, M minibatches and g = gcd(M, K), K / g divides b. So the M * b / K
     environments of a rank are a multiple of the stratum M / g.
     """
     sequences = num_envs * (config.num_steps // config.bptt_steps)

@@ -131,7 +131,7 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, checkpoint: Found | No
         print(
             f"each of {resolved.num_ranks} rank(s): {share.num_envs} of {share.global_num_envs} "
             f"environments, {share.batch_size} of {share.global_batch_size} sequences of "
-            f"{train.bptt_steps} steps in a gradient step"
+            f"{train.bptt_steps} steps per gradient step"
         )
 
 
@@ -164,7 +164,7 @@ def _record(
 
 @contextmanager
 def explained_faults(run_dir: Path, world: World) -> Iterator[None]:
-    """Turn environment, memory and disk failures into a UserError with one line.
+    """Turn environment, memory and disk failures into a one-line UserError.
 
     This function imports nothing, because an import can fail when memory has run out.
     """
@@ -180,8 +180,8 @@ def explained_faults(run_dir: Path, world: World) -> Iterator[None]:
             raise UserError(
                 f"rank {world.rank} ran out of memory in {world.doing.phase}, after a peak of "
                 f"{peak_memory_bytes(world.device) / GIB:.2f} GiB on {world.device}: use a smaller "
-                "--batch_size and a --grad_accumulation that is larger by the same factor, also "
-                "with --resume, or a new run with a smaller --num_envs, --num_steps or "
+                "--batch_size and a --grad_accumulation that is larger by the same factor, which "
+                "--resume allows, or a new run with a smaller --num_envs, --num_steps or "
                 f"--hidden_size; the error was {one_line(error, 220)}",
                 exit_code=1,
             ) from error

@@ -122,14 +122,14 @@ def test_every_look_at_the_test_span_of_real_prices_is_kept(runs, evaluated, mon
     assert (runs / "csv" / "checkpoints" / "best.pt").exists()
     text, figures = evaluated("csv", "--open_test")
     assert "/iteration_" in text.splitlines()[0]  # the last checkpoint, not the best
-    assert "look number 1 " in text and list(figures) == ["test"]
+    assert "evaluation 1 on the test span" in text and list(figures) == ["test"]
     monkeypatch.setattr(markets, "evaluate_markets", None)
     assert evaluate_here(monkeypatch, runs / "csv", "--open_test") == 1
     for line in path.read_text().splitlines():
         look = json.loads(line)
         assert look["span"] == figures["test"]["days"] and look["iteration"] > 0
         assert look["data_digest"] == config["data"]["data_digest"]
-    assert "look number 2 " in capsys.readouterr().out
+    assert "evaluation 2 on the test span" in capsys.readouterr().out
 
     # The command refuses to open the test span if it cannot record that it did.
     path.unlink()
