@@ -1,4 +1,4 @@
-"""Faults during training on two ranks: the user sees one line, and no process is left."""
+"""Faults during training on two ranks: one error line, and no process is left."""
 
 import json
 import re
@@ -22,12 +22,12 @@ from train_runs import (
 
 from rl_dist.checkpoint.store import latest_checkpoint
 
-ITERATION = 4 * 16  # steps of an iteration
+ITERATION = 4 * 16  # environment steps of one iteration
 SMALL = [*RECALL[2:], "--validate_every", 0, "--eval_episodes", 4]  # RECALL without --env
 
 
 def finish(job, code=0, tracebacks=0):
-    """Wait for a job to end with `code` and without processes; return its error lines."""
+    """Check that a job ends with `code` and leaves no process; return error lines."""
     stderr = end_of(job, code)
     assert stderr.count("Traceback") == tracebacks, stderr
     return [line for line in stderr.splitlines() if line.startswith("error: ")]
@@ -41,7 +41,7 @@ def log(folder, rank=0):
 
 
 def test_environments_that_misbehave_begin_again_as_on_one_rank(ranks, ranks_folder, tmp_path):
-    """The ranks also check other faults themselves: see tests/faults_ranks.py."""
+    """The ranks themselves check further faults: see tests/faults_ranks.py."""
     with world_of_one() as world:
         alone = faults_ranks.restarts(world, tmp_path)
     assert ranks[0]["counts"] == ranks[1]["counts"] == alone["counts"] == [0, 5, 0]
@@ -115,7 +115,7 @@ def test_a_signal_during_the_evaluation_ends_the_run_and_the_users_command_hears
     job = misbehaving(run_dir, {3: "hang"}, 5, *flags, stream="evaluation", ranks=1)
     path = run_dir / "state.json"
     wait_until(lambda: path.exists() and '"evaluation"' in path.read_text(), job)
-    time.sleep(0.5)  # wait for the evaluation to begin; before it the run ends the same way
+    time.sleep(0.5)  # let the evaluation begin; an earlier signal ends the run in the same way
     job.send_signal(signal.SIGTERM)
     finish(job, 143)
     assert (tmp_path / "events").read_text() == "stopped 143\n"
@@ -162,7 +162,7 @@ def test_code_of_the_user_that_leaves_or_hangs_ends_the_job_as_a_failure_and_is_
 
 
 def test_ranks_with_other_settings_end_together_and_name_the_difference(tmp_path, monkeypatch):
-    """Start 2 ranks as another launcher would; the last one gets another flag."""
+    """Start 2 ranks as another launcher would; the second gets another --gamma."""
     flags = [*RECALL, "--total_steps", ITERATION, "--eval_episodes", 2]
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": get_free_port()}
     variables |= dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE"], 2)

@@ -1,4 +1,4 @@
-"""Dead ranks: the job names them, then ends or restarts with the same result."""
+"""Dead ranks: the job names them, then ends, or restarts with the same result."""
 
 import functools
 import json
@@ -31,9 +31,10 @@ pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
 
 
 def dying(monkeypatch, die, *flags, before=(), folder=None):
-    """Start training in which a rank dies: `die` is place, rank, iteration and way.
+    """Start training in which one rank dies at the point that `die` describes.
 
-    With `folder`, return when the rank is about to die; it waits for a file `go` there.
+    `die` holds the place, the rank, the iteration, and how the rank ends. With `folder`, return
+    when the rank is about to die; it then waits for a file `go` in that folder.
     """
     monkeypatch.setenv("DIE", die)
     if folder:
@@ -46,9 +47,9 @@ def dying(monkeypatch, die, *flags, before=(), folder=None):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Return a function that trains without faults on `num_ranks` and returns the run directory.
+    """Return a function that trains on `num_ranks` ranks without faults.
 
-    A second call with the same number returns the same run.
+    It returns the run directory. A second call with the same number returns the same run.
     """
 
     @functools.cache
@@ -81,7 +82,7 @@ def test_a_killed_rank_costs_a_line_and_an_event_and_the_end_is_the_same_bit_for
     monkeypatch.setenv("TMPDIR", str(temporary))
     note = f"cat >> {tmp_path}/events; echo >> {tmp_path}/events"
     flags = [*SIX, "--num_gpus", 2, "--run_dir", run_dir, "--max_restarts", 2, "--on_event", note]
-    flags += ["--env_workers", "auto"]  # measured only before the restart
+    flags += ["--env_workers", "auto"]  # the restart does not measure again
     job = dying(monkeypatch, "update 1 3 SIGKILL", *flags, folder=tmp_path)
     # while two ranks train, they listen only on loopback, and other users cannot join them
     sockets = [socket for p in session(job.pid) for socket in p.net_connections("inet")]

@@ -51,7 +51,7 @@ def test_a_signal_to_anybody_ends_all_ranks_after_they_have_saved(
         ("loop", ["fail slowly"], 2, 1, "rank 1 failed with RuntimeError: the roof", 0),
         ("loop", ["mistake"], 2, 2, "num_envs must be at least 1, got 0", 0),
         ("loop", ["exit while others hang"], 2, 1, "ended with code 0", 0),
-        # no rank reports the cause, so the report that names a rank is shown
+        # no rank reports the cause itself, so the message that names a rank is printed
         ("halt", [], 3, 1, "rank 1: waited .* for rank 2", 0),
         pytest.param(
             "loop", ["fail while others hang"], 2, 1, "rank 1 failed", 1, marks=pytest.mark.slow

@@ -43,7 +43,7 @@ def environment(monkeypatch):
         (TORCHRUN | {"MASTER_ADDR": None}, "MASTER_ADDR is not"),
         (TORCHRUN | {"MASTER_PORT": "port"}, "MASTER_PORT must be .*, got .port."),
         (TORCHRUN | {"RANK": None}, "WORLD_SIZE is 2, but RANK is not set"),
-        # a launcher that starts copies of the command without telling them their ranks
+        # a launcher that starts several copies of the command without setting their ranks
         ({"SLURM_NTASKS": "2"}, "SLURM_NTASKS is 2.*deploy/slurm.sbatch.*unset SLURM_NTASKS"),
         ({"PET_NNODES": "1:4"}, "PET_NNODES is 1:4.*unset PET_NNODES"),
         (TORCHRUN, ""),
@@ -148,7 +148,7 @@ def test_ranks_share_a_part_of_the_store_that_no_dead_rank_has_written_to():
     def meet(rank):
         parts[rank] = part_of_this_start(store, rank, size, time.monotonic() + 60)
 
-    for turn in range(2):  # the second start finds all keys of the first one in the store
+    for turn in range(2):  # the store of the second start still holds all keys of the first one
         ranks = [threading.Thread(target=meet, args=(rank,)) for rank in reversed(range(size))]
         for rank in ranks:
             rank.start()
@@ -170,7 +170,7 @@ sys.exit(launch(stop, (), 1))
 
 
 def test_a_rank_that_others_have_stopped_waits_for_the_signal_of_its_own_torchrun(environment):
-    """Torchrun would take an exit before its signal for a failure.
+    """Torchrun treats an exit before it has sent its signal as a failure.
 
     It would count a restart or end the job, although a host has only joined or left.
     """

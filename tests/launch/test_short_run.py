@@ -23,7 +23,7 @@ def nobody_left():
 def test_copies_train_side_by_side_with_their_flags_and_other_episodes(
     enough_s, fewest, monkeypatch
 ):
-    """After `enough_s`, two iterations are enough."""
+    """Once `enough_s` seconds have passed, two measured iterations are enough."""
     monkeypatch.setattr(child, "ENOUGH_S", enough_s)
     monkeypatch.setattr(child, "ROUNDS_S", 0.0 if enough_s else 10**6)
     runs = measure_short_runs([[*TINY, "--num_episodes", "7"], TINY])

@@ -1,4 +1,4 @@
-"""The supervisor reports each death of its process and leaves no process."""
+"""The supervisor reports every death of its child and leaves no process behind."""
 
 import signal
 import subprocess
@@ -27,7 +27,7 @@ print(os.getpid(), flush=True)
 
 
 def supervise(code, before_training=""):
-    """Start a supervised program; return its job and the process id of its child.
+    """Start a supervisor; return its job and the process id of its child.
 
     The child runs `code`.
     """
@@ -74,7 +74,7 @@ LEAVE = "signal.signal({0}, lambda *_: leave(128 + {0}))\n"
     [
         (["SIGTERM"], LEAVE.format(15), 143, ""),
         (["SIGHUP"], LEAVE.format(1), 129, ""),
-        (["SIGSTOP", "SIGCONT", "SIGTERM"], "", 143, "SIGTERM"),  # Ctrl-Z, then fg
+        (["SIGSTOP", "SIGCONT", "SIGTERM"], "", 143, "SIGTERM"),  # Ctrl-Z and fg in a shell
         # schedulers send USR1 as a warning before TERM
         (["SIGUSR1", "SIGTERM"], f"{LEAVE.format(15)}signal.signal(10, lambda *_: 0)\n", 143, ""),
         # a second stop signal ends even a process that blocks stop signals

@@ -1,4 +1,4 @@
-"""How flags, machine and torchrun decide the number of ranks and their GPUs.
+"""Flags, machine and torchrun decide the number of ranks and their GPUs.
 
 The GPUs are faked.
 """
@@ -17,7 +17,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Return a function that fakes GPUs and, with `ranks`, torchrun's variables."""
+    """Return a function that fakes GPUs and, if `ranks` is set, torchrun's variables."""
 
     def with_gpus(count, ranks=0, local_rank=0):
         pretend_gpus(monkeypatch, count)

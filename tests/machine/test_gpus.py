@@ -1,4 +1,4 @@
-"""Facts and figures of GPUs, also of GPUs that do not answer."""
+"""Facts and figures of GPUs, including GPUs that do not answer."""
 
 from dataclasses import asdict
 

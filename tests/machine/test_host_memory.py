@@ -14,9 +14,10 @@ WHOLE = (10_000, 8_000)
     ("cgroup", "groups", "expected"),
     [
         ("0::/", {}, WHOLE),
-        # a container sees its own group at the top, where more may be in use than is allowed
+        # a container sees its group as the root; the group may use more memory than its limit
         ("0::/its/name/outside", {"": (1000, 1200, 0)}, (1000, 0)),
-        # the smallest figures of all parent groups count, even if other jobs use that memory
+        # the smallest limit and the least free memory of a group and all its parents count; other
+        # jobs may use memory of the parents
         ("0::/slice/job/step",
          {"slice/job/step": ("max", 100, 0), "slice/job": (5000, 5000, 100),
           "slice": (4000, 3000, 0), "slice/other": (10, 10, 0)},

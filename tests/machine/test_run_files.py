@@ -8,7 +8,7 @@ from rl_dist.files import path_to_write, read_plain
 
 @pytest.mark.parametrize("odd", ["pipe", "socket", "device", "link to nowhere", "link to itself"])
 def test_no_path_to_write_leads_through_what_is_no_plain_file_or_folder(tmp_path, odd):
-    (tmp_path / "run").symlink_to(tmp_path)  # users may link the run directory
+    (tmp_path / "run").symlink_to(tmp_path)  # the run directory may be a symbolic link
     assert path_to_write(tmp_path / "run", "new/file") == tmp_path / "run/new/file"
     ODD_FILES[odd](tmp_path / "odd")
     for name in ("odd", "odd/file"):

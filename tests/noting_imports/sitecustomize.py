@@ -1,6 +1,6 @@
-"""Python imports this file first: it notes which modules a process imports.
+"""Record which modules a process imports; Python runs this file at its start.
 
-The names of modules in PACKAGES are written to a file in their order.
+The names of modules in PACKAGES are written to a file, in the order of import.
 """
 
 import os
@@ -11,7 +11,7 @@ PACKAGES = ("agents", "envs", "rl_dist", "matplotlib", "pandas", "talib", "tenso
 
 
 class Noting:
-    """Import finder that only notes names; the next finders find the modules."""
+    """Import finder that only records names; later finders find the modules."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):

@@ -1,4 +1,4 @@
-"""Two real ranks over gloo, which our launcher starts once."""
+"""Tests on two real ranks over gloo; our launcher starts them once."""
 
 
 def test_two_ranks_find_what_they_must(ranks_folder):

@@ -20,10 +20,10 @@ GATHERING = RankStatus("start-up", 1, "gather", 1)
 
 
 def verdict(own, play, looks=25, **options):
-    """Return rank 0's verdict and the number of the look that gave it, or ("", 0).
+    """Return rank 0's verdict and the number of the check that gave it, or ("", 0).
 
-    The watchdog looks every 60 s, a tenth of its timeout. `play(number)` returns the status of rank
-    1 at that look; None: rank 1 has not arrived; "lost": the store does not answer.
+    The watchdog checks every 60 s, a tenth of its timeout. `play(number)` returns the status of
+    rank 1 at that check, None if rank 1 has not arrived, or "lost" if the store does not answer.
     """
     verdicts = Verdicts(0, 2, 600.0, 600.0, **options)
     for number in range(1, looks + 1):
@@ -60,9 +60,9 @@ def test_a_slow_rank_that_makes_progress_is_waited_for():
 
 @pytest.mark.parametrize(("looks", "watches", "hangs"), [(121, 1, 1), (120, 1, 0), (121, 0, 0)])
 def test_own_work_that_hangs_ends_by_the_time_that_the_process_ran(looks, watches, hangs):
-    """Each look counts as 5 s, although the clock shows 60 s between two looks.
+    """Each check counts as 5 s, although the clock advances 60 s between two checks.
 
-    So time in which the process is halted does not count.
+    Time in which the process is halted therefore does not count.
     """
     own = RankStatus("callback", 5)
     problem, _ = verdict(own, lambda number: None, looks, watches_work=bool(watches))
@@ -107,12 +107,12 @@ SLOW = [0.1, 1.0, 0.12]
     ("slow", "iterations", "lines"),
     [
         (SLOW, "sss", 1),
-        (SLOW, "ss.ss.ss", 0),  # never slow IN_A_ROW times
+        (SLOW, "ss.ss.ss", 0),  # never slow IN_A_ROW times in a row
         (SLOW, "sssssssss", 1),  # reported only once
         (SLOW, "sss.sss", 2),
         ([0.1, 0.25, 0.12], "sssssssss", 0),  # not much slower than the others
         ([1.0], "sssssssss", 0),
-        ([0.001, 0.015], "sssssssss", 0),  # tiny times
+        ([0.001, 0.015], "sssssssss", 0),  # too short to matter
     ],
 )
 def test_a_straggler_is_named_once_until_it_is_well_again(slow, iterations, lines):

@@ -1,4 +1,4 @@
-"""A killed run resumes exactly: no gaps, refused changes, no overwritten files."""
+"""A killed run resumes without gaps, refuses changes and overwrites no file."""
 
 import hashlib
 import json
@@ -24,9 +24,9 @@ TINY += ["--env", "misbehaving_envs:Misbehaving-v0", "--scaling", "weak"]
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """Return a run as a kill after iteration 2 of 4 would leave it.
+    """Return a run in the state that a kill after iteration 2 of 4 would leave.
 
-    Its environment cannot be saved.
+    Checkpoints cannot save the state of its environment.
     """
     run_dir = tmp_path_factory.mktemp("killed") / "run"
     flags = [*TINY, "--checkpoint_every", "2", "--run_dir", run_dir]
@@ -124,7 +124,7 @@ def test_output_that_nobody_reads_any_more_is_no_error(monkeypatch):
     print("lost, too" * 10_000, flush=True)  # more text than a buffer holds
 
 
-# ---- a full disk, and results that are outdated
+# ---- a full disk, and outdated results
 
 
 @pytest.mark.parametrize("refuses", ["config.json", "summary.json"])
@@ -159,7 +159,7 @@ def test_a_disk_that_is_full_costs_one_line_and_no_byte_of_the_training(
 def test_a_finished_run_that_continues_no_longer_says_that_it_has_finished(run_dir, monkeypatch):
     assert train_here(monkeypatch, "--resume", run_dir) == 0
     summary = (run_dir / "summary.json").read_text()
-    assert train_here(monkeypatch, "--resume", run_dir) == 0  # only evaluates again
+    assert train_here(monkeypatch, "--resume", run_dir) == 0  # this only evaluates again
     assert (run_dir / "summary.json").read_text() == summary
 
     def killed_while_training(*_):

@@ -24,7 +24,7 @@ def begin(folder, *flags):
 
 @pytest.fixture(scope="module")
 def proof(tmp_path_factory):
-    """Compare 6 iterations without a stop with 3, a kill and 3 more.
+    """Compare an uninterrupted run of 6 iterations with one that was killed after 3.
 
     Return both run directories.
     """
@@ -57,7 +57,7 @@ def test_the_tensor_or_the_metric_that_differs_is_named(proof, tmp_path, capsys)
     run_dir = shutil.copytree(killed, tmp_path / "killed")
     lines = records(killed)
     lines[4]["loss/value"] += 1.0
-    lines[5]["time/sps"] += 1.0  # times may differ
+    lines[5]["time/sps"] += 1.0  # measured times may differ
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert not compare(straight, run_dir, 0.0)
     assert "different: metrics, iteration 5/loss/value: " in capsys.readouterr().out

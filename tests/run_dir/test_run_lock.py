@@ -1,4 +1,4 @@
-"""The lock of a run, held from the choice of its checkpoint until all ranks end."""
+"""A run's lock is held from the choice of its checkpoint until all ranks end."""
 
 import multiprocessing
 
@@ -42,7 +42,7 @@ def test_a_start_that_fails_removes_its_own_files_alone(tmp_path):
     theirs = tmp_path / "data" / "prices.csv"
     theirs.parent.mkdir()
     theirs.touch()
-    with RunDir(tmp_path).hold_new() as run:  # as --resume auto in a directory with other files
+    with RunDir(tmp_path).hold_new() as run:  # as --resume auto does in a directory of other files
         run.write_config({})
         run.discard_unstarted(2)
     assert [*tmp_path.rglob("*.*")] == [theirs]
@@ -61,7 +61,7 @@ def test_two_starts_and_two_resumes_at_once_repeat_no_iteration(ranks, tmp_path)
     assert sorted(code for _, code in ended) == [0, 2] and is_locked and not times_free
     only_error(next(err for (_, err), code in ended if code == 2))
     more = [start_training("--resume", tmp_path, "--total_steps", 640) for _ in range(2)]
-    for job in more:  # one waits for the other, then finds the run finished
+    for job in more:  # one job waits for the other, then finds the run finished
         assert (job.communicate(timeout=120), job.returncode)[1] in (0, 2)
     assert [line["iteration"] for line in records(tmp_path)] == list(range(1, 21))
 

@@ -36,7 +36,8 @@ def test_records_update_counters_now_and_then_and_at_the_end(run):
         counters = {"iteration": iteration, "global_step": iteration, "episode/total": 5}
         writer.write(counters, done=iteration)
         seen.add(run.state().iteration)
-    # the first record is written immediately, as it ends the validation; later ones are rarer
+    # the first record is written immediately because it ends the validation; later ones are
+    # written at most once in STATE_EVERY_S seconds
     assert 1 in seen and len(seen) < 20
     writer.close()
     state = run.state()
@@ -51,13 +52,13 @@ def test_records_update_counters_now_and_then_and_at_the_end(run):
         ("training", 143, 0, "stopped", "SIGTERM"),
         ("training", 1, signal.SIGKILL, "failed", "SIGKILL"),
         ("training", 1, 40, "failed", None),  # a real-time signal, which has no name
-        # ranks that stopped before anybody noticed their launcher's death still count as stopped
+        # ranks that had stopped before the launcher's death was noticed still count as stopped
         ("stopped", 1, signal.SIGKILL, "stopped", "SIGKILL"),
     ],
 )
 def test_the_exit_is_recorded_once(run, before, code, signum, phase, name):
     run.update_state(phase=before)
-    run.record_exit(os.getpid() + 1, 1)  # ignored: another launcher's exit
+    run.record_exit(os.getpid() + 1, 1)  # another launcher's exit is ignored
     run.record_exit(os.getpid(), code, "first\n\x1b[31mline", signum)
     run.record_exit(os.getpid(), 2, "second")
     state = run.state()
@@ -82,7 +83,7 @@ def test_a_torn_or_hostile_file_is_one_clear_line(run):
         contents += [json.dumps(json.loads(whole) | {name: value}).encode() for value in values]
     for content in contents:
         run.state_path.write_bytes(content)
-        run.update_state(iteration=1)  # does not touch a damaged file
+        run.update_state(iteration=1)  # this does not touch a damaged file
         with pytest.raises(UserError, match=r"state\.json") as raised:
             run.state()
         assert "\n" not in str(raised.value) and len(str(raised.value)) < 300

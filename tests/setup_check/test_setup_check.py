@@ -28,7 +28,7 @@ GOOD = {"nvidia_gpus": 2, "cores": 8, "load": 0.1, "memory_total_gib": 64, "shm_
 def facts_with(monkeypatch, tmp_path):
     """Return a function that reads the facts of a machine with two fake idle GPUs.
 
-    Its arguments change facts; without changes no rule is broken.
+    Its arguments replace facts. Without arguments, the facts break no rule.
     """
 
     def facts(**changes):
@@ -93,7 +93,7 @@ FULL_GPU = {"gpu/memory_peak_gib": 70.0, "gpu/memory_free_gib": 5.0}
         ("training", BUDGET, None, 5, {"episode/count": 0}),
         ("memory", BUDGET, 100.0, 5, {"ranks": [FULL]}),
         ("GPU memory", BUDGET, 100.0, 5, {"ranks": [FULL_GPU]}),
-        # the changes apply from the second record on
+        # only the last record is changed
         ("pace", BUDGET, None, 3, {"time/sps": 300.0}),
     ],
 )
@@ -130,7 +130,7 @@ def test_what_it_measured_is_what_was_asked_and_as_documented(tmp_path, monkeypa
     measured = found["measured"]
     used, free = measured["memory_gib"]["memory"]
     assert 0.05 < used < 50 and free > 0
-    # on a busy machine no total time is estimated
+    # no total time is estimated if the speed varies, as on a busy machine
     total_s = pytest.approx(128 / measured["steps_per_second"])
     assert measured["total_s"] == (None if unsteady(measured["rates"]) else total_s)
 

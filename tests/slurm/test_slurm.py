@@ -43,7 +43,7 @@ def packages(tmp_path):
             command("dpkg-deb", "--extract", package.name, ".", cwd=folder)
     except (OSError, subprocess.CalledProcessError) as error:
         why = getattr(error, "stderr", None) or error
-        pytest.skip(f"needs Debian's packages of SLURM (after apt-get update): {why}")
+        pytest.skip(f"needs Debian's SLURM packages (run apt-get update first): {why}")
     return folder
 
 
@@ -58,7 +58,7 @@ class Cluster:
         for word, value in {"FOLDER": folder, "PACKAGES": packages, "MULTIARCH": MULTIARCH}.items():
             text = text.replace(word, str(value))
         (folder / "slurm.conf").write_text(text)
-        # tools such as `ip netns` hide the cgroups from which slurmd would find the version
+        # tools such as `ip netns` hide the cgroups in which slurmd would detect the cgroup version
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         libraries = f"{packages}/usr/lib/{MULTIARCH}"
         self.variables = {
@@ -115,8 +115,8 @@ def test_a_job_over_two_nodes_is_requeued_and_ends_as_if_it_had_not_been(cluster
     cluster.wait(lambda: cluster.job(job)["Restarts"] == "1")
     assert cluster.job(job)["JobState"] == "PENDING"
     assert 10 <= saved() < ITERATIONS
-    # SLURM would wait two minutes before it restarts the job, so set its start time to now. First
-    # sleep, as nodes reject a job in the second in which they ended it ("Job credential revoked").
+    # SLURM would wait two minutes before it restarts the job, so set its start time to now. Sleep
+    # first: nodes reject a job in the second in which they ended it ("Job credential revoked").
     time.sleep(3)
     cluster.wait(lambda: not cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now"))
     cluster.wait(lambda: cluster.job(job)["JobState"] == "COMPLETED")

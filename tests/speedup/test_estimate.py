@@ -14,20 +14,20 @@ from rl_dist.speedup import measure
 from rl_dist.speedup.__main__ import as_text, estimate_training_speedup
 from rl_dist.speedup.model import SMALL_COLLECTIVES
 
-STEPS = 360_000  # steps of a training run
+STEPS = 360_000  # environment steps of a training run
 
 
 def test_training_makes_as_many_small_collectives_as_are_modelled(ranks_folder):
-    """Subtract the reduction of gradients, which is one call for each step."""
+    """Reductions of gradients, one call in each step, are not counted as small ones."""
     for rank in range(2):
         calls, steps = json.loads((ranks_folder / f"calls_{rank}").read_text())
         assert calls - steps == SMALL_COLLECTIVES
 
 
 class Machine:
-    """Fakes a machine: notes what is measured and returns plausible records.
+    """Fakes a machine: records what is measured and returns plausible metrics.
 
-    In an iteration a rank collects for 0.05 + 0.05 * share seconds and updates for
+    In each iteration, a rank collects for 0.05 + 0.05 * share seconds and updates for
     0.05 + 0.35 * share seconds; `share` is its share of 64 environments.
     """
 
@@ -81,7 +81,7 @@ def rows_of(*gpus, scaling="strong", **options):
     [
         ({"gpus": 2}, [2, 8], [(1, 64), (2, 32), (2, 8)], [2]),
         ({"gpus": 1}, [8], [(1, 64), (1, 8)], []),
-        ({"cores": 2}, [64], [(1, 64), (2, 1)], [2]),  # at most one copy for each core
+        ({"cores": 2}, [64], [(1, 64), (2, 1)], [2]),  # never more copies than cores
     ],
 )
 def test_what_is_here_is_measured_and_the_rest_is_modelled(
@@ -98,7 +98,7 @@ def test_what_is_here_is_measured_and_the_rest_is_modelled(
 def test_ranks_that_share_cores_take_as_many_times_longer_and_cards_share_none(monkeypatch):
     Machine(monkeypatch)
     rows = rows_of(2, 8)
-    steps = 64 * 128  # of an iteration
+    steps = 64 * 128  # environment steps of one iteration
     assert rows[8]["steps_per_s"] == pytest.approx(steps / (4 * (0.1 + 0.4 / 8)), rel=0.01)
     assert rows[2]["steps_per_s"] == pytest.approx(steps / (0.1 + 0.4 / 2), rel=0.01)
     card = rows_of(8, scaling="weak", gpu="H100 SXM")[8]

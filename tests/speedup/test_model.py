@@ -22,9 +22,9 @@ WORK = RankCost(env_steps=1000, gradient_steps=10, collect_s=1.0, update_s=1.0)
 
 def test_rings_trees_and_machines():
     link = Link(hop_s=1e-6, bytes_per_s=1e9)
-    # large: a ring, limited by bandwidth
+    # a large reduction uses a ring, which bandwidth limits
     assert link.all_reduce_s(8e6, 8) == pytest.approx(14e-6 + 14e-3)
-    # small: a tree, limited by latency
+    # a small reduction uses a tree, which latency limits
     assert link.all_reduce_s(8, 128) == pytest.approx(14e-6 + 16e-9)
     slow = replace(link, bytes_per_s=1e8)
     two_levels = link.all_reduce_s(8e6, 8) + slow.all_reduce_s(1e6, 2)
@@ -40,9 +40,10 @@ COLLECT, STEP = (0.8, 0.05), (0.1, 0.01)  # seconds: mean, standard deviation
 
 
 def record(iteration, collect_s, steps_s, **figures):
-    """Return the metrics of an iteration from the measured seconds of R ranks.
+    """Return the metrics of an iteration in which R ranks took the given seconds.
 
-    `collect_s` [R] is the time of rollouts, `steps_s` [STEPS, R] that of gradient steps.
+    `collect_s` [R] holds the seconds of each rank's rollout; `steps_s` [STEPS, R] holds the seconds
+    of its gradient steps.
     """
     ranks = {
         "time/collect_s": collect_s,
@@ -62,9 +63,9 @@ def record(iteration, collect_s, steps_s, **figures):
 
 
 def simulated(ranks, iterations=100, first=1):
-    """Yield records of ranks that wait for each other.
+    """Yield the metrics of `ranks` ranks that wait for each other.
 
-    They do so after the rollout and in every gradient step.
+    They wait after the rollout and in every gradient step.
     """
     rng = np.random.default_rng(1)
     for iteration in range(first, first + iterations):
@@ -178,7 +179,7 @@ def test_ranks_that_meet_as_the_model_says_are_predicted(ranks):
     ("records", "compared"),
     [
         (simulated(1, 5), None),
-        # only the 6 records with the last number of ranks count
+        # only the 6 records with the last number of ranks count; the first 2 of them are skipped
         ([*simulated(4, 10), *simulated(2, 6, first=11)], 4),
         ([{"iteration": 3, "global_step": 3, "ranks": [{}, {}]}] * 5, None),
     ],

@@ -105,7 +105,7 @@ def test_lock_phase_and_exit_give_the_state_and_the_exit_code(
 
 
 def damaged(data, rng):
-    """Return the bytes with a key, a value or a longer part replaced by odd ones."""
+    """Return the bytes with a key, a value or a longer part replaced by odd bytes."""
     at, to = rng.choice([*re.finditer(rb"[^,:{}\[\]]+", data)]).span()
     ends = [to, len(data), rng.randrange(at, len(data))]
     odd = [b"", b"null", b"-1", b"1e999", b"NaN", b"{}", b"[" * 3000, b"9" * 400, b"\x1b\xff"]
@@ -127,7 +127,7 @@ def test_whatever_is_wrecked_it_is_shown_or_refused_in_one_line(run):
             assert path == run.state_path and "\n" not in str(error)
             refused += 1
         path.write_bytes(whole)
-    assert 10 < refused <= 100  # 100 of the damaged files are state.json
+    assert 10 < refused <= 100  # 100 of the 300 damaged files are state.json
 
 
 @pytest.mark.parametrize("argv", [[], ["nowhere"], ["empty"], ["file"], ["empty", "--every"]])

@@ -1,4 +1,4 @@
-"""Two ranks with accumulated, compressed or low-precision gradients train as one rank does."""
+"""Two ranks that accumulate, compress or round gradients train as one rank does."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from speed_ranks import trained
 
 
 def test_two_ranks_accumulate_to_the_same_training_and_reduce_once_a_step(ranks, world):
-    alone = trained(world)  # on whole batches
+    alone = trained(world)  # trained on whole batches
     for rank in (rank["two parts"] for rank in ranks):
         parameters, losses = rank["record"]["parameters"][-1], rank["record"]["losses"]
         torch.testing.assert_close(parameters, alone.parameters[-1], rtol=1e-6, atol=1e-6)

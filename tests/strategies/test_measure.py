@@ -89,7 +89,7 @@ def test_each_candidate_has_the_memory_to_itself_and_a_later_one_must_be_clearly
             yield
             if seconds_of[name] < 0:
                 raise MemoryError("no memory")
-            # other load makes all but one of the steps longer
+            # all steps but one are slow, as if the machine had other work
             clock[0] += seconds_of[name] if number == 5 else 9.0
 
     best, results = fastest([Candidate(n, lambda n=n: steps(n)) for n in seconds_of], world)

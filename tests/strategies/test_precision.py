@@ -25,7 +25,7 @@ ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}  # relative rounding error of one num
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", LOW)
 def test_acting_and_evaluating_agree_to_the_rounding_of_the_precision(name, form):
-    """The ratio of probabilities is then 1 before the first gradient step."""
+    """So the ratio of probabilities is about 1 before the first gradient step."""
     policy = make_policy(FORMS[form], BOX if name == "bf16" else DISCRETE).float()
     obs, state, starts, noise = (
         x.float() if x.is_floating_point() else x for x in make_inputs(policy)
@@ -58,7 +58,7 @@ def test_training_follows_fp32(name, world):
     assert low.hashes[0] != full.hashes[0]
     # 8 Adam steps change each parameter by about 0.003 each
     torch.testing.assert_close(low.parameters[-1], full.parameters[-1], rtol=0, atol=0.02)
-    for metric in ("loss/value", "optim/grad_norm"):  # without the loss scale
+    for metric in ("loss/value", "optim/grad_norm"):  # neither includes the loss scale
         assert low.losses[0][metric] == pytest.approx(full.losses[0][metric], rel=0.02)
     kept = {tensor.dtype for tensor in low.replicated().values()}
     assert kept <= {torch.float32, torch.float64, torch.int64}

@@ -87,7 +87,7 @@ for _ in range(2000):
 
 @pytest.mark.slow
 def test_ranks_that_leave_right_after_a_gradient_step_do_not_hang():
-    """A group that is freed immediately may hang, because its thread needs the GIL."""
+    """A process group freed right after a step may hang: its thread needs the GIL."""
     job = start("-c", LEAVE_AT_ONCE, cwd=REPO)
     _, stderr = job.communicate(timeout=150)
     assert job.returncode == 0, stderr
@@ -96,7 +96,8 @@ def test_ranks_that_leave_right_after_a_gradient_step_do_not_hang():
 def test_ranks_whose_devices_round_differently_stay_equal(ranks):
     first, second = ranks
     assert first["True"] == second["True"]
-    assert first["False"] != second["False"]  # without a common norm the ranks drift apart
+    # if the ranks do not agree on one gradient norm, their weights drift apart
+    assert first["False"] != second["False"]
 
 
 def test_slots_cut_into_parts_are_evaluated_as_all_together(monkeypatch):
@@ -106,7 +107,7 @@ def test_slots_cut_into_parts_are_evaluated_as_all_together(monkeypatch):
     obs, state, starts, actions = make_inputs(policy, num_envs=7)
     inputs = obs, actions, state, starts
     whole, parallel = policy(*inputs), DataParallel(policy, [0, 1])
-    assert all(map(torch.equal, parallel(*inputs), whole))  # nothing is split without GPUs
+    assert all(map(torch.equal, parallel(*inputs), whole))  # without GPUs, nothing is split
     parts, options = parallel.scatter(inputs, {}, [0, 1, 2])
     outputs = [policy(*part) for part, _ in zip(parts, options, strict=True)]
     terms = zip(*outputs, strict=True)

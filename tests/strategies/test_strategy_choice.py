@@ -1,4 +1,4 @@
-"""Refused strategies; choices of auto and fallback, which a resumed run keeps."""
+"""Refused strategies; a resumed run keeps what auto and fallback chose."""
 
 import json
 from dataclasses import replace
@@ -47,7 +47,8 @@ def test_what_cannot_work_is_refused(options, hardware, field):
     ("chosen", "flags", "mode"),
     [
         (CHOSEN, (), "ddp"),
-        (CHOSEN, ("--num_gpus", "1"), "auto"),  # other number of ranks: measure again
+        # another number of ranks needs a new measurement
+        (CHOSEN, ("--num_gpus", "1"), "auto"),
         (CHOSEN, ("--shard_size", "2"), "auto"),
         # --fallback had chosen one rank
         (replace(TWO, chosen_strategy="none", chosen_on="1 rank on cpu"), (), "none"),
@@ -87,5 +88,5 @@ def test_ranks_that_cannot_work_together_step_down_to_one(strategy, failed, monk
     assert note.count("does not work here") == failed
     assert config.num_gpus == 2  # the requested number of ranks is kept
     assert resolve_launch(config)[0] == config
-    ranks.side_effect = None  # ranks work again
+    ranks.side_effect = None  # now several ranks work again
     assert strategy == "dp" or resolve_launch(asked)[0] == asked

@@ -48,7 +48,7 @@ def test_records_and_scalars_hold_finite_numbers_by_global_step_and_rank(tmp_pat
 
 def test_a_resumed_run_continues_its_files_without_doubles(tmp_path):
     run = RunDir(tmp_path)
-    run.cut_records(5)  # does nothing: no records yet
+    run.cut_records(5)  # does nothing, as there are no records yet
     write(tmp_path, *(record(n, x=float(n)) for n in (1, 2, 3)))
     with run.metrics_path.open("a") as file:
         file.write('{"iteration": 4, "glob')  # a line cut off by a kill

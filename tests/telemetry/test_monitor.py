@@ -1,4 +1,4 @@
-"""The thread that samples the use of CPU, memory and GPU by a rank."""
+"""The thread that samples how much CPU, memory and GPU a rank uses."""
 
 import threading
 

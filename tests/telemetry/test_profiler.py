@@ -1,4 +1,4 @@
-"""Profiles of training: their content and files, and no effect on any number."""
+"""Profiles of training: their content and files; they change no number."""
 
 import gzip
 import json
