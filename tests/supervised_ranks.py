@@ -1,4 +1,4 @@
-"""Small supervised jobs and the exercise that two ranks run; ranks import it."""
+"""Small supervised jobs, and the exercise that two ranks run with them."""
 
 import itertools
 import math

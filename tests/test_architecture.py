@@ -187,7 +187,7 @@ def lonely_collectives(sources):
             inside = (node for part in branch.body + branch.orelse for node in ast.walk(part))
             calls = (ast.unparse(node.func) for node in inside if isinstance(node, ast.Call))
             if any(re.fullmatch(COLLECTIVES, call.split(".")[-1]) for call in calls):
-                yield f"{path}:{branch.lineno} collective on some ranks only"
+                yield f"{path}:{branch.lineno}  only some ranks reach this collective"
 
 
 def words(sources):

@@ -19,7 +19,7 @@ def patterns(num_steps, num_columns):
         "everywhere": t >= 0,
         "first step": t == 0,
         "last step, first column only": (t == num_steps - 1) & (n == 0),
-        "every column another piece length": (t + 1) % (n + 2) == 0,
+        "every column a different piece length": (t + 1) % (n + 2) == 0,
     }
     for density in (0.02, 0.2, 0.9):
         resets[f"random {density}"] = rng.random((num_steps, num_columns)) < density
