@@ -58,7 +58,7 @@ def make_batch(
 
 
 def to_sequences(values: Tensor, bptt_steps: int) -> Tensor:
-    """Cut [T, B, ...] into [L, K*B, ...]; index k*B + b: part k of environment b."""
+    """Cut [T, B, ...] into [L, K*B, ...]; index k*B + b is part k of environment b."""
     return values.unflatten(0, (-1, bptt_steps)).transpose(0, 1).flatten(1, 2)
 
 
@@ -70,7 +70,7 @@ def gae(
     gamma: float,
     gae_lambda: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages [T, B], and returns [T, B], which are advantages + values.
+    """Return the advantages [T, B] and the returns [T, B] = advantages + values.
 
     Source: Schulman et al., "High-dimensional continuous control using generalized advantage
     estimation", https://arxiv.org/abs/1506.02438, equation 16.
@@ -86,9 +86,10 @@ def gae(
 
 
 def rollout_sums(advantages: Tensor, values: Tensor, returns: Tensor) -> dict[str, Tensor]:
-    """Return this rank's sums [3] for `normalize_advantages` and `explained_variance`.
+    """Return this rank's sums of advantages, returns and errors of the critic.
 
-    The sums are the number of steps, the sum and the sum of squares.
+    Each tensor [3] holds the number of steps, the sum and the sum of squares.
+    `normalize_advantages` and `explained_variance` need these sums, added over all ranks.
     """
     sums = {}
     samples = {"advantages": advantages, "returns": returns, "errors": returns - values}
@@ -104,7 +105,7 @@ def normalize_advantages(
 ) -> Tensor:
     """Normalise advantages [T, B] to mean 0 and standard deviation 1 over all ranks.
 
-    `least` is a lower bound for the divisor. If it applies, the deviation is below 1.
+    `least` is a lower bound for the divisor. Where it takes effect, the deviation is below 1.
     """
     mean, variance = _moments(sums["advantages"])
     deviation = (variance.clamp(min=0.0).sqrt() + 1e-8).clamp(min=least)
@@ -119,7 +120,7 @@ def explained_variance(sums: Mapping[str, Tensor]) -> Tensor:
 
 
 def _moments(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and variance."""
+    """Return mean and variance from the count, the sum and the sum of squares."""
     count, total, squares = sums
     mean = total / count
     return mean, squares / count - mean.square()

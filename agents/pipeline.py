@@ -1,4 +1,4 @@
-"""PPO on pairs of ranks that share the cascade: --hybrid_form pipeline.
+"""PPO on pairs of ranks that divide the cascade: --hybrid_form pipeline.
 
 The first rank of a pair trains the feature LSTM (stage 0), the second rank trains actor and critic
 (stage 1). Together they process the sequences of both ranks, cut into parts. The first rank sends
@@ -52,12 +52,14 @@ class StageStrategy(Strategy):
         self.replicas = self.mesh.get_group(0)
         self.stages: tuple[list[nn.Parameter], ...] = ([], [])  # parameters by stage
         self.local = self.stages[self.stage]  # parameters of this rank's stage
-        self.grad_norm = torch.zeros(())  # over both stages
+        self.grad_norm = torch.zeros(())  # norm over both stages
 
     def wrap(self, module: Policy) -> Policy:  # type: ignore[override]
         """Copy the weights of rank 0 to all ranks; return the same policy object."""
         if module.mask_columns:
-            raise UserError("hybrid_form pipeline does not mask actions: use --strategy ddp")
+            raise UserError(
+                "hybrid_form pipeline does not support action masks: use --strategy ddp"
+            )
         for name, parameter in module.named_parameters():
             stage = FEATURES if name.startswith("feature_") else DECISIONS
             self.stages[stage].append(parameter)
@@ -75,11 +77,11 @@ class StageStrategy(Strategy):
 
         If the norm is not finite, no rank takes the step.
         """
-        # free the optimizer state of the other stage, which saving or resuming has filled in
+        # free the optimizer state of the other stage, which a save or a resume has created
         for parameter in self.stages[1 - self.stage]:
             optimizer.state.pop(parameter, None)
         grad_norm = self.agreed_norm(self.grad_norm)
-        stepped = torch.isfinite(grad_norm)  # the same on all ranks
+        stepped = torch.isfinite(grad_norm)  # all ranks have the same value
         if stepped:
             clip_grads_with_norm_(self.local, max_grad_norm, grad_norm.to(self.local[0].dtype))
             optimizer.step()
@@ -172,7 +174,7 @@ class PipelinePPO(PPO):
 
         Each turn sends the features of one part and receives the gradient of the previous part.
         """
-        waiting: list[Tensor] = []  # features of the previous part, which need a gradient
+        waiting: list[Tensor] = []  # features of the previous part, whose gradient is missing
         for number in range(len(parts) + 1):
             new = [self._features(part) for part in parts[number : number + 1]]
             gradients = [torch.empty_like(features) for features in waiting]

@@ -20,13 +20,13 @@ from rl_dist.strategies.precision import weights_cast_once
 
 @dataclass
 class Carry:
-    """State of each environment that passes from one rollout to the next.
+    """State of each environment that is carried over from one rollout to the next.
 
-    Checkpoints contain it. It is never zeroed between rollouts.
+    Checkpoints contain it. No field is zeroed between rollouts.
     """
 
     obs: Tensor  # [B, F] as returned by the environment
-    history: Tensor  # [B, n-1, F] observations before obs, normalised; zeros before the episode
+    history: Tensor  # [B, n-1, F] normalised observations before obs; zeros before its episode
     episode_start: Tensor  # [B] bool: obs is the first observation of its episode
     lstm_state: Tensor  # [B, S, H]
     episode_return: Tensor  # [B] float64, sum of the episode's raw rewards so far
@@ -34,7 +34,7 @@ class Carry:
     discounted_return: Tensor  # [B] float64, discounted sum of training rewards so far
 
     def rows(self, rows: slice) -> Carry:
-        """Return the carry for a slice of the environments."""
+        """Return the carry of some environments, given as a slice."""
         return Carry(**{name: tensor[rows] for name, tensor in vars(self).items()})
 
 
@@ -65,13 +65,13 @@ class Rollout:
     rewards: Tensor  # float64, as returned by the environment, not scaled
     episode_start: Tensor  # bool: obs is the first observation of its episode
     terminated: Tensor  # bool: the step ended its episode
-    truncated: Tensor  # bool: the step was the last before its episode was cut off
+    truncated: Tensor  # bool: the episode was cut off after the step
     discounted_returns: Tensor  # float64, discounted sum of the episode's rewards so far
-    next_values: Tensor  # value of the observation after the step, 0 after termination
+    next_values: Tensor  # value of the observation after the step; 0 if terminated
     initial_states: Tensor  # [K, B, S, H] recurrent state before every L-th step
 
     host_starts: Tensor  # a copy of episode_start on the host
-    episodes: Tensor  # [3, G] number, total return and total length of each group's ended episodes
+    episodes: Tensor  # [3, G] per group: count, return and length of ended episodes
 
     @property
     def episode_end(self) -> Tensor:
@@ -93,7 +93,7 @@ def joined(parts: list[Part], dim: int) -> Part:
 
 
 def policy_input(normalize: Callable[[Tensor], Tensor], history: Tensor, obs: Tensor) -> Tensor:
-    """Return normalised `obs` [B, F], or with a window [B, n*F]: history, then obs."""
+    """Return normalised `obs` [B, F]; with a window, history and obs as [B, n*F]."""
     seen = normalize(obs.to(history.dtype))
     return torch.cat([history, seen[:, None]], dim=1).flatten(1) if history.shape[1] else seen
 
@@ -147,7 +147,7 @@ class Actor:
         self.normalize = normalizer.frozen(carry.lstm_state.dtype)
         self.steps: list[dict[str, Tensor]] = []
         self.states: list[Tensor] = []  # recurrent state before every step
-        # (obs, history, state) after every step, not yet reset if the episode ended
+        # (obs, history, state) after every step, before the reset that follows an episode's end
         self.successors: list[tuple[Tensor, Tensor, Tensor]] = []
 
     @section("policy")
@@ -173,7 +173,7 @@ class Actor:
         return actions
 
     def observe(self, answers: StepResult) -> None:
-        """Record the environments' answers; clear the history where an episode ended."""
+        """Record the environments' results; clear the history where an episode ended."""
         carry = self.carry
         obs, rewards, terminated, truncated, info = answers
         step = self.steps[-1]
@@ -201,7 +201,7 @@ class Actor:
         steps["logprobs"] = self.policy.logprobs(steps.pop("actor"), steps["actions"])
         ends = steps["terminated"] | steps["truncated"]  # [T, B]
 
-        # sum rewards, steps and discounted rewards of each episode up to every step
+        # for every step, sum rewards, steps and discounted rewards since the start of the episode
         raw_rewards, rewards = steps.pop("raw_rewards").double(), steps["rewards"]
         increments = torch.stack([raw_rewards, torch.ones_like(rewards), rewards], 1)  # [T, 3, B]
         sums = torch.stack(
@@ -230,13 +230,13 @@ class Actor:
     @section("policy")
     def _next_values(self, steps: dict[str, Tensor], truncated: np.ndarray) -> Tensor:
         """Return the value of the observation after every step [T, B]; 0 if terminated."""
-        # use the value at the next step; it is missing if the episode or the rollout ended
+        # use the value of the next step, which is missing after a truncation and in the last step
         next_values = torch.empty_like(steps["values"])
         next_values[:-1] = steps["values"][1:]
         missing = truncated.copy()  # [T, B]
         missing[-1] = True
 
-        # for each step, gather the policy inputs for the missing values
+        # gather the policy inputs of all missing values
         cells = to_device(np.flatnonzero(missing), next_values.device)  # indices in [T * B]
         columns_by_step = (cells % missing.shape[1]).split(missing.sum(1).tolist())
         inputs = [

@@ -4,14 +4,14 @@
 
 Recall-v0 shows a cue and asks for it after `delay` more observations. The second run starts from
 the weights and normalisers of the first run; everything else (optimizer, counters, environments) is
-new. The third run starts from scratch, for comparison. The commands for runs like the first two
-are:
+new. The third run starts from scratch, for comparison. These commands start runs like the
+first two:
 
     python train_distributed.py --env Recall-v0 --env_kwargs '{"delay": 2}' --run_dir runs/easy
     python train_distributed.py --env Recall-v0 --env_kwargs '{"delay": 20}' --init_from runs/easy
 
 Both tasks must have the same shapes of observations and actions. With seed 1 the second run ends at
-a return of 1.00 and the third at 0.63, after 16,384 steps each (2026-11-23).
+a return of 1.00 and the third at 0.63, after 16,384 steps each (measured on 2026-11-23).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def main(total_steps: int = 16_000) -> dict[str, float]:
     easy = recall(env_kwargs={"delay": 2})
     tuned = recall(env_kwargs={"delay": 20}, init_from=easy.run_dir)
     fresh = recall(env_kwargs={"delay": 20})
-    runs = {"easy task": easy, "hard task, fine-tuned": tuned, "hard task, from nothing": fresh}
+    runs = {"easy task": easy, "hard task, fine-tuned": tuned, "hard task, from scratch": fresh}
     return {name: run.test["return"] for name, run in runs.items()}
 
 
 if __name__ == "__main__":
     for name, value in main().items():
-        print(f"{name}: return {value:.2f} of 1, chance is 0.25")
+        print(f"{name}: return {value:.2f} (the maximum is 1, chance gives 0.25)")

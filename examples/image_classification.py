@@ -1,4 +1,6 @@
-"""Train a small CNN to find the bright quarter of noisy images, with the general-purpose API.
+"""Train a small CNN on noisy images, as an example of the general-purpose API.
+
+The network learns to find the brightest quarter of each image.
 
     python examples/image_classification.py
     python examples/image_classification.py --num_gpus 2 --device cpu
@@ -30,7 +32,7 @@ from rl_dist.supervised.fit import FitConfig, accuracy, evaluate, fit
 
 
 def make_images(count: int, seed: int) -> TensorDataset:
-    """Return noisy images [count, 1, 16, 16] and their brighter quarters 0 to 3, [count]."""
+    """Return noisy images [count, 1, 16, 16] and their bright quarters 0 to 3."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(4, (count,), generator=generator)
     quarters = torch.eye(4).reshape(4, 1, 2, 2).kron(torch.ones(8, 8))  # [4, 1, 16, 16]
@@ -48,7 +50,7 @@ def run_rank(fitting: FitConfig, launching: LaunchConfig, device: str) -> int:
         nn.Flatten(), nn.Linear(256, 4),
     )  # fmt: skip
     module = strategy.wrap(network.to(world.device))
-    loader = partial(DataLoader, batch_size=64)  # 64 in all ranks together
+    loader = partial(DataLoader, batch_size=64)  # 64 images over all ranks
     criterion, metrics = nn.CrossEntropyLoss(), {"accuracy": accuracy}
     result = fit(
         module,

@@ -1,4 +1,4 @@
-"""Two small tasks of memory: images, and nested spaces with a mask of actions.
+"""Two small memory tasks: one with images, one with nested spaces and a mask.
 
 python train_distributed.py --env examples.many_spaces:PatchRecall-v0 --policy gru
 python train_distributed.py --env examples.many_spaces:Orders-v0 --policy lstm
@@ -20,11 +20,11 @@ QUESTION = 5  # step at which a task asks for what it showed at the first step
 class MemoryTask(gymnasium.Env[Any, Any]):
     """A task that shows a secret at the first step and asks for it at the last step.
 
-    A subclass has the methods `draw`, `observe` and `score`.
+    Subclasses define the methods `draw`, `observe` and `score`.
     """
 
     def reset(self: Any, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict]:
-        """Begin an episode."""
+        """Draw a secret and begin an episode."""
         super().reset(seed=seed)
         self.age = 0
         self.secret = self.draw()
@@ -37,7 +37,7 @@ class MemoryTask(gymnasium.Env[Any, Any]):
         return self.observe(), self.score(action) * over, over, False, {}
 
     def get_state(self: Any) -> dict[str, Any]:
-        """Return a complete snapshot, for exact resume."""
+        """Return a complete snapshot of the environment, for exact resume."""
         return {"age": self.age, "rng": pack_generator(self.np_random)} | self.secret
 
     def set_state(self: Any, state: dict[str, Any]) -> None:
@@ -58,11 +58,11 @@ class PatchRecall(MemoryTask):
     action_space = spaces.Discrete(4)
 
     def draw(self) -> dict[str, int]:
-        """Return the quarter for the patch."""
+        """Draw the quarter that will contain the patch."""
         return {"quarter": int(self.np_random.integers(4))}
 
     def observe(self) -> np.ndarray:
-        """Return the image of this step."""
+        """Return the image to show at this step."""
         image = self.np_random.integers(0, 128, (12, 12, 1), np.uint8)
         if self.age == 0:
             corner = 6 * np.array(divmod(self.secret["quarter"], 2))
@@ -93,7 +93,7 @@ class Orders(MemoryTask):
     action_space = spaces.MultiDiscrete(SIZES)
 
     def draw(self) -> dict[str, np.ndarray]:
-        """Return the order, and the size and the colour that are out of stock."""
+        """Draw the order, and the size and the colour that are out of stock."""
         order = self.np_random.integers(self.SIZES)
         missing = (order + self.np_random.integers(1, self.SIZES)) % self.SIZES
         return {"order": order, "missing": missing}
@@ -106,7 +106,7 @@ class Orders(MemoryTask):
         return {"order": shown, "door": int(self.age == QUESTION), "action_mask": mask}
 
     def score(self, action: np.ndarray) -> float:
-        """Return the fraction of right choices."""
+        """Return the fraction of the two choices that are right."""
         return float((action == self.secret["order"]).mean())
 
 

@@ -1,4 +1,4 @@
-"""Search for good settings with Optuna, which stops bad runs early.
+"""Search for good settings with Optuna, which stops unpromising runs early.
 
     pip install 'clstm-ppo[optuna]'
     python examples/optuna_search.py

@@ -1,6 +1,6 @@
-"""An example of an environment: remember a cue and name it when asked.
+"""Example of your own environment: remember a cue and name it when asked.
 
-Run this command here, or copy this file into your own folder and run it there:
+Run this command in this folder, or copy this file into your own folder and run it there:
 
     python ../train_distributed.py --env own_environment:Cue-v0 --total_steps 20000
 """
@@ -17,7 +17,7 @@ DELAY = 4  # steps between the cue and the question
 
 
 class CueEnv(gymnasium.Env[np.ndarray, np.int64]):
-    """A task that shows a cue and, after a delay, rewards naming the cue with 1."""
+    """A task that shows a cue and, after a delay, gives reward 1 for naming the cue."""
 
     observation_space = spaces.Box(0.0, 1.0, (3,), np.float32)  # one-hot cue, question flag
     action_space = spaces.Discrete(2)
@@ -30,12 +30,12 @@ class CueEnv(gymnasium.Env[np.ndarray, np.int64]):
         return np.eye(3, dtype=np.float32)[self.cue], {}
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Advance one step; after the question, reward the right answer and end."""
+        """Advance one step; after the question, reward a right answer and end."""
         asked = self.age == DELAY
         reward = float(asked and action == self.cue)
         self.age += 1
         obs = np.array([0, 0, self.age == DELAY], np.float32)
-        info = {"metrics": {"right_answers": reward}} if asked else {}  # env/right_answers in logs
+        info = {"metrics": {"right_answers": reward}} if asked else {}  # env/right_answers
         return obs, reward, asked, False, info
 
 

@@ -1,4 +1,4 @@
-"""A recurrent core with fixed memory: oscillators store the latest inputs.
+"""A recurrent core whose memory is not trained: oscillators store recent inputs.
 
 Each channel drives `hidden_size` oscillators with different fixed frequencies, like a linear
 recurrent unit (Orvieto et al., ICML 2023) with fixed eigenvalues spread over the unit circle.

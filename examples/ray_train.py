@@ -1,9 +1,9 @@
-"""Train on a Ray cluster: Ray Train places the ranks, and restarts them when one fails.
+"""Train on a Ray cluster; Ray Train places the ranks and restarts failed runs.
 
     python examples/ray_train.py --workers 2 --max_failures 3 --run_dir /shared/run
 
 All other flags are passed to train_distributed.py. Every node needs this checkout at the same path,
-the same Python environment with the extra `ray`, and access to the run directory.
+the same Python environment with the extra `ray` installed, and access to the run directory.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ SCRIPT = Path(__file__).resolve().parents[1] / "train_distributed.py"
 
 
 def train_as_rank(config: dict[str, Any]) -> None:
-    """Run one rank in a new process; Ray's environment variables name the rank.
+    """Run one rank in a new process, which gets its rank from Ray's variables.
 
-    Ray has opened a process group in this process. It is only used to send a free port to all
-    ranks, where the training processes connect to each other.
+    Ray has opened a process group in this process. It is only used to send all ranks a free
+    port, at which the training processes connect to each other.
     """
     import torch
     import torch.distributed as dist
@@ -38,13 +38,13 @@ def train_as_rank(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Start the ranks and wait until they have ended."""
+    """Start the ranks and wait until all of them have ended."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--workers", type=int, default=2, help="number of ranks")
-    parser.add_argument("--gpus", action="store_true", help="one GPU for each rank")
-    parser.add_argument("--max_failures", type=int, default=0, help="restarts of all ranks")
-    parser.add_argument("--address", default="auto", help="the cluster; local: start one here")
-    parser.add_argument("--run_dir", required=True, help="a restart finds its run there")
+    parser.add_argument("--gpus", action="store_true", help="use one GPU per rank")
+    parser.add_argument("--max_failures", type=int, default=0, help="largest number of restarts")
+    parser.add_argument("--address", default="auto", help="Ray cluster; local: start a new one")
+    parser.add_argument("--run_dir", required=True, help="shared folder; a restart resumes it")
     args, flags = parser.parse_known_args()
     flags += ["--run_dir", args.run_dir, "--resume", "auto"]
 

@@ -1,1 +1,1 @@
-"""Parts of the policy network, and the sequences that train it."""
+"""Parts of the policy network, the sequences that train it, and random numbers."""

@@ -20,15 +20,15 @@ SHUT = -1e4  # a gate whose input includes this is exactly 0, and so is its grad
 
 
 class RememberingCore(nn.RNNBase):
-    """An LSTM or GRU: both keep the remembering gate in the second block of biases."""
+    """An LSTM or GRU, whose second block of biases feeds the gate that remembers."""
 
     @property
     def num_states(self) -> int:
-        """Number of vectors in the state: h of every layer, and c of an LSTM's."""
+        """Number of vectors in the state: h of every layer, and for an LSTM also c."""
         return self.num_layers * (2 if self.mode == "LSTM" else 1)
 
     def open_gates(self) -> None:
-        """Set the biases of the remembering gates to 1 (Jozefowicz et al. 2015)."""
+        """Set the biases of the gates that remember to 1 (Jozefowicz et al. 2015)."""
         for _, _, bias, _ in self.all_weights:
             nn.init.ones_(bias[self.hidden_size : 2 * self.hidden_size])
 
@@ -57,7 +57,7 @@ class LSTMCore(nn.LSTM, RememberingCore):
             shut[2] = 0.0  # no effect on the candidate values
             weights[0] = torch.cat([weights[0], shut.view(-1, 1)], 1)
             inputs = torch.cat([inputs, resets.to(inputs.dtype)], -1)
-        # arguments: biases, no dropout, one direction, time as the first axis
+        # other arguments: with biases, no dropout, one direction, time as the first axis
         outputs, after_h, after_c = torch.lstm(
             inputs, before, weights, True, self.num_layers, 0.0, self.training, False, False
         )
@@ -86,7 +86,7 @@ class MinGRUCore(nn.Module):
     scans logarithms, which requires positive states; `scan` needs no logarithms and no divisions.
     """
 
-    LONGEST = 64.0  # memory in steps of the slowest units of a new core
+    LONGEST = 64.0  # steps that the slowest units of a new core remember
 
     def __init__(self, num_inputs: int, size: int, num_layers: int = 1) -> None:
         super().__init__()
@@ -115,8 +115,8 @@ class MinGRUCore(nn.Module):
 def scan(keep: Tensor, add: Tensor, first: Tensor) -> Tensor:
     """Return h_t = keep_t * h_(t-1) + add_t for all t, [L, N, H], in log2(L) rounds.
 
-    After the round with distance d, every element covers 2 * d steps. All factors lie in [0, 1], so
-    no product overflows. Source: Hillis and Steele, "Data parallel algorithms", 1986.
+    After the round with distance d, every element combines up to 2 * d steps. All factors lie in
+    [0, 1], so no product overflows. Source: Hillis and Steele, "Data parallel algorithms", 1986.
 
     Args:
         keep: [L, N, H] in [0, 1].

@@ -16,7 +16,7 @@ LARGEST_TANH = 1.0 - 1e-6  # atanh of this is 7.25; atanh(1) would be infinite
 
 
 def split_choices(logits: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Split logits [..., A] into one row per action, [..., D, K], padded with FORBIDDEN."""
+    """Split logits [..., A] into rows [..., D, K] per action, padded with FORBIDDEN."""
     rows = logits.split(sizes, -1)
     padded = [functional.pad(row, (0, max(sizes) - row.shape[-1]), value=FORBIDDEN) for row in rows]
     return torch.stack(padded, -2)

@@ -1,8 +1,8 @@
 """Network inputs: statistics that normalise observations, and encoders.
 
-The statistics stay fixed during an iteration; the sums of its rollout are merged afterwards. Sums
-are float64, can be added over ranks, and are taken of deviations from the fixed mean, so that
-neither the order of ranks nor a large offset costs precision.
+The statistics stay fixed during an iteration; afterwards, the sums over its rollout are merged into
+them. Sums are float64 and can be added over ranks. They add up deviations from the fixed mean, so
+that neither the order of ranks nor a large offset reduces the precision.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class RunningMoments(nn.Module):
         self.register_buffer("variance", torch.ones(num_features, dtype=torch.float64))
 
     def sums(self, samples: Tensor) -> Tensor:
-        """Return count, sums and square sums of the deviations of samples [..., F]."""
+        """Return the count, the sums and the sums of squares of samples [..., F].
+
+        The sums are over deviations from the mean.
+        """
         rows = samples.flatten(0, -2).index_select(1, self.index)
         deviations = rows.double() - self.mean[self.index]
         count = deviations.new_full((1,), len(deviations))
@@ -51,7 +54,7 @@ class RunningMoments(nn.Module):
         count, deviations, squares = sums[0], *sums[1:].chunk(2)
         total = self.count + count
         shift = deviations / total
-        # parallel variance of Chan et al. (1979), with deviations from the old mean
+        # formula of Chan et al. (1979) for merging variances; deviations are from the old mean
         merged = (self.variance[self.index] * self.count + squares) / total - shift.square()
         self.variance[self.index] = merged.clamp(min=0.0)
         self.mean[self.index] += shift
@@ -59,7 +62,7 @@ class RunningMoments(nn.Module):
 
 
 class Normalizer(nn.Module):
-    """Normalises to mean 0 and deviation 1, and clips; the identity if disabled."""
+    """Normalises values to mean 0 and deviation 1 and clips them, unless disabled."""
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class Normalizer(nn.Module):
         return self.frozen(values.dtype)(values)
 
     def frozen(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """Return a function that normalises values of this type with current statistics."""
+        """Return a function that normalises values of `dtype`; its statistics are fixed."""
         if not self.enabled:
             return lambda values: values
         shift = self.moments.mean.to(dtype) if self.center else 0.0
@@ -93,7 +96,10 @@ def observation_normalizer(layout: Layout, enabled: bool) -> Normalizer:
 
 
 class Normalizers(nn.Module):
-    """Normalisers for observations and rewards; discounted returns scale the rewards."""
+    """Normalisers for observations and rewards.
+
+    Rewards are divided by the standard deviation of discounted returns.
+    """
 
     def __init__(self, layout: Layout, *, scale_obs: bool, scale_rewards: bool) -> None:
         super().__init__()
@@ -113,7 +119,7 @@ class Normalizers(nn.Module):
         self.rewards.moments.merge(sums["discounted returns"])
 
     def restart(self) -> None:
-        """Reset the sample counts; keep the means, around which the next sums are taken."""
+        """Reset the sample counts; keep the means, which the next sums still subtract."""
         self.obs.moments.count.zero_()
         self.rewards.moments.count.zero_()
 
@@ -122,11 +128,11 @@ class Normalizers(nn.Module):
         if self.rewards.enabled:
             return 1.0
         moments = self.rewards.moments
-        return torch.where(moments.count > 0, moments.variance[0].sqrt(), 0.0)  # no samples: 0
+        return torch.where(moments.count > 0, moments.variance[0].sqrt(), 0.0)  # 0 without samples
 
 
 def image_encoder(shape: tuple[int, ...], num_outputs: int) -> nn.Sequential:
-    """Return a CNN for images [N, C, H, W]: halving convolutions, then one layer."""
+    """Return a CNN for images [N, C, H, W]: stride-2 convolutions, one linear layer."""
     channels, *sides = shape
     layers: list[nn.Module] = []
     while not layers or max(sides) > LARGEST_MAP:
@@ -139,7 +145,7 @@ def image_encoder(shape: tuple[int, ...], num_outputs: int) -> nn.Sequential:
 
 
 class Encoder(nn.Module):
-    """Encodes observation rows: keeps numbers, runs images through CNNs, drops masks."""
+    """Encodes observation rows: keeps numbers, encodes images with CNNs, drops masks."""
 
     def __init__(self, layout: Layout, image_size: int) -> None:
         super().__init__()
@@ -151,8 +157,8 @@ class Encoder(nn.Module):
         self.num_outputs = sum(sizes)
         if not sizes:
             raise UserError(
-                "the observation holds nothing but a mask: give the policy something to see, such "
-                "as --previous_action"
+                "the observation contains only an action mask: add something that the policy can "
+                "observe, for example with --previous_action"
             )
 
     def forward(self, rows: Tensor) -> Tensor:

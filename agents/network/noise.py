@@ -21,7 +21,7 @@ from agents.network.seeds import NOISE_STREAM, SHUFFLE_STREAM
 MASK = 2**32 - 1
 FACTORS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
-# counters per call: few enough for the cache of a CPU core, or for little GPU memory
+# counters per call: few enough to fit into the cache of a CPU core and to save GPU memory
 CELLS = {"cpu": 2**15, "cuda": 2**22}
 
 
@@ -61,10 +61,10 @@ def action_noise(
     Box actions get standard normal noise (Box-Muller), `colored` over time. Discrete choices get
     standard Gumbel noise: the argmax of logits + noise samples the softmax exactly.
     """
-    # Counters [T, B, C] are unique to a step of an environment. Each gives two pairs of words.
+    # No two environments or steps share a counter [T, B, C]. Each gives two pairs of words.
     device = torch.device(device)
     is_box = isinstance(space, spaces.Box)
-    num_actions = spaces.utils.flatdim(space)  # dimensions of a Box, else options
+    num_actions = spaces.utils.flatdim(space)  # dimensions of a Box, or number of choices
     num_words = (num_actions + 1) // 2 if is_box else num_actions
     numbers = torch.arange((num_words + 1) // 2, device=device)
     envs = torch.arange(env_offset, env_offset + num_envs, device=device)[:, None]
@@ -85,7 +85,7 @@ def action_noise(
 
 
 def gumbel(high: Tensor, low: Tensor) -> Tensor:
-    """Return standard Gumbel numbers, each made from 52 random bits."""
+    """Return standard Gumbel numbers, each computed from 52 random bits."""
     bits = high << 20 | low >> 12  # 52 bits
     return bits.double().add_(0.5).mul_(2.0**-52).log_().neg_().log_().neg_()
 
@@ -100,9 +100,10 @@ def normal(high: Tensor, low: Tensor) -> Tensor:
 def colored(white: Tensor, exponent: float) -> Tensor:
     """Give white normal noise [T, B, A] the spectrum 1 / frequency**exponent.
 
-    Noise of neighbouring steps is then correlated, so that exploration moves further away. Each
-    single number stays standard normal, so log probabilities of single actions stay correct. An
-    exponent of 0 means white noise, 1 pink, 2 Brownian. Rollouts are coloured independently.
+    The noise of neighbouring steps is then correlated, so that exploration reaches more distant
+    states. Each number by itself is still standard normal, so the log probabilities of single
+    actions are still correct. An exponent of 0 means white noise, 1 pink noise, 2 Brownian noise.
+    Rollouts are coloured independently.
     Source: Hollenstein, Martius and Piater, "Colored noise in PPO" (AAAI 2024),
     https://arxiv.org/abs/2312.11091.
     """
@@ -136,14 +137,16 @@ def sequence_orders(
     each minibatch the same number of sequences, so the global minibatch does not depend on the
     number of ranks.
     """
-    size = num_minibatches // math.gcd(num_minibatches, sequences_per_env)  # stratum size
+    # number of environments in a stratum
+    size = num_minibatches // math.gcd(num_minibatches, sequences_per_env)
     seed, iteration = key
     epochs = torch.arange(num_epochs)[:, None, None]
     envs = torch.arange(env_offset, env_offset + num_envs)[:, None]  # [B, 1]
     counter = (torch.arange(sequences_per_env), envs, torch.tensor(iteration), epochs)
     high, low, *_ = philox(counter, stream_key(seed, SHUFFLE_STREAM))  # [epochs, B, K]
     keys = (high << 31 | low >> 1).numpy().reshape(num_epochs, num_envs // size, -1)
-    order = keys.argsort(axis=-1, kind="stable")  # index b * K + k within the stratum
+    # indices b * K + k, where b counts the environments of a stratum
+    order = keys.argsort(axis=-1, kind="stable")
     env, k = np.divmod(order, sequences_per_env)
     columns = k * num_envs + env + np.arange(0, num_envs, size)[:, None]
     by_minibatch = columns.reshape(*columns.shape[:2], num_minibatches, -1)

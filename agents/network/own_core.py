@@ -11,7 +11,7 @@ from rl_dist.checkpoint.trust import import_own
 from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
 
 STEPS, ROWS = 7, 3  # size of the test input
-CONTRACT = "docs/own_environment.md has the contract of a core"
+CONTRACT = "docs/own_environment.md says what a core must do"
 
 
 def make_core(name: str, *sizes: int) -> nn.Module:
@@ -22,7 +22,9 @@ def make_core(name: str, *sizes: int) -> nn.Module:
         if not isinstance(core, nn.Module) or not isinstance(core.num_states, int):
             raise TypeError("it must be a torch module with an integer num_states")
     except FOREIGN_ERRORS as error:
-        raise UserError(f"core {name!r} cannot be made: {one_line(error)}: {CONTRACT}") from error
+        raise UserError(
+            f"core {name!r} cannot be created: {one_line(error)}: {CONTRACT}"
+        ) from error
     return core
 
 
@@ -38,7 +40,7 @@ def try_core(name: str, core: Any, num_inputs: int, size: int) -> None:
 
 @torch.no_grad()
 def _problem(core: Any, num_inputs: int, size: int) -> str:
-    """Run a core in two ways; describe how it breaks the contract, or return ''."""
+    """Run a core on sequences and on single steps; return what is wrong, or ''."""
     generator = torch.Generator().manual_seed(0)
     like = next(core.parameters(), torch.zeros(()))
     inputs = torch.randn(STEPS, ROWS, num_inputs, generator=generator).to(like)
@@ -49,7 +51,7 @@ def _problem(core: Any, num_inputs: int, size: int) -> str:
     if shapes != expected:
         return f"returns shapes {shapes}, not {expected}"
 
-    # run single steps, without the last sequence
+    # run single steps, and omit the last sequence to detect a core that mixes sequences
     outputs, after = [], state[:, :-1]
     for step in inputs[:, :-1]:
         output, after = core(step[None], after)
@@ -57,7 +59,7 @@ def _problem(core: Any, num_inputs: int, size: int) -> str:
     for part, stepwise in zip(whole, (torch.cat(outputs), after), strict=True):
         if not torch.allclose(part[:, :-1], stepwise, rtol=1e-3, atol=1e-4):
             return (
-                "gives other outputs step by step: it looks ahead, mixes sequences, keeps state "
-                "inside, draws at random, or its state is incomplete"
+                "gives different outputs for single steps: it looks ahead, mixes sequences, keeps "
+                "state in the module, uses random numbers, or returns an incomplete state"
             )
     return ""

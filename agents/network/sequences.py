@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PACKING = 1.07  # time per step in packed rows, relative to padded rows
+PACKING = 1.07  # time per step in packed rows (with resets), relative to padded rows
 # A network maps obs [L, N, F] and the state [N, S, H] before the first step to outputs, each
 # [L, N, ...], and the state after the last step. For packed plans it also takes resets [L, N, 1]:
 # 1 at a step after which the state must be zero.
@@ -44,7 +44,7 @@ class Plan:
 
 def plan_pieces(
     episode_start: np.ndarray,  # [T, N] bool
-    device: torch.device,  # of the sequences
+    device: torch.device,  # device of the sequences
     call_steps: float = 0.0,  # overhead of a call, in single-row steps
     resets_inside: bool = False,  # the network accepts resets: pack pieces if that is faster
 ) -> Plan:
@@ -106,14 +106,14 @@ def plan_pieces(
 
 
 def cheapest_splits(counts: list[int], longest: list[int], call_steps: float) -> list[int]:
-    """Group neighbouring levels for the least total time; return the first levels.
+    """Group neighbouring levels to minimise time; return the first level per group.
 
     Args:
         counts: number of pieces of each level, from the longest level to the shortest.
         longest: length of the longest piece of each level.
         call_steps: overhead of a call, in single-row steps.
     """
-    # for the first 0, 1, ... levels: the least time, and its splits
+    # entry n: the least time for the first n levels, and the splits that achieve it
     best: list[tuple[float, list[int]]] = [(0.0, [])]
     for end in range(1, len(counts) + 1):
         best.append(
@@ -126,7 +126,7 @@ def cheapest_splits(counts: list[int], longest: list[int], call_steps: float) ->
 
 
 def best_fit(lengths: np.ndarray, stateful: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pack pieces into rows as long as the longest piece, at least one step apart.
+    """Pack pieces, one or more steps apart, into rows as long as the longest piece.
 
     Every stateful piece begins a row. The other pieces follow in order of decreasing length, each
     in the row with the least sufficient room. Returns the row and the first step of each piece.
@@ -134,7 +134,8 @@ def best_fit(lengths: np.ndarray, stateful: np.ndarray) -> tuple[np.ndarray, np.
     row, begin = np.zeros((2, len(lengths)), np.int64)
     num_rows = int(stateful.sum())
     row[stateful] = np.arange(num_rows)
-    # Room includes the reset step before a piece. An empty row needs no reset: it has 1 step more.
+    # The room of a row includes the reset step before a piece. The first piece of a row needs no
+    # reset, so an empty row has room for 1 more step.
     whole = int(lengths.max()) + 1
     rows_by_room: dict[int, list[int]] = defaultdict(list)
     for number, length in enumerate(lengths[stateful].tolist()):
@@ -163,7 +164,7 @@ def run_sequence(
     obs: Tensor,  # [T, N, F]
     state: Tensor,  # [N, S, H] before the first step
     episode_start: Tensor,  # [T, N] bool: obs is the first observation of its episode
-    plan: Plan | None = None,  # from `plan_pieces`; None: make it here and wait for the GPU
+    plan: Plan | None = None,  # from `plan_pieces`; None: compute it, which waits for the GPU
 ) -> tuple[Tensor, ...]:
     """Run a recurrent network over [T, N] steps, reset at every episode start.
 
@@ -212,18 +213,19 @@ def state_after(
 ) -> Tensor:
     """Return the state [N, S, H] after the last of the [T, N] steps.
 
-    Only the last episode of each sequence affects this state. Arguments are those of
+    Only the last episode of each sequence affects this state. The arguments are as in
     `run_sequence`; `starts` is a copy of `episode_start` on the host.
     """
     if resets_inside:
-        # One call: the last step before an episode resets the state, as its output is not needed.
+        # One call is enough: no output is needed, so the last step before an episode can reset the
+        # state.
         resets = torch.zeros_like(obs[..., :1])
         resets[:-1, :, 0] = episode_start[1:].to(obs.dtype)
-        obs = obs.masked_fill(resets > 0.5, 0.0)  # see `run_sequence`
+        obs = obs.masked_fill(resets > 0.5, 0.0)  # zero inputs, as in `run_sequence`
         after: Tensor = network(obs, state * ~episode_start[0][:, None, None], resets)[1]
         return after
     # one call for each interval between the last episode starts of the sequences
-    last = (np.arange(len(obs))[:, None] * starts).max(0)  # [N] last start; 0: none, or step 0
+    last = (np.arange(len(obs))[:, None] * starts).max(0)  # [N] step of the last start, or 0
     cuts = sorted({0, *last.tolist()})
     for begin, end in zip(cuts, [*cuts[1:], len(obs)], strict=True):
         state = network(obs[begin:end], state * ~episode_start[begin][:, None, None])[1]
