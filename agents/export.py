@@ -58,7 +58,7 @@ class ExportedStep(nn.Module):
         super().__init__()
         self.policy = policy = float_copy(agent)
         policy.critic_core = TanhCore(0, 0, 0)
-        policy.critic_head.forward = lambda rows: rows  # its weight, read for the dtype, stays
+        policy.critic_head.forward = lambda rows: rows  # its weight stays: its dtype is read
         vectors_size = 0 if policy.config.stateless else policy.initial_state(1).numel()
         self.sizes = [vectors_size, policy.empty_history(1).numel()]
         self.state_size = sum(self.sizes)

@@ -86,7 +86,7 @@ class RunFlags:
     """Continue the run in this directory from its newest checkpoint; auto: continue run_dir if
     given, else the newest run, or start a new run if there is nothing to continue."""
     quick: bool = False
-    """Do a complete small run in half a minute; it is too short to learn."""
+    """Do a complete small run in half a minute; the policy learns little in it."""
     preset: Literal["auto", "trading", "small", "control", "memory", "paper"] = "auto"
     """Defaults for a kind of task; auto: trading for StockTrading-v0, memory for the memory tasks,
     small for others; control: the same as small; paper: the settings of arXiv 2212.02721."""

@@ -34,8 +34,8 @@ ROWS = {
     "": """
  iteration number of this iteration (one rollout and one update), counted from 1
  global_step [steps] environment steps of all ranks so far
-*episode/return mean return (sum of unscaled rewards) of the episodes that ended; null if none
- episode/length [steps] mean length of the episodes that ended; null if none
+*episode/return mean return (sum of unscaled rewards) of the episodes that ended; null if none did
+ episode/length [steps] mean length of the episodes that ended; null if none did
 *episode/count [episodes] episodes that ended in this iteration
  episode/total [episodes] episodes that have ended since the start
  env/restarts [restarts] environments rebuilt since the last record, including during warm-up

@@ -41,7 +41,7 @@ class Share:
     scaling: str  # strong: num_envs and batch_size are totals; weak: they are per rank
     work: RankCost  # cost of one rank if the machine has enough cores
     processors: int  # CPU threads of a rank; 1 on a GPU
-    crowding: float  # slowdown if the ranks need more cores than exist
+    crowding: float  # slowdown factor if the ranks need more cores than the machine has
     source: str  # "measured": a copy ran for each rank; "modelled": fewer copies ran
 
 

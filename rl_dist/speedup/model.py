@@ -34,7 +34,7 @@ class RankCost:
     collect_s: float
     update_s: float  # time of everything after the rollout
     collect_spread_s: float = 0.0  # standard deviation over iterations and ranks
-    update_spread_s: float = 0.0  # also a standard deviation; covers all gradient steps
+    update_spread_s: float = 0.0  # standard deviation of the whole update
 
     @property
     def seconds(self) -> float:

@@ -92,7 +92,7 @@ class Strategy:
         return wrapped
 
     def _keep(self, module: nn.Module, reduced: list[nn.Parameter]) -> None:
-        """Remember a module, which is not wrapped yet.
+        """Store a module that is not wrapped yet.
 
         Args:
             reduced: parameters of the module whose gradients are reduced over ranks.
