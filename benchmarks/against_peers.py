@@ -1,15 +1,18 @@
-"""Compare speed with other recurrent trainers: the same network and work, in alternating turns.
+"""Compare our speed with other recurrent trainers, in alternating turns.
 
     python benchmarks/against_peers.py --python /path/to/venv/bin/python [--minutes 7]
 
-The environment of --python holds the other trainers: rl-games, skrl, sb3-contrib (each with
-gymnasium, and best with this project's version of torch); a missing one is skipped with a line.
-All train 64 environments for 128 steps, then 4 epochs of 4 minibatches, on an LSTM, a tanh layer
-and two heads. The learning rate is so low that policies stay random: learning would change the
-length of episodes, on which speed depends. Every trainer is a process that waits for its turns; a
-turn is one iteration. In a pair, ours and a peer take a turn each, in the next pair in the other
-order. A ratio is the peer's time over ours in one pair; the output has medians and their 95 %
-intervals by bootstrap.
+--python is the Python interpreter of an environment in which the other trainers are installed:
+rl-games, skrl and sb3-contrib, each with gymnasium and preferably with this project's version of
+torch. If a trainer is missing, a line says so and it is skipped. All trainers do the same work with
+the same network: an iteration collects 128 steps of 64 environments and trains an LSTM, a tanh
+layer and two heads for 4 epochs of 4 minibatches. The learning rate is so low that policies remain
+random, because learning would change the length of episodes, on which speed depends.
+
+Every trainer is a process that waits for its turn, which is one iteration. In a pair of turns, our
+trainer and a peer take one turn each; the next pair is in the opposite order. A ratio is the time
+of the peer divided by our time in the same pair. The output has the median of the ratios with a
+95 % interval from a bootstrap.
 """
 
 from __future__ import annotations
@@ -30,17 +33,17 @@ from typing import Any
 from turns import STEPS, describe, median_interval
 
 SCRIPT = Path(__file__).with_name("peers.py")
-PEERS = {  # the package that each driver needs
+PEERS = {  # driver: package that it needs
     "rl_games": "rl_games",
     "skrl": "skrl",
     "clean": "gymnasium",
     "sb3": "sb3_contrib",
 }
-START_UP_S = 20.0  # share of --minutes for start and warm-up
+START_UP_S = 20.0  # part of --minutes reserved for start and warm-up
 
 
 class Program:
-    """A process in its own session, which ends with the context that holds it."""
+    """A process in its own session; it is killed when the `held` context exits."""
 
     def __init__(self, held: ExitStack, command: list[str], **options: Any) -> None:
         self.errors = held.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115  # held
@@ -67,7 +70,7 @@ class Trainer(Program):
     def __init__(self, held: ExitStack, python: str, *arguments: str | int) -> None:
         folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment["TMPDIR"] = held.enter_context(folder)  # the driver is killed
+        environment["TMPDIR"] = held.enter_context(folder)  # killed drivers leave files
         super().__init__(
             held,
             [python, str(SCRIPT), *map(str, arguments)],
@@ -80,14 +83,14 @@ class Trainer(Program):
         self.about: dict[str, Any] = {}
 
     def turn(self) -> dict[str, Any]:
-        """Let it train one iteration and return its measurements."""
+        """Let the driver train one iteration; return its measurements."""
         assert self.process.stdin
-        with suppress(BrokenPipeError):  # the driver has ended: report() raises its last line
+        with suppress(BrokenPipeError):  # the driver has ended; report() raises the error
             self.process.stdin.write("go\n")
         return self.report()
 
     def report(self) -> dict[str, Any]:
-        """Wait for its next report; raise RuntimeError with its last line if there is none."""
+        """Wait for the driver's report; raise RuntimeError if the driver has ended."""
         assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
@@ -98,7 +101,7 @@ class Trainer(Program):
 
 
 def installed(python: str) -> set[str]:
-    """Return the peers that can run in an environment."""
+    """Return the peers whose packages are installed for an interpreter."""
     script = "import sys, importlib.util as u; print(*[n for n in sys.argv[1:] if u.find_spec(n)])"
     command = [python, "-c", script, *PEERS.values()]
     present = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
@@ -106,7 +109,7 @@ def installed(python: str) -> set[str]:
 
 
 def row_of(task: str, about: dict[str, Any], turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return medians of steps/s, seconds per phase and episode length."""
+    """Return the medians of steps/s, seconds per phase and episode length."""
     row = {"task": task, **about, "turns": len(turns)}
     row["steps_per_s"] = round(STEPS / median(turn["seconds"] for turn in turns))
     for name in ("collect_s", "update_s", "episode_length"):
@@ -116,7 +119,7 @@ def row_of(task: str, about: dict[str, Any], turns: list[dict[str, Any]]) -> dic
 
 
 def compare(task: str, peers: list[str], args: argparse.Namespace) -> None:
-    """Start all trainers on a task, warm them up, let them take turns, and print."""
+    """Start all trainers on a task, warm them up, let them take turns; print results."""
     with ExitStack() as held:
         flags = (task, "--threads", args.threads)
         ours = Trainer(held, sys.executable, "ours", *flags, "--ranks", args.ranks)
@@ -148,24 +151,24 @@ def compare(task: str, peers: list[str], args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Compare on each task."""
+    """Compare the trainers on each task."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--python", default=sys.executable, help="Python that has the other trainers"
+        "--python", default=sys.executable, help="Python interpreter that has the other trainers"
     )
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
     tasks = ["cartpole", "stocks"]
     parser.add_argument("--tasks", nargs="+", default=tasks, choices=tasks)
-    parser.add_argument("--minutes", type=float, default=7.0, help="for all tasks")
+    parser.add_argument("--minutes", type=float, default=7.0, help="duration of all tasks together")
     parser.add_argument("--fewest", type=int, default=4, help="smallest number of pairs per peer")
     parser.add_argument("--warm_up", type=int, default=2, help="turns before the first pair")
-    parser.add_argument("--threads", type=int, default=2, help="of each trainer")
-    parser.add_argument("--ranks", type=int, default=1, help="our ranks, which share --threads")
+    parser.add_argument("--threads", type=int, default=2, help="number of threads of each trainer")
+    parser.add_argument("--ranks", type=int, default=1, help="our ranks; they share --threads")
     args = parser.parse_args()
     if args.threads % args.ranks:
-        parser.error("--threads must be a multiple of --ranks, which share them")
+        parser.error("--threads must be a multiple of --ranks, because ranks share the threads")
     print(json.dumps(describe(args.threads) | {"ranks": args.ranks}))
     present = installed(args.python)
     for name in set(PEERS) - present:

@@ -1,14 +1,15 @@
-"""Kill short runs on one to four CPU ranks at random moments, and check that they resume exactly.
+"""Kill short runs on CPU ranks at random moments; check that they resume exactly.
 
     python benchmarks/kill_points.py [--points 84] [--seed 1] [--ranks 1 2 3 4]
 
-A run of Recall-v0 loses a rank, its launcher or the whole process group by a signal. With
-`--max_restarts` its launcher must start the ranks again. Without, it must end by itself with an
-error in one line and leave no process, and the same command resumes the run. That start is hit as
-well, until the run has had its share of hits. The last start trains to the end, where parameters,
-last checkpoint and metrics must equal those of an undisturbed run. If they do not, all hits of the
-run count as failed. Every case comes up equally often. Most random moments fall into a rollout or
-an update, so some of the hits wait for the start-up or a checkpoint.
+Each run trains Recall-v0 on one to four ranks. A hit kills a rank, the launcher or the whole
+process group with a signal. If a rank is killed and `--max_restarts` is set, the launcher must
+start the ranks again. Otherwise the run must end by itself, print one error line if only a rank was
+killed, and leave no process; the same command then resumes it. Every run is hit several times. The
+last start trains to the end; its parameters, last checkpoint and metrics must then equal those of
+an undisturbed run. If they do not, all hits of the run count as failed. All cases are equally
+frequent. Most random moments fall into a rollout or an update, so some hits are aimed at the
+start-up or at the writing of a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # start from any directory
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # can be started from any directory
 
 import psutil
 
@@ -38,14 +39,14 @@ from rl_dist.resume_check import differences, result_of
 from rl_dist.run_dir import JobState, RunDir
 
 ITERATIONS, HITS_PER_RUN = 20, 5
-FLAGS = (  # sizes that one to four ranks share
+FLAGS = (  # sizes that can be divided among one to four ranks
     "--env Recall-v0 --device cpu --num_envs 12 --num_steps 16 --bptt_steps 8 --batch_size 12 "
     "--hidden_size 8 --validate_every 0 --eval_episodes 2 --checkpoint_every 3 --resume auto "
     f"--total_steps {12 * 16 * ITERATIONS}"
 )
 VICTIMS = ("main rank", "other rank", "launcher", "group")
 WAYS = ("SIGKILL", "SIGSEGV", "SIGABRT")
-AIMS = {"starting": 0.2, "any moment": 0.5, "saving": 0.3}  # aim -> share of the hits
+AIMS = {"starting": 0.2, "any moment": 0.5, "saving": 0.3}  # aim: fraction of the hits
 START_UP_S = 8.0
 GONE_WITHIN_S = 30.0
 AGAIN_WITHIN_S = 90.0
@@ -54,16 +55,16 @@ ENDED_WITHIN_S = 300.0
 
 @dataclass(frozen=True)
 class Case:
-    """The victim of a hit, and the signal."""
+    """A kind of hit: what is killed, with which signal, in which run."""
 
     ranks: int
-    restarting: bool  # with --max_restarts
+    restarting: bool  # the run uses --max_restarts
     victim: str
     way: str
 
 
 class Run:
-    """One start of the training in a new process group."""
+    """A training that was started once, in a new process group."""
 
     def __init__(self, folder: Path, ranks: int, restarting: bool) -> None:
         self.run_dir, self.errors = RunDir(folder / "run"), folder / "stderr"
@@ -79,11 +80,11 @@ class Run:
             )
 
     def wait_for(self, condition: Callable[[JobState], bool], patience_s: float) -> JobState | None:
-        """Return the state of this start once it meets a condition, or None if it never does."""
+        """Wait until the state meets a condition; return it, or None if it never does."""
         deadline_s = time.monotonic() + patience_s
         while self.job.poll() is None and time.monotonic() < deadline_s:
             state = self.run_dir.state()
-            with suppress(ProcessLookupError):  # the state belongs to an earlier start
+            with suppress(ProcessLookupError):  # the state is from an earlier start
                 if state and os.getsid(state.launcher_pid) == self.job.pid and condition(state):
                     return state
             time.sleep(0.002)
@@ -96,7 +97,7 @@ class Run:
     def hit(self, case: Case, aim: str, span_s: float, rng: random.Random) -> str:
         """Kill the victim; return what went wrong afterwards, or "".
 
-        Raises ProcessLookupError: the run had ended before.
+        Raises ProcessLookupError: the run ended before the hit.
         """
         if aim == "starting":
             time.sleep(rng.uniform(0.0, START_UP_S))
@@ -124,7 +125,7 @@ class Run:
             return f"{num_left} process(es) are left"
         lines = [line for line in self.errors.read_text().splitlines() if line[:6] == "error:"]
         if is_rank and (case.restarting or not self.job.returncode or len(lines) != 1):
-            return f"code {self.job.returncode}, errors: {lines}"
+            return f"exit code {self.job.returncode}, error lines: {lines}"
         return ""
 
     def num_left(self) -> int:
@@ -149,7 +150,7 @@ class Run:
 
 
 def undisturbed(folder: Path, ranks: int) -> tuple[Path, float]:
-    """Train without hits; return the run directory and the seconds of training."""
+    """Train without hits; return the run directory and the training time in seconds."""
     folder.mkdir()
     run = Run(folder, ranks, restarting=False)
     run.wait_for_phase("training")
@@ -164,7 +165,7 @@ def undisturbed(folder: Path, ranks: int) -> tuple[Path, float]:
 def hit_and_resume(
     folder: Path, cases: list[Case], expected: Path, span_s: float, rng: random.Random
 ) -> dict[Case, str]:
-    """Hit one run several times, then let it end; return the problem by case, "" if none."""
+    """Hit one run several times, then let it end; return each case's problem or ""."""
     problems: dict[Case, str] = {}
     ranks, restarting = cases[0].ranks, cases[0].restarting
     run = Run(folder, ranks, restarting)
@@ -178,20 +179,20 @@ def hit_and_resume(
         run.job.wait(ENDED_WITHIN_S)
     end = ""
     if run.num_left() or run.job.returncode:
-        end = f"the last start ended with code {run.job.returncode}: {run.errors.read_text()}"
+        end = f"the last start exited with code {run.job.returncode}: {run.errors.read_text()}"
     elif lines := differences(result_of(expected), result_of(run.run_dir.path)):
         end = lines[0]
     return {case: problem or end for case, problem in problems.items()}
 
 
 def main() -> int:
-    """Hit, resume, compare; return 0 if every run came to the same end."""
+    """Hit, resume and compare; return 0 if every run gave the undisturbed result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--points", type=int, default=84, help="hits; 84: every case once")
+    parser.add_argument("--points", type=int, default=84, help="how many hits; 84: each case once")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
-    parser.add_argument("--seed", type=int, default=1, help="seed of cases and moments")
+    parser.add_argument("--seed", type=int, default=1, help="seed of random cases and moments")
     args = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     rng = random.Random(args.seed)
@@ -220,8 +221,8 @@ def main() -> int:
                 waiting.remove(case)
                 num_hits += 1
                 num_good += not problem
-                print(f"{case}: {problem or 'the same end'}", flush=True)
-    print(f"{num_good} of {num_hits} hits led to the same end")
+                print(f"{case}: {problem or 'same result'}", flush=True)
+    print(f"{num_good} of {num_hits} hits led to the same result")
     return int(num_good != num_hits)
 
 

@@ -1,18 +1,19 @@
-"""Train memory tasks with several seeds and print a table with published figures.
+"""Train memory tasks with several seeds; print results beside published figures.
 
     pip install -e '.[popgym]'
     python benchmarks/memory_table.py --seeds 1 2 3 [--rows RepeatFirstEasy Recall] [--out DIR]
 
-Each row and seed is one command of train_distributed.py, which is printed before it runs. A result
-in --out is kept until its command changes, so a table can be made in parts. The columns:
+Each row and seed is one command of train_distributed.py, which is printed before it runs. Results
+are stored in --out and reused as long as their command does not change, so a table can be made in
+several calls. The columns:
 
-- without noise: mean return of the 100 episodes that end a training, with the last weights;
-- training: the highest mean return of episodes within 16,384 consecutive steps of the training,
-  with noise: close to the figure of POPGym's authors, whose batches have 65,536 steps;
+- without noise: mean return of the 100 episodes that evaluate the final weights without noise;
+- training: highest mean return of the episodes in 16,384 consecutive steps of the training, with
+  noise. The figure of POPGym's authors is similar, but their batches have 65,536 steps;
 - minutes: wall time of the whole command, from start to result.
 
-Each is the mean over seeds, with the smallest and the largest in brackets. The file also registers
-two published tasks: `benchmarks.memory_table:PocMemory-v0` and `...:MemoryLength-v0`.
+Each cell is the mean over seeds, with the smallest and the largest value in brackets. The file also
+registers two published tasks: `benchmarks.memory_table:PocMemory-v0` and `...:MemoryLength-v0`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from any directory
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # can be started from any directory
 
 import gymnasium
 import numpy as np
@@ -41,8 +42,8 @@ from envs.vector.batched import BatchedEnv, Outcome, SingleEnv
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = "--preset memory --num_gpus 1 --device cpu --threads 1 --validate_every 0"
-WINDOW = 16_384  # steps over which the return of training is averaged
-# sources of published figures, by their letters in the table
+WINDOW = 16_384  # number of steps over which training returns are averaged
+# sources of the published figures, by their letter in the table
 SOURCES = {
     "P": "Morad et al., ICLR 2023 ([arXiv 2303.01859](https://arxiv.org/abs/2303.01859)), "
     "Table 3: 15 M steps, 3 trials, RLlib's PPO; column *training*. Taken from a transcription",
@@ -52,23 +53,23 @@ SOURCES = {
     "(https://github.com/MarcoMeter/recurrent-ppo-truncated-bptt); final returns of 10 runs, "
     "read from its event files",
 }
-FROZEN_STEPS = 2  # steps for which PocMemory shows its signs
-END_PLACE = 5  # places on each side of the middle, 0.2 apart; the outermost are the ends
+FROZEN_STEPS = 2  # number of steps in which PocMemory shows the signs
+END_PLACE = 5  # places on each side of the middle, 0.2 apart; the last one is the end
 FARTHEST_START = 2  # an episode of PocMemory begins at most this far from the middle
 PRIZE = 1.6
 STEP_COST = 0.1
 
 
 class PocMemoryVectorEnv(BatchedEnv):
-    """PocMemory-v0: only the start shows which end of a corridor is good.
+    """PocMemory-v0: only the first steps show which end of a corridor is good.
 
     An observation is the left sign, the position and the right sign, [B, 3]. For two steps the
     agent stands still and sees the signs of both ends, -1 and +1; then it walks and sees only its
-    position. A step costs 0.1, the good end earns 1.6, the bad one costs 1.6, and both end the
-    episode. The best possible mean return is 1.2.
+    position. A step costs 0.1, the good end earns 1.6, and the bad end costs 1.6. The episode
+    terminates at either end. The best possible mean return is 1.2.
 
     Source of the rules: MarcoMeter/recurrent-ppo-truncated-bptt, environments/poc_memory_env.py,
-    with freeze=True as that project trains it.
+    with freeze=True, as in the trainings of that project.
     """
 
     state_names = ("place", "right")
@@ -104,10 +105,10 @@ class PocMemoryVectorEnv(BatchedEnv):
 
 
 class MemoryLengthVectorEnv(BatchedEnv):
-    """MemoryLength-v0: one bit to remember for some steps, by bsuite's memory_len.
+    """MemoryLength-v0: remember one bit for some steps, as in bsuite's memory_len.
 
-    An observation is the time left, the query and the bit, [B, 3]. The first observation, shown
-    twice, holds the bit as -1 or +1; the last action of the episode earns 1 if it names the bit,
+    An observation is the time left, the query and the bit, [B, 3]. The first observation is shown
+    twice and holds the bit as -1 or +1; the last action of the episode earns 1 if it names the bit,
     otherwise -1.
 
     Source of the rules: google-deepmind/bsuite, bsuite/environments/memory_chain.py, with one bit.
@@ -130,9 +131,9 @@ class MemoryLengthVectorEnv(BatchedEnv):
         self.bit[rows] = draws[:, 0].astype(np.int64)
 
     def observe(self) -> np.ndarray:
-        """Return the observations: those of the step before, as in the source."""
+        """Return observations that are one step late, as in the source."""
         shown = np.maximum(self.elapsed - 1, 0)
-        obs = np.zeros((self.num_envs, 3), dtype=np.float32)  # one bit: the query is always 0
+        obs = np.zeros((self.num_envs, 3), dtype=np.float32)  # with one bit the query is always 0
         obs[:, 0] = 1.0 - shown / self.length
         obs[:, 2] = np.where(shown == 0, 2 * self.bit - 1, 0)
         return obs
@@ -154,31 +155,31 @@ for env_id, batch in BATCHES.items():
 
 @dataclass(frozen=True)
 class Row:
-    """A task, how it is trained, and what others have published."""
+    """A task, its training flags, and the figures that others have published."""
 
     task: str
     env: str
     steps: int
     published: str = "-"
-    flags: str = ""  # beyond the preset
+    flags: str = ""  # in addition to COMMON
 
     @property
     def name(self) -> str:
-        """Text in which --rows searches."""
+        """Name of the row, in which --rows searches."""
         return f"{self.task} {self.flags}".strip()
 
     def command(self, seed: int) -> list[str]:
-        """Return the training command, without the directory of the run."""
+        """Return the training command without --run_dir."""
         flags = f"--env {self.env} --total_steps {self.steps} {COMMON} {self.flags} --seed {seed}"
         return ["train_distributed.py", *shlex.split(flags)]
 
 
 def popgym(task: str, steps: int, published: str, flags: str = "") -> Row:
-    """Return the row of a task of POPGym."""
+    """Return the row for a POPGym task."""
     return Row(task, f"popgym:popgym-{task}-v0", steps, f"{published} P", flags)
 
 
-NOW = "--gamma 0"  # every reward is for the action just taken
+NOW = "--gamma 0"  # every reward depends only on the action just taken
 WHOLE = f"{NOW} --bptt_steps 128"  # a sequence holds a whole episode
 CORE = f"{WHOLE} --policy own --core examples.phase_core:PhaseCore"
 MEDIUM = "GRU -0.315, LMU (best) 0.789"
@@ -223,7 +224,7 @@ ROWS = [
 
 
 def best_window(metrics: Sequence[dict[str, Any]]) -> float | None:
-    """Return the highest mean return of episodes in WINDOW steps; None: no episode ended."""
+    """Return the highest mean return in WINDOW steps, or None if no episode ended."""
     means: list[float] = []
     first_step, total, count = 0, 0.0, 0.0
     for record in metrics:
@@ -238,13 +239,13 @@ def best_window(metrics: Sequence[dict[str, Any]]) -> float | None:
 
 
 def train(command: list[str], run_dir: Path) -> dict[str, Any]:
-    """Run a training and return its figures."""
+    """Run a training and return its results."""
     shutil.rmtree(run_dir, ignore_errors=True)
     began_s = time.monotonic()
     arguments = [sys.executable, *command, "--run_dir", str(run_dir.absolute())]
     done = subprocess.run(arguments, cwd=ROOT, stdout=subprocess.DEVNULL)
     if done.returncode:
-        raise SystemExit(f"error: the training ended with code {done.returncode}")
+        raise SystemExit(f"error: the training exited with code {done.returncode}")
     minutes = (time.monotonic() - began_s) / 60
     summary = json.loads((run_dir / "summary.json").read_text())
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
@@ -258,7 +259,7 @@ def train(command: list[str], run_dir: Path) -> dict[str, Any]:
 
 
 def spread(results: Sequence[dict[str, Any]], name: str, digits: int = 3) -> str:
-    """Return the mean of a figure, with its smallest and its largest value."""
+    """Return the mean, smallest and largest value of one result as text."""
     values = [result[name] for result in results if result[name] is not None]
     if not values:
         return "-"
@@ -283,7 +284,7 @@ def table_row(row: Row, results: Sequence[dict[str, Any]]) -> str:
 
 
 def stored(path: Path, command: list[str]) -> dict[str, Any] | None:
-    """Return the result in a file if the same command gave it."""
+    """Return the result stored in a file if the same command produced it."""
     if not path.exists():
         return None
     result: dict[str, Any] = json.loads(path.read_text())
@@ -291,7 +292,7 @@ def stored(path: Path, command: list[str]) -> dict[str, Any] | None:
 
 
 def result_path(out: Path, row: Row, seed: int) -> Path:
-    """Return the file of a result."""
+    """Return the path of the file for a result."""
     return out / f"{re.sub('[^a-zA-Z0-9]+', '_', row.name)}.{seed}.json"
 
 
@@ -299,9 +300,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train the rows that have no result, and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--rows", nargs="+", default=[""], help="parts of names; default: all")
+    parser.add_argument("--rows", nargs="+", default=[""], help="parts of row names; default: all")
     parser.add_argument("--out", type=Path, default=Path("runs/memory_table"))
-    parser.add_argument("--print_only", action="store_true", help="print the results in --out")
+    parser.add_argument("--print_only", action="store_true", help="only print results in --out")
     args = parser.parse_args(argv)
     rows = [row for row in ROWS if any(part in row.name for part in args.rows)]
     results: dict[str, list[dict[str, Any]]] = {row.name: [] for row in rows}

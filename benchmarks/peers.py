@@ -1,9 +1,9 @@
-"""Train with one of several programs, in turns with others, for against_peers.py.
+"""Train with one of several trainers, taking turns with others.
 
     python benchmarks/peers.py DRIVER [TASK] [--threads 2] [--ranks 1]
 
-A driver imports its trainer itself: no environment holds all of them. `sb3_solve` takes no turns;
-time_to_solve.py watches it.
+Every driver imports only its own trainer, because no environment has all of them installed.
+against_peers.py runs all drivers except `sb3_solve`, which time_to_solve.py halts and continues.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from turns import (
 
 
 def turns_of(trainer: str) -> Turns:
-    """Return the turns of a trainer in this process."""
+    """Return the Turns object for a trainer in this process."""
     return Turns(trainer=trainer, torch=torch.__version__)
 
 
 def batched_env(task: Task) -> Any:
-    """Return a batch of environments for a trainer that cannot step 64 single ones."""
+    """Return a batch for a trainer that cannot step 64 single environments."""
     if task.discrete:
         return gymnasium.make_vec("CartPole-v1", NUM_ENVS, vectorization_mode="vector_entry_point")
     return StockLikeVectorEnv(NUM_ENVS)
@@ -59,7 +59,7 @@ def batched_env(task: Task) -> Any:
 
 
 def rl_games(task: Task, args: argparse.Namespace) -> None:
-    """Train with its LSTM actor-critic, on a batch: it cannot make 64 environments."""
+    """Train rl_games' LSTM actor-critic on a batch: it cannot make 64 environments."""
     import rl_games.common.a2c_common as a2c
     from rl_games.common import env_configurations, vecenv
     from rl_games.torch_runner import Runner
@@ -184,7 +184,7 @@ def sb3(task: Task, args: argparse.Namespace) -> None:
     class Iterations(BaseCallback):
         began = collected = 0.0
 
-        def _on_rollout_start(self) -> None:  # an iteration ends here
+        def _on_rollout_start(self) -> None:  # the last iteration ended
             lengths = [episode["l"] for episode in self.model.ep_info_buffer or ()]
             turns.next(
                 collect_s=self.collected - self.began,
@@ -229,7 +229,7 @@ def sb3(task: Task, args: argparse.Namespace) -> None:
 
 
 def sb3_solve(task: Task, args: argparse.Namespace) -> None:
-    """Train RecurrentPPO on CartPole without velocities; write our metrics after each rollout.
+    """Train RecurrentPPO for time_to_solve.py; write our metrics after each rollout.
 
     Source of the settings: CartPoleNoVel-v1 in rl-baselines3-zoo, hyperparams/ppo_lstm.yml.
     """
@@ -287,7 +287,7 @@ def sb3_solve(task: Task, args: argparse.Namespace) -> None:
 
 
 def skrl(task: Task, args: argparse.Namespace) -> None:
-    """Train with PPO_RNN; the model follows the LSTM example of its documentation."""
+    """Train with PPO_RNN and a model like the LSTM example in skrl's documentation."""
     from skrl.agents.torch.ppo import PPO_CFG, PPO_RNN
     from skrl.envs.wrappers.torch import wrap_env
     from skrl.memories.torch import RandomMemory
@@ -303,7 +303,7 @@ def skrl(task: Task, args: argparse.Namespace) -> None:
     spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
 
     class Shared(mixin, DeterministicMixin, Model):
-        """A model that is both policy and value function; one LSTM pass serves both."""
+        """Policy and value function in one model, which share one pass of the LSTM."""
 
         def __init__(self) -> None:
             Model.__init__(self, **spaces, device=torch.device("cpu"))
@@ -315,7 +315,7 @@ def skrl(task: Task, args: argparse.Namespace) -> None:
                 {"policy": nn.Linear(size, task.num_actions), "value": nn.Linear(size, 1)}
             )
             self.log_std = nn.Parameter(torch.zeros(task.num_actions))
-            self.kept: Any = None  # features and state of the policy's pass, for the value's
+            self.kept: Any = None  # the policy's features and state, reused by the value
 
         def get_specification(self) -> dict[str, Any]:
             sizes = [(1, NUM_ENVS, size)] * 2
@@ -333,7 +333,7 @@ def skrl(task: Task, args: argparse.Namespace) -> None:
             return self.heads[role](features), others
 
         def features(self, inputs: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
-            """Run the LSTM; training starts each sequence from its state and resets at ends."""
+            """Run the LSTM; training uses stored start states and resets at episode ends."""
             state, obs = inputs["rnn"], inputs["observations"]
             if not self.training:
                 outputs, after = self.lstm(obs[:, None], (state[0], state[1]))
@@ -383,7 +383,7 @@ DRIVERS = {run.__name__: run for run in (ours, clean, rl_games, sb3, sb3_solve, 
 
 
 def main() -> None:
-    """Train until the turns end."""
+    """Train until the input that gives the turns ends."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("driver", choices=DRIVERS)
     parser.add_argument("task", choices=TASKS, nargs="?", default="cartpole")

@@ -1,4 +1,4 @@
-"""Train with this project, or with a plain loop like CleanRL's ppo_atari_lstm.py.
+"""Train with this project or with a plain loop like CleanRL's ppo_atari_lstm.py.
 
 peers.py runs these drivers.
 """
@@ -39,12 +39,12 @@ from turns import (
     vector_env,
 )
 
-DRIVER = "BENCHMARK_DRIVER"  # environment variable of ranks: the driver's process and descriptor
+DRIVER = "BENCHMARK_DRIVER"  # environment variable: process id and descriptor of the driver
 
 
 @functools.cache
 def our_turns() -> Turns:
-    """Return the turns of the driver's process, in the ranks that it starts as well."""
+    """Return the Turns of the driver; ranks that it starts use the driver's files."""
     number, reports = map(int, os.environ[DRIVER].split())
     about: dict[str, Any] = {"trainer": "ours", "torch": torch.__version__}
     if number == os.getpid():
@@ -55,7 +55,7 @@ def our_turns() -> Turns:
 
 
 def end_of_iteration(moment: Any) -> None:
-    """Report, and wait for the next turn; other ranks wait for the first one."""
+    """Let rank 0 report and wait for the next turn; other ranks then wait for rank 0."""
     metrics = moment.metrics
     if moment.is_main_process:
         our_turns().next(
@@ -66,8 +66,8 @@ def end_of_iteration(moment: Any) -> None:
 
 
 def ours(task: Task, args: argparse.Namespace) -> None:
-    """Train by the Python function; with --ranks N, N processes share the work."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
+    """Train with `agents.train`; with --ranks N, N processes share the work."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # root of the checkout
     from agents import train
 
     settings: dict[str, Any] = {"num_stocks": 30}
@@ -110,7 +110,7 @@ def ours(task: Task, args: argparse.Namespace) -> None:
 
 
 class PlainAgent(nn.Module):
-    """LSTM, tanh layer, two heads."""
+    """Network of an LSTM, a tanh layer and two heads."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class PlainAgent(nn.Module):
     def forward(
         self, obs: Tensor, state: Any, starts: Tensor, actions: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Any]:
-        """Go step by step over [T * B] rows, resetting the state [1, B, H] at episode starts.
+        """Run T steps of B rows each; reset the state [1, B, H] at episode starts.
 
         Returns actions, their log probabilities, entropies, values and the final state.
         """
@@ -148,7 +148,7 @@ class PlainAgent(nn.Module):
 
 @torch.no_grad()
 def plain_collect(agent: PlainAgent, envs: Any, carry: dict[str, Any]) -> dict[str, Tensor]:
-    """Return one rollout, each [T, B, ...], with advantages and returns."""
+    """Return one rollout as tensors [T, B, ...], with advantages and returns."""
     steps: list[dict[str, Tensor]] = []
     obs, starts, state = carry["obs"], carry["starts"], carry["state"]
     for _ in range(NUM_STEPS):
@@ -175,7 +175,7 @@ def plain_collect(agent: PlainAgent, envs: Any, carry: dict[str, Any]) -> dict[s
 def plain_update(
     agent: PlainAgent, optimizer: torch.optim.Optimizer, rollout: dict[str, Tensor], state: Any
 ) -> None:
-    """Run the epochs over minibatches of whole environments."""
+    """Train for EPOCHS epochs; a minibatch holds all steps of some environments."""
     for _ in range(EPOCHS):
         for rows in torch.randperm(NUM_ENVS).chunk(MINIBATCHES):
             batch = {name: values[:, rows].flatten(0, 1) for name, values in rollout.items()}

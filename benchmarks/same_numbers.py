@@ -1,11 +1,12 @@
-"""Run small jobs on two checkouts; metrics, parameters and optimizer must be equal bit for bit.
+"""Run small jobs on two checkouts; all results must be equal bit for bit.
 
     git worktree add ../base COMMIT
     python benchmarks/same_numbers.py ../base [--jobs NAME ...] [--table]
 
-Runs every job at BASE and in this checkout, on this machine, one after the other, and compares the
-records of metrics.jsonl, the newest checkpoint and the figures of summary.json. It imports nothing
-from the project and reads all files itself. `--table` prints which job covers which option.
+Every job runs first in the checkout BASE and then in this checkout, on this machine. The script
+compares the records of metrics.jsonl, the newest checkpoint (parameters and optimizer included) and
+the figures of summary.json. It imports nothing from the project and reads all files itself.
+`--table` prints which job covers which option.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MARKETS = (
 )
 WORLDS = "--num_worlds 2 --num_stocks 2 --episode_days 60"
 SPACES = "--env examples.many_spaces"
-# Every line is a command; RUN is the directory that is compared, DIR the folder of the job.
+# Every line is a command. RUN stands for the run directory to compare, DIR for the job's folder.
 # "kill" starts a command and kills it after its second iteration.
 JOBS: dict[str, list[str]] = {
     "trading on 2 ranks": [
@@ -96,7 +97,7 @@ OPTIONS = (
     "target_kl, refreshed states, env restarts, pre-training, kill, resume, other ranks, fit, "
     "validation, warm-up, floor of advantages, coloured noise"
 )
-PATTERNS = {  # options whose names differ from the words of the command
+PATTERNS = {  # options whose names do not occur in the command
     "1 rank": "num_gpus 1", "2 ranks": "num_gpus 2", "3 ranks": "num_gpus 3",
     "ddp": r"num_gpus [23](?!.*hybrid)", "pipeline": "hybrid_form pipeline",
     "trading": "train_end", "CSV": "--data", "CartPole": "CartPole-v1", "workers": "env_workers",
@@ -109,20 +110,20 @@ PATTERNS = {  # options whose names differ from the words of the command
     "validation": "validate_every", "warm-up": "warmup", "floor of advantages": "min_adv_std",
     "coloured noise": "noise_color",
 }  # fmt: skip
-MACHINE = ("time/", "cpu/", "gpu/", "ram/")  # metrics that differ from run to run
-# keys of BASE that have a new name now
+MACHINE = ("time/", "cpu/", "gpu/", "ram/")  # prefixes of metrics that differ from run to run
+# keys in old checkouts: their present names
 RENAMED = {
     "lifetime_step": "life/lifetime_step", "guard/restarts": "life/restarts",
     "guard/life_seed": "life/life_seed", "guard/last_obs": "life/last_row",
 }  # fmt: skip
-# settings and spaces, which may be renamed, generators, which BASE packs in another way, and
-# figures that BASE lacks or estimates in another way
+# Not compared: settings and spaces, which may be renamed; generators, which old checkouts pack in
+# another way; figures that old checkouts lack or estimate in another way.
 NOT_COMPARED = {
     "config", "extra", "facts", "spaces", "generator", "rng", "return_with_noise", "guessed",
     "most_frequent_sign", "measured", "against_equal_weight", "sortino", "ablation",
     "ablation: policy, state zeroed", "valid/volatility_error", "train/volatility_error",
 }  # fmt: skip
-ROUNDED = re.compile("/summary/|/annual_return$")  # figures that may differ by rounding
+ROUNDED = re.compile("/summary/|/annual_return$")  # results that may differ by rounding
 FLAKY = """
 import gymnasium, numpy as np
 
@@ -155,14 +156,14 @@ gymnasium.register("Flaky-v0", entry_point=Flaky)
 
 
 def covered(job: str) -> set[str]:
-    """Return the options that a job turns on."""
+    """Return the options that a job covers."""
     names = {name.strip() for name in OPTIONS.split(",")}
     lines = JOBS[job]
     return {n for n in names if any(re.search(PATTERNS.get(n, n), line) for line in lines)}
 
 
 def write_prices(path: Path) -> None:
-    """Write daily bars of two stocks: a fixed random walk."""
+    """Write daily bars of two stocks, whose prices are a fixed random walk."""
     generator = torch.Generator().manual_seed(1)
     lines = ["date,tic,open,high,low,close,adj_close,volume"]
     days = [
@@ -203,19 +204,19 @@ def run_job(tree: Path, commands: list[str], folder: Path) -> Path:
         code = process.wait()
         if code and not kill:
             last_line = (folder / "output").read_text().strip().rpartition("\n")[2]
-            raise RuntimeError(f"{tree}: {command} ended with code {code}: {last_line}")
+            raise RuntimeError(f"{tree}: {command} exited with code {code}: {last_line}")
     return run_dir
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
-    """Read the whole lines of metrics.jsonl."""
+    """Read metrics.jsonl without a last line that is incomplete."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of nested dictionaries and lists, by the path to them."""
+    """Yield each leaf of nested dictionaries and lists with its path."""
     items: Any = ()
     if isinstance(value, dict):
         items = value.items()
@@ -229,19 +230,19 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def result_of(run_dir: Path) -> dict[str, Any]:
-    """Read everything that must be equal: records, newest checkpoint, figures of the summary."""
+    """Read all that must be equal: records, newest checkpoint, summary."""
     checkpoint = max((run_dir / "checkpoints").glob("iteration_*.pt"))
     state = torch.load(checkpoint, weights_only=True, map_location="cpu")
     summary = run_dir / "summary.json"
     figures = json.loads(summary.read_text()) if summary.exists() else {}
-    figures.pop("scaling", None)  # a speed
+    figures.pop("scaling", None)  # measures speed
     return dict(flat({"metrics": read_records(run_dir), "state": state, "summary": figures}))
 
 
 def differences(base: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the paths whose values differ, or which only one of them has.
+    """Return the paths whose values differ or are present on one side only.
 
-    Snapshots of environments may have more entries than those of BASE.
+    Snapshots of environments may have entries that BASE does not have.
     """
     return sorted(
         name
@@ -266,10 +267,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("base", type=Path, nargs="?", help="checkout of the commit to compare with")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
-    parser.add_argument("--table", action="store_true", help="print the options of each job")
+    parser.add_argument("--table", action="store_true", help="print which options each job covers")
     args = parser.parse_args()
     if missing := {n.strip() for n in OPTIONS.split(",")} - set().union(*map(covered, JOBS)):
-        sys.exit(f"no job turns on: {', '.join(sorted(missing))}")
+        sys.exit(f"no job covers these options: {', '.join(sorted(missing))}")
     if args.table or args.base is None:
         for job in JOBS:
             print(f"{job}: {', '.join(sorted(covered(job)))}")
@@ -282,15 +283,15 @@ def main() -> int:
                     result_of(run_job(tree, JOBS[job], Path(folder, name)))
                     for name, tree in (("base", args.base.resolve()), ("now", REPO))
                 )
-        except RuntimeError as error:  # the other jobs still run
+        except RuntimeError as error:  # continue with the other jobs
             print(f"{job}: FAILS, {error}", flush=True)
             differing += 1
             continue
         found = differences(base, now)
         differing += bool(found)
-        words = f"DIFFERS in {len(found)}: {', '.join(found[:5])}" if found else "equal"
+        words = f"DIFFERS in {len(found)} values: {', '.join(found[:5])}" if found else "equal"
         print(f"{job}: {words} ({len(base)} values)", flush=True)
-    print(f"{len(args.jobs) - differing} of {len(args.jobs)} equal")
+    print(f"{len(args.jobs) - differing} of {len(args.jobs)} jobs are equal")
     return int(differing > 0)
 
 

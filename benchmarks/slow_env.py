@@ -1,7 +1,8 @@
-"""Two slow environments, and the speed that workers and groups gain on them.
+"""Two slow environments; measure how much workers and groups speed them up.
 
-SlowSteps-v0 computes for about a millisecond per step; Waiting-v0 waits for two. From
-the checkout: `--env benchmarks.slow_env:SlowSteps-v0`; `python -m benchmarks.slow_env` measures.
+A step of SlowSteps-v0 computes for about 1 ms; a step of Waiting-v0 waits for 2 ms. Train on one of
+them from the checkout with `--env benchmarks.slow_env:SlowSteps-v0`. Measure the speed of both with
+`python -m benchmarks.slow_env`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-ROUNDS = 14_000  # loops of plain Python, about a millisecond
+ROUNDS = 14_000  # passes of a Python loop, which take about 1 ms
 WAIT_S = 2e-3
-WAYS = ((0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (8, 1), (8, 2))  # workers and groups
+WAYS = ((0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (8, 1), (8, 2))  # (workers, groups)
 
 
 class SlowSteps(gymnasium.Env):
-    """Rewards an action near the last observation; every step computes for 0.5 to 1.5 ms."""
+    """Rewards actions near the last observation; a step computes for 0.5 to 1.5 ms."""
 
     observation_space = gymnasium.spaces.Box(-1.0, 1.0, (4,), np.float32)
     action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
@@ -33,7 +34,7 @@ class SlowSteps(gymnasium.Env):
         return self._seen, {}
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Work, then draw the next observation."""
+        """Spend the time of a step, then draw the next observation."""
         self.work()
         reward = -abs(float(action[0]) - float(self._seen[0]))
         self._seen = self.np_random.uniform(-1, 1, 4).astype(np.float32)
@@ -41,22 +42,22 @@ class SlowSteps(gymnasium.Env):
         return self._seen, reward, False, self._steps >= 50, {}
 
     def work(self) -> None:
-        """Compute."""
+        """Compute for 0.5 to 1.5 ms."""
         total = 0
         for number in range(int(ROUNDS * self.np_random.uniform(0.5, 1.5))):
             total += number * number
 
 
 class Waiting(SlowSteps):
-    """SlowSteps whose step waits 2 ms instead, like a simulator behind a socket."""
+    """SlowSteps that waits 2 ms per step, like a simulator behind a socket."""
 
     def work(self) -> None:
-        """Wait."""
+        """Wait for 2 ms."""
         time.sleep(WAIT_S)
 
 
 def measure(env_id: str, num_envs: int, num_steps: int, rounds: int) -> None:
-    """Print steps/s of rollouts with all workers and groups: medians of alternating rounds."""
+    """Print median steps/s of rollouts for every number of workers and groups."""
     import torch
 
     from agents.network.inputs import Normalizer

@@ -1,12 +1,13 @@
-"""Measure the estimator's accuracy: throughput of N ranks, predicted from one rank and measured.
+"""Compare the speed that rl_dist.speedup predicts for N ranks with the real one.
 
     python benchmarks/speedup_accuracy.py [--ranks 2] [--jobs main slow_env]
 
-The prediction is made as `python -m rl_dist.speedup` makes it: copies of one rank's share that do
-not communicate, and ranks that only reduce. The measured run trains on all ranks. Both take turns:
-other work on the machine hits both, if turns are long (a core of a shared host may change its speed
-by 1.7 every second; turns of 2 s missed by up to 40 % for that alone). One JSON line per job and
-scaling: the error of each round's prediction and their median. Run nothing beside it.
+The prediction is made like that of `python -m rl_dist.speedup`: it times copies of one rank's share
+that do not communicate, and ranks that only reduce. The measured run trains on all ranks. The two
+take turns, so that other work on the machine slows both down equally. Turns must be long: a core
+of a shared host may change its speed by a factor of 1.7 every second, and for this reason alone the
+error was up to 40 % with turns of 2 s. The output is one JSON line per job and scaling, with the
+error of each round's prediction and the median error. Run nothing else on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from statistics import harmonic_mean, median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from any directory
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # can be started from any directory
 
 import torch
 from turns import describe
@@ -46,7 +47,7 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 def compare(name: str, scaling: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the errors of predicted against measured steps/s."""
+    """Return the relative errors of the predicted steps/s."""
     job, ranks = JOBS[name], args.ranks
     divisor = ranks if scaling == "strong" else 1
     share = job | {size: job[size] // divisor for size in TOTALS} | {"strategy": "ddp"}
@@ -57,7 +58,7 @@ def compare(name: str, scaling: str, args: argparse.Namespace) -> dict[str, Any]
     alone = partial(measure_short_runs, copies)
     together = partial(measure_short_runs, [as_flags(job | whole)])
     num_bytes = alone().gradient_bytes
-    small_bytes = 64  # size of a sum of metrics
+    small_bytes = 64  # size of the reduction that sums metrics
     reduction_s = time_reductions(ranks, [num_bytes, small_bytes], DEVICE_TYPE)
     predictions, measured = [], []
     for number in range(args.rounds):
@@ -85,7 +86,7 @@ def compare(name: str, scaling: str, args: argparse.Namespace) -> dict[str, Any]
 
 
 def main() -> None:
-    """Predict, measure and print."""
+    """Predict and measure each job with each scaling; print the errors."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

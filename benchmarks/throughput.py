@@ -1,15 +1,20 @@
-"""Measure the speed of this checkout against a fixed matrix product (`make bench`).
+"""Measure our speed relative to a fixed matrix product (`make bench`).
 
     python benchmarks/throughput.py [--turns 8] [--threads 2] [--folder runs/bench]
 
-Three jobs take turns of one iteration each: A, CartPole-v1 with one LSTM of 128; B, a market-like
-task (181 inputs, 30 continuous actions) with one LSTM of 256; both 64 environments for 128 steps, 4
-epochs of 4 minibatches; C, the main job with 30 stocks. Before each turn a fixed product of
-matrices is timed. The output has steps per second, seconds of the phases, GFLOP/s of the whole
-iteration, its share of the product's rate, and steps per GFLOP: the steps in the time in which the
-product does a billion operations. That last figure is compared with the newest file in the folder
-with the same job, processor, torch and threads, and the results go to a new file. So figures of two
-days can be compared although the machine was faster on one of them.
+Three jobs take turns of one iteration each:
+
+- A: CartPole-v1 with one LSTM of size 128;
+- B: a market-like task (181 inputs, 30 continuous actions) with one LSTM of size 256;
+- C: the main job with 30 stocks.
+
+A and B use 64 environments for 128 steps and 4 epochs of 4 minibatches. Before each turn a fixed
+matrix product is timed. The output has steps per second, seconds per phase, GFLOP/s of the whole
+iteration, this rate as a fraction of the product's rate, and steps per GFLOP: the number of steps
+trained in the time in which the product does a billion operations. Steps per GFLOP are compared
+with the newest file in the folder that has the same job, processor, torch and threads. Thus two
+days can be compared even if the machine was faster on one of them. The results are written to a new
+file.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ WORKS = {"A": "cartpole", "B": "stocks", "C": "main"}
 
 
 def measure(works: list[str], num_turns: int, threads: int) -> list[dict[str, Any]]:
-    """Let all jobs take turns; return a row for each, with intervals."""
+    """Let all jobs take turns; return a row of results with intervals for each job."""
     turns: dict[str, list[dict[str, Any]]] = {work: [] for work in works}
     with ExitStack() as held:
         trainers = {
@@ -67,7 +72,7 @@ def measure(works: list[str], num_turns: int, threads: int) -> list[dict[str, An
 
 
 def compare(row: dict[str, Any], machine: dict[str, Any], folder: Path) -> str:
-    """Return the ratio to the newest file with this job from the same kind of machine."""
+    """Compare with the newest file that has this job on the same kind of machine."""
     for path in sorted(folder.glob("*.json"), reverse=True):
         stored = json.loads(path.read_text(encoding="utf-8"))
         earlier = [other for other in stored["rows"] if other["work"] == row["work"]]
@@ -76,11 +81,11 @@ def compare(row: dict[str, Any], machine: dict[str, Any], folder: Path) -> str:
             old_middle, old_low, old_high = earlier[0]["steps_per_gflop"]
             overlap = "" if low > old_high or high < old_low else ", intervals overlap"
             return f"{row['work']}: {middle / old_middle:.2f}x {path.name}{overlap}"
-    return f"{row['work']}: nothing in {folder} with this processor, torch and threads"
+    return f"{row['work']}: no result in {folder} with this processor, torch and threads"
 
 
 def main() -> None:
-    """Measure, print, compare, and write."""
+    """Measure the jobs; print, compare and store the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,14 +1,15 @@
-"""Measure the seconds until CartPole without velocities is solved, beside sb3-contrib.
+"""Measure how long we and sb3-contrib take to solve CartPole without velocities.
 
     python benchmarks/time_to_solve.py --python /path/to/venv/bin/python [--seeds 1 2 3 4 5]
 
-The environment of --python holds sb3-contrib, whose settings are those its authors tuned for this
-task; ours are the defaults. Solved: the mean return of the last 100 training episodes is at least
-475, the threshold that Gymnasium registers for CartPole-v1, and stays so for 100 more episodes. A
-run's time ends at the first of these means, on a clock that begins with the command, so start-up
-counts. Both train in turns of some seconds, one thread each; outside its turns a run is halted and
-so is its clock. A run that ends before it is solved has no time: its row says how long it trained,
-and the ratio is a bound, which the median ignores.
+--python is an interpreter that has sb3-contrib installed. sb3-contrib runs with the settings that
+its authors tuned for this task; we use our defaults. The task is solved when the mean
+return of the last 100 training episodes reaches 475, the threshold that Gymnasium registers for
+CartPole-v1, if it then does not fall below 475 for 100 more episodes. The time is measured from the
+start of the command, so start-up counts. The two runs train in turns of some seconds, with one
+thread each. Outside its turns a run is halted, and so is its clock. If a run ends without solving
+the task, the table shows how long it trained; the ratio is then only a bound, and the median omits
+it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Goal:
-    """The mean over a number of episodes that a run has to reach and keep."""
+    """Mean return over a number of episodes that a run has to reach and keep."""
 
     mean: float
     episodes: int
@@ -42,16 +43,16 @@ class Goal:
 
 @dataclass(frozen=True)
 class Moment:
-    """An iteration's end, and its episodes."""
+    """The end of an iteration, with the episodes that ended in it."""
 
-    seconds: float  # seconds of this run's turns
+    seconds: float  # total length of the run's turns so far
     steps: int
-    mean: float | None  # returns of the episodes that ended
+    mean: float | None  # mean return of these episodes
     count: int
 
 
 class Run(Program):
-    """A training that is halted outside its turns, as its metrics.jsonl shows it."""
+    """A training that is halted outside its turns; its metrics file is read."""
 
     def __init__(self, held: ExitStack, command: list[str], metrics: Path, goal: Goal) -> None:
         super().__init__(held, command, stdout=subprocess.DEVNULL)
@@ -68,7 +69,7 @@ class Run(Program):
 
     @property
     def last(self) -> Moment:
-        """The moment that solved the task, otherwise the end of the run."""
+        """The moment at which the run solved the task, or its last moment."""
         return self.solved or self.moments[-1]
 
     def turn(self, length_s: float) -> None:
@@ -80,7 +81,7 @@ class Run(Program):
             self._read(self.seconds + time.monotonic() - began_s)
         self.signal(signal.SIGSTOP)
         self.seconds += time.monotonic() - began_s
-        self._read(self.seconds)  # the last lines, if the run has ended
+        self._read(self.seconds)  # also the last lines of a run that has ended
         if self.process.poll():
             raise SystemExit(f"error: {self.metrics.name}: the run failed: {self.last_line()}")
 
@@ -92,13 +93,13 @@ class Run(Program):
             self.moments.append(Moment(seconds, record["global_step"], mean, count))
 
     def cells(self) -> str:
-        """Return the run's part of a table row."""
+        """Return the cells for this run in a table row."""
         seconds = f"{self.last.seconds:.1f}"
         return f"{seconds if self.solved else f'not in {seconds}'} | {self.last.steps:,}"
 
 
 def mean_of_last(moments: Sequence[Moment], episodes: int) -> float | None:
-    """Return the mean return of the last episodes, or None if there are too few."""
+    """Return the mean return of the last `episodes`, or None if too few have ended."""
     total, count = 0.0, 0
     for moment in reversed(moments):
         total += (moment.mean or 0.0) * moment.count
@@ -109,9 +110,9 @@ def mean_of_last(moments: Sequence[Moment], episodes: int) -> float | None:
 
 
 def solved_at(moments: Sequence[Moment], goal: Goal) -> Moment | None:
-    """Return when the mean reached the goal and then kept it for `goal.episodes`."""
+    """Return when the goal was reached and kept for `goal.episodes` more episodes."""
     reached: Moment | None = None
-    after = 0  # episodes since then
+    after = 0  # number of episodes since `reached`
     for number, moment in enumerate(moments):
         mean = mean_of_last(moments[: number + 1], goal.episodes)
         if mean is None or mean < goal.mean:
@@ -126,7 +127,7 @@ def solved_at(moments: Sequence[Moment], goal: Goal) -> Moment | None:
 
 
 def race(seed: int, args: argparse.Namespace) -> list[Run]:
-    """Train with both in turns until both are solved or have ended; ours comes first."""
+    """Train in turns until both runs solve the task or end; return ours first."""
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
         ours = (
@@ -152,13 +153,13 @@ def race(seed: int, args: argparse.Namespace) -> list[Run]:
 
 
 def main() -> None:
-    """Print a row for each seed, how many were solved, and the median ratio."""
+    """Print a row for each seed, the number of solved runs, and the median ratio."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--python", required=True, help="Python of an environment with sb3-contrib")
+    parser.add_argument("--python", required=True, help="Python interpreter that has sb3-contrib")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
-    parser.add_argument("--total_steps", type=int, default=200_000, help="limit for either trainer")
+    parser.add_argument("--total_steps", type=int, default=200_000, help="step limit of each run")
     parser.add_argument("--turn_s", type=float, default=2.0)
     parser.add_argument("--mean", type=float, default=475.0)
     parser.add_argument("--episodes", type=int, default=100)
@@ -177,7 +178,7 @@ def main() -> None:
         ratios += [ratio] if all(both) else []
     print(f"\nSolved: ours {solved[0]}, sb3-contrib {solved[1]} of {len(args.seeds)} seeds.")
     if ratios:
-        print(f"Median of the {len(ratios)} that both solved: {median(ratios):.2f}.")
+        print(f"Median ratio of the {len(ratios)} seeds that both solved: {median(ratios):.2f}.")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Tasks and turns of the comparison of trainers, and the machine on which it runs.
+"""Tasks and turns for comparing trainers, and measurements of the machine.
 
-Before each iteration a trainer calls `Turns.next`, which reports the iteration before it and waits
-for a line on standard input; the end of the input ends the process. So several trainers take turns
-on one machine, an iteration each.
+Before each iteration a trainer calls `Turns.next`, which reports the previous iteration and waits
+for a line on standard input; the end of the input ends the process. In this way several trainers
+take turns on one machine, one iteration at a time.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 NUM_ENVS, NUM_STEPS, EPOCHS, MINIBATCHES, BPTT_STEPS = 64, 128, 4, 4, 32
-STEPS = NUM_ENVS * NUM_STEPS  # per iteration
+STEPS = NUM_ENVS * NUM_STEPS  # steps per iteration
 MINIBATCH_STEPS = STEPS // MINIBATCHES
-LEARNING_RATE = 1e-9  # keeps the lengths of episodes, on which speed depends, the same for all
+LEARNING_RATE = 1e-9  # episodes, on whose length speed depends, do not change
 GAMMA, GAE_LAMBDA, CLIP, MAX_GRAD_NORM = 0.99, 0.95, 0.2, 0.5
 ENT_COEF, VF_COEF = 0.01, 0.5
 
-KIND = ("cpu", "instructions", "torch", "threads")  # figures are comparable where these are equal
-SIDE, PRODUCTS = 1024, 8  # side and number of the matrix products that measure the machine
-RESAMPLES = 10_000  # samples of a bootstrap
+KIND = ("cpu", "instructions", "torch", "threads")  # results are comparable if these are equal
+SIDE, PRODUCTS = 1024, 8  # size and number of matrix products that measure the machine
+RESAMPLES = 10_000  # number of bootstrap samples
 
 NUM_STOCKS, NUM_DAYS, EPISODE_STEPS = 30, 3000, 252
 NUM_OBS = 1 + 6 * NUM_STOCKS
@@ -42,9 +42,9 @@ NUM_OBS = 1 + 6 * NUM_STOCKS
 
 @dataclass(frozen=True)
 class Task:
-    """A job: an LSTM reads the observations, then a tanh layer and two heads follow.
+    """A job and the size of its network: an LSTM, a tanh layer and two heads.
 
-    The main job is a cascade of three LSTMs with the same number of steps; peers do not train it.
+    The main job has a cascade of three LSTMs and the same number of steps; peers do not train it.
     """
 
     hidden_size: int
@@ -55,7 +55,7 @@ class Task:
 
     @property
     def train_flops(self) -> float:
-        """Floating-point operations of an iteration: acting, then EPOCHS forward and backward."""
+        """Floating-point operations per iteration: acting, and EPOCHS passes of training."""
         size = self.hidden_size
         lstms = 2 * 4 * size * (self.num_obs + size) + self.cascade * 2 * 2 * 4 * size * 2 * size
         layers = 2 * size * size + 2 * size * (self.num_actions + 1)
@@ -70,9 +70,9 @@ TASKS = {
 
 
 class StockLikeVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
-    """StockLike-v0: the shapes of trading with random numbers, only for timing.
+    """StockLike-v0: random numbers in the shapes of the trading task, for timing.
 
-    All environments are one batch; first episodes begin at a random age.
+    All environments are stepped as one batch; their first episodes begin at a random age.
     """
 
     metadata: dict[str, Any] = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
@@ -86,7 +86,7 @@ class StockLikeVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         self.action_space = batch_space(self.single_action_space, num_envs)
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start new episodes; the seed may be a list with one for each environment."""
+        """Start new episodes; `seed` may be a list with one seed per environment."""
         seeds = seed if isinstance(seed, list) else range(self.num_envs)
         rngs = (np.random.default_rng(env_seed) for env_seed in seeds)
         draws = np.array([rng.integers([NUM_DAYS, EPISODE_STEPS]) for rng in rngs])
@@ -96,7 +96,7 @@ class StockLikeVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     def step(
         self, actions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Go to the next row of the table; an action is rewarded with a number of the row."""
+        """Go to the next row of the table; reward actions by the numbers in the old row."""
         rewards = (actions * self.table[self.day, :NUM_STOCKS]).mean(1)
         self.day = (self.day + 1) % NUM_DAYS
         self.age = (self.age + 1) % EPISODE_STEPS
@@ -109,7 +109,7 @@ gymnasium.register("StockLike-v0", vector_entry_point="turns:StockLikeVectorEnv"
 
 
 def vector_env(task: Task) -> VectorEnv[Any, Any, Any]:
-    """Return the environments of a trainer that steps Gymnasium's vector environments."""
+    """Return the task's environments as one vector environment of Gymnasium."""
     if not task.discrete:
         return StockLikeVectorEnv(NUM_ENVS)
     makers = [lambda: gymnasium.make("CartPole-v1")] * NUM_ENVS
@@ -117,11 +117,11 @@ def vector_env(task: Task) -> VectorEnv[Any, Any, Any]:
 
 
 class Turns:
-    """A trainer's side of the turns; everything else that it prints goes to standard error.
+    """The trainer's side of taking turns; it moves other output to standard error.
 
     Args:
-        orders, reports: files that it reads and writes; None: standard input and output.
-        about: added to the first report.
+        orders, reports: files to read and to write; None: standard input and output.
+        about: facts that are added to the first report.
     """
 
     def __init__(
@@ -143,28 +143,28 @@ class Turns:
         print(json.dumps(measured | self._about), file=self._reports)
         self._about = {}
         if not self._orders.readline():
-            os._exit(0)  # ends the trainer, wherever it is
+            os._exit(0)  # ends the trainer in the middle of any call
         self._began = time.perf_counter()
 
 
 def silence() -> int:
-    """Send what this process prints to standard error; return what was standard output."""
+    """Redirect standard output to standard error; return the old output's descriptor."""
     reports = os.dup(1)
     os.dup2(2, 1)
     return reports
 
 
-# ---- the machine and its figures
+# ---- measurements of the machine
 
 
 def cpu_name() -> str:
-    """Return the model of the processor; Python knows only its architecture on Linux."""
+    """Return the processor's model, which Python does not know on Linux."""
     match = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
     return match[1] if match else platform.processor()
 
 
 def describe(threads: int) -> dict[str, Any]:
-    """Return the facts on which speed depends, and the load of the machine."""
+    """Return facts about the machine on which speed depends, and its load."""
     return {
         "cpu": cpu_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -176,7 +176,7 @@ def describe(threads: int) -> dict[str, Any]:
 
 
 def median_interval(samples: Iterable[float], digits: int = 3) -> list[float]:
-    """Return the median and its 95 % interval by bootstrap, rounded."""
+    """Return the rounded median and its 95 % interval from a bootstrap."""
     values = np.asarray(list(samples))
     picks = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
     low, high = np.percentile(np.median(values[picks], axis=1), [2.5, 97.5])
@@ -184,7 +184,7 @@ def median_interval(samples: Iterable[float], digits: int = 3) -> list[float]:
 
 
 def product_gflops() -> float:
-    """Return the GFLOP/s of a fixed matrix product: the best of a few."""
+    """Return the GFLOP/s of a fixed matrix product, the best of several."""
     left = torch.ones(SIDE, SIDE)
     best_s = float("inf")
     for _ in range(PRODUCTS):

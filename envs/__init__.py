@@ -107,7 +107,7 @@ def _one_line(env_id: str) -> Iterator[None]:
 
 
 def _seeds_each(make_batch: Callable[..., Any]) -> bool:
-    """Return whether batches use SAME_STEP and accept a separate seed per environment."""
+    """Return whether batches use SAME_STEP and accept one seed for each environment."""
     try:
         env = make_batch(num_envs=2)
         first, second = env.reset(seed=[11, 11])[0]

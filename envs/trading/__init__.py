@@ -1,1 +1,1 @@
-"""Daily stock trading: market data, features, environment, simulated markets, rules."""
+"""Daily stock trading: data, features, environment, simulated markets, rules."""

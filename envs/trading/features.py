@@ -190,7 +190,7 @@ def market_tables(
 
 
 def _tomorrow(values: Tensor) -> Tensor:
-    """Return each day's values of the next day, [M, days, n].
+    """Return the next day's values for every day, [M, days, n].
 
     The last day has no next day and keeps its own values; no step starts on it.
     """

@@ -128,7 +128,7 @@ class TorchEnv:
         return [0] * self.num_envs
 
     def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
-        """Start all environments with new seeds; return observations [B, F] and info ({})."""
+        """Start all environments with new seeds; return observations [B, F] and {}."""
         raise NotImplementedError
 
     def step(self, actions: Tensor) -> StepResult:

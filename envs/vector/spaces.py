@@ -83,7 +83,7 @@ def _choices(space: Space) -> np.ndarray:
 
 
 def _one_hot(digits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """One-hot encode digits [count, D] with `sizes` [D] options as [count, sum(sizes)]."""
+    """One-hot encode digits [count, D] with `sizes` options as [count, sum(sizes)]."""
     chosen = [digits[:, [i]] == np.arange(size) for i, size in enumerate(sizes)]
     return np.concatenate(chosen, axis=1).astype(np.float32)
 
