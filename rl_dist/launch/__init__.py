@@ -1,1 +1,1 @@
-"""Start and watch ranks: in this process, in new ones, or under torchrun."""
+"""Start ranks in this process, in new processes or under torchrun; watch them."""

@@ -1,11 +1,11 @@
-"""Time and verify the reduction of gradients over ranks.
+"""Time the reduction of gradients over ranks, and verify its results.
 
     time_reductions(2, [1024, 2**20])[1024]  # 0.0002
 
 The ranks start, join and reduce as in real training, but in a subprocess, so that a hang or an
 abort inside NCCL does not end the caller. Each rank computes for some milliseconds before every
 reduction: in a tight loop, with awake threads and warm caches, reductions would be faster than in
-training. A reduction is timed by the shortest wait of any rank, because the last rank to arrive
+training. The time of a reduction is the shortest wait of any rank, because the last rank to arrive
 waits for the transfer only.
 """
 
@@ -53,7 +53,7 @@ def time_reductions(
         gpu_ids: GPU of each rank; empty: rank i takes GPU i.
 
     Returns:
-        Size in bytes -> median seconds that the last rank to arrive waited.
+        Size in bytes -> seconds that the last rank to arrive waited (median over repetitions).
 
     Raises:
         UserError: there are fewer GPUs than ranks.
@@ -92,7 +92,7 @@ def run_rank(
 
 
 def _last_arrival_s(num_bytes: int, world: World) -> float:
-    """Return the shortest wait of any rank, as the median over all reductions."""
+    """Return the median over all reductions of the shortest wait of any rank."""
     module = nn.Linear(max(1, num_bytes // 4), 1, bias=False, device=world.device)
     wrapped = Strategy(StrategyConfig(mode="ddp"), world).wrap(module)
     # The gradient of a linear layer's weights equals its input.

@@ -1,4 +1,4 @@
-"""Run our programs as child processes: whole training runs or short measurements."""
+"""Run this project's programs in child processes, to train or to measure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANK_VARIABLES = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MAST
 RANK_VARIABLES |= {JOB_DIR_VARIABLE, *COPIES}
 POLL_S = 0.1
 KILL_PATIENCE_S = 5.0
-# With these flags a run does not end by itself, saves nothing and evaluates nothing.
+# With these flags a run trains until it is killed, saves nothing and evaluates nothing.
 SHORT_RUN_FLAGS: dict[str, Any] = {
     "total_steps": 10**15,
     "validate_every": 0,
@@ -39,21 +39,22 @@ SHORT_RUN_FLAGS: dict[str, Any] = {
     "seeds": "",
     "profile": False,
 }
-WARM_UP = 3  # number of first iterations that are not measured
-# A rate is reliable if it is similar in 3 rounds that together take at least 3 seconds.
+WARM_UP = 3  # the first WARM_UP iterations are not measured
+# A speed is reliable if it is similar in 3 rounds that together take at least 3 seconds. A round
+# consists of consecutive iterations.
 ROUNDS, ROUNDS_S = 3, 3.0
-# After this time, 1 iteration of warm-up and 2 measured ones are enough.
+# After this time, 1 iteration of warm-up and 2 measured iterations are enough.
 ENOUGH_S = 12.0
-MAX_SPREAD = 1.5  # rates are similar up to this ratio of the highest to the lowest rate
+MAX_SPREAD = 1.5  # speeds are similar if the highest is at most this many times the lowest
 Record = dict[str, Any]
 
 
 class ChildError(Exception):
-    """A child failed or made no progress; the message is for the user."""
+    """Raised if a child fails or makes no progress; its message is for the user."""
 
 
 class ChildTimeoutError(ChildError):
-    """A child did not end in time."""
+    """Raised if a child does not end in time."""
 
 
 def leave_at_signals() -> None:
@@ -63,7 +64,7 @@ def leave_at_signals() -> None:
 
 
 class Child(AbstractContextManager["Child"]):
-    """A child process that runs one of our programs; leaving the context kills it."""
+    """A child process that runs a program of ours; leaving the context kills it."""
 
     def __init__(self, arguments: Sequence[object], folder: Path, *, echo: bool = False) -> None:
         """Start this Python interpreter in a new session, without stdin.
@@ -73,7 +74,7 @@ class Child(AbstractContextManager["Child"]):
         Args:
             arguments: arguments of the interpreter.
             folder: directory for the child's stderr, report and temporary files.
-            echo: whether the child prints to stdout and stderr of this process.
+            echo: whether the child prints to the stdout and stderr of this process.
         """
         self._stderr = folder / "stderr"
         self._report = folder / "report.json"
@@ -101,7 +102,7 @@ class Child(AbstractContextManager["Child"]):
             )
 
     def __exit__(self, *exc_info: object) -> None:
-        """Kill the child and all processes of its session, and wait until they ended."""
+        """Kill all processes of the child's session, and wait until they have ended."""
         deadline_s = time.monotonic() + KILL_PATIENCE_S
         with suppress(ProcessLookupError, PermissionError):  # no process is left
             while time.monotonic() < deadline_s:
@@ -111,13 +112,13 @@ class Child(AbstractContextManager["Child"]):
         self.job.wait()
 
     def facts(self) -> dict[str, str]:
-        """Return what the child reported by `rl_dist.errors.report_to_caller`."""
+        """Return the facts that the child passed to `rl_dist.errors.report_to_caller`."""
         return json.loads(self._report.read_text())
 
     def error(self) -> ChildError | UserError:
         """Return the error that the child reported, or the last lines of its stderr.
 
-        The result is a UserError if the child rejected its arguments, and else a ChildError.
+        The result is a UserError if the child rejected its arguments, otherwise a ChildError.
         """
         facts, code = self.facts(), self.job.returncode
         error = facts.get("error", "")
@@ -148,7 +149,7 @@ class TrainingResult:
 def launch_distributed_training(
     flags: Sequence[str] = (), *, echo: bool = True, script: Path = SCRIPT, **named: Any
 ) -> TrainingResult:
-    """Run train_distributed.py to its end, in new processes.
+    """Run train_distributed.py in new processes and wait until it ends.
 
         >>> from rl_dist import launch_distributed_training
         >>> result = launch_distributed_training(num_gpus=2, device="cpu", quick=True)
@@ -157,15 +158,15 @@ def launch_distributed_training(
         ... else:
         ...     print(result.exit_code, result.error)
 
-    After Ctrl-C, the script saves and stops, then this function raises KeyboardInterrupt. A second
+    After Ctrl-C, the script saves and stops; then this function raises KeyboardInterrupt. A second
     Ctrl-C ends the script immediately.
 
     Args:
         flags: flags of the script, as on its command line.
-        echo: whether the script prints to stdout and stderr of this process.
+        echo: whether the script prints to the stdout and stderr of this process.
         script: the training script.
-        named: flags by name. True and False become true and false, a dict becomes JSON, and None is
-            skipped.
+        named: further flags, by name. True and False are passed as true and false, a dict as JSON;
+            flags with the value None are omitted.
     """
     started_s = time.monotonic()
     arguments = [script, *flags, *as_flags(named)]
@@ -197,7 +198,7 @@ def launch_distributed_training(
 
 
 def as_flags(named: Mapping[str, Any]) -> list[str]:
-    """Convert keyword arguments to command-line flags; skip those that are None."""
+    """Convert keyword arguments to command-line flags; omit flags that are None."""
     return [
         f"--{name}={json.dumps(value) if isinstance(value, bool | Mapping) else value}"
         for name, value in named.items()
@@ -221,10 +222,10 @@ def measure_short_runs(copies: Sequence[Sequence[str]], timeout_s: float = 600.0
     """Train independent copies side by side, and measure while all of them train.
 
     If each copy has the threads or the GPU of one rank, the copies show how much the ranks of one
-    machine slow each other down by sharing cores, caches and memory. Time in which ranks wait for
-    each other is not included. All copies are killed at the end, or when the caller dies. Flags for
-    run length, run directory, checkpoints and seed are replaced. At least ROUNDS iterations of each
-    copy are measured, or 2 if they are very slow.
+    machine slow each other down by sharing cores, caches and memory. The copies never wait for each
+    other, as ranks would. All copies are killed at the end, or when the caller dies. The flags for
+    run length, run directory, checkpoints and seed are replaced. ROUNDS or more iterations of each
+    copy are measured, or only 2 if the iterations are very slow.
 
     Args:
         copies: flags of the training script for each copy.
@@ -236,7 +237,7 @@ def measure_short_runs(copies: Sequence[Sequence[str]], timeout_s: float = 600.0
         ChildTimeoutError: the measurement took longer than `timeout_s`.
     """
     if any(flag.startswith("--resume") for flags in copies for flag in flags):
-        raise UserError("--resume: short runs start at the beginning; give the flags of the run")
+        raise UserError("--resume does not work for short runs; pass the flags of the run instead")
     started_s = time.monotonic()
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="short_run_")))
@@ -244,7 +245,7 @@ def measure_short_runs(copies: Sequence[Sequence[str]], timeout_s: float = 600.0
         for number, flags in enumerate(copies, 1):
             run = RunDir(folder / str(number) / "run")
             run.path.parent.mkdir()
-            # With equal seeds, episodes would end in all copies at the same time.
+            # With equal seeds, the episodes of all copies would end at the same time.
             replaced = as_flags(SHORT_RUN_FLAGS | {"seed": number, "run_dir": run.path})
             child = Child([SCRIPT, *flags, *replaced], run.path.parent)
             children.append(held.enter_context(child))
@@ -273,7 +274,7 @@ def measure_short_runs(copies: Sequence[Sequence[str]], timeout_s: float = 600.0
 
 
 def round_rates(records: Sequence[Record]) -> list[float]:
-    """Split iterations into equal consecutive rounds; return the steps/s of each."""
+    """Split iterations into equally long rounds; return the steps/s of each round."""
     rates = [record["time/sps"] for record in records]
     size = max(1, len(rates) // ROUNDS)
     starts = range(0, min(len(rates), ROUNDS * size), size)
@@ -281,8 +282,8 @@ def round_rates(records: Sequence[Record]) -> list[float]:
 
 
 def unsteady(rates: Sequence[float]) -> str:
-    """Describe rates that differ too much (see MAX_SPREAD); "" if they are similar."""
+    """Describe speeds that differ too much (see MAX_SPREAD), or return ""."""
     if max(rates) <= MAX_SPREAD * min(rates):
         return ""
     listed = ", ".join(f"{rate:,.0f}" for rate in rates)
-    return f"{listed} steps/s in equal rounds (they differ by more than {MAX_SPREAD}x)"
+    return f"{listed} steps/s in consecutive parts of the run (more than {MAX_SPREAD}x apart)"

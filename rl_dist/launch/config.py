@@ -1,4 +1,4 @@
-"""Decide how many processes a job starts, on which devices and with which strategy."""
+"""Choose the number of processes of a job, their devices and their strategy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rl_dist.strategies.config import (
 )
 from rl_dist.strategies.precision import Precision, parameter_dtype
 
-PROBE_BYTES = 4096  # size of the gradient in the trial of a strategy
+PROBE_BYTES = 4096  # size of the gradient that is reduced to try out a strategy
 
 
 @configuration
@@ -36,42 +36,43 @@ class LaunchConfig:
     """Number of training processes (ranks). With GPUs: one process per GPU, -1 = all GPUs, 0 = one
     process on the CPU. Without GPUs: this many processes, -1 = one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the training; auto: the GPUs if there are any, else the CPU."""
+    """Device to train on; auto: the GPUs if there are any, otherwise the CPU."""
     gpu_ids: Text = ""
-    """GPUs to use, one for each rank, such as 0,2,3. If CUDA_VISIBLE_DEVICES is set, the ids count
-    the GPUs in it."""
+    """GPUs to use, one for each rank, such as 0,2,3. If CUDA_VISIBLE_DEVICES is set, the ids are
+    positions in that list."""
     threads: int = Field(0, ge=0, le=1024)
     """Threads of each rank on the CPU; 0: 1 for small networks, otherwise the rank's cores.
     Overrides OMP_NUM_THREADS, also under torchrun. A resumed run keeps its number of threads, so
     that its results stay equal bit for bit."""
     strategy: Mode = "default"
-    """Strategy of training on several ranks; default: ddp, or none on one rank; dp: one process for
-    several GPUs; hybrid: see hybrid_form; auto: the one with the fastest gradient steps at the
-    start."""
+    """Strategy for training on several ranks; default: ddp, or none on one rank; dp: one process
+    for several GPUs; hybrid: see hybrid_form; auto: the strategy whose gradient steps are fastest
+    when training starts."""
     hybrid_form: HybridForm = "shard"
     """Form of strategy hybrid; shard: gradients and Adam's state are split over ranks; pipeline:
-    the network is cut into two stages on pairs of ranks."""
+    the network is split into two stages, which run on pairs of ranks."""
     shard_size: int = Field(0, ge=0, le=10**6)
     """Number of ranks that share one copy of gradients and Adam's state in strategy hybrid; 0: all
     ranks of a machine."""
     fallback: bool = False
-    """If the strategy cannot be set up here, print that and use a simpler one (ddp instead of
-    hybrid, then none) instead of ending."""
+    """If the strategy cannot be set up on this machine, print a note and use a simpler one (ddp
+    instead of hybrid, then none) instead of exiting with an error."""
     precision: Precision = "fp32"
     """tf32: fp32 with rounded products, on GPUs; bf16, fp16: autocast with fp32 parameters; fp64:
-    for proofs; auto: bf16 if gradient steps are 1.1 times as fast with it, otherwise fp32."""
+    for exact comparisons; auto: bf16 if it makes gradient steps at least 1.1 times as fast,
+    otherwise fp32."""
     gradient_compression: Compression = "none"
-    """bf16: send gradients in half the bytes, for slow links; only with strategy ddp."""
+    """bf16: halve the bytes sent for gradients, for slow links; only with strategy ddp."""
     max_restarts: int = Field(0, ge=0, le=10**6)
-    """Largest number of restarts after a rank died or failed; all ranks restart from the newest
-    checkpoint."""
+    """Largest number of restarts after a rank has died or failed; each time, all ranks restart from
+    the newest checkpoint."""
     on_event: Text = Field("", exclude=True)
     """Shell command for the events failed, restarted, bad_steps, stopped and finished. It gets JSON
-    on stdin and variables such as RL_EVENT, RL_MESSAGE and RL_RUN_DIR. It is not stored: give it
-    again with --resume."""
+    on stdin and environment variables such as RL_EVENT, RL_MESSAGE and RL_RUN_DIR. It is not
+    stored: pass it again with --resume."""
 
     chosen_strategy: Literal[Mode, ""] = ""  # the strategy that auto or fallback selected
-    chosen_on: Text = ""  # `ResolvedLaunch.place` when chosen_strategy was selected
+    chosen_on: Text = ""  # value of `ResolvedLaunch.place` at that time
 
     @property
     def strategy_config(self) -> StrategyConfig:
@@ -92,7 +93,7 @@ class LaunchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedLaunch:
-    """The ranks and devices that `resolve` decided on."""
+    """The ranks and devices that `resolve` chose."""
 
     num_ranks: int
     device_type: str  # "cpu" or "cuda"
@@ -108,9 +109,9 @@ class ResolvedLaunch:
 
 
 def resolve(config: LaunchConfig) -> ResolvedLaunch:
-    """Decide the number of ranks and their device on this machine."""
+    """Choose the number of ranks and their devices on this machine."""
     check_variables()
-    ranks_exist = "RANK" in os.environ  # another launcher has started the ranks
+    ranks_exist = "RANK" in os.environ  # another launcher has already started the ranks
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device == "cuda" and 0 in (gpus, config.num_gpus):
         raise ValueError(
@@ -126,7 +127,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     num_ranks = usable if on_gpu and config.num_gpus == -1 else max(1, config.num_gpus)
     if ranks_exist:
         if config.max_restarts:
-            raise ValueError("max_restarts has no effect here: give --max-restarts to torchrun")
+            raise ValueError("max_restarts has no effect here: pass --max-restarts to torchrun")
         num_ranks = int(os.environ["WORLD_SIZE"])
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     choices: Collection[int] = [config.num_gpus]
@@ -141,7 +142,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     if ranks_exist and gpu_ids and len(gpu_ids) != local_ranks and not several_each:
         raise ValueError(
             f"gpu_ids names {len(gpu_ids)} GPU(s), but the launcher started {local_ranks} rank(s) "
-            "on this machine: name one for each"
+            "on this machine: name one GPU for each rank"
         )
     if mode == "dp":
         # Strategy dp has a single rank. It takes the GPUs of all ranks, or all GPUs under torchrun.
@@ -164,13 +165,13 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
 
 
 def parse_gpu_ids(text: str, num_visible: int) -> tuple[int, ...]:
-    """Parse GPU ids such as "0,2,3"; each must be below the number of visible GPUs."""
+    """Parse GPU ids such as "0,2,3"; each must be smaller than `num_visible`."""
     ids = text.replace(" ", "").split(",") if text else []
     are_visible = all(gpu_id.isdecimal() and int(gpu_id) < num_visible for gpu_id in ids)
     if not are_visible or len(set(ids)) < len(ids):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise UserError(
-            f"gpu_ids {text!r} must be different numbers with commas between, such as 0,2,3, below "
+            f"gpu_ids {text!r} must be different numbers separated by commas, such as 0,2,3, below "
             f"{num_visible}, the number of GPUs that can be used (CUDA_VISIBLE_DEVICES: {visible})"
         )
     return tuple(map(int, ids))
@@ -183,8 +184,8 @@ def resolve_launch(config: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch, 
     """Return a configuration that can start, its ranks, and a note on any fallback.
 
     A strategy that was chosen earlier in this run is kept as long as the number of ranks and their
-    device stay the same. With --fallback, the ranks are first started for a trial. If they fail,
-    hybrid is replaced by ddp, and any other strategy by none on one rank.
+    device stay the same. With --fallback, the ranks are first started briefly as a test. If they
+    fail, ddp replaces hybrid, and any other strategy is replaced by none on one rank.
     """
     if config.chosen_strategy:
         with suppress(ValueError):
@@ -207,7 +208,7 @@ def resolve_launch(config: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch, 
             problems += f"{mode} does not work here ({one_line(error, named=False)}); "
     if not problems:
         return config, resolved, ""
-    note = f"{problems}fallback to strategy {mode}, {resolved.place}"
+    note = f"{problems}using strategy {mode} instead: {resolved.place}"
     chosen = replace(config, chosen_strategy=mode, chosen_on=resolved.place)
     return replace(chosen, gradient_compression="none"), resolved, note
 

@@ -1,13 +1,14 @@
-"""Start and watch the ranks: in this process, in new ones, or under torchrun.
+"""Start the ranks in this process, in new ones or under torchrun; watch them.
 
 The first SIGINT, SIGTERM, SIGUSR1 or SIGHUP to the launcher, its process group or any rank reaches
 all ranks. They stop at the end of their iteration, save and leave. A second SIGINT or SIGTERM ends
 everything immediately. If the launcher is killed, its ranks get SIGTERM.
 
-An error in a rank ends the job. A ValueError, such as a UserError, is a message for the user: it is
-printed once (under torchrun once on each machine) as `error: ...`, and the exit code is usually 2.
-Any other error is printed once with its traceback and rank; the exit code is 1. A rank that ends
-without a report, by a signal or `os._exit`, counts as failed whatever its exit code is.
+An error in a rank ends the job. A ValueError, such as a UserError, is meant for the user: its
+message is printed once (under torchrun once on each machine) as `error: ...`, and the exit code is
+usually 2. Any other error is printed once with its traceback and rank; the exit code is 1. A rank
+that ends without a report, because of a signal or `os._exit`, counts as failed even if its exit
+code is 0.
 """
 
 from __future__ import annotations
@@ -70,14 +71,14 @@ logger.addHandler(logging.NullHandler())
 
 AGENT_PATIENCE_S = 10.0  # longest wait for torchrun, which checks its ranks every 0.1 s
 POLL_S = 0.05
-DEATH_GRACE_S = 5.0  # time for other ranks to report their errors after a rank has failed
-# numbers of characters; a `ReportPage` must hold both texts
+DEATH_GRACE_S = 5.0  # after a rank has failed, time for other ranks to report their errors
+# lengths in characters; both texts together must fit into a `ReportPage`
 LONGEST_TRACEBACK, LONGEST_SUMMARY = 50_000, 5_000
 RankFunction = Callable[..., int | None]
 
 
 def restart_count() -> int:
-    """Return how often the ranks of this job have been restarted so far."""
+    """Return how many times the ranks of this job have been restarted so far."""
     return elastic_count(RESTART_COUNT)
 
 
@@ -85,7 +86,7 @@ def restart_count() -> int:
 class RankReport:
     """Exit code and error of one rank or of the whole job."""
 
-    exit_code: int  # 2: user error, which a restart would repeat
+    exit_code: int  # 2: user error, which a restart would not fix
     rank: int = 0
     failed: bool = False  # the rank raised or died instead of returning an exit code
     summary: str = ""  # one line for the user
@@ -98,7 +99,7 @@ class RankReport:
 
 
 def run_guarded(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
-    """Run `fn(*args)` and return a report of how it ended."""
+    """Run `fn(*args)` and return a report on how it ended."""
     rank = int(os.environ.get("RANK", 0))
     try:
         return RankReport(int(fn(*args) or 0), rank)
@@ -121,14 +122,14 @@ def run_as_rank(
     page: ReportPage,
     parent_pid: int,
 ) -> None:
-    """Run `fn` in the new process of a rank, which starts with blocked stop signals."""
+    """Run `fn` in a rank's new process, which starts with stop signals blocked."""
     os.environ.update(variables)
     outlive_readers()
     # In a spawned process, child processes such as a DataLoader's workers are spawned, too. That
     # takes seconds for each child and needs picklable arguments, so restore Python's default.
     multiprocessing.set_start_method(None, force=True)
     stop_flag.install()  # the launcher, not this process, acts on a second signal
-    # While Python shuts down, it restores the default handlers, which would end the process.
+    # Python restores the default handlers at shutdown, and these would kill the process.
     atexit.register(stop_flag.replace, signal.SIG_IGN)
     process_ends.leave_with_parent(parent_pid)
     process_ends.report_to(page)
@@ -162,8 +163,8 @@ class LocalJob:
         self.processes, self.pages, self.silent = [], [], []
         store = os.memfd_create("store")
         with tempfile.TemporaryDirectory(prefix="rl_dist_") as job_dir:
-            # Keep the store in memory. On a full disk, a record in a file could be cut off, and
-            # torch's FileStore would wait forever for the rest of it.
+            # Keep the store in memory: on a full disk, a record could be written only in part, and
+            # torch's FileStore would wait forever for the rest of the record.
             Path(job_dir, f"store_{restarts}").symlink_to(f"/proc/{os.getpid()}/fd/{store}")
             variables = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.num_ranks))
             variables |= {JOB_DIR_VARIABLE: job_dir, RESTART_COUNT: str(restarts)}
@@ -190,7 +191,7 @@ class LocalJob:
             self.processes.append(process)
 
     def _wait(self) -> None:
-        """Wait until all ranks end or their time is up; pass the first stop signal on."""
+        """Wait until all ranks end or a deadline passes; forward the first stop signal."""
         passed_on = False
         deadline_s = math.inf
         while time.monotonic() < deadline_s and not self.stop.insists:
@@ -222,12 +223,12 @@ class LocalJob:
     def _outcome(self) -> RankReport:
         """Return one report for the whole job.
 
-        A rank that died without a report is the cause, unless another rank reports an error of its
-        own; other ranks failed only because they lost their connection to the dead rank.
+        A rank that reports that it caused the failure is the cause. Otherwise it is a rank that
+        died without a report: the others failed only because they lost their connection to it.
         """
         signum = self._stop_signal()
         if self.stop.insists:
-            summary = "stopped immediately, nothing saved since the last checkpoint"
+            summary = "stopped immediately; nothing was saved after the last checkpoint"
             return RankReport(128 + signum, summary=summary)
         if signum and any(process.exitcode == -signum for process in self.processes):
             return RankReport(128 + signum, summary=stopped_in_evaluation(signum, self.run_dir))
@@ -247,7 +248,7 @@ class LocalJob:
         """Return the stop signal that the launcher received or that killed a rank, or 0.
 
         A rank handles stop signals until everything is saved. During the final evaluation, a stop
-        signal simply kills it.
+        signal kills the rank.
         """
         codes = {-process.exitcode for process in self.processes if process.exitcode}
         return self.stop.signum or next((s for s in STOP_SIGNALS if s in codes), 0)
@@ -260,7 +261,7 @@ class LocalJob:
 def _announce_restart(
     report: RankReport, restarts: int, max_restarts: int, run_dir: Path | None
 ) -> None:
-    """Print why and from which iteration the job restarts, and send the event."""
+    """Print why the job restarts and from which iteration, and send the event."""
     message = f"{report.summary}: restart {restarts} of {max_restarts}"
     facts = {"restart": restarts, "rank": report.rank}
     if run_dir is not None:
@@ -275,7 +276,7 @@ def _announce_restart(
 @contextmanager
 def _prepared_for_starts(threads: int) -> Iterator[None]:
     """Block stop signals and set OMP_NUM_THREADS while the block starts processes."""
-    resource_tracker.ensure_running()  # a later start would unblock the signals
+    resource_tracker.ensure_running()  # starting it later would unblock the signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     limit = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -302,12 +303,12 @@ def launch(
 ) -> int:
     """Run `fn(*args)` on every rank and return the job's exit code.
 
-    Under torchrun, and with one rank that must not restart, `fn` runs in this process. Otherwise
-    each rank is a new process; `fn` must be importable and `args` picklable.
+    Under torchrun, or with a single rank and no restarts, `fn` runs in this process. Otherwise each
+    rank is a new process; `fn` must be importable and `args` picklable.
 
     Args:
-        max_restarts: largest number of times that all ranks are restarted after one of them died or
-            failed. There is no restart after a user error or a stop signal.
+        max_restarts: how often all ranks may be restarted after one of them has died or failed.
+            There is no restart after a user error or a stop signal.
         run_dir: directory in which `fn` keeps its checkpoints, for messages and state.json.
         threads: number of threads of each rank; 0: `threads_per_rank` decides.
 
@@ -356,10 +357,10 @@ def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
     if not report.failed:
         close_world()
     if may_start_again(signal.SIGTERM) and report.exit_code - 128 in STOP_SIGNALS:
-        # When a host joins or leaves, another host's torchrun may notice it first and stop its own
-        # ranks, and then this rank stops with them. Wait here until this host's torchrun sends the
-        # signal, too. It would take an earlier exit for a failure, and use up a restart or end the
-        # job.
+        # When a host joins or leaves, the torchrun of another host may notice this first and stop
+        # its ranks; this rank then stops together with them. Wait here until the torchrun of this
+        # host sends the signal, too. It would treat an earlier exit as a failure, and then use up a
+        # restart or end the job.
         deadline_s = time.monotonic() + AGENT_PATIENCE_S
         while not stop_flag.signum and time.monotonic() < deadline_s:
             time.sleep(POLL_S)

@@ -1,8 +1,8 @@
-"""Supervise the training process, and report a failure if it dies silently.
+"""Supervise the training process, and print an error if it dies silently.
 
 `supervise` forks before torch is imported. The child trains or starts the ranks. The parent passes
-stop signals on, waits for the child, and prints how it died if the child could not print that
-itself. The parent needs only the standard library.
+stop signals on, waits for the child, and prints how the child died if the child could not do so.
+The parent needs only the standard library.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rl_dist.telemetry import events
 
 POLL_S = 0.02
 SI_KERNEL = 0x80  # si_code of a signal from the kernel: linux/asm-generic/siginfo.h
-LAST_WORD_S = 3.0  # time for the child to exit by itself after a second signal
+LAST_WORD_S = 3.0  # after a second signal, time for the child to exit by itself
 
 
 def supervise() -> None:
@@ -46,7 +46,7 @@ def supervise() -> None:
         sys.exit(2)
     if "RANK" in os.environ:
         return
-    # Fill the descriptors 0 to 2. If stdout is closed, the next open file would take its place.
+    # Fill descriptors 0 to 2. If stdout is closed, the next opened file would become stdout.
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(spare)
@@ -59,7 +59,7 @@ def supervise() -> None:
     die_with_parent(supervisor, signal.SIGKILL)  # killing the supervisor also kills the training
     sys.excepthook = _quiet_interrupt
     report_to(page)
-    atexit.register(report, ended_in_order=True)  # then trust its exit code
+    atexit.register(report, ended_in_order=True)  # the parent then trusts the exit code
 
 
 def imports_done() -> None:
@@ -68,7 +68,7 @@ def imports_done() -> None:
 
 
 def _quiet_interrupt(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Print no traceback if Ctrl-C is pressed before training starts."""
+    """Print the traceback, except if Ctrl-C was pressed before training began."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
 
@@ -89,11 +89,12 @@ def _watch(child: int, page: ReportPage) -> int:
         if time.monotonic() > deadline_s:
             pass_on(signal.SIGKILL)
         time.sleep(POLL_S)
-        # These signals are blocked since before the fork. Call sigtimedwait with a timeout of 0: if
-        # the process is suspended and continued during a wait, it returns a random signal number.
+        # These signals have been blocked since before the fork. Call sigtimedwait with a timeout of
+        # 0: if the process is suspended and continued during a longer wait, sigtimedwait returns an
+        # arbitrary signal number.
         if arrived := signal.sigtimedwait(awaited, 0):
             stop.count(arrived.si_signo)
-            # The child gets signals of the terminal, such as Ctrl-C, directly.
+            # The terminal sends its signals, such as Ctrl-C, directly to the child, too.
             if arrived.si_code != SI_KERNEL:
                 pass_on(arrived.si_signo)
             if stop.insists:
@@ -120,7 +121,7 @@ def _conclude(child: int, facts: dict[str, Any], code: int, stop: StopFlag) -> i
         outlive_readers()
         print(line, file=sys.stderr, flush=True)
     if run_dir and "exit_recorded" not in facts:
-        from rl_dist.run_dir import RunDir  # saves 300 ms at start-up
+        from rl_dist.run_dir import RunDir  # importing it here saves 300 ms at start-up
 
         RunDir(run_dir).record_exit(child, code, error, signum)
     if error:

@@ -23,8 +23,8 @@ def check_shares(loader: DataLoader, world: World, *, training: bool) -> None:
     """Raise UserError if the batches of a loader cannot be shared out over the ranks.
 
     The sampler must be torch's SequentialSampler or its RandomSampler without replacement. The
-    training batch size must be divisible by the number of ranks and at most the number of samples.
-    Every rank needs a sample.
+    training batch size must be divisible by the number of ranks and must not exceed the number of
+    samples. Every rank needs at least one sample.
     """
     size = loader.batch_size
     kind = type(loader.sampler)
@@ -40,8 +40,8 @@ def check_shares(loader: DataLoader, world: World, *, training: bool) -> None:
     if training and (size % world.size or size > count):
         nearest = max(1, min(size, count) // world.size) * world.size
         raise UserError(
-            f"batch_size {size}, a total, must divide over {world.size} ranks and be at most "
-            f"the {count} samples: use {nearest}"
+            f"batch_size {size} (over all ranks) must be divisible by {world.size} ranks and must "
+            f"not exceed the {count} samples: use {nearest}"
         )
 
 
@@ -56,7 +56,7 @@ def shared_batches(
     sharded module communicate in each batch. The tensors are on the rank's device.
 
     Args:
-        seed: determines the order of the samples and the seeds of the workers, with `epoch`.
+        seed: determines, together with `epoch`, the order of the samples and the workers' seeds.
     """
     rank, ranks = world.rank, world.size
     size: Any = loader.batch_size
@@ -84,7 +84,7 @@ def shared_batches(
         prefetch_factor=loader.prefetch_factor,
         pin_memory=world.device.type == "cuda",
         multiprocessing_context=loader.multiprocessing_context or start,
-        # leaves the global random generator unchanged
+        # a separate generator, so that the global one does not change
         generator=torch.Generator().manual_seed(epoch_seed(seed, epoch, rank)),
     )
     for samples, batch in zip(numbers, shared, strict=True):
@@ -120,19 +120,19 @@ def to_device(batch: Any, device: torch.device | str) -> Any:
 def check_loader(
     loader: DataLoader[Any], step: Callable[[Any], object], device: torch.device | str = "cpu"
 ) -> dict[str, float]:
-    """Measure for 2 seconds how long a training step takes and waits for its batch.
+    """Measure for 2 seconds how long a step takes, and how long it waits for data.
 
         >>> check_loader(DataLoader(dataset, num_workers=2), step)
         {'wait_s': 0.0001, 'step_s': 0.02}
 
-    If more than 5 % of the time is waiting, raise num_workers or make __getitem__ faster. The first
-    batch, which includes the start of the workers, is not measured.
+    If more than 5 % of the time is spent waiting, raise num_workers or make __getitem__ faster. The
+    first batch is not measured, because its time includes the start of the workers.
 
     Args:
-        step: trains a copy of the model on a batch that is on `device`: forward, backward,
-            optimizer step.
+        step: trains a copy of the model on one batch (forward, backward, optimizer step). It gets
+            the batch on `device`.
     """
-    moments: list[float] = []  # times, alternately of a loaded batch and of the end of its step
+    moments: list[float] = []  # times when a batch was loaded and when its step ended, in turn
     for batch in loader:
         moments.append(time.perf_counter())
         step(to_device(batch, device))

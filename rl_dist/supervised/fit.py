@@ -32,9 +32,10 @@ from rl_dist.supervised.batches import check_shares, epoch_seed, shared_batches
 from rl_dist.telemetry.loggers import GuardedLogger, open_tensorboard
 from rl_dist.telemetry.metrics import without_nan
 
-STOP_EVERY = 10  # number of optimizer steps between two checks for a stop signal on any rank
+STOP_EVERY = 10  # the ranks check for stop signals every STOP_EVERY optimizer steps
 SAVED = ("epoch", "best_epoch", "best_loss", "bad_in_a_row", "history", "extra")
-Metric = Callable[[Any, Any], Tensor]  # (outputs, targets) -> values, equally many for each sample
+# (outputs, targets) -> values, the same number for each sample
+Metric = Callable[[Any, Any], Tensor]
 Criterion = Callable[[Any, Any], Tensor]  # (outputs, targets) -> mean loss over the batch
 
 
@@ -43,20 +44,20 @@ class FitConfig:
     """Settings of `fit`: FitConfig(epochs=20, patience=3)."""
 
     epochs: int = Field(10, ge=1, le=10**6)
-    """Passes over the training data, at most."""
+    """Largest number of passes over the training data."""
     patience: int = Field(0, ge=0, le=10**6)
     """Stop after this many epochs in a row without a better validation loss; 0: never."""
     grad_accumulation: int = Field(1, ge=1, le=10**6)
-    """Batches in one optimizer step, whose gradients add up: like a batch_size that is this many
-    times larger, in less memory."""
+    """Number of batches whose gradients are averaged for one optimizer step. This acts like a
+    batch_size that is this many times larger, but needs less memory."""
     max_grad_norm: float = Field(1e6, ge=1e-6, le=1e30)
-    """Scale the gradient of all ranks down to this norm."""
+    """Scale the gradient down to this norm if its norm over all ranks is larger."""
     max_bad_steps: int = Field(10, ge=0, le=10**9)
-    """Skip this many steps in a row whose loss or gradient is NaN or inf, then stop."""
+    """Skip steps whose loss or gradient is NaN or inf; fail after more than this many in a row."""
     seed: int = Field(1, ge=0, le=2**63 - 1)
-    """Seed of the order of samples, and of random numbers in the module."""
+    """Seed for the order of the samples and for random numbers in the module."""
     keep_checkpoints: int = Field(3, ge=1, le=10**6)
-    """Newest checkpoints to keep."""
+    """Number of newest checkpoints to keep."""
     progress: bool = True
     """Print a line for every epoch."""
 
@@ -75,7 +76,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass
 class Pass:
-    """Computes losses in one pass over the data, and means of loss and metrics."""
+    """Computes the losses of one pass over the data, and mean loss and metrics."""
 
     module: nn.Module
     criterion: Criterion
@@ -98,7 +99,7 @@ class Pass:
         return loss
 
     def means(self) -> dict[str, float]:
-        """Return means and number of samples of all ranks; every rank must call this."""
+        """Return means and sample count over all ranks; every rank must call this."""
         sums = all_reduce_sum(self.sums, self.strategy.world)
         means = {"loss": float(sums["loss"] / sums["samples"])}
         for name in self.metrics:
@@ -139,18 +140,18 @@ def evaluate(
 
 @dataclass
 class Fitting:
-    """The state and the result of a training."""
+    """The state and the result of a call of `fit`."""
 
     optimizer: torch.optim.Optimizer
     strategy: Strategy
     scheduler: Any
     config: FitConfig
     extra: dict[str, Any]  # settings that must be the same when resuming
-    epoch: int = 0  # number of epochs so far
-    # epoch with the lowest validation loss; without validation, the last one
+    epoch: int = 0  # number of epochs completed so far
+    # epoch with the lowest validation loss; without validation, the last epoch
     best_epoch: int = 0
     best_loss: float = math.inf
-    bad_in_a_row: int = 0  # steps skipped since the last step that was taken
+    bad_in_a_row: int = 0  # number of steps skipped since the last successful step
     # one record per epoch with train/loss, valid/loss, ...
     history: list[dict[str, float]] = field(default_factory=list)
     signum: int = 0  # signal that stopped training early; 0: none
@@ -159,7 +160,7 @@ class Fitting:
     def train_epoch(self, loader: DataLoader, training: Pass) -> dict[str, float] | None:
         """Train on each batch once; return means, or None if a signal stopped the epoch.
 
-        Raise UserError after too many steps in a row with a NaN or infinite loss or gradient.
+        Raise UserError if the loss or gradient was NaN or infinite in too many steps in a row.
         """
         world = self.strategy.world
         seed = self.config.seed
@@ -178,7 +179,7 @@ class Fitting:
                     loss = training.loss(num_samples, inputs, targets)
                     self.strategy.backward(loss / len(parts))
             _, stepped = self.strategy.step(self.optimizer, self.config.max_grad_norm)
-            if not self.strategy.overflowed:  # otherwise the loss scale may have been too large
+            if not self.strategy.overflowed:  # an overflow may only mean a too large loss scale
                 self.bad_in_a_row = 0 if stepped else self.bad_in_a_row + 1
             if self.bad_in_a_row > self.config.max_bad_steps:
                 raise UserError(
@@ -212,7 +213,7 @@ class Fitting:
         return improved
 
     def save(self, run: RunDir, improved: bool) -> None:
-        """Write all records so far and a checkpoint.
+        """Write a checkpoint and all records so far.
 
         Every rank must call this; if writing the checkpoint fails, every rank raises a UserError.
         """
@@ -239,14 +240,14 @@ class Fitting:
         """Load the newest valid checkpoint if there is one; every rank must call this.
 
         Raise UserError if `resume` is False and the run directory holds checkpoints, or if the
-        settings of the checkpoint differ.
+        checkpoint was saved with different settings.
         """
         newest = ""
         if self.strategy.world.is_main_process:
             check_layout(run.path)
             newest = str(latest_checkpoint(run.path) or "") if resume else ""
             if not newest and any(run.checkpoints.glob("*.pt")):
-                raise UserError(f"{run.path} holds checkpoints: resume it, or name another run_dir")
+                raise UserError(f"{run.path} holds checkpoints: resume it, or pass another run_dir")
         newest = all_gather_json(newest, self.strategy.world)[0]
         if not newest:
             return
@@ -264,11 +265,11 @@ class Fitting:
             for name in SAVED:
                 setattr(self, name, state[name])
             # A process that was killed while saving may have written best.pt for the next epoch.
-            # That epoch is repeated now, so the file becomes correct again.
+            # That epoch is repeated now, which writes the file again.
             if self.best_loss < math.inf:
                 self.best_weights = load_checkpoint(run.checkpoints / BEST_FILE)["module"]
         except Exception as error:  # torch's error type depends on the mismatch
-            raise UserError(f"{newest} belongs to another training: {one_line(error)}") from error
+            raise UserError(f"{newest} does not fit this training: {one_line(error)}") from error
 
 
 def fit(
@@ -290,23 +291,23 @@ def fit(
 
         result = fit(module, loader, optimizer, criterion, strategy, validation=held_out)
 
-    A resumed run gives the same result as an uninterrupted one; it repeats the epoch that a stop
-    signal has ended early. At the end, the module gets the weights of the best epoch, unless a
-    signal stopped training or there is no validation.
+    A resumed run gives the same result as an uninterrupted run, because it repeats an epoch that a
+    stop signal cut short. At the end, the module gets the weights of the best epoch, unless a
+    signal stopped the training or there is no validation.
 
     Args:
         module: the result of `strategy.wrap`.
         loader: training data; its batch_size is the total over all ranks.
         criterion: returns the mean loss over the samples of a batch.
-        validation: held-out data that determines the best epoch and when to stop (`patience`).
-        scheduler: stepped after every epoch; ReduceLROnPlateau gets the validation loss.
+        validation: held-out data that decides which epoch is best and when to stop (`patience`).
+        scheduler: advanced after every epoch; ReduceLROnPlateau also gets the validation loss.
         resume: continue from the newest checkpoint in `run_dir`, if there is one.
         extra: plain values to store in checkpoints; they must be the same when resuming.
     """
     config = config or FitConfig()
     world = strategy.world
     if module is not strategy.module:
-        raise UserError("fit takes the module that strategy.wrap returned last")
+        raise UserError("fit needs the module that the last call of strategy.wrap returned")
     check_shares(loader, world, training=True)
     if validation is not None:
         check_shares(validation, world, training=False)
