@@ -383,7 +383,7 @@ DRIVERS = {run.__name__: run for run in (ours, clean, rl_games, sb3, sb3_solve, 
 
 
 def main() -> None:
-    """Train until the input that gives the turns ends."""
+    """Train one iteration for each line on stdin; stop when stdin is closed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("driver", choices=DRIVERS)
     parser.add_argument("task", choices=TASKS, nargs="?", default="cartpole")

@@ -24,7 +24,7 @@ from rl_dist.supervised.fit import FitConfig
 
 
 def classify_images(out_dir):
-    """Run the image example as its command does, with the output in a file per rank."""
+    """Run the image example; write each rank's output to its own file."""
     fitting = FitConfig(epochs=2, progress=False)
     path = Path(out_dir, f"figures_{os.environ['RANK']}.json")
     with path.open("w") as file, redirect_stdout(file):

@@ -68,7 +68,7 @@ class Normalizer(nn.Module):
         self,
         num_features: int,
         *,
-        columns: Sequence[int] | None = None,  # columns with statistics; None: all
+        columns: Sequence[int] | None = None,  # columns to normalise; None: all of them
         enabled: bool = True,
         center: bool = True,
     ) -> None:

@@ -98,7 +98,8 @@ def share_checkpoint(directory: RunDir, offers: list[str], world: World) -> str:
     def newness(rank: int) -> int:
         path = Path(offers[rank])
         counts = path.parent == directory.checkpoints and (rank == 0 or not path.exists())
-        return iteration_in_name(path) if counts else -2  # best.pt counts as -1
+        # -2: not a candidate. best.pt has no iteration in its name: -1, older than any other file.
+        return iteration_in_name(path) if counts else -2
 
     owner = all_gather_json(max(range(world.size), key=newness), world)[0]
     path = Path(offers[owner])

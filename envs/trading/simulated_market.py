@@ -41,7 +41,9 @@ MAX_WORLDS = 10**8  # largest number of worlds per purpose
 GAP_DAYS = (5, 7)  # days between two announcements, uniformly distributed
 DENIAL_DAYS = 2  # days from an announcement to its denial
 DENIAL_CHANCE = 0.25
-DELAY_DAYS = 8  # days from an announcement to the day before its drift; more than the longest gap
+# The drift begins on day DELAY_DAYS + 1 after an announcement. That is longer than any gap, so a
+# newer announcement always comes first.
+DELAY_DAYS = 8
 MOVE_DAYS = 4  # the drift lasts from day DELAY_DAYS + 1 to day DELAY_DAYS + MOVE_DAYS
 EVENT_SIZE = 1.4  # in log volume: a surge has 4 times the usual volume, a drought 1/4 of it
 VOLUME_NOISE = 0.25  # sd of the daily noise in log volume

@@ -143,7 +143,7 @@ class Leaf:
         return nested
 
     def encode(self, raw: Any, count: int) -> np.ndarray:
-        """Encode raw values [count, ...] as a new array [count, n] float32."""
+        """Encode raw values [count, ...] as a new float32 array [count, n]."""
         values = np.asarray(raw)
         name = self.part.name
         if values.shape != (count, *self.space.shape):
@@ -170,8 +170,9 @@ class ObservationEncoder:
     """Encodes plain or nested observations as rows [B, F] of float32.
 
     Choices become one-hot vectors. Images are put in the order channels, height, width and divided
-    by their largest possible value. If the actions are choices with `mask_sizes` [D] options, the
-    entry action_mask of a Dict observation is the mask of allowed actions.
+    by their largest possible value. `mask_sizes` [D] holds the number of options of
+    each choice that an action makes. Unless it is empty, the entry action_mask of a Dict
+    observation is the mask of allowed actions.
     """
 
     def __init__(self, source: Space, env_id: str, mask_sizes: np.ndarray) -> None:
@@ -218,7 +219,7 @@ def check_masks(masks: np.ndarray, sizes: np.ndarray) -> None:
     """
     allowed = np.add.reduceat(masks, np.cumsum(sizes) - sizes, axis=1)  # [B, D]
     usable = ((masks == 0) | (masks == 1)).all(axis=1) & (allowed > 0).all(axis=1)  # [B]
-    problem = f"{MASK_KEY} must hold only 0 and 1 and allow an option of every choice; got"
+    problem = f"{MASK_KEY} must hold only 0 and 1 and allow an option in each choice; got"
     check_rows(usable, problem, masks)
 
 

@@ -143,7 +143,7 @@ class WorkerEnv(ArrayEnv):
 
     def reset_arrays(self, seeds: Sequence[int]) -> np.ndarray:
         """Start all environments; return their observations as a new array [B, F]."""
-        self._ask_all("reset")  # the seeds are in the shared rows
+        self._ask_all("reset")  # the workers read the seeds from the shared memory
         return self._rows["obs"].copy()
 
     def step(self, actions: Tensor) -> StepResult:

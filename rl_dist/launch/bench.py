@@ -92,7 +92,10 @@ def run_rank(
 
 
 def _last_arrival_s(num_bytes: int, world: World) -> float:
-    """Return the median over all reductions of the shortest wait of any rank."""
+    """Return the median duration of a reduction once all ranks have arrived.
+
+    In each reduction, the rank that arrives last waits for the shortest time.
+    """
     module = nn.Linear(max(1, num_bytes // 4), 1, bias=False, device=world.device)
     wrapped = Strategy(StrategyConfig(mode="ddp"), world).wrap(module)
     # The gradient of a linear layer's weights equals its input.

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent; changed bytes and code in them are refused."""
+"""Checkpoints are written atomically; damaged ones and ones with code are refused."""
 
 import io
 import json

@@ -72,7 +72,7 @@ def test_a_nested_observation_becomes_one_row_of_named_parts():
 
 
 @pytest.mark.parametrize(
-    # axes: frames and channels (if any), then height and width; () if the array stays a vector
+    # axes: frames and channels (if any), then height and width; () if the array is no image
     ("shape", "largest", "axes"),
     [
         ((84, 84), 1, (0, 1)),

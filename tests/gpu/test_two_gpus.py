@@ -1,4 +1,4 @@
-"""Two GPUs over NCCL give the same training as one GPU."""
+"""Training on two GPUs over NCCL has the same results as training on one."""
 
 import pytest
 import torch
