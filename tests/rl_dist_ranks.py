@@ -143,6 +143,9 @@ def started(out_dir):
 def loop(out_dir, way=""):
     """Loop until all ranks agree to stop; `way` may let rank 1 fail, exit or hang."""
     assert set(STOP_SIGNALS) <= BLOCKED, "a signal could arrive before a rank has set its handlers"
+    if way == "start":  # the launcher dies before this rank opens the store
+        Path(out_dir, f"pid_{os.environ['RANK']}").write_text(str(os.getpid()))
+        time.sleep(3.0)
     world = started(out_dir)
     if way == "evaluation":  # the run is already saved: stop signals have their default action
         stop_flag.replace(signal.SIG_DFL)

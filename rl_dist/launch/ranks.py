@@ -131,7 +131,8 @@ def run_as_rank(
     stop_flag.install()  # the launcher, not this process, acts on a second signal
     # Python restores the default handlers at shutdown, and these would kill the process.
     atexit.register(stop_flag.replace, signal.SIG_IGN)
-    process_ends.leave_with_parent(parent_pid)
+    # There is nothing to save yet, and waiting for the store of a dead launcher never ends.
+    process_ends.die_with_parent(parent_pid, signal.SIGKILL)
     process_ends.report_to(page)
     report = run_guarded(fn, args)
     process_ends.report(**vars(report))

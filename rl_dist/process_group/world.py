@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl_dist.errors import UserError
 from rl_dist.machine import available_cores
 from rl_dist.process_group.clock import Mark, between, mark
-from rl_dist.process_group.join import open_store, started_elsewhere
+from rl_dist.process_group.join import JOB_DIR_VARIABLE, open_store, started_elsewhere
 from rl_dist.process_group.process_ends import StopFlag, leave_with_parent
 from rl_dist.process_group.watchdog import (
     CONNECTION,
@@ -273,6 +273,8 @@ def open_world(
         device_id=torch_device if device == "cuda" else None,
     )
     world.doing.place = ""
+    if JOB_DIR_VARIABLE in os.environ:
+        leave_with_parent(os.getppid())  # until here, the death of the launcher killed this rank
     return world
 
 

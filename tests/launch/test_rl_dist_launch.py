@@ -21,6 +21,7 @@ from rl_dist.launch.ranks import launch
     [
         ("", "group", ["SIGINT"], 130, "2"),
         ("", "launcher", ["SIGKILL"], -9, "15"),  # each rank then gets SIGTERM
+        ("start", "launcher", ["SIGKILL"], -9, ""),
         ("evaluation", "rank 1", ["SIGTERM"], 143, ""),
         pytest.param("", "rank 1", ["SIGUSR1"], 138, "10", marks=pytest.mark.slow),
         pytest.param("hang", "group", ["SIGINT", "SIGTERM"], 130, "", marks=pytest.mark.slow),
