@@ -21,16 +21,16 @@ MAX_LEARNER = 65  # lines of the methods `update` and `collect` in agents/
 # Lower these totals when you can; never raise them. Source is counted in tokens, because longer
 # lines do not lower that count.
 MAX_SIZES = {
-    "tokens of source": 123_600,
-    "tokens of tests": 128_100,
-    "tokens of benchmarks": 16_570,
+    "tokens of source": 109_030,
+    "tokens of tests": 104_660,
+    "tokens of benchmarks": 16_090,
     "lines of README.md": 150,
-    "tokens of the path to loss.backward()": 20_200,
+    "tokens of the path to loss.backward()": 18_390,
 }
 # files that a reader meets between the main function of a rank and loss.backward()
 READING_PATH = (
     r"agents/(rank|trainer|recorder|rollout|advantages|ppo|policy)\.py|rl_dist/strategies/strategy\.py"
-    r"|agents/network/(sequences|pieces|minibatches|cores|heads|inputs|noise)\.py"
+    r"|agents/network/(sequences|cores|heads|inputs|noise)\.py"
 )
 FILES = {  # name of a total -> pattern of the files that it counts
     "tokens of source": r"(rl_dist|envs|agents|examples)/.*\.py|\w+\.py",
