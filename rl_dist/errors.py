@@ -213,6 +213,12 @@ class CommandParser(argparse.ArgumentParser):
         as_written = argparse.RawDescriptionHelpFormatter
         super().__init__(allow_abbrev=False, formatter_class=as_written, **options)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the command line; refuse arguments that are not valid UTF-8."""
+        for word in sys.argv if args is None else args:
+            word.encode()
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with code 2; ranks that torchrun restarts exit, too."""
         print_error_once("error: " + " ".join(message.split()))
