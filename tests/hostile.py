@@ -236,7 +236,7 @@ CASES = {
     "a checkpoint without a policy": Case(
         f"evaluate {LAST}",
         lambda run: write_atomically(Path(LAST.format(run=run)), pack({"iteration": 1})),
-        says="no checkpoint of train_distributed.py",
+        says="not a checkpoint of train_distributed.py",
     ),
     **{
         f"{keys[0]} with a wrong {keys[-1]}": Case(
