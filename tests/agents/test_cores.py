@@ -38,7 +38,7 @@ def test_a_scan_is_the_recurrence_and_so_are_its_gradients(length):
 @pytest.mark.parametrize(
     ("core", "problem"),
     [
-        *((f"own_cores:{name}", "step by step") for name in ("Forgetful", "Herd")),
+        *((f"own_cores:{name}", "single steps") for name in ("Forgetful", "Herd")),
         ("own_cores:Thin", r"\(7, 3, 7\)"),
         ("own_cores:Broken", "no such shape"),
         ("own_cores:Stateless", "num_states"),

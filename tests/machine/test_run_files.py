@@ -20,5 +20,5 @@ def test_a_file_is_read_whole_up_to_what_may_be_read(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"x" * 100)
     assert read_plain(path) == read_plain(path, None) == read_plain(path, 100) == b"x" * 100
-    with pytest.raises(OSError, match="100 bytes, and at most 99"):
+    with pytest.raises(OSError, match="100 bytes.* 99 bytes"):
         read_plain(path, 99)
