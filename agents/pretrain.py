@@ -203,7 +203,7 @@ class FeatureTraining(nn.Module):
     """
 
     def __init__(self, config: PretrainRunConfig, inputs: Tensor, num_stocks: int) -> None:
-        """Take the feature LSTM of a new policy; normalise by mean and variance of `inputs`."""
+        """Take a new policy's feature LSTM; normalise by mean and variance of `inputs`."""
         super().__init__()
         torch.manual_seed(config.fit.seed)
         shape = PolicyConfig(hidden_size=config.pretrain.hidden_size)

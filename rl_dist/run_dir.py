@@ -225,7 +225,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         return not self.path.exists() or set(self.path.iterdir()) <= {self.logs, self.config_path}
 
     def discard_unstarted(self, exit_code: int) -> None:
-        """Delete a run that did not finish an iteration; after exit code 1, keep its logs."""
+        """Delete a run without a finished iteration; keep its logs after exit code 1."""
         held = self.lock and self.is_in_place()
         if not held or self.checkpoints.exists() or self.records(last=1):
             return

@@ -4,7 +4,7 @@ import torch
 
 
 def play(env, num_steps, first=0, rows=slice(None), num_envs=None):
-    """Run steps with random actions; return each output as a tensor [num_steps, B, ...].
+    """Take random actions; return each output as a tensor [num_steps, B, ...].
 
     The outputs are obs, rewards, terminated, truncated and final_obs. An action depends only on its
     step number, counted from `first`, and on the number of its environment. `rows` selects the

@@ -88,7 +88,7 @@ class PolicyController:
         episode_start: Tensor,
         push: Tensor | None = None,
     ) -> Tensor:
-        """Return actions [B, A] or [B] for observations [B, F]; `push` is the noise [B, A]."""
+        """Return actions [B, A] or [B] for observations [B, F] and noise `push` [B, A]."""
         if self.state is None or self.history is None:
             check_readable(self.policy, env.layout)
             self.state = self.policy.initial_state(len(obs))

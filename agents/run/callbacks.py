@@ -1,4 +1,4 @@
-"""Call the user's callbacks; stop training early if one of them or --stop_at says so."""
+"""Call the user's callbacks; stop training if one of them or --stop_at says so."""
 
 from __future__ import annotations
 

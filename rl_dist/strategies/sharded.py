@@ -64,7 +64,7 @@ class Shards:
             self._unit.unshard()
 
     def accumulate(self, last: bool) -> None:
-        """Prepare for a backward pass; if it is the `last` of a step, it reduces gradients."""
+        """Prepare for a backward pass; the `last` one of a step reduces gradients."""
         self._unit.set_requires_gradient_sync(last)
         self._unit.set_reshard_after_backward(last)
 

@@ -1,4 +1,4 @@
-"""Checkpoints are written atomically; damaged ones and ones with code are refused."""
+"""Checkpoints are written atomically; damage and code in them are refused."""
 
 import io
 import json
