@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from agents.advantages import make_batch
 from agents.config import TrainConfig
@@ -26,7 +25,7 @@ from agents.run.callbacks import Watch
 from agents.run.saved import InitialWeights
 from agents.run.sizes import Sizes, shard_sizes
 from envs.vector.layout import TorchEnv
-from rl_dist.checkpoint.store import CHECKPOINT_DIR, Best, flatten, save_agreed
+from rl_dist.checkpoint.store import CHECKPOINT_DIR, Best, save_agreed, tensors_in
 from rl_dist.errors import UserError, one_line
 from rl_dist.process_group.clock import NullProfiler
 from rl_dist.process_group.collectives import (
@@ -193,10 +192,13 @@ class Training:
             "episode/total": self.episodes,
         }
 
-    def shared_state(self) -> dict[str, Any]:
-        """Return the state that all ranks share. Every rank must call this."""
+    def checked_state(self) -> dict[str, Any]:
+        """Return the state that all ranks share, after a check that they agree on it.
+
+        Every rank must call this.
+        """
         strategy = self.ppo.strategy
-        return {
+        state = {
             "iteration": self.iteration,
             "global_step": self.global_step,
             "episodes": self.episodes,
@@ -207,21 +209,18 @@ class Training:
             "obs_normalizer": self.normalizers.obs.state_dict(),
             "reward_normalizer": self.normalizers.rewards.state_dict(),
         }
-
-    def replicated(self) -> dict[str, Tensor]:
-        """Return the tensors in `shared_state` by name. Every rank must call this."""
-        leaves = flatten(self.shared_state())
-        return {name: value for name, value in leaves if isinstance(value, Tensor)}
+        check_in_sync(tensors_in(state), self.world)
+        return state
 
     def state(self) -> dict[str, Any] | None:
-        """Return the complete state on the main process, None on other ranks.
+        """Return the complete, checked state on the main process, None on other ranks.
 
         Every rank must call this.
         """
+        shared = self.checked_state()
         carry = gather_dicts(vars(self.carry), self.world)
         snapshot = self.env.can_snapshot
         environments = gather_dicts(self.env.get_state(), self.world) if snapshot else None
-        shared = self.shared_state()
         if not self.world.is_main_process:
             return None
         return {
@@ -309,7 +308,7 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
             if path and job.watch:
                 job.watch.call("checkpoint", training, metrics, path)
         elif is_due(training, config.sync_check_every):
-            check_in_sync(training.replicated(), world)
+            training.checked_state()
     if reason:
         writer.say(f"stopped at iteration {training.iteration}: {reason}")
     stop.notice = ""  # a signal that arrives from here on does not cause another save
@@ -331,7 +330,6 @@ def save(training: Training, best: Best, last: bool, writer: NullWriter) -> Path
     world.set_phase("checkpoint")
     writer.flush()  # metrics.jsonl must include all iterations up to the checkpoint
     writer.update_state(phase="saving")
-    check_in_sync(training.replicated(), world)
     state = training.state()
     try:
         path = save_agreed(

@@ -12,7 +12,6 @@ from on_ranks import saves_results
 
 import agents.ppo
 from agents.trainer import train
-from rl_dist.process_group.collectives import check_in_sync
 from rl_dist.process_group.world import StopFlag
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.telemetry.metrics import NullWriter
@@ -77,7 +76,7 @@ def exercise(world, _):
             changed_losses(lambda number, bad=overflows: torch.inf if bad and number == 3 else 1),
         ):
             training = trained(world, **options)
-        check_in_sync(training.replicated(), world)
+        training.checked_state()
         found[name] = {
             "record": {key: training.record()[key] for key in ("parameters", "hashes", "losses")},
             "sent": dict(sent),

@@ -22,10 +22,11 @@ def split_choices(logits: Tensor, sizes: Sequence[int]) -> Tensor:
     return torch.stack(padded, -2)
 
 
+NODES, WEIGHTS = np.polynomial.hermite.hermgauss(24)  # quadrature for the entropy
+
+
 class SquashedNormal:
     """Distribution of actions tanh(x) [..., A] in (-1, 1), where x is normal."""
-
-    NODES = 24  # quadrature points for the entropy
 
     def __init__(self, means: Tensor, log_std: Tensor) -> None:
         self.normal = Normal(means, log_std.exp(), validate_args=False)
@@ -38,9 +39,8 @@ class SquashedNormal:
     def entropy(self) -> Tensor:
         """Return the entropy [...] by Gauss-Hermite quadrature; no closed form exists."""
         means, std = self.normal.loc, self.normal.scale
-        nodes, weights = np.polynomial.hermite.hermgauss(self.NODES)
-        points = means.new_tensor(nodes) * math.sqrt(2.0)
-        shares = means.new_tensor(weights) / math.sqrt(math.pi)
+        points = means.new_tensor(NODES) * math.sqrt(2.0)
+        shares = means.new_tensor(WEIGHTS) / math.sqrt(math.pi)
         slopes = _log_slope(means[..., None] + std[..., None] * points) @ shares  # [..., A]
         return (self.normal.entropy() + slopes).sum(-1)
 

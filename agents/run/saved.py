@@ -27,11 +27,11 @@ from rl_dist.checkpoint.store import (
     Found,
     checkpoint_files,
     checkpoint_folder,
-    flatten,
     iteration_in_name,
     kind_of,
     load_checkpoint,
     load_latest,
+    tensors_in,
     write_atomically,
 )
 from rl_dist.checkpoint.trust import check_named
@@ -294,7 +294,5 @@ def check_shapes(state: dict[str, Any], config: RunConfig) -> None:
 def _forms(parts: dict[str, Any]) -> dict[str, str]:
     """Return the shape and type of each tensor in nested dicts, by path."""
     return {
-        name: f"{list(value.shape)} of {value.dtype}"
-        for name, value in flatten(parts)
-        if isinstance(value, Tensor)
+        name: f"{list(value.shape)} of {value.dtype}" for name, value in tensors_in(parts).items()
     }

@@ -8,15 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import Tensor
-
 from rl_dist.checkpoint.store import (
     MEASURED,
     CheckpointError,
     checkpoint_files,
-    flatten,
     latest_checkpoint,
     load_checkpoint,
+    tensors_in,
 )
 from rl_dist.errors import CommandParser, UserError, explains_errors, printable, table
 
@@ -61,9 +59,7 @@ def inspect(file: Path, as_json: bool) -> None:
     report |= {name: value for name, value in state.items() if isinstance(value, int | float)}
     config = json.loads(state.get("config", "{}"))
     tensors = {
-        name: f"{list(value.shape)} {value.dtype}"
-        for name, value in flatten(state)
-        if isinstance(value, Tensor)
+        name: f"{list(value.shape)} {value.dtype}" for name, value in tensors_in(state).items()
     }
     if as_json:
         print(json.dumps(report | {"config": config, "tensors": tensors}, indent=2))

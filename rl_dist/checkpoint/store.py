@@ -182,6 +182,11 @@ def flatten(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         yield from flatten(entry, inner)
 
 
+def tensors_in(state: Any) -> dict[str, Tensor]:
+    """Return the tensors in nested dicts, lists and tuples by path."""
+    return {name: value for name, value in flatten(state) if isinstance(value, Tensor)}
+
+
 def check_plain(state: Any) -> None:
     """Refuse a value that `torch.load(weights_only=True)` would not return unchanged."""
     for place, value in flatten(state):

@@ -10,6 +10,7 @@ from speed_ranks import SINGLE, changed_losses, job_of, trained
 
 from agents.ppo import PPOConfig
 from agents.trainer import train
+from rl_dist.checkpoint.store import tensors_in
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import StopFlag
 from rl_dist.strategies.precision import set_tf32
@@ -60,7 +61,7 @@ def test_training_follows_fp32(name, world):
     torch.testing.assert_close(low.parameters[-1], full.parameters[-1], rtol=0, atol=0.02)
     for metric in ("loss/value", "optim/grad_norm"):  # neither includes the loss scale
         assert low.losses[0][metric] == pytest.approx(full.losses[0][metric], rel=0.02)
-    kept = {tensor.dtype for tensor in low.replicated().values()}
+    kept = {tensor.dtype for tensor in tensors_in(low.checked_state()).values()}
     assert kept <= {torch.float32, torch.float64, torch.int64}
 
 

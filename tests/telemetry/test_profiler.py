@@ -26,7 +26,7 @@ def trained(world, run_dir, *, profile):
     writer.write = lambda record, done: records.append(record)
     train(training, writer, StopFlag())
     numbers = [{k: v for k, v in line.items() if not k.startswith(MACHINE)} for line in records]
-    return [numbers, training.replicated()], lines
+    return [numbers, training.checked_state()], lines
 
 
 def test_a_profile_changes_no_number_names_the_sections_and_traces_one_iteration(world, tmp_path):
