@@ -36,7 +36,7 @@ from envs.trading.market_data import Market, Span
 from envs.trading.task import TradingTask
 from rl_dist.errors import UserError, explains_errors, outlive_readers
 from rl_dist.flags import Field, Text, configuration, parse_flags, read_sections, saved_form
-from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
+from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve_launch
 from rl_dist.launch.ranks import launch, restart_count
 from rl_dist.process_group.collectives import all_gather_json, check_settings
 from rl_dist.process_group.world import open_world
@@ -322,10 +322,11 @@ def main() -> int:
     config = PretrainRunConfig(**configs)
     digest = data_digest(config.data)
     config = replace(config, data=replace(config.data, data_digest=digest))
-    resolved = resolve(config.launch)
+    chosen, resolved, note = resolve_launch(config.launch)
+    config = replace(config, launch=chosen)
     with ExitStack() as held:
         if is_first():
-            print(f"{resolved.message}\n{config.prepare_task().describe()}")
+            print(f"{note or resolved.message}\n{config.prepare_task().describe()}")
             if run.path == RUNS:
                 run = RunDir.fresh(RUNS)
             held.enter_context(run.hold() if flags.resume else run.hold_new())

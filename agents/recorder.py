@@ -48,9 +48,9 @@ class Recorder:
     ) -> dict[str, Any]:
         """Combine episodes, times and machine load of all ranks into one record.
 
-        Every rank must call this. Counts are sums over ranks; times are maxima over ranks. "signum"
-        is the number of the stop signal, the highest one if ranks received different signals, or 0
-        if none did.
+        Every rank must call this. Counts are sums over ranks; times are maxima over ranks, except
+        time/reduction_s, which is the minimum. "signum" is the number of the stop signal, the
+        highest one if ranks received different signals, or 0 if none did.
         """
         restarts = sum(env.restarts)
         ended, returns, lengths = rollout.episodes.sum(1).tolist()
@@ -92,6 +92,8 @@ class Recorder:
             "env/restarts": sum(rank["restarts"] for rank in ranks),
             "signum": max(rank["signum"] for rank in ranks),
             **{name: max(entry[name] for entry in entries) for name in times},
+            # the rank that arrives last waits for the reduction alone
+            "time/reduction_s": min(entry["time/reduction_s"] for entry in entries),
             "time/sync_s": self.world.sync_seconds,
             "time/sps": num_steps / (time.perf_counter() - self.started),
             "ranks": entries,

@@ -48,8 +48,7 @@ def check_layout(run_dir: Path) -> None:
 def path_to_write(run_dir: str | Path, name: str | Path) -> Path:
     """Return a path in a run directory after checking that it is safe to write.
 
-    All code that writes into a run directory calls this first. The directory itself may be a link;
-    below it, only regular files and folders are allowed.
+    The directory itself may be a link; below it, only regular files and folders are allowed.
 
     Raises:
         OSError: a part of the path is a link, pipe, socket or device.

@@ -65,7 +65,7 @@ PICKLES = r"^\s*(import|from) (c?[pP]ickle|_pickle|dill|cloudpickle|joblib|shelv
 PICKLES += (
     r"|allow_pickle=True|\.read_pickle\(|\b(all_gather|gather|broadcast|scatter|send|recv)_object"
 )
-COLLECTIVES = r"all_reduce|all_gather(_into_tensor)?|reduce_scatter|broadcast|barrier"
+COLLECTIVES = r"(all_reduce|all_gather|reduce_scatter|broadcast|barrier|gather|check_in_sync)\w*"
 SOME_RANKS = r"\brank (==|!=|>|<) \d|\bis_main|\bmain_process"
 # The strings are split, so that this file does not contain the forbidden text.
 PRIVATE = r"(?<![\w.~-])/(work|root|tmp/(venv|w))" + "/" + r"|\bpypi" + r"\.org|pythonhosted"
@@ -231,6 +231,7 @@ PLANTED = {
     ],
     lonely_collectives: [
         {A: "if world.rank == 0:\n    x = 1\n    dist.broadcast(x, 0)"},
+        {A: "if world.is_main_process:\n    all_reduce_sum(x, world)"},
         {A: "if world.is_main:\n    pass\nelse:\n    barrier()"},
     ],
     words: [

@@ -49,17 +49,17 @@ ROWS = {
  optim/learning_rate learning rate after scaling, warm-up and annealing
  optim/steps [steps] gradient steps taken
  optim/skipped_steps [steps] gradient steps skipped, because loss or gradient was not finite
-*time/collect_s [s] time of the rollout; all times below are also those of the slowest rank
+*time/collect_s [s] time of the rollout; the times down to idle_share are those of the slowest rank
 *time/update_s [s] time of the update: all epochs, with reductions and waiting
 *time/update_own_s [s] time of the update without waiting for other ranks
 *time/forward_s [s] forward passes of the update
 *time/backward_s [s] backward passes without waiting for gradients of other ranks
 *time/optimizer_s [s] clipping and optimizer steps
 *time/gradient_wait_s [s] waiting for gradients of other ranks
-*time/reduction_s [s] shortest wait for gradients: the cost of a reduction alone
+*time/reduction_s [s] shortest wait for gradients on any rank: the cost of a reduction alone
 *time/step_spread_s [s] standard deviation of a rank's own time per gradient step
 *time/idle_share [share] share of the iteration in which a rank waits for others
- time/sync_s [s] waiting in the trainer's own collectives, gradients excluded
+ time/sync_s [s] rank 0's waiting in the trainer's own collectives, gradients excluded
  time/sps [steps/s] environment steps of all ranks per second, without validation and checkpoints
  ranks a list with one object per rank, in the order of ranks
 -rank number of the rank

@@ -2,7 +2,8 @@
 
 The first SIGINT, SIGTERM, SIGUSR1 or SIGHUP to the launcher, its process group or any rank reaches
 all ranks. They stop at the end of their iteration, save and leave. A second SIGINT or SIGTERM ends
-everything immediately. If the launcher is killed, its ranks get SIGTERM.
+everything immediately. If the launcher is killed, its ranks get SIGTERM,
+or SIGKILL before they have met.
 
 An error in a rank ends the job. A ValueError, such as a UserError, is meant for the user: its
 message is printed once (under torchrun once on each machine) as `error: ...`, and the exit code is

@@ -50,7 +50,7 @@ class Strategy:
         device_type = world.device.type
         self.mode = check_strategy(config, world.size, device_type, len(config.device_ids))
         if self.mode == "auto":
-            raise UserError("strategy auto must be measured first: see rl_dist.strategies.measure")
+            raise UserError("strategy auto works in train_distributed.py only: name another")
         if device_type == "cuda":
             set_tf32(config.precision)
         # multiplies losses so that fp16 gradients do not become zero; other precisions disable it

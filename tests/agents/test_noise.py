@@ -8,7 +8,7 @@ from gymnasium import spaces
 from agents.network import noise
 from agents.network.inputs import Normalizer, RunningMoments
 from agents.network.noise import MASK, action_noise, philox, sequence_orders
-from agents.network.seeds import ENVIRONMENT_STREAM, EVALUATION_STREAM, POLICY_STREAM, stream_seeds
+from agents.network.seeds import ENVIRONMENT_STREAM, EVALUATION_STREAM, stream_seeds
 
 
 def box(num_actions):
@@ -74,10 +74,10 @@ def test_noise_is_finite_for_every_random_word(monkeypatch, space):
 def test_runs_streams_environments_and_lives_share_no_seed():
     seeds = []
     for seed in range(20):
-        for stream in (POLICY_STREAM, ENVIRONMENT_STREAM, EVALUATION_STREAM):
+        for stream in range(EVALUATION_STREAM + 1):  # the last of all streams
             seeds += stream_seeds(seed, stream, 0, 50)
         seeds += stream_seeds(seed, ENVIRONMENT_STREAM, 0, 50, resumed_at=3)
-    assert len(set(seeds)) == len(seeds) == 20 * 4 * 50
+    assert len(set(seeds)) == len(seeds) == 20 * 8 * 50
 
 
 def test_sequences_are_shuffled_differently_by_seed_iteration_epoch_and_stratum():
