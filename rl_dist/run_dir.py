@@ -40,12 +40,6 @@ from rl_dist.files import (
 STATE_FILE = "state.json"
 CHECKPOINT_DIR = "checkpoints"
 PATIENCE_S = 25.0  # after a launcher is killed, its ranks may still be saving (ORPHAN_GRACE_S)
-# Entries of config.json that `RunDir.flags` omits: some are not flags, and the others must not be
-# copied to another run of the same job.
-RECORDED = {
-    *("data_digest", "callback", "threads", "on_event"),
-    *("chosen_preset", "chosen_strategy", "chosen_on"),
-}
 LONGEST_ERROR = 2000  # in characters
 WORKING = ("dry_run", "warm_up", "training", "validation", "saving", "evaluation")
 ENDED = ("done", "stopped", "failed")
@@ -243,16 +237,6 @@ class RunDir(AbstractContextManager["RunDir"]):
     def config(self) -> dict[str, Any]:
         """Return the content of config.json."""
         return read_object(self.config_path)
-
-    def flags(self) -> dict[str, str]:
-        """Return the run's configuration as flags: the text of each value, by name."""
-        return {
-            name: "none" if value is None else str(value)
-            for section in self.config().values()
-            if isinstance(section, dict)
-            for name, value in section.items()
-            if name not in RECORDED
-        }
 
     def write_config(self, content: Mapping[str, Any]) -> None:
         """Overwrite config.json in place, because it is locked; restore it on an error."""

@@ -31,12 +31,18 @@ from torch.utils.benchmark import Timer
 from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import CommandParser, UserError, explains_errors, table
 from rl_dist.flags import Field, configuration, fields_of
-from rl_dist.launch.child import ChildError, leave_at_signals
+from rl_dist.launch.child import ChildError, as_flags, leave_at_signals
 from rl_dist.run_dir import RunDir
 from rl_dist.speedup.measure import MeasuredJob, measure_job
 from rl_dist.speedup.model import CARDS, Prediction, bottleneck, predict, steps_per_episode
 
 EPISODES = 5000  # default length of a training run
+# Entries of config.json that are not passed to the short runs: some are not flags, and the others
+# must not be copied to another run of the same job.
+RECORDED = {
+    *("data_digest", "callback", "threads", "on_event"),
+    *("chosen_preset", "chosen_strategy", "chosen_on"),
+}
 CARD_ESTIMATE = (
     "this estimate uses data sheets and the lowest list price of 2026-11 in US dollars. It takes "
     "rollout times as measured here, scales the rest by peak fp32 rates, and assumes 8 cards per "
@@ -101,7 +107,7 @@ def estimate_training_speedup(flags: Sequence[str] = (), **options: Any) -> Spee
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     saved = _job_of(RunDir(chosen.run_dir), flags) if chosen.run_dir else {}
-    job_flags = [*(f"--{name}={value}" for name, value in saved.items()), *flags]
+    job_flags = [*as_flags(saved), *flags]
     num_episodes = chosen.num_episodes or int(saved.get("num_episodes", EPISODES))
     saved_steps = 0 if chosen.num_episodes else int(saved.get("total_steps", 0))
     scalings = ("strong", "weak") if chosen.scaling == "both" else (chosen.scaling,)
@@ -126,7 +132,13 @@ def _job_of(run: RunDir, flags: Sequence[str]) -> dict[str, str]:
 
     Raise UserError if the saved flags name Python modules that `flags` does not name.
     """
-    saved = run.flags()
+    saved = {
+        name: str(value)
+        for section in run.config().values()
+        if isinstance(section, dict)
+        for name, value in section.items()
+        if name not in RECORDED
+    }
     if not {"env", "core", "num_episodes", "total_steps"} <= saved.keys():
         raise UserError(f"{run.config_path} lacks env, core or length: give training flags instead")
     for section, name in (("task", "env"), ("policy", "core")):
