@@ -23,6 +23,7 @@ from torch import Tensor
 from rl_dist.checkpoint.store import flatten, latest_checkpoint, load_latest
 from rl_dist.errors import CommandParser, UserError, explains_errors
 from rl_dist.launch.child import SCRIPT, Child, leave_at_signals
+from rl_dist.process_group.collectives import as_bytes
 from rl_dist.run_dir import RunDir
 
 # Small sizes, unless the user sets others. Validation is off, as it has no effect on the result.
@@ -74,11 +75,7 @@ def _is_equal(left: Any, right: Any, tolerance: float) -> bool:
         return False
     if tolerance and left.is_floating_point():
         return torch.allclose(left, right, tolerance, tolerance)
-    return torch.equal(_bits(left), _bits(right))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return torch.equal(as_bytes(left), as_bytes(right))
 
 
 def _shown(value: Any) -> str:
@@ -108,14 +105,16 @@ def result_of(run_dir: Path) -> dict[str, Any]:
 
 
 def train(
-    flags: Sequence[str], num_gpus: int, run: RunDir, until: Callable[[], bool] = lambda: False
+    flags: Sequence[str], num_gpus: int, folder: Path, until: Callable[[], bool] = lambda: False
 ) -> None:
     """Train to the end, or kill the training run when `until` returns True.
+
+    Args:
+        folder: directory for the temporary files of the run.
 
     Raises:
         UserError: the training run failed.
     """
-    folder = run.path.parent
     words = [SCRIPT, *flags, f"--num_gpus={num_gpus}"]
     with Child(words, folder) as child:
         while (code := child.job.poll()) is None and not until():
@@ -129,15 +128,15 @@ def check(args: Namespace, folder: Path) -> bool:
     k = args.iterations
     straight, killed = RunDir(folder / "straight"), RunDir(folder / "killed")
     print(f"straight: iterations 1..{2 * k} ...", flush=True)
-    train([*args.flags, f"--run_dir={straight.path}"], args.num_gpus, straight)
+    train([*args.flags, f"--run_dir={straight.path}"], args.num_gpus, folder)
     print(f"killed: iterations 1..{k}, a checkpoint, then SIGKILL ...", flush=True)
     saved = killed.checkpoints / f"iteration_{k:08d}.pt"
-    train([*args.flags, f"--run_dir={killed.path}"], args.num_gpus, killed, saved.exists)
+    train([*args.flags, f"--run_dir={killed.path}"], args.num_gpus, folder, saved.exists)
     if latest_checkpoint(killed.path) != saved or killed.summary_path.exists():
         fix = f"set --iterations above {k}, or make iterations longer (--num_steps)"
         raise UserError(f"the run ended before it could be killed: {fix}", exit_code=1)
     print(f"resumed: iterations {k + 1}..{2 * k} ...", flush=True)
-    train([f"--resume={killed.path}"], args.resume_on, killed)
+    train([f"--resume={killed.path}"], args.resume_on, folder)
     tolerance = 0.0 if args.resume_on == args.num_gpus else TOLERANCE
     return compare(straight.path, killed.path, tolerance)
 
@@ -180,7 +179,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
     if args.resume_on is None:
         args.resume_on = args.num_gpus
     args.flags = [
-        *(*SMALL, *others),
+        *SMALL,
+        *others,
         f"--num_envs={args.num_envs}",
         f"--num_steps={args.num_steps}",
         f"--total_steps={2 * args.iterations * args.num_envs * args.num_steps}",

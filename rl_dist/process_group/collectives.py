@@ -82,7 +82,7 @@ def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tenso
     joined = {}
     for name in sorted(tensors):
         tensor = tensors[name]
-        parts = _gather_bytes(_as_bytes(tensor), world)
+        parts = _gather_bytes(as_bytes(tensor), world)
         total = sum(lengths_there[name] for _, lengths_there in ranks)
         joined[name] = torch.cat(parts).view(tensor.dtype).reshape(total, *tensor.shape[1:])
     return joined if world.is_main_process else None
@@ -153,7 +153,8 @@ def check_in_sync(tensors: Mapping[str, Tensor], world: World) -> None:
     raise UserError(message, exit_code=1)
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, as a flat tensor on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -167,7 +168,7 @@ def tensor_hash(*tensors: Tensor) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
         # Copy: a numpy view would keep the memory of full parameters after FSDP has freed it.
-        digest.update(_as_bytes(tensor.detach().to("cpu", copy=True)).numpy().data)
+        digest.update(as_bytes(tensor.detach().to("cpu", copy=True)).numpy().data)
     return digest.hexdigest()
 
 
