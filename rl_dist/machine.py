@@ -18,6 +18,8 @@ from typing import Any
 import psutil
 import torch
 
+from rl_dist.errors import one_line
+
 GIB = 2**30
 OUT_OF_MEMORY = (  # parts of a RuntimeError's text, in lower case
     *("out of memory", "status_out_of_memory"),  # CUDA, NCCL
@@ -87,7 +89,7 @@ def read_gpu(index: int) -> Gpu:
         try:
             return question(index)
         except Exception as error:  # torch and NVML raise many types of errors
-            errors.append(" ".join(str(error).split())[:200])
+            errors.append(one_line(error, 200, named=False))
 
     properties = ask(torch.cuda.get_device_properties)
     used = ask(torch.cuda.device_memory_used)
@@ -131,7 +133,7 @@ def get_gpu_info() -> GpuInfo:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # no driver, no GPU, or torch without CUDA
-        return GpuInfo((), " ".join(str(error).split()))
+        return GpuInfo((), one_line(error, 500, named=False))
     return GpuInfo(tuple(get_multi_gpu_status()), "")
 
 

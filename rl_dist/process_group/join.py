@@ -11,6 +11,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from rl_dist.errors import one_line
+
 # Environment variable that holds the private directory of a job started by our launcher
 JOB_DIR_VARIABLE = "RL_DIST_JOB_DIR"
 RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
@@ -103,7 +105,7 @@ def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
         )
         return part_of_this_start(store, rank, size, deadline_s)
     except (dist.DistError, OSError) as error:
-        cause = " ".join(str(error).split())[:200]
+        cause = one_line(error, 200, named=False)
         raise ValueError(
             f"rank {rank} did not meet all {size} ranks at MASTER_ADDR {host}, MASTER_PORT {port} "
             f"within {timeout_s:g} s (--startup_timeout): check both variables on every machine, "

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_dist.errors import UserError
+from rl_dist.errors import UserError, one_line
 from rl_dist.machine import available_cores
 from rl_dist.process_group.clock import Mark, between, mark
 from rl_dist.process_group.join import JOB_DIR_VARIABLE, open_store, started_elsewhere
@@ -143,7 +143,7 @@ class World:
         except RuntimeError as error:
             if not connection_broke(error):
                 raise
-            reason = " ".join(str(error).split())[:300]
+            reason = one_line(error, named=False)
             raise CollectiveError(
                 f"rank {self.rank}: the connection broke {self.doing.where}: {reason}", exit_code=1
             ) from error
