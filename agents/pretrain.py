@@ -28,13 +28,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from agents.config import data_digest
 from agents.network.inputs import Normalizer
 from agents.policy import Policy, PolicyConfig
-from agents.run.choice import is_first
 from agents.run.saved import FEATURES
 from envs.trading.config import DataConfig, Observation, SimulatedMarketConfig, TradingConfig
 from envs.trading.features import market_tables, portfolio_columns
 from envs.trading.market_data import Market, Span
 from envs.trading.task import TradingTask
 from rl_dist.errors import UserError, explains_errors, outlive_readers
+from rl_dist.files import is_first
 from rl_dist.flags import Field, Text, configuration, parse_flags, read_sections, saved_form
 from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve_launch
 from rl_dist.launch.ranks import launch, restart_count

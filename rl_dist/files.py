@@ -199,8 +199,13 @@ def remove(path: Path) -> None:
         log_once(f"{path} could not be removed: {error.strerror or error}")
 
 
+def is_first() -> bool:
+    """Return True if this process writes and prints: under torchrun, only rank 0."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @functools.cache
 def log_once(line: str) -> None:
     """Log each warning only once, and only on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first():
         logger.warning("%s", line)

@@ -27,6 +27,7 @@ from envs import MEMORY_IDS
 from rl_dist.checkpoint.store import Found, find_latest_run
 from rl_dist.checkpoint.trust import check_named, import_from_here
 from rl_dist.errors import UserError
+from rl_dist.files import is_first
 from rl_dist.flags import (
     Field,
     ParsedFlags,
@@ -108,11 +109,6 @@ def parse_training(argv: Sequence[str] | None = None) -> ParsedFlags:
         epilog=EPILOG,
         main=MAIN_FLAGS | vars(RunFlags()).keys(),
     )
-
-
-def is_first() -> bool:
-    """Return True if this process writes and prints: under torchrun, only rank 0."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 class ChosenRun(NamedTuple):

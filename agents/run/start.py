@@ -10,7 +10,7 @@ from typing import Any
 
 from agents.config import AUTO, RunConfig, empty_policy, probe, with_threads
 from agents.network.own_core import make_core, try_core
-from agents.run.choice import RUNS, check_resumable, choose_run, is_first
+from agents.run.choice import RUNS, check_resumable, choose_run
 from agents.run.metric_table import check_metric
 from agents.run.saved import check_initial
 from agents.run.sizes import shard_sizes
@@ -24,6 +24,7 @@ from rl_dist.errors import (
     report_to_caller,
     unwritable,
 )
+from rl_dist.files import is_first
 from rl_dist.flags import ParsedFlags
 from rl_dist.launch.config import ResolvedLaunch, resolve_launch
 from rl_dist.launch.ranks import launch

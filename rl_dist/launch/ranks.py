@@ -42,6 +42,7 @@ from rl_dist.errors import (
     report_to_caller,
     restarts_refused,
 )
+from rl_dist.files import is_first
 from rl_dist.process_group import process_ends
 from rl_dist.process_group.join import (
     JOB_DIR_VARIABLE,
@@ -338,7 +339,7 @@ def launch(
             job.stop.uninstall()
     _print_end(report)
     may_restart = may_start_again(report.exit_code - 128)  # by torchrun
-    if run_dir is not None and os.environ.get("RANK", "0") == "0":
+    if run_dir is not None and is_first():
         pid, code = launcher_pid(), report.exit_code
         RunDir(run_dir).record_exit(pid, code, report.summary, may_restart=may_restart)
         process_ends.report(exit_recorded=True)
