@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_dist.errors import RESULT_FILE, UserError
+from rl_dist.files import Record
 from rl_dist.process_group.join import COPIES, JOB_DIR_VARIABLE
 from rl_dist.process_group.process_ends import die_with_parent, how_it_ended
 from rl_dist.run_dir import RunDir
@@ -46,7 +47,6 @@ ROUNDS, ROUNDS_S = 3, 3.0
 # After this time, 1 iteration of warm-up and 2 measured iterations are enough.
 ENOUGH_S = 12.0
 MAX_SPREAD = 1.5  # speeds are similar if the highest is at most this many times the lowest
-Record = dict[str, Any]
 
 
 class ChildError(Exception):

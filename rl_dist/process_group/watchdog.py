@@ -58,7 +58,7 @@ class RankStatus:
         return f"in {self.phase}, outside any collective"
 
 
-def end_rank(message: str, exit_code: int = 1, *, consequence: int = 0) -> None:
+def end_rank(message: str, *, consequence: int = 0) -> None:
     """Report an error and end this process, from any thread.
 
     Args:
@@ -68,11 +68,11 @@ def end_rank(message: str, exit_code: int = 1, *, consequence: int = 0) -> None:
     summary = f"rank {rank}: {message}"
     # this logger writes to log files only
     logging.getLogger("rl_dist.launch.ranks").error("error: %s", summary)
-    report(rank=rank, failed=True, consequence=consequence, summary=summary, exit_code=exit_code)
+    report(rank=rank, failed=True, consequence=consequence, summary=summary, exit_code=1)
     # our launcher prints the reported error; without our launcher, print the error here
     if JOB_DIR_VARIABLE not in os.environ:
         sys.stderr.write(f"error: {summary}\n")
-    flush_and_leave(exit_code)
+    flush_and_leave(1)
 
 
 @dataclass

@@ -64,7 +64,7 @@ def measure_job(
     scalings: Sequence[str],
     *,
     steady: bool,
-    network: Network | None = None,
+    network: Network | None,
 ) -> MeasuredJob:
     """Measure a job on one rank, reductions, and copies of one rank's share.
 
