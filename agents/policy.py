@@ -153,6 +153,12 @@ class Policy(nn.Module):
         self.critic_head = nn.Linear(size, 1)
         self._initialise()
 
+        self.call_steps = 0.0  # overhead of one core call, in single-row steps
+        if not (config.feature_window or self.feature_encoder.images):
+            cores = [core for core in self.cores if core.num_states]
+            num_weights = sum(p.numel() for core in cores for p in core.parameters())
+            self.call_steps = CALL_WEIGHTS * layers * len(cores) / max(num_weights, 1)
+
     def _initialise(self) -> None:
         """Set orthogonal weights and zero biases; bias gates so that new cores remember."""
         for name, parameter in self.named_parameters():
@@ -187,13 +193,8 @@ class Policy(nn.Module):
         """Plan the calls for episode starts [L, N]; return None for a stateless policy."""
         if self.config.stateless:
             return None
-        call_steps = 0.0  # overhead of one core call, in single-row steps
-        if not (self.config.feature_window or self.feature_encoder.images):
-            cores = [core for core in self.cores if core.num_states]
-            num_weights = sum(p.numel() for core in cores for p in core.parameters())
-            num_calls = self.config.num_layers * len(cores)
-            call_steps = CALL_WEIGHTS * num_calls / max(num_weights, 1)
-        return plan_pieces(starts, self.critic_head.weight.device, call_steps, self.resets_inside)
+        device = self.critic_head.weight.device
+        return plan_pieces(starts, device, self.call_steps, self.resets_inside)
 
     @property
     def resets_inside(self) -> bool:
