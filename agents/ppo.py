@@ -196,13 +196,13 @@ class PPO:
         policy: Policy,
         config: PPOConfig,
         strategy: Strategy,
-        num_microbatches: int = 1,
+        num_microbatches: int,  # per minibatch
     ) -> None:
         self.policy = policy
         self.config = config
         self.strategy = strategy
         self.world = strategy.world
-        self.num_microbatches = num_microbatches  # per minibatch
+        self.num_microbatches = num_microbatches
         policy.low_precision = autocast_dtype(strategy.config.precision)
         self.wrapped = strategy.wrap(policy)
         self.iteration = 0

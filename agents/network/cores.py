@@ -88,7 +88,7 @@ class MinGRUCore(nn.Module):
 
     LONGEST = 64.0  # steps that the slowest units of a new core remember
 
-    def __init__(self, num_inputs: int, size: int, num_layers: int = 1) -> None:
+    def __init__(self, num_inputs: int, size: int, num_layers: int) -> None:
         super().__init__()
         widths = [num_inputs] + [size] * (num_layers - 1)
         self.layers: Any = nn.ModuleList(nn.Linear(width, 2 * size) for width in widths)
@@ -138,7 +138,7 @@ class TanhCore(nn.Sequential):
 
     num_states = 0
 
-    def __init__(self, num_inputs: int, size: int, num_layers: int = 1) -> None:
+    def __init__(self, num_inputs: int, size: int, num_layers: int) -> None:
         widths = [num_inputs, *[size] * num_layers]
         pairs = zip(widths, widths[1:], strict=False)
         super().__init__(*(part for pair in pairs for part in (nn.Linear(*pair), nn.Tanh())))

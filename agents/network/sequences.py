@@ -209,7 +209,7 @@ def state_after(
     state: Tensor,
     episode_start: Tensor,
     starts: np.ndarray,
-    resets_inside: bool = False,
+    resets_inside: bool,
 ) -> Tensor:
     """Return the state [N, S, H] after the last of the [T, N] steps.
 

@@ -124,7 +124,7 @@ class LoadedAgent:
     iteration: int
     path: Path
     run_dir: Path  # the run directory, or the folder of a copied file
-    spaces_json: str = ""  # the environment's spaces; "": those of the rows of trading
+    spaces_json: str  # the environment's spaces; "": those of the rows of trading
 
     @property
     def spaces(self) -> tuple[spaces.Space, spaces.Space]:
