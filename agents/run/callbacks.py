@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from agents.config import TrainConfig
+from agents.policy import Policy
 from rl_dist.checkpoint.trust import import_own
 from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World, connection_broke
 from rl_dist.telemetry.metrics import without_nan
-
-if TYPE_CHECKING:
-    from agents.policy import Policy
 
 Callback = Callable[["Moment"], Any]  # returns False to stop training
 Callbacks = Mapping[str, Callback | None]  # keys are the values of `Moment.kind`
