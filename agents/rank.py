@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from agents.config import RunConfig
+from agents.evaluate.episodes import validate
 from agents.run.auto import check_rollouts, choose
 from agents.run.callbacks import Callbacks, make_watch
 from agents.run.saved import initial_weights, load_newest, share_checkpoint
@@ -29,7 +30,6 @@ from rl_dist.run_dir import RankEntry, RunDir
 from rl_dist.telemetry import events
 from rl_dist.telemetry.loggers import named_loggers
 from rl_dist.telemetry.metrics import MetricsWriter, NullWriter, setup_logging
-from rl_dist.telemetry.monitor import Monitor, sources_of
 
 # Settings that may differ between hosts: hardware settings, file paths, and the on_event command,
 # which only rank 0 runs. `data_digest` compares the content of the price files.
@@ -92,9 +92,7 @@ def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Tr
     """Create the training state; on a resume, restore it from the checkpoint."""
     config = run.config
     job = Job(
-        train=config.train,
-        policy=config.policy,
-        ppo=config.ppo,
+        config=config,
         make_env=partial(task.training_env, device=str(world.device)),
         run_dir=run.path,
         strategy=replace(config.launch.strategy_config, device_ids=run.resolved.gpu_ids),
@@ -102,13 +100,11 @@ def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Tr
         validate=validation_of(config, task, world) if config.train.validate_every else None,
         watch=make_watch(config.train, callbacks, world),
         pretrained=None if run.resume_from else initial_weights(config.train),
-        config=config.to_dict(),
     )
     state = load_checkpoint(run.resume_from) if run.resume_from else None
     training = Training(job, world, len(state["carry"]["obs"]) if state else 0)
     if world.is_main_process:
         print(f"observation: {training.policy.layout.describe()}", flush=True)
-    training.monitor = Monitor(sources_of(world.device), config.train.monitor_every)
     if state:
         training.restore(state)
     return training
@@ -146,8 +142,6 @@ def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None
         from agents.evaluate.markets import market_validation
 
         return market_validation(task, world)
-    from agents.evaluate.episodes import validate
-
     return partial(validate, task, config.train.seed, world)
 
 

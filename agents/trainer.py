@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from agents.advantages import make_batch
-from agents.config import TrainConfig
+from agents.config import RunConfig
 from agents.network.inputs import Normalizer, Normalizers
 from agents.network.noise import action_noise, sequence_orders
 from agents.network.seeds import ENVIRONMENT_STREAM, POLICY_STREAM, stream_seeds
 from agents.pipeline import PipelinePPO, StageStrategy
-from agents.policy import Policy, PolicyConfig
-from agents.ppo import PPO, PPOConfig
+from agents.policy import Policy
+from agents.ppo import PPO
 from agents.recorder import Recorder
 from agents.rollout import Carry, Rollout, collect, fresh_carry
 from agents.run.callbacks import Watch
@@ -27,7 +27,6 @@ from agents.run.sizes import Sizes, shard_sizes
 from envs.vector.layout import TorchEnv
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, Best, save_agreed, tensors_in
 from rl_dist.errors import UserError, one_line
-from rl_dist.process_group.clock import NullProfiler
 from rl_dist.process_group.collectives import (
     all_reduce_max,
     all_reduce_sum,
@@ -40,8 +39,8 @@ from rl_dist.strategies.adam import keep_options
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry.metrics import NullWriter
-from rl_dist.telemetry.monitor import Monitor
-from rl_dist.telemetry.profiler import Profiler
+from rl_dist.telemetry.monitor import Monitor, sources_of
+from rl_dist.telemetry.profiler import NullProfiler, Profiler
 
 logger = logging.getLogger(__name__)
 Validate = Callable[[Policy, Normalizer], dict[str, float]]  # every rank must call it
@@ -51,9 +50,7 @@ Validate = Callable[[Policy, Normalizer], dict[str, float]]  # every rank must c
 class Job:
     """Everything that defines a training run, except the ranks that run it."""
 
-    train: TrainConfig
-    policy: PolicyConfig
-    ppo: PPOConfig
+    config: RunConfig
     make_env: Callable[[int, int], TorchEnv]  # from num_envs, env_offset
     run_dir: Path
     strategy: StrategyConfig = StrategyConfig()
@@ -61,7 +58,6 @@ class Job:
     validate: Validate | None = None
     watch: Watch | None = None  # runs callbacks, decides whether to stop early
     pretrained: InitialWeights | None = None
-    config: dict[str, Any] | None = None  # all settings by section, for checkpoints
 
 
 class Training:
@@ -69,8 +65,10 @@ class Training:
 
     def __init__(self, job: Job, world: World, saved_num_envs: int = 0) -> None:
         """Create the state; a resumed run passes the checkpoint's number of environments."""
-        train = job.train
+        config = job.config
+        train = config.train
         self.job = job
+        self.config = config
         self.world = world
         self.sizes: Sizes = shard_sizes(train, world.rank, world.size, saved_num_envs)
 
@@ -81,7 +79,7 @@ class Training:
 
         # policy and normalisers, identical on every rank
         torch.manual_seed(stream_seeds(train.seed, POLICY_STREAM, 0, 1)[0])
-        self.policy = Policy(job.policy, layout, self.action_space).to(world.device, job.dtype)
+        self.policy = Policy(config.policy, layout, self.action_space).to(world.device, job.dtype)
         if job.pretrained:
             self.policy.load_state_dict(job.pretrained.weights, strict=False)
         self.normalizers = Normalizers(
@@ -90,36 +88,36 @@ class Training:
         pipelined = job.strategy.pipelined
         strategy = (StageStrategy if pipelined else Strategy)(job.strategy, world)
         learner = PipelinePPO if pipelined else PPO
-        self.ppo = learner(self.policy, job.ppo, strategy, train.grad_accumulation)
+        self.ppo = learner(self.policy, config.ppo, strategy, train.grad_accumulation)
 
         # observers and counters
         self.recorder = Recorder(world, self.ppo.clock)
         self.profiler = Profiler(job.run_dir, world) if train.profile else NullProfiler()
-        self.monitor = Monitor((), 0)  # placeholder that measures nothing; callers may replace it
         self.iteration = 0
         self.global_step = 0
         self.episodes = 0
         self.carry = self._reset()
+        self.monitor = Monitor(sources_of(world.device), train.monitor_every)
 
     def _reset(self, resumed_at: int = 0) -> Carry:
         """Reset all environments; `resumed_at` selects new episodes for a resumed run."""
         first, count = self.sizes.env_offset, self.sizes.num_envs
-        seeds = stream_seeds(self.job.train.seed, ENVIRONMENT_STREAM, first, count, resumed_at)
+        seeds = stream_seeds(self.config.train.seed, ENVIRONMENT_STREAM, first, count, resumed_at)
         return fresh_carry(self.policy, self.env.reset(seed=seeds)[0])
 
     @property
     def done(self) -> int:
         """Number of steps or episodes done so far, whichever the budget counts."""
-        return self.global_step if self.job.train.total_steps else self.episodes
+        return self.global_step if self.config.train.total_steps else self.episodes
 
     @property
     def progress(self) -> float:
         """Completed fraction of the run, 0 to 1."""
-        return min(self.done / self.job.train.budget[0], 1.0)
+        return min(self.done / self.config.train.budget[0], 1.0)
 
     def warm_up_normalizers(self) -> None:
         """Initialise the normalisers from one rollout, then reset all environments."""
-        if not (self.job.train.normalize_obs or self.job.train.normalize_rewards):
+        if not (self.config.train.normalize_obs or self.config.train.normalize_rewards):
             return
         rollout = self.collect(lifetime_step=0)
         # The first pass computes the mean, the second pass sums deviations from it. A single pass
@@ -144,7 +142,7 @@ class Training:
     def collect(self, lifetime_step: int) -> Rollout:
         """Collect num_steps steps of every environment."""
         self.world.set_phase("collect")
-        train = self.job.train
+        train = self.config.train
         noise = action_noise(  # [T, B, A]
             self.action_space,
             train.seed,
@@ -153,7 +151,7 @@ class Training:
             lifetime_step,
             train.num_steps,
             self.world.device,
-            self.job.policy.noise_color,
+            self.config.policy.noise_color,
         )
         return collect(
             self.policy,
@@ -162,7 +160,7 @@ class Training:
             self.carry,
             noise.to(self.job.dtype),
             train.bptt_steps,
-            self.job.ppo.gamma,
+            self.config.ppo.gamma,
             on_step=self.world.heartbeat,
         )
 
@@ -170,21 +168,21 @@ class Training:
         """Train on a rollout, then merge its statistics into the normalisers."""
         self.world.set_phase("update")
         order = sequence_orders(
-            (self.job.train.seed, self.iteration),
-            self.job.ppo.update_epochs,
+            (self.config.train.seed, self.iteration),
+            self.config.ppo.update_epochs,
             self.sizes.env_offset,
             self.sizes.num_envs,
             self.sizes.sequences_per_env,
             self.sizes.num_minibatches,
         )
-        batch = make_batch(rollout, order, self.normalizers, self.world, self.job.ppo)
+        batch = make_batch(rollout, order, self.normalizers, self.world, self.config.ppo)
         losses = self.ppo.update(batch)
         self.normalizers.merge(batch.statistics)
         return losses
 
     def end_iteration(self, num_episodes: int) -> dict[str, int]:
         """Add the steps and episodes of all ranks to the counters; return the counters."""
-        self.global_step += self.sizes.global_num_envs * self.job.train.num_steps
+        self.global_step += self.sizes.global_num_envs * self.config.train.num_steps
         self.episodes += num_episodes
         return {
             "iteration": self.iteration,
@@ -226,7 +224,7 @@ class Training:
         return {
             **shared,
             **self.policy.shapes(),
-            "config": json.dumps(self.job.config or {}),
+            "config": json.dumps(self.config.to_dict()),
             "spaces": self.env.spaces_json,
             "carry": carry,
             "environments": environments,
@@ -268,7 +266,7 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
     Returns the number of the signal that ended the run, or 0.
     """
     job, world, recorder = training.job, training.world, training.recorder
-    config = job.train
+    config = training.config.train
     if training.iteration == 0:
         writer.update_state(phase="warm_up")
         training.warm_up_normalizers()
@@ -326,7 +324,7 @@ def save(training: Training, best: Best, last: bool, writer: NullWriter) -> Path
 
     Returns the path, or None if the write failed and training continues without this checkpoint.
     """
-    train, world = training.job.train, training.world
+    train, world = training.config.train, training.world
     world.set_phase("checkpoint")
     writer.flush()  # metrics.jsonl must include all iterations up to the checkpoint
     writer.update_state(phase="saving")

@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 import torch
 
-from agents.config import TrainConfig
+from agents.config import RunConfig, TrainConfig
 from agents.policy import PolicyConfig
 from agents.ppo import PPOConfig
 from agents.trainer import Job, Training, train
@@ -222,21 +222,22 @@ def make_job(name, run_dir="", *, dtype=None, iterations=0, ppo=None, **train_op
     Default sizes: 8 environments, rollouts of 16 steps, 32 sequences of 4 steps.
     """
     case = CASES[name]
-    sizes = {
+    options = {
         "num_envs": NUM_ENVS,
         "num_steps": NUM_STEPS,
         "bptt_steps": 4,
         "batch_size": case.batch_size,
+        "checkpoint_every": 1000,
+        "monitor_every": 0,
+        **case.options,
+        **train_options,
     }
-    options = sizes | case.options | train_options
     # Under weak scaling num_envs counts the environments of each rank; two ranks train that case.
     num_envs = options["num_envs"] * (2 if options.get("scaling") == "weak" else 1)
     steps = (iterations or case.iterations) * num_envs * options["num_steps"]
-    options = {"total_steps": steps, "checkpoint_every": 1000} | options
+    options.setdefault("total_steps", steps)
     return Job(
-        train=TrainConfig(**options),
-        policy=case.policy,
-        ppo=ppo or case.ppo,
+        config=RunConfig(train=TrainConfig(**options), policy=case.policy, ppo=ppo or case.ppo),
         make_env=functools.partial(make_env, case.task),
         run_dir=Path(run_dir or scratch().name),
         dtype=dtype or case.dtype,

@@ -47,15 +47,6 @@ def section(name: str) -> Iterator[None]:
         yield
 
 
-class NullProfiler:
-    """Replaces `rl_dist.telemetry.profiler.Profiler` and measures nothing."""
-
-    def begin(self, *_: object) -> None:
-        """Do nothing."""
-
-    end = begin
-
-
 class StepClock:
     """Records when the phases of gradient steps end, without waiting for the GPU."""
 

@@ -30,6 +30,15 @@ TRACED = 3  # the traced iteration, counted from the start of this process
 NUM_ROWS = 40  # longest sections and operators in the report; the trace has all
 
 
+class NullProfiler:
+    """Replaces `Profiler` and measures nothing."""
+
+    def begin(self, *_: object) -> None:
+        """Do nothing."""
+
+    end = begin
+
+
 class Profiler:
     """Traces the sections and operators of one iteration of this rank."""
 

@@ -119,7 +119,7 @@ def test_no_vector_step_and_no_gradient_step_waits_for_the_device(training, reco
     rollout, while_collecting = count_waits(lambda: training.collect(lifetime_step=0))
     _, while_updating = count_waits(lambda: training.update(rollout))
     record_property("waits in a rollout and in an update", (while_collecting, while_updating))
-    assert while_collecting < training.job.train.num_steps and while_updating < 4
+    assert while_collecting < training.config.train.num_steps and while_updating < 4
 
 
 def test_out_of_memory_is_one_line(monkeypatch, capsys, tmp_path):
