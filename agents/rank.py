@@ -57,7 +57,7 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
             events.configure(run.config.launch.on_event, run.path)
         setup_logging(run.path, world.rank)
         run = choose(run, world)
-        check_rollouts(run.config, world.device, world.size)
+        check_rollouts(run.config, world)
 
         # train
         task = run.config.prepare_task(world.heartbeat)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -39,12 +38,6 @@ SMALLEST, LARGEST = 8, 2**19
 # ---- memory
 
 
-def free_for_each_rank(device: torch.device, num_ranks: int) -> int:
-    """Return the free memory per rank in bytes; CPU ranks share the host's memory."""
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)) if device.type == "cpu" else 1
-    return free_memory_bytes(device, local_ranks)
-
-
 def rollout_bytes(config: RunConfig, num_envs: int, policy: Policy | None = None) -> int:
     """Return a lower bound for the memory of a rank's rollout, in bytes.
 
@@ -62,17 +55,18 @@ def rollout_bytes(config: RunConfig, num_envs: int, policy: Policy | None = None
     return num_envs * config.train.num_steps * (config.launch.dtype.itemsize * numbers + others)
 
 
-def check_rollouts(config: RunConfig, device: torch.device, num_ranks: int) -> None:
+def check_rollouts(config: RunConfig, world: World) -> None:
     """Refuse rollouts that cannot fit into memory.
 
     Call this before creating environments.
     """
-    free = free_for_each_rank(device, num_ranks)
-    needed = rollout_bytes(config, shard_sizes(config.train, 0, num_ranks).num_envs)
+    free = free_memory_bytes(world.device, world.local_size)
+    needed = rollout_bytes(config, shard_sizes(config.train, 0, world.size).num_envs)
     if needed > free:
         raise UserError(
             f"a rollout needs at least {needed / GIB:.1f} GiB on each rank, only {free / GIB:.1f} "
-            f"GiB are free on {device}: use a smaller --num_envs, --num_steps or --hidden_size"
+            f"GiB are free on {world.device}: use a smaller --num_envs, --num_steps or "
+            "--hidden_size"
         )
 
 
@@ -105,7 +99,7 @@ def choose(run: Run, world: World) -> Run:
     names = (*undecided(run.config), "chosen_on")
     config = run.config.changed({name: known[name] for name in names})
 
-    cores = max(1, available_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    cores = max(1, available_cores() // world.local_size)
     values: dict[str, Iterable[Any]] = {
         "batch_size": doublings(allowed_batch_sizes(config.train, world.size)),
         "precision": ("fp32", "bf16"),
@@ -148,7 +142,7 @@ class Trials:
         self.gpu_ids = gpu_ids
         self.world = world
         self.env = probe(task)
-        self.free_bytes = free_for_each_rank(world.device, world.size)
+        self.free_bytes = free_memory_bytes(world.device, world.local_size)
         self.bytes_per_sequence = 0.0  # memory of this process in the last trial
 
     def best(self, config: RunConfig, flag: str, values: Iterable[Any]) -> RunConfig:

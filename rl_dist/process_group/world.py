@@ -65,6 +65,7 @@ class World:
     size: int
     device: torch.device
     backend: str  # "gloo" or "nccl"
+    local_size: int = 1  # number of ranks on this machine
     # begin and end of each wait in a collective call
     sync_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
     # begin and end of each wait for the gradients of other ranks
@@ -248,7 +249,7 @@ def open_world(
         torch.cuda.set_device(torch_device)
         backend = "nccl"
     store = open_store(rank, size, startup_timeout_s)
-    world = World(rank, local_rank, size, torch_device, backend)
+    world = World(rank, local_rank, size, torch_device, backend, local_size)
     _leaving.callback(destroy_group)
     if size > 1 or watches_work:
         verdicts = Verdicts(rank, size, timeout_s, startup_timeout_s, watches_work=watches_work)

@@ -15,6 +15,7 @@ from agents.ppo import PPO
 from agents.run import auto
 from agents.run.sizes import shard_sizes
 from rl_dist.errors import UserError
+from rl_dist.process_group.world import World
 from rl_dist.resume_check import differences, result_of
 from rl_dist.strategies.measure import doublings
 
@@ -95,7 +96,7 @@ def test_auto_takes_only_sizes_that_fit_and_ends_where_none_does(tmp_path, monke
     assert "batch_size auto: 8 " in capsys.readouterr().out
     for reason, owner, name, value in (
         ("CUDA out of memory", PPO, "step", lambda *_: fail()),
-        ("GiB are free", auto, "free_for_each_rank", lambda *_: 50_000),
+        ("GiB are free", auto, "free_memory_bytes", lambda *_: 50_000),
         ("no value divides", auto, "allowed_batch_sizes", lambda *_: []),
     ):
         monkeypatch.setattr(owner, name, value)
@@ -107,14 +108,15 @@ def test_auto_takes_only_sizes_that_fit_and_ends_where_none_does(tmp_path, monke
 # ---- out of memory
 
 
-@pytest.mark.parametrize(("ranks", "refused"), [(1, False), (4, True)])
-def test_cpu_ranks_share_the_memory_in_which_their_rollouts_must_fit(ranks, refused, monkeypatch):
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_cpu_ranks_share_the_memory_in_which_their_rollouts_must_fit(ranks, monkeypatch):
     monkeypatch.setattr(auto, "free_memory_bytes", lambda device, sharers: 2**26 // sharers)
-    sizes = {"num_envs": 512 * ranks, "batch_size": 512 * ranks, "total_steps": 10**6}
-    config = RunConfig(train=TrainConfig(num_steps=128, **sizes))
-    with pytest.raises(UserError) if refused else nullcontext():
-        auto.check_rollouts(config, torch.device("cpu"), ranks)
+    train = TrainConfig(
+        num_steps=128, num_envs=512 * ranks, batch_size=512 * ranks, total_steps=10**6
+    )
+    world = World(0, 0, ranks, torch.device("cpu"), "gloo", ranks)
+    with pytest.raises(UserError) if ranks > 1 else nullcontext():
+        auto.check_rollouts(RunConfig(train=train), world)
 
 
 def test_out_of_memory_names_the_phase_and_flags_that_a_resume_takes(tmp_path, monkeypatch, capsys):
