@@ -195,8 +195,8 @@ class PipelinePPO(PPO):
             features = part.lstm_state.new_empty(*part.episode_start.shape, size)
             self.strategy.swap(gradients, [features])
             losses = self._losses(features.requires_grad_(), part)
-            one = losses.total.detach() * 0.0 + 1.0  # NaN if the loss is not finite
-            (losses.total * one).backward()
+            factor = losses.total.detach() * 0.0 + 1.0  # NaN if the loss is not finite
+            (losses.total * factor).backward()
             gradients = [features.grad]
             terms.append(torch.stack(losses).detach())
         self.strategy.swap(gradients, [])

@@ -89,19 +89,19 @@ class Minibatch:
     episode_start: Tensor  # [L, N]
     lstm_state: Tensor  # [N, S, H]
 
-    def pick(self, how: Callable[..., Tensor], *which: Any) -> Minibatch:
-        """Apply the selection `how(field, sequence_axis, *which)` to every field."""
-        picked = {
-            name: how(values, 0 if name == "lstm_state" else 1, *which)
+    def select(self, operation: Callable[..., Tensor], *arguments: Any) -> Minibatch:
+        """Apply `operation(field, sequence_axis, *arguments)` to every field."""
+        selected = {
+            name: operation(values, 0 if name == "lstm_state" else 1, *arguments)
             for name, values in vars(self).items()
         }
-        return Minibatch(**picked)
+        return Minibatch(**selected)
 
     def into_microbatches(self, count: int) -> Iterator[Minibatch]:
         """Yield `count` microbatches of equal size, as views of this minibatch."""
         size = self.obs.shape[1] // count
         for first in range(0, size * count, size):
-            yield self.pick(Tensor.narrow, first, size)
+            yield self.select(Tensor.narrow, first, size)
 
 
 class LossParts(NamedTuple):
@@ -175,7 +175,7 @@ def refreshed_states(policy: Policy, batch: Batch) -> Tensor:
     sequences, num_envs = batch.sequences, batch.num_envs
     states = [sequences.lstm_state[:num_envs]]
     for first in range(0, len(sequences.lstm_state) - num_envs, num_envs):
-        block = sequences.pick(Tensor.narrow, first, num_envs)
+        block = sequences.select(Tensor.narrow, first, num_envs)
         after = state_after(
             policy.network,
             block.obs,
@@ -246,7 +246,7 @@ class PPO:
             # one gradient step per minibatch
             for numbers in order:
                 index = to_device(numbers, sequences.obs.device)
-                minibatch = sequences.pick(Tensor.index_select, index)
+                minibatch = sequences.select(Tensor.index_select, index)
                 parts, grad_norm, stepped = self.step(minibatch, batch.starts[:, numbers])
                 self.world.heartbeat()
                 # a step that was skipped only because the loss scale was too large is not bad

@@ -17,7 +17,7 @@ from agents.evaluate.episodes import validate
 from agents.run.auto import check_rollouts, choose
 from agents.run.callbacks import Callbacks, make_watch
 from agents.run.saved import initial_weights, load_newest, share_checkpoint
-from agents.run.start import Run, explained_faults
+from agents.run.start import Run, faults_as_user_errors
 from agents.trainer import Job, Training, Validate, train
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.checkpoint.trust import module_files
@@ -52,7 +52,7 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
     with ExitStack() as closing:
         # agree with the other ranks on the directory, the checkpoint and the settings
         run = agree(run, world)
-        closing.enter_context(explained_faults(run.path, world))
+        closing.enter_context(faults_as_user_errors(run.path, world))
         if world.is_main_process:
             events.configure(run.config.launch.on_event, run.path)
         setup_logging(run.path, world.rank)

@@ -88,7 +88,7 @@ def one_line(error: BaseException, limit: int = 300, *, named: bool = True) -> s
     return shown or type(error).__name__
 
 
-def explained(error: ValueError | OSError) -> tuple[str, int]:
+def message_and_code(error: ValueError | OSError) -> tuple[str, int]:
     """Return an error's message on one line, and the exit code for this error."""
     message = str(error)
     exit_code = getattr(error, "exit_code", 2)
@@ -143,7 +143,7 @@ def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
         try:
             return main(*args, **options)
         except (ValueError, OSError) as error:
-            message, code = explained(error)
+            message, code = message_and_code(error)
             print_error_once(f"error: {message}")
             return code
 

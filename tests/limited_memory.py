@@ -33,7 +33,7 @@ def search():
     limit_memory(128)
     # The address space limit belongs to this process alone: it is not divided by `sharers`.
     print(free_memory_bytes(torch.device("cpu"), sharers=2), end=" ")
-    measure.HEADROOM = 0.7  # allocator and oneDNN also need memory
+    measure.USABLE_SHARE = 0.7  # allocator and oneDNN also need memory
     clock = itertools.count()  # every step takes 1 s by this clock: the largest batch is fastest
     measure.time = SimpleNamespace(perf_counter=lambda: next(clock))
     largest = measure.fastest_batch_size(step, range(8, 100_000, 8))

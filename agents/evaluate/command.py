@@ -23,11 +23,11 @@ import torch
 from agents.config import RunConfig, data_digest
 from agents.evaluate.episodes import PolicyController, compare_on_episodes, until_stopped
 from agents.run.saved import LoadedAgent, load_agent, share_checkpoint
-from agents.run.start import explained_faults
+from agents.run.start import faults_as_user_errors
 from envs.task import GymTask
 from rl_dist.checkpoint.store import BEST_FILE, CheckpointError, load_checkpoint
 from rl_dist.checkpoint.trust import check_named
-from rl_dist.errors import UserError, explained, explains_errors
+from rl_dist.errors import UserError, explains_errors, message_and_code
 from rl_dist.files import path_to_write, plain_file
 from rl_dist.flags import Field, Text, configuration, parse_flags
 from rl_dist.launch.ranks import launch
@@ -122,7 +122,7 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
     # Check that the user trusts the environment's module before it is imported.
     saved = {"env": config.task.env, "env_kwargs": config.task.env_kwargs}
     check_named(agent.run_dir, "task", saved, options.env)
-    with explained_faults(agent.run_dir, world):
+    with faults_as_user_errors(agent.run_dir, world):
         task = config.prepare_task(world.heartbeat)
         if isinstance(task, GymTask):
             if options.video:  # first, so that environments that cannot draw fail early
@@ -162,7 +162,7 @@ def run_rank(paths: list[str], options: EvaluateConfig) -> int:
     try:
         return until_stopped(partial(evaluate, paths, options, world), world)
     except OSError as error:
-        message, code = explained(error)
+        message, code = message_and_code(error)
         raise UserError(message, exit_code=code) from error
 
 

@@ -28,7 +28,7 @@ from rl_dist.machine import (
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 from rl_dist.strategies.config import StrategyConfig
-from rl_dist.strategies.measure import HEADROOM, Candidate, doublings, fastest
+from rl_dist.strategies.measure import USABLE_SHARE, Candidate, doublings, fastest
 from rl_dist.strategies.strategy import Strategy
 
 # range of values that batch_size auto tries, in sequences per rank
@@ -188,10 +188,10 @@ class Trials:
 
         # Test the memory.
         parts = train.grad_accumulation
-        sequences = parts * math.ceil(sizes.batch_size / parts / HEADROOM)
+        sequences = parts * math.ceil(sizes.batch_size / parts / USABLE_SHARE)
         rollout = rollout_bytes(config, sizes.num_envs, policy)
         needed = rollout + self.bytes_per_sequence * sequences
-        if device.type == "cpu" and needed > HEADROOM * self.free_bytes:
+        if device.type == "cpu" and needed > USABLE_SHARE * self.free_bytes:
             raise MemoryError(  # otherwise, Linux would kill the process
                 f"{needed / GIB:.2g} GiB are needed, only {self.free_bytes / GIB:.2g} GiB are free"
             )
@@ -208,7 +208,7 @@ class Trials:
                 options = replace(config.launch.strategy_config, device_ids=self.gpu_ids)
                 strategy = Strategy(options, world)
                 ppo = PPO(policy, config.ppo, strategy, train.grad_accumulation)
-            minibatch = minibatch.pick(Tensor.narrow, 0, sizes.batch_size)
+            minibatch = minibatch.select(Tensor.narrow, 0, sizes.batch_size)
             starts = minibatch.episode_start.cpu().numpy()
             while True:
                 ppo.step(minibatch, starts)

@@ -24,7 +24,7 @@ from agents.config import (
 from agents.policy import Policy
 from agents.run.saved import check_shapes, differences, load_newest, spaces_of
 from envs import MEMORY_IDS
-from rl_dist.checkpoint.store import Found, find_latest_run
+from rl_dist.checkpoint.store import LoadedCheckpoint, find_latest_run
 from rl_dist.checkpoint.trust import check_named, import_from_here
 from rl_dist.errors import UserError
 from rl_dist.files import is_first
@@ -116,7 +116,7 @@ class ChosenRun(NamedTuple):
 
     config: RunConfig
     directory: RunDir | None  # locked if it already holds a run; None: create one in runs/
-    checkpoint: Found | None  # checkpoint to resume from; None: a new run
+    checkpoint: LoadedCheckpoint | None  # checkpoint to resume from; None: a new run
 
 
 def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
@@ -137,7 +137,7 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
     if resume:
         path = path or find_latest_run(RUNS) if resume == "auto" else resume
     directory = RunDir(path) if path else None
-    checkpoint: Found | None = None
+    checkpoint: LoadedCheckpoint | None = None
     if directory and resume:
         holds_run = directory.config_path.exists() or directory.checkpoints.is_dir()
         if is_first() and holds_run:
@@ -199,7 +199,9 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
 # ---- resumed runs
 
 
-def config_to_resume(checkpoint: Found, run_dir: Path, given: Mapping[str, str]) -> RunConfig:
+def config_to_resume(
+    checkpoint: LoadedCheckpoint, run_dir: Path, given: Mapping[str, str]
+) -> RunConfig:
     """Return the configuration saved in a checkpoint, with the given flags applied."""
     config = resumed_config(RunConfig.from_dict(json.loads(checkpoint.state["config"])), given)
     data = config.data

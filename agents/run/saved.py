@@ -24,7 +24,7 @@ from rl_dist.checkpoint.store import (
     CHECKPOINT_DIR,
     FIT,
     RUN,
-    Found,
+    LoadedCheckpoint,
     checkpoint_files,
     checkpoint_folder,
     iteration_in_name,
@@ -50,7 +50,7 @@ Which = Literal["last", "best", ""]  # checkpoint of a run; "": see `load_saved`
 # ---- files
 
 
-def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> Found:
+def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> LoadedCheckpoint:
     """Load a checkpoint, given its file or a run directory; refuse other paths.
 
     Args:
@@ -62,19 +62,19 @@ def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> Foun
     best = checkpoint_folder(path) / BEST_FILE
     if path.is_dir() and (which == "best" or (not which and best.exists())):
         path = best
-    found = load_latest(path) if path.is_dir() else Found(path, load_checkpoint(path))
-    if found is None:
+    loaded = load_latest(path) if path.is_dir() else LoadedCheckpoint(path, load_checkpoint(path))
+    if loaded is None:
         raise UserError(
             f"{path} holds no valid checkpoint: see python -m rl_dist.checkpoint verify {path}"
         )
-    if kind_of(found.state) != kind:
+    if kind_of(loaded.state) != kind:
         raise UserError(
-            f"{found.path} is not a checkpoint of {kind}: give such a file or its run directory"
+            f"{loaded.path} is not a checkpoint of {kind}: give such a file or its run directory"
         )
-    return found
+    return loaded
 
 
-def load_newest(run_dir: Path) -> Found | None:
+def load_newest(run_dir: Path) -> LoadedCheckpoint | None:
     """Load the newest valid checkpoint of a run; None if it has no checkpoints.
 
     If all checkpoints are damaged, this raises a UserError: a fresh start would overwrite them.

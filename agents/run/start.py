@@ -15,7 +15,7 @@ from agents.run.metric_table import check_metric
 from agents.run.saved import check_initial
 from agents.run.sizes import shard_sizes
 from envs.vector.guards import EnvironmentFaultError
-from rl_dist.checkpoint.store import CHECKPOINT_DIR, Found
+from rl_dist.checkpoint.store import CHECKPOINT_DIR, LoadedCheckpoint
 from rl_dist.errors import (
     CLOSED_DISK,
     FULL_DISK,
@@ -89,7 +89,7 @@ def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
     if is_first():
         if note:
             print(note)
-        announce(config, resolved, checkpoint)
+        check_and_announce(config, resolved, checkpoint)
         if not (directory and directory.lock):
             directory = directory or RunDir.fresh(RUNS)
             held.enter_context(directory.hold_new())
@@ -107,7 +107,9 @@ def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
     )
 
 
-def announce(config: RunConfig, resolved: ResolvedLaunch, checkpoint: Found | None) -> None:
+def check_and_announce(
+    config: RunConfig, resolved: ResolvedLaunch, checkpoint: LoadedCheckpoint | None
+) -> None:
     """Check the run before its ranks start; print its device, task and sizes."""
     train = config.train
     for flag, name in train.named_metrics.items():
@@ -137,7 +139,10 @@ def announce(config: RunConfig, resolved: ResolvedLaunch, checkpoint: Found | No
 
 
 def _record(
-    directory: RunDir, config: RunConfig, resolved: ResolvedLaunch, checkpoint: Found | None
+    directory: RunDir,
+    config: RunConfig,
+    resolved: ResolvedLaunch,
+    checkpoint: LoadedCheckpoint | None,
 ) -> None:
     """Write configuration and state; remove metrics newer than the checkpoint."""
     directory.write_config(config.to_dict())
@@ -164,7 +169,7 @@ def _record(
 
 
 @contextmanager
-def explained_faults(run_dir: Path, world: World) -> Iterator[None]:
+def faults_as_user_errors(run_dir: Path, world: World) -> Iterator[None]:
     """Turn environment, memory and disk failures into a one-line UserError.
 
     This function imports nothing, because an import can fail when memory has run out.

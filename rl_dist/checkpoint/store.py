@@ -78,7 +78,7 @@ class OtherFormatError(CheckpointError):
     """An undamaged checkpoint that another version of this program wrote."""
 
 
-class Found(NamedTuple):
+class LoadedCheckpoint(NamedTuple):
     """The path and the state of a valid checkpoint."""
 
     path: Path
@@ -292,7 +292,7 @@ def save_agreed(
     return Path(path)
 
 
-def load_latest(run_dir: str | Path) -> Found | None:
+def load_latest(run_dir: str | Path) -> LoadedCheckpoint | None:
     """Load the newest valid checkpoint of a run or folder; log each skipped file.
 
     best.pt is tried last; it may be the only file left after a cleanup.
@@ -303,7 +303,7 @@ def load_latest(run_dir: str | Path) -> Found | None:
     """
     for path in reversed(checkpoint_files(run_dir)):
         try:
-            return Found(path, load_checkpoint(path))
+            return LoadedCheckpoint(path, load_checkpoint(path))
         except OtherFormatError:
             raise
         except CheckpointError as error:
@@ -313,8 +313,8 @@ def load_latest(run_dir: str | Path) -> Found | None:
 
 def latest_checkpoint(run_dir: str | Path) -> Path | None:
     """Return the path of the newest valid checkpoint, or None; see `load_latest`."""
-    found = load_latest(run_dir)
-    return found.path if found else None
+    newest = load_latest(run_dir)
+    return newest.path if newest else None
 
 
 def find_latest_run(runs_dir: str | Path) -> Path | None:

@@ -23,7 +23,7 @@ from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import CollectiveError, World
 
 STEPS = 8  # timed steps of a candidate
-HEADROOM = 0.9  # fraction of the memory that a batch may use
+USABLE_SHARE = 0.9  # fraction of the memory that a batch may use
 # Choose the first setting whose time is within this factor of the shortest time: later settings
 # need more memory or cores, or are less precise.
 TOLERANCE = 1.1
@@ -182,7 +182,7 @@ def fastest_batch_size(
         world = World(rank=0, local_rank=0, size=1, device=device, backend="gloo")
 
     def steps(size: int) -> Iterator[None]:
-        try_step(math.ceil(size / HEADROOM))
+        try_step(math.ceil(size / USABLE_SHARE))
         yield
         while True:
             try_step(size)

@@ -22,7 +22,7 @@ from rl_dist import status
 from rl_dist.checkpoint.__main__ import main
 from rl_dist.checkpoint.store import (
     CheckpointError,
-    Found,
+    LoadedCheckpoint,
     check_state,
     latest_checkpoint,
     load_checkpoint,
@@ -148,7 +148,7 @@ def test_whatever_a_field_holds_the_run_continues_or_one_line_says_why_not(
         if section in ("data", "market", "trading"):
             config["task"]["env"] = "StockTrading-v0"
         config[section][name] = value
-        found = Found(copy / "x.pt", saved | {"config": json.dumps(config)})
+        found = LoadedCheckpoint(copy / "x.pt", saved | {"config": json.dumps(config)})
         monkeypatch.setattr(choice, "load_newest", lambda path, found=found: found)
         code = train_here(monkeypatch, "--resume", copy)
         errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
