@@ -24,6 +24,7 @@ from envs.trading.features import first_tradable_day
 from envs.trading.market_data import Span
 from envs.trading.simulated_market import simulate_markets, world_seeds
 from envs.vector.batched import pack_generator, unpack_generator
+from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.process_group.world import StopFlag, close_world, open_world
 from rl_dist.telemetry.metrics import NullWriter
@@ -307,11 +308,17 @@ class Recording(Training):
         }
 
 
+def finish(training, resume_from=""):
+    """Load the checkpoint at a path, if one is given; train to the end; return `training`."""
+    if resume_from:
+        training.restore(load_checkpoint(resume_from))
+    train(training, NullWriter(), StopFlag())
+    return training
+
+
 def record_of(name, world, run_dir="", **options):
     """Train a job and return its record; save checkpoints in `run_dir`."""
-    training = Recording(make_job(name, run_dir, **options), world)
-    train(training, NullWriter(), StopFlag())
-    return training.record()
+    return finish(Recording(make_job(name, run_dir, **options), world)).record()
 
 
 def train_all(out_dir, names_by_size):

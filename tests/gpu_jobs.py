@@ -11,18 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from agents_ranks import CASES, ENV_IDS, make_job, tiny_markets
+from agents_ranks import CASES, ENV_IDS, finish, make_job, tiny_markets
 
-from agents.trainer import Training, train
+from agents.trainer import Training
 from envs import make_vector_env
 from envs.trading.config import TradingConfig
 from envs.trading.environment import TradingVectorEnv
-from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.launch.ranks import launch
 from rl_dist.process_group.collectives import all_reduce_max, parameter_hash
-from rl_dist.process_group.world import StopFlag, close_world, open_world
+from rl_dist.process_group.world import close_world, open_world
 from rl_dist.strategies.config import StrategyConfig
-from rl_dist.telemetry.metrics import NullWriter
 
 DEVICE = "cuda"
 TRADING, CARTPOLE = "trading, clstm", "cartpole, clstm"
@@ -66,11 +64,7 @@ def job_on(device, name=TRADING, run_dir="", *, strategy=None, **options):
 
 def trained(world, resume_from="", kind=Training, **options):
     """Train to the end on the device of the world; return the Training object."""
-    training = kind(job_on(str(world.device), **options), world)
-    if resume_from:
-        training.restore(load_checkpoint(resume_from))
-    train(training, NullWriter(), StopFlag())
-    return training
+    return finish(kind(job_on(str(world.device), **options), world), resume_from)
 
 
 def parameters_on_cpu(training):

@@ -4,15 +4,11 @@ import itertools
 from dataclasses import replace
 
 import torch
-from agents_ranks import Recording, make_job, parameters_of
+from agents_ranks import Recording, finish, make_job, parameters_of
 from on_ranks import saves_results
 
-from agents.trainer import train
-from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.process_group.collectives import parameter_hash
-from rl_dist.process_group.world import StopFlag
 from rl_dist.strategies.config import StrategyConfig
-from rl_dist.telemetry.metrics import NullWriter
 
 FORMS = {
     "ddp": StrategyConfig(mode="ddp"),
@@ -35,9 +31,9 @@ def training_of(label, form, world, run_dir):
     return Recording(replace(job, strategy=FORMS[form]), world)
 
 
-def trained(training):
+def trained(training, resume_from=""):
     """Train to the end; return the parameters, losses and parameter hash."""
-    train(training, NullWriter(), StopFlag())
+    finish(training, resume_from)
     return {
         "parameters": parameters_of(training),
         "losses": training.losses,
@@ -49,8 +45,7 @@ def resumed(before, after, world, out_dir):
     """Train the second iteration as form `after`, from a checkpoint of form `before`."""
     training = training_of(BRIEFLY[0], after, world, out_dir / f"{before}, then {after}")
     saved = out_dir / f"{BRIEFLY[0]}, {before}" / "checkpoints" / "iteration_00000001.pt"
-    training.restore(load_checkpoint(saved))
-    return trained(training)["parameters"]
+    return trained(training, saved)["parameters"]
 
 
 def poisoned(world, run_dir):

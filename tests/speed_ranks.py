@@ -7,14 +7,11 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
-from agents_ranks import Recording, make_job
+from agents_ranks import Recording, finish, make_job
 from on_ranks import saves_results
 
 import agents.ppo
-from agents.trainer import train
-from rl_dist.process_group.world import StopFlag
 from rl_dist.strategies.config import StrategyConfig
-from rl_dist.telemetry.metrics import NullWriter
 
 SINGLE = torch.float32
 NAME = "trading, clstm"  # Box actions, episodes shorter than rollouts
@@ -35,9 +32,7 @@ def job_of(name=NAME, *, precision="auto", compression="none", **options):
 
 def trained(world, *args, **options):
     """Train to the end and return the Recording."""
-    training = Recording(job_of(*args, **options), world)
-    train(training, NullWriter(), StopFlag())
-    return training
+    return finish(Recording(job_of(*args, **options), world))
 
 
 def changed_losses(factor_of):

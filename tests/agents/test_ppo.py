@@ -8,17 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
-from agents_ranks import Recording, make_job, parameters_of
+from agents_ranks import Recording, finish, make_job, parameters_of
 from torch import nn
 
 from agents.advantages import explained_variance, gae, normalize_advantages, rollout_sums
 from agents.policy import Evaluation
 from agents.ppo import Minibatch, PPOConfig, ppo_loss, refreshed_states
-from agents.trainer import train
 from rl_dist.errors import UserError
-from rl_dist.process_group.world import StopFlag
 from rl_dist.telemetry import events
-from rl_dist.telemetry.metrics import NullWriter
 
 # ---- advantages for rewards 1, 2, 3 and values 0.5, 1, 1.5
 
@@ -166,8 +163,7 @@ def training_of(world, iterations=1, batch_size=16, **ppo):
 def trained(training, probe=None):
     """Train with `probe` instead of `PPO.step`; return the losses of each iteration."""
     with mock.patch.object(training.ppo, "step", probe or training.ppo.step):
-        train(training, NullWriter(), StopFlag())
-    return training.losses
+        return finish(training).losses
 
 
 def test_every_epoch_uses_every_sequence_once_in_another_order(world):

@@ -17,14 +17,12 @@ from agents_ranks import (
     TWELVE,
     WITH_FILES,
     Recording,
+    finish,
     make_job,
 )
 
-from agents.trainer import train
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.launch.ranks import launch
-from rl_dist.process_group.world import StopFlag
-from rl_dist.telemetry.metrics import NullWriter
 
 pytestmark = pytest.mark.timeout(600)  # the first test of a plan waits until all ranks have trained
 ALWAYS = [*JOBS, *MORE_JOBS]
@@ -150,11 +148,10 @@ def test_a_run_of_two_ranks_continues_on_one_with_its_totals_and_learning_rate(
 ):
     """The checkpoint must hold the environments in global order."""
     folder = directory("default") / name / "checkpoints"
-    state = load_checkpoint(folder / f"iteration_{iteration:08}.pt")
-    training = Recording(make_job(name, tmp_path), world, len(state["carry"]["obs"]))
-    training.restore(state)
-    train(training, NullWriter(), StopFlag())
-    record, stayed = training.record(), two[0][name]
+    path = folder / f"iteration_{iteration:08}.pt"
+    num_envs = len(load_checkpoint(path)["carry"]["obs"])
+    training = Recording(make_job(name, tmp_path), world, num_envs)
+    record, stayed = finish(training, path).record(), two[0][name]
     assert record["obs"].shape[2] == NUM_ENVS
     assert rates_of(record) == rates_of(stayed)[iteration:]
     parameters = stayed["parameters"][iteration:]

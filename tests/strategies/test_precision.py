@@ -4,17 +4,14 @@ import math
 
 import pytest
 import torch
-from agents_ranks import Recording
+from agents_ranks import Recording, finish
 from policies import BOX, DISCRETE, FORMS, act_stepwise, make_inputs, make_policy, plans_of
 from speed_ranks import SINGLE, changed_losses, job_of, trained
 
 from agents.ppo import PPOConfig
-from agents.trainer import train
 from rl_dist.checkpoint.store import tensors_in
 from rl_dist.errors import UserError
-from rl_dist.process_group.world import StopFlag
 from rl_dist.strategies.precision import set_tf32
-from rl_dist.telemetry.metrics import NullWriter
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}  # relative rounding error of one number
@@ -79,7 +76,7 @@ def overflowing(calls):
 def test_overflows_that_persist_without_any_scale_are_bad_steps(world):
     training = scaled(world, iterations=3, ppo=PPOConfig(update_epochs=10, max_bad_steps=2))
     with overflowing(range(100)), pytest.raises(UserError, match="3 steps in a row"):
-        train(training, NullWriter(), StopFlag())
+        finish(training)
     assert training.ppo.strategy.scaler.get_scale() <= 1.0
 
 
@@ -87,9 +84,9 @@ def test_a_resumed_run_has_the_scale_it_was_saved_with(world):
     straight, halved, resumed = (scaled(world, iterations=count) for count in (2, 1, 2))
     for training in (straight, halved):
         with overflowing({1, 2}):
-            train(training, NullWriter(), StopFlag())
+            finish(training)
     resumed.restore(halved.state())
-    train(resumed, NullWriter(), StopFlag())
+    finish(resumed)
     assert resumed.hashes == straight.hashes[-len(resumed.hashes) :]
     assert [each.losses[-1]["optim/loss_scale"] for each in (resumed, straight)] == [2**14] * 2
 
