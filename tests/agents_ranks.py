@@ -1,6 +1,7 @@
 """Small training jobs, and functions that ranks run for tests/agents."""
 
 import functools
+import itertools
 import json
 import os
 import tempfile
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import gymnasium
 import numpy as np
@@ -15,7 +17,7 @@ import torch
 
 from agents.config import RunConfig, TrainConfig
 from agents.policy import PolicyConfig
-from agents.ppo import PPOConfig
+from agents.ppo import PPOConfig, ppo_loss
 from agents.trainer import Job, Training, train
 from envs import make_vector_env
 from envs.trading.config import SimulatedMarketConfig, TradingConfig
@@ -314,6 +316,21 @@ def finish(training, resume_from=""):
         training.restore(load_checkpoint(resume_from))
     train(training, NullWriter(), StopFlag())
     return training
+
+
+def changed_losses(change):
+    """Replace results of `ppo_loss` by change(call, result); calls count from 1."""
+    numbers = itertools.count(1)
+    return mock.patch("agents.ppo.ppo_loss", lambda *args: change(next(numbers), ppo_loss(*args)))
+
+
+def bad_losses(calls, factor=torch.nan):
+    """Multiply the total loss by `factor` in these calls of `ppo_loss`."""
+
+    def change(number, parts):
+        return parts._replace(total=parts.total * factor) if number in calls else parts
+
+    return changed_losses(change)
 
 
 def record_of(name, world, run_dir="", **options):

@@ -1,6 +1,7 @@
 """Functions that the ranks of the fault tests run."""
 
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,10 +9,9 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from agents_ranks import Recording, make_job
+from agents_ranks import Recording, bad_losses, changed_losses, make_job
 
-import agents.ppo
-from agents.ppo import PPOConfig, ppo_loss
+from agents.ppo import PPOConfig
 from agents.trainer import train
 from envs import make_vector_env
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
@@ -35,10 +35,10 @@ class Keeping(NullWriter):
         self.records.append(record)
 
 
-def run(job, world, loss=ppo_loss, **hooks):
-    """Train with replaced methods and loss; return the Training, records and error."""
+def run(job, world, losses=None, **hooks):
+    """Train with replaced methods and losses; return the Training, records and error."""
     training, writer, error = type("Odd", (Recording,), hooks)(job, world), Keeping(), ""
-    with mock.patch.object(agents.ppo, "ppo_loss", loss):
+    with losses or nullcontext():
         try:
             train(training, writer, StopFlag())
         except UserError as raised:
@@ -73,22 +73,15 @@ def restarts(world, folder):
     }
 
 
-def bad_steps(world, folder, bad_from=6, bad_to=7, **options):
-    """Train with a NaN loss on rank 1 from gradient step `bad_from` to `bad_to` - 1."""
-    calls = []
-
-    def loss(*args):
-        calls.append(1)
-        parts = ppo_loss(*args)
-        bad = world.rank == 1 and bad_from <= len(calls) < bad_to
-        return parts._replace(total=parts.total * torch.nan) if bad else parts
-
-    return run(make_job(JOB, folder, **options), world, loss)
+def bad_steps(world, folder, bad, **options):
+    """Train with NaN losses on rank 1 in the gradient steps `bad`."""
+    losses = bad_losses(bad if world.rank == 1 else ())
+    return run(make_job(JOB, folder, **options), world, losses)
 
 
 def one_bad_step(world, folder):
     """Check that all ranks skip a bad gradient step: step 2 of 4 in iteration 2."""
-    training, records, error = bad_steps(world, folder, iterations=3)
+    training, records, error = bad_steps(world, folder, [6], iterations=3)
     assert error == "" and [record["optim/skipped_steps"] for record in records] == [0, 1, 0]
     assert all(torch.tensor(record["loss/policy"]).isfinite() for record in records)
     assert len(training.hashes) == len(set(training.hashes)) == 3 * 4 - 1
@@ -104,7 +97,7 @@ def many_bad_steps(world, folder):
     """
     ppo = PPOConfig(update_epochs=2, max_bad_steps=3)
     options = {"iterations": 5, "checkpoint_every": 1, "ppo": ppo}
-    training, records, error = bad_steps(world, folder, 7, 1000, **options)
+    training, records, error = bad_steps(world, folder, range(7, 1000), **options)
     path = latest_checkpoint(folder)
     assert path.name == "iteration_00000002.pt"
     assert "--max_bad_steps 3" in error and len(records) == 2 and len(training.hashes) == 4 + 2
@@ -136,31 +129,29 @@ def slow(world, folder):
     ahead_s = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead_s[0])
 
-    def loss(*args):
+    def wait(_, parts):
         ahead_s[0] += 10.0 * world.is_main_process
-        return ppo_loss(*args)
+        return parts
 
     job = make_job(JOB, folder, iterations=4, ppo=PPOConfig(update_epochs=1))
     with (
         mock.patch("agents.recorder.time", clock),
         mock.patch("rl_dist.process_group.clock.time", clock),
     ):
-        assert run(job, world, loss)[2] == ""
+        assert run(job, world, changed_losses(wait))[2] == ""
     line = "straggler: rank 0 is slow in update: "
     assert world.rank == 1 or log_of(folder, 0).count(line) == 1
 
 
 def other_call(world, folder):
     """Let rank 1 make an extra collective call in a gradient step."""
-    calls = []
 
-    def loss(*args):
-        calls.append(1)
-        if world.rank == 1 and len(calls) == 7:
+    def call(number, parts):
+        if world.rank == 1 and number == 7:
             all_reduce_max(0, world)
-        return ppo_loss(*args)
+        return parts
 
-    error = run(make_job(JOB, folder, iterations=5), world, loss)[2]
+    error = run(make_job(JOB, folder, iterations=5), world, changed_losses(call))[2]
     assert "rank 0 in 'gradient reduction" in error, error
     assert "rank 1 in 'gather of bytes' (collective " in error, error
     world.doing.calls = 0  # make the ranks' call counts equal again for the next scenario

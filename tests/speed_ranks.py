@@ -1,16 +1,14 @@
 """Functions that two ranks run for tests of precision, speed and accumulation."""
 
-import itertools
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
 import torch
-from agents_ranks import Recording, finish, make_job
+from agents_ranks import Recording, bad_losses, finish, make_job
 from on_ranks import saves_results
 
-import agents.ppo
 from rl_dist.strategies.config import StrategyConfig
 
 SINGLE = torch.float32
@@ -35,17 +33,6 @@ def trained(world, *args, **options):
     return finish(Recording(job_of(*args, **options), world))
 
 
-def changed_losses(factor_of):
-    """Multiply each loss by `factor_of(number of the call)`, counted from 1."""
-    numbers, original = itertools.count(1), agents.ppo.ppo_loss
-
-    def loss(*args):
-        parts = original(*args)
-        return parts._replace(total=parts.total * factor_of(next(numbers)))
-
-    return mock.patch("agents.ppo.ppo_loss", loss)
-
-
 @contextmanager
 def counted_reductions():
     """Count calls and bytes of gradient reductions, the only async all-reduces."""
@@ -65,11 +52,8 @@ def exercise(world, _):
     """Train every case; return records and communication counts of this rank."""
     found = {}
     for name, options in CASES.items():
-        overflows = world.rank == 1 and "overflow" in name  # makes the third loss infinite
-        with (
-            counted_reductions() as sent,
-            changed_losses(lambda number, bad=overflows: torch.inf if bad and number == 3 else 1),
-        ):
+        overflowing = [3] if world.rank == 1 and "overflow" in name else []
+        with counted_reductions() as sent, bad_losses(overflowing, torch.inf):
             training = trained(world, **options)
         training.checked_state()
         found[name] = {

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from agents_ranks import Recording, finish, make_job, parameters_of
+from agents_ranks import Recording, changed_losses, finish, make_job, parameters_of
 from torch import nn
 
 from agents.advantages import explained_variance, gae, normalize_advantages, rollout_sums
@@ -134,12 +134,6 @@ def test_the_learning_rate_rises_falls_and_scales(
 
 
 # ---- updates in whole training runs
-
-
-def changed_losses(change):
-    """Replace results of `ppo_loss` by change(call, result); calls count from 1."""
-    numbers = itertools.count(1)
-    return mock.patch("agents.ppo.ppo_loss", lambda *args: change(next(numbers), ppo_loss(*args)))
 
 
 def bad_at(calls):

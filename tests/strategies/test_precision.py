@@ -1,12 +1,10 @@
 """--precision: matrix products are rounded, and training stays close to fp32."""
 
-import math
-
 import pytest
 import torch
-from agents_ranks import Recording, finish
+from agents_ranks import Recording, bad_losses, finish
 from policies import BOX, DISCRETE, FORMS, act_stepwise, make_inputs, make_policy, plans_of
-from speed_ranks import SINGLE, changed_losses, job_of, trained
+from speed_ranks import SINGLE, job_of, trained
 
 from agents.ppo import PPOConfig
 from rl_dist.checkpoint.store import tensors_in
@@ -69,13 +67,9 @@ def scaled(world, **options):
     return Recording(job_of("recall, clstm", dtype=SINGLE, precision="fp16", **options), world)
 
 
-def overflowing(calls):
-    return changed_losses(lambda number: math.nan if number in calls else 1.0)
-
-
 def test_overflows_that_persist_without_any_scale_are_bad_steps(world):
     training = scaled(world, iterations=3, ppo=PPOConfig(update_epochs=10, max_bad_steps=2))
-    with overflowing(range(100)), pytest.raises(UserError, match="3 steps in a row"):
+    with bad_losses(range(100)), pytest.raises(UserError, match="3 steps in a row"):
         finish(training)
     assert training.ppo.strategy.scaler.get_scale() <= 1.0
 
@@ -83,7 +77,7 @@ def test_overflows_that_persist_without_any_scale_are_bad_steps(world):
 def test_a_resumed_run_has_the_scale_it_was_saved_with(world):
     straight, halved, resumed = (scaled(world, iterations=count) for count in (2, 1, 2))
     for training in (straight, halved):
-        with overflowing({1, 2}):
+        with bad_losses({1, 2}):
             finish(training)
     resumed.restore(halved.state())
     finish(resumed)
