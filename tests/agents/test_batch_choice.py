@@ -1,7 +1,6 @@
 """Test flags set to auto in real runs, and runs that do not have enough memory."""
 
 import itertools
-import json
 import shlex
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,6 +15,7 @@ from agents.run import auto
 from agents.run.sizes import shard_sizes
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import World
+from rl_dist.files import read_object
 from rl_dist.resume_check import differences, result_of
 from rl_dist.strategies.measure import doublings
 
@@ -72,7 +72,7 @@ def test_auto_trains_as_its_value_would_writes_it_down_and_resumes_with_it(
     run_dir = tmp_path / "auto"
 
     def chosen():
-        return json.loads((run_dir / "config.json").read_text())[section][name]
+        return read_object(run_dir / "config.json")[section][name]
 
     assert train(monkeypatch, run_dir, f"{others} --{flag} auto") == 0
     value = chosen()
@@ -80,7 +80,7 @@ def test_auto_trains_as_its_value_would_writes_it_down_and_resumes_with_it(
     assert train(monkeypatch, tmp_path / "named", f"{others} --{flag} {value}") == 0
     assert differences(result_of(tmp_path / "named"), result_of(run_dir)) == []
     if flag == "precision":
-        assert json.loads((run_dir / "state.json").read_text())["precision"] == value
+        assert read_object(run_dir / "state.json")["precision"] == value
     again = [] if flag == "env_workers" else [f"--{flag}", "auto"]  # workers may change on resume
     capsys.readouterr()
     assert train_here(monkeypatch, "--resume", run_dir, *again, "--total_steps", "1024") == 0

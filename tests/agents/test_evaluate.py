@@ -16,6 +16,7 @@ from agents.evaluate import episodes, markets
 from agents.evaluate.command import LOOKS
 from envs.trading import task
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
+from rl_dist.files import read_object
 
 BRIEF = ["--validate_every", "0", "--num_episodes", "2"]
 NO_VALIDATION = ["--train_end", "2019-01-04", "--test_start", "2019-01-07"]
@@ -83,7 +84,7 @@ def evaluated(runs, tmp_path, monkeypatch, capsys):
 
 
 def summary_of(run_dir):
-    return json.loads((run_dir / "summary.json").read_text())
+    return read_object(run_dir / "summary.json")
 
 
 def test_worlds_never_seen_compare_the_policy_with_rules_and_its_zeroed_state(runs, evaluated):
@@ -118,7 +119,7 @@ def test_the_command_repeats_the_figures_at_the_end_of_training_on_two_ranks_too
 
 
 def test_every_look_at_the_test_span_of_real_prices_is_kept(runs, evaluated, monkeypatch, capsys):
-    path, config = runs / "csv" / LOOKS, json.loads((runs / "csv" / "config.json").read_text())
+    path, config = runs / "csv" / LOOKS, read_object(runs / "csv" / "config.json")
     assert (runs / "csv" / "checkpoints" / "best.pt").exists()
     text, figures = evaluated("csv", "--open_test")
     assert "/iteration_" in text.splitlines()[0]  # the last checkpoint, not the best

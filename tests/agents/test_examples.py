@@ -1,13 +1,12 @@
 """Run examples with small budgets; some other examples have separate test files."""
 
-import json
-
 import matplotlib
 import pytest
 from train_runs import REPO
 
 from agents.network.own_core import try_core
 from examples.phase_core import PhaseCore
+from rl_dist.files import read_object
 
 TINY = {"num_envs": 4, "num_steps": 16, "bptt_steps": 8, "batch_size": 4, "hidden_size": 8}
 
@@ -20,7 +19,7 @@ def own_folder(tmp_path, monkeypatch):
 
 def test_the_quick_start_notebook_runs_from_its_first_cell_to_its_last(capsys):
     matplotlib.use("agg")
-    notebook = json.loads((REPO / "examples/quickstart.ipynb").read_text())
+    notebook = read_object(REPO / "examples/quickstart.ipynb")
     names = {"__name__": "notebook"}
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":

@@ -1,7 +1,6 @@
 """Test the interactive dialogue in this process, with prepared lines as input."""
 
 import io
-import json
 import re
 import shlex
 import signal
@@ -12,6 +11,7 @@ from train_runs import SIZES, train_here
 
 from agents.config import RunConfig, with_threads
 from agents.run.choice import fresh_config, parse_training
+from rl_dist.files import read_object
 
 CARTPOLE = ["--env", "CartPole-v1", "--eval_episodes", "2", *SIZES[2:], "--device", "cpu"]
 
@@ -40,7 +40,7 @@ def test_answers_with_mistakes_become_a_command_line_and_a_training(monkeypatch,
         assert part in out, part
     assert "num_gpus" in err and "'two'" in err and "strategy" in err and "'sideways'" in err
     (command,) = re.findall(r"  python train_distributed.py (.*)", out)
-    saved = RunConfig.from_dict(json.loads((run_dir / "config.json").read_text()))
+    saved = RunConfig.from_dict(read_object(run_dir / "config.json"))
     assert with_threads(fresh_config(parse_training(shlex.split(command)))) == saved
     assert (saved.policy.hidden_size, saved.train.total_steps) == (6, 256)
 

@@ -1,6 +1,5 @@
 """Test pre-training of the feature LSTM: targets, inputs, and PPO after it."""
 
-import json
 from copy import deepcopy
 from unittest import mock
 
@@ -17,6 +16,7 @@ from envs.trading.config import SimulatedMarketConfig, TradingConfig
 from envs.trading.market_data import Span
 from envs.trading.simulated_market import simulate_markets, world_seeds
 from rl_dist.checkpoint.store import load_checkpoint
+from rl_dist.files import read_object
 
 TINY = [
     *("--num_worlds", "2", "--num_stocks", "2", *SPANS, "--hidden_size", "8", "--window", "20"),
@@ -119,7 +119,7 @@ def test_ppo_starts_with_the_features_and_the_statistics_of_observations(
     monkeypatch.setattr(Training, "update", noting)
     flags = ["--pretrained", trained, "--run_dir", tmp_path / "run"]
     assert train_here(monkeypatch, *PPO, *flags) == 0
-    best_epoch = json.loads((trained / "summary.json").read_text())["best_epoch"]
+    best_epoch = read_object(trained / "summary.json")["best_epoch"]
     module = checkpoint(trained, best_epoch)["module"]
     names = [name for name in states[0] if name.startswith("feature")]
     assert names

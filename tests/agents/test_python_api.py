@@ -1,6 +1,5 @@
 """Test the Python interface: training, callbacks, and loaded policies."""
 
-import json
 import re
 import signal
 import subprocess
@@ -24,6 +23,7 @@ from agents.network.noise import action_noise
 from envs import make_vector_env
 from envs.vector.layout import Part
 from rl_dist.errors import UserError
+from rl_dist.files import read_object
 from rl_dist.process_group.process_ends import STOP_SIGNALS
 
 TINY = {"num_envs": 4, "num_steps": 16, "bptt_steps": 8, "batch_size": 4, "hidden_size": 8}
@@ -73,7 +73,7 @@ def test_python_trains_what_the_command_trains_also_in_a_thread(pendulum, tmp_pa
     thread.start()
     thread.join()
     assert codes == [0]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["test"] == pendulum.test
+    assert read_object(tmp_path / "run" / "summary.json")["test"] == pendulum.test
     assert [line["iteration"] for line in pendulum.metrics] == [1, 2, 3, 4]
 
 
@@ -261,7 +261,7 @@ def test_several_seeds_are_trained_and_reported(tmp_path, monkeypatch, capfd):
     for _ in range(2):  # the second call does not train again
         assert train_here(monkeypatch, *flags, "--seeds", 1, 2) == 0
         assert "95 % interval" in capfd.readouterr().out
-        report = json.loads((tmp_path / "seeds.json").read_text())
+        report = read_object(tmp_path / "seeds.json")
         assert report["scores"].keys() == {"1", "2"}
         assert all(len(records(tmp_path / f"seed_{seed}")) == 1 for seed in (1, 2))
     assert train_here(monkeypatch, *flags, "--seeds", 1) == 2

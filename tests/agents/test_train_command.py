@@ -4,7 +4,6 @@ Also test user code, the best checkpoint and initial weights.
 """
 
 import contextlib
-import json
 import re
 import shlex
 import shutil
@@ -32,6 +31,7 @@ from agents.run.metric_table import CHOICES, METRIC_TABLE, MONITORED, OTHER_TASK
 from agents.run.sizes import shard_sizes
 from agents.trainer import Training
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
+from rl_dist.files import read_object
 from rl_dist.resume_check import differences, result_of
 
 OFTEN = ["--validate_every", "3", "--checkpoint_every", "1", "--keep_checkpoints", "100"]
@@ -68,7 +68,7 @@ def names(folder):
 
 
 def read(run_dir, name):
-    return json.loads((run_dir / f"{name}.json").read_text())
+    return read_object(run_dir / f"{name}.json")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -137,9 +137,9 @@ def test_the_last_policy_and_the_best_are_evaluated_in_episodes_that_chose_neith
 ):
     def evaluated(*flags):
         assert evaluate_here(monkeypatch, cartpole, *flags, "--json", tmp_path / "json") == 0
-        return json.loads((tmp_path / "json").read_text())["policy"]
+        return read_object(tmp_path / "json")["policy"]
 
-    summary, chosen_by = json.loads((cartpole / "summary.json").read_text()), records(cartpole)[-1]
+    summary, chosen_by = read(cartpole, "summary"), records(cartpole)[-1]
     best, last = summary["best"], summary["test"]
     assert evaluated() == best != last
     assert "checkpoints/best.pt" in capsys.readouterr().out
@@ -156,7 +156,7 @@ def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_its_end(
     damage(run_dir / "checkpoints" / "best.pt")
     assert train_here(monkeypatch, "--resume", run_dir) == 0
     assert str(run_dir / "checkpoints" / "best.pt") in capsys.readouterr().out
-    assert "best" not in json.loads((run_dir / "summary.json").read_text())
+    assert "best" not in read(run_dir, "summary")
 
 
 def test_a_run_starts_from_the_weights_and_statistics_of_another(

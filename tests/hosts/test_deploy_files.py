@@ -1,6 +1,5 @@
 """Files in deploy/ match the published API models, and their commands train."""
 
-import json
 import os
 import subprocess
 import sys
@@ -9,6 +8,8 @@ from pathlib import Path
 import pytest
 from simulated_hosts import REPO, connected_or_skip
 from train_runs import RECALL, wait_until
+
+from rl_dist.files import read_object
 
 yaml = pytest.importorskip("yaml")
 models = pytest.importorskip("kubeflow_trainer_api.models")
@@ -86,8 +87,8 @@ def test_the_command_trains_over_two_pods_and_continues_with_a_new_one(job, name
         second = start(1)
         assert "continuing from" in first.succeed()
         second.succeed()
-    assert json.loads((run_dir / "summary.json").read_text())["iteration"] == 30
-    state = json.loads((run_dir / "state.json").read_text())
+    assert read_object(run_dir / "summary.json")["iteration"] == 30
+    state = read_object(run_dir / "state.json")
     assert [rank["host"] for rank in state["ranks"]] == names
 
 

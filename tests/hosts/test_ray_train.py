@@ -3,13 +3,13 @@
 The tests do not depend on Ray. To run this one, pip install 'ray[train]' in a separate environment.
 """
 
-import json
 import os
 import signal
 
 import pytest
 from train_runs import RECALL, REPO, end_of, start, start_training, wait_until
 
+from rl_dist.files import read_object
 from rl_dist.resume_check import differences, result_of
 
 pytest.importorskip("ray")
@@ -40,7 +40,7 @@ def test_ray_starts_the_ranks_again_and_the_end_is_the_same(address, tmp_path):
     options = ["--address", address, "--workers", "2", "--max_failures", "1"]
     job = start(REPO / "examples/ray_train.py", *options, *FLAGS, "--run_dir", run_dir)
     wait_until(lambda: list(run_dir.glob("checkpoints/iteration_*.pt")), job, 300)
-    ranks = json.loads((run_dir / "state.json").read_text())["ranks"]
+    ranks = read_object(run_dir / "state.json")["ranks"]
     os.kill(ranks[1]["pid"], signal.SIGKILL)
     out, err = job.communicate(timeout=400)
     assert job.returncode == 0 and (out + err).count("continuing from") == 1, out + err

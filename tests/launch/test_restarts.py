@@ -21,6 +21,7 @@ from train_runs import (
 )
 
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
+from rl_dist.files import read_object
 from rl_dist.resume_check import differences, result_of
 
 SIZES = [*RECALL, "--num_envs", 6, "--batch_size", 6, "--eval_episodes", 2, "--validate_every", 0]
@@ -67,7 +68,7 @@ def assert_as_if_nothing_had_happened(run_dir, reference):
     assert differences(result_of(run_dir), result_of(reference)) == []
     facts = []
     for folder in (run_dir, reference):
-        summary = json.loads((folder / "summary.json").read_text())
+        summary = read_object(folder / "summary.json")
         summary.pop("scaling", None)  # measured times differ
         names = {path.name for path in (folder / "checkpoints").iterdir()}
         facts.append((summary, names, seen(folder, "loss/policy")))
@@ -134,7 +135,7 @@ def test_a_death_that_is_not_restarted_ends_the_job_with_one_line_and_event(tmp_
     err = end_of(dying(monkeypatch, "rollout 0 3 0", *flags), 1)
     (line,) = [line for line in err.splitlines() if not line.startswith("iteration ")]
     assert re.search("^error: .*code 0 .*--resume", line)
-    event = json.loads((tmp_path / "events").read_text())
+    event = read_object(tmp_path / "events")
     assert [event[name] for name in ("event", "exit_code")] == ["failed", 1]
     assert len(records(tmp_path / "run")) == 2
 

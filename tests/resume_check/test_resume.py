@@ -1,7 +1,6 @@
 """A killed run resumes without gaps, refuses changes and overwrites no file."""
 
 import hashlib
-import json
 import os
 import shutil
 import sys
@@ -15,6 +14,7 @@ from agents import rank
 from agents.evaluate import command
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import outlive_readers
+from rl_dist.files import read_object
 from rl_dist.resume_check import differences, result_of
 from rl_dist.run_dir import RunDir
 
@@ -147,7 +147,7 @@ def test_a_disk_that_is_full_costs_one_line_and_no_byte_of_the_training(
     if refuses == "config.json":  # the ranks have not started, so there is no event
         assert tree_hash(run_dir, without={"rank_0.log"}) == before
     else:
-        event = json.loads((tmp_path / "event").read_text())
+        event = read_object(tmp_path / "event")
         assert (event["event"], event["exit_code"]) == ("failed", 1) and event["message"] in line
         assert load_checkpoint(latest_checkpoint(run_dir))["iteration"] == 4
         assert not (run_dir / "summary.json").exists()

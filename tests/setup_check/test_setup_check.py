@@ -11,11 +11,12 @@ from train_runs import RECALL, REPO, only_error, output_in, run_here
 
 import check_gpu_setup
 from rl_dist import setup_check
+from rl_dist.files import read_object
 from rl_dist.launch.child import ChildError, unsteady
 from rl_dist.launch.config import ResolvedLaunch
 from rl_dist.setup_check import check_facts, check_run, read_facts
 
-SCHEMA = json.loads((REPO / "docs/check_gpu_setup.schema.json").read_text())
+SCHEMA = read_object(REPO / "docs/check_gpu_setup.schema.json")
 CPU = ResolvedLaunch(num_ranks=2, device_type="cpu", message="")
 CUDA = replace(CPU, device_type="cuda")
 ONE, SECOND = replace(CUDA, num_ranks=1), replace(CUDA, num_ranks=1, gpu_ids=(1,))
@@ -122,7 +123,7 @@ def test_what_it_measured_is_what_was_asked_and_as_documented(tmp_path, monkeypa
     monkeypatch.setenv("PYTHONPATH", str(REPO / "tests"))
     with output_in(tmp_path):
         code = run_here(check_gpu_setup.main, [*RECALL[2:], *flags], monkeypatch)
-    found = json.loads((tmp_path / "out").read_text())
+    found = read_object(tmp_path / "out")
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.validate(found, SCHEMA)
     assert code == found["exit_code"] == 0 and found["verdict"] in ("ok", "warning")

@@ -4,7 +4,6 @@ The nodes are namespaces on this machine. Debian's SLURM packages are unpacked i
 folder; nothing is installed.
 """
 
-import json
 import os
 import platform
 import re
@@ -18,6 +17,7 @@ from simulated_hosts import REPO, connected_or_skip
 from train_runs import RECALL, end_of, start_training, wait_until
 
 from rl_dist.checkpoint.store import iteration_in_name, latest_checkpoint
+from rl_dist.files import read_object
 from rl_dist.resume_check import differences, result_of
 
 PACKAGES = ["slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins"]
@@ -107,7 +107,7 @@ def test_a_job_over_two_nodes_is_requeued_and_ends_as_if_it_had_not_been(cluster
         return iteration_in_name(newest) if newest else 0
 
     cluster.wait(lambda: saved() >= 10)
-    ranks = json.loads((run_dir / "state.json").read_text())["ranks"]
+    ranks = read_object(run_dir / "state.json")["ranks"]
     assert [rank["host"] for rank in ranks] == ["node1", "node2"]
 
     # SLURM sends this signal two minutes before the time limit
