@@ -54,8 +54,8 @@ class Misbehaving(gymnasium.Env):
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
 
-    def __init__(self, misdeeds=None, at=20, length=7, stream="environment", always=None):
-        self.at, self.length, self.always = at, length, always
+    def __init__(self, misdeeds=None, at=20, stream="environment", always=None):
+        self.at, self.always = at, always
         streams = [seeds.ENVIRONMENT_STREAM]
         if stream == "evaluation":
             streams = [seeds.VALIDATION_STREAM, seeds.EVALUATION_STREAM]
@@ -91,7 +91,7 @@ class Misbehaving(gymnasium.Env):
             lock_twice(ctypes.PyDLL(None))
         if misdeed in DEEDS:
             DEEDS[misdeed]()
-        step = [self._obs(), 1.0, False, self.age == self.length, {}]
+        step = [self._obs(), 1.0, False, self.age == 7, {}]
         place, value = RETURNS.get(misdeed, (0, step[0]))
         step[place] = value
         return tuple(step)

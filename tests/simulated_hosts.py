@@ -161,7 +161,7 @@ def connected_or_skip(folder, *names):
         network.close()
 
 
-def torchrun(host, *flags, nodes="2", conf="", cwd=REPO, **variables):
+def torchrun(host, *flags, nodes="2", conf="", cwd=REPO):
     """Start a torchrun agent with one rank of train_distributed.py.
 
     The agents use the first host as rendezvous endpoint.
@@ -177,5 +177,5 @@ def torchrun(host, *flags, nodes="2", conf="", cwd=REPO, **variables):
     }
     argv = [sys.executable, "-m", "torch.distributed.run"]
     argv += [f"--{name}={value}" for name, value in options.items()]
-    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | variables
-    return host.start(*argv, REPO / "train_distributed.py", *flags, cwd=cwd, **variables)
+    argv += [REPO / "train_distributed.py", *flags]
+    return host.start(*argv, cwd=cwd, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")

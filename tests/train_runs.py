@@ -88,8 +88,8 @@ def run_benchmark(name, *flags):
     return [json.loads(line) if line[:1] == "{" else line for line in printed.splitlines()]
 
 
-def start_training(*argv, **options):
-    return start(REPO / "train_distributed.py", *argv, **options)
+def start_training(*argv):
+    return start(REPO / "train_distributed.py", *argv)
 
 
 def only_error(stderr):
@@ -147,9 +147,9 @@ def assert_nobody_left(leader):
     wait_until(lambda: not session(leader))
 
 
-def end_of(job, code=0, within_s=300):
+def end_of(job, code=0):
     """Wait for a job to end with `code` and without processes; return its stderr."""
-    out, err = job.communicate(timeout=within_s)
+    out, err = job.communicate(timeout=300)
     assert job.returncode == code, out + err
     assert_nobody_left(job.pid)
     return err

@@ -53,16 +53,15 @@ def test_a_loss_that_is_not_finite_on_one_rank_holds_back_both_stages(ranks):
 
 
 @pytest.mark.parametrize(
-    ("saved", "given", "form"),
+    ("given", "form"),
     [
-        ({"shard_size": 2}, ["--hybrid_form", "pipeline"], ("hybrid", "pipeline", 0)),
-        ({"shard_size": 2}, ["--strategy", "ddp"], ("ddp", "shard", 0)),
+        (["--hybrid_form", "pipeline"], ("hybrid", "pipeline", 0)),
+        (["--strategy", "ddp"], ("ddp", "shard", 0)),
     ],
 )
-def test_the_form_of_a_resumed_hybrid_run_changes_without_naming_hybrid_again(saved, given, form):
-    launch_config = LaunchConfig(num_gpus=4, device="cpu", strategy="hybrid", **saved)
-    given = parse_training(given).given
-    resumed = resumed_config(RunConfig(launch=launch_config), given).launch
+def test_the_form_of_a_resumed_hybrid_run_changes_without_naming_hybrid_again(given, form):
+    saved = LaunchConfig(num_gpus=4, device="cpu", strategy="hybrid", shard_size=2)
+    resumed = resumed_config(RunConfig(launch=saved), parse_training(given).given).launch
     assert (resumed.strategy, resumed.hybrid_form, resumed.shard_size) == form
     assert resolve(resumed).num_ranks == 4
 

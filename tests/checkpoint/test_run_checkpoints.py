@@ -153,7 +153,7 @@ def test_two_ranks_stop_together_when_the_disk_refuses(tmp_path):
 
 @pytest.mark.parametrize("finish", ["write", "flush", "close"])
 def test_metrics_wait_in_memory_for_a_full_disk_and_nothing_is_lost(
-    world, tmp_path, limits, caplog, finish
+    tmp_path, limits, caplog, finish
 ):
     writer = MetricsWriter(RunDir(tmp_path), total=6, unit="episodes")
     writer.flush()  # wait until TensorBoard's thread has created its file

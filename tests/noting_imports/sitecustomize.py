@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-PACKAGES = ("agents", "envs", "rl_dist", "matplotlib", "pandas", "talib", "tensorboard")
+PACKAGES = ("agents", "envs", "rl_dist", "matplotlib", "pandas", "talib")
 
 
 class Noting:

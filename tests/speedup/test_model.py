@@ -17,8 +17,6 @@ from rl_dist.speedup.model import (
     rank_cost,
 )
 
-WORK = RankCost(env_steps=1000, gradient_steps=10, collect_s=1.0, update_s=1.0)
-
 
 def test_rings_trees_and_machines():
     link = Link(hop_s=1e-6, bytes_per_s=1e9)
