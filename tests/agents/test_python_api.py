@@ -92,7 +92,7 @@ def test_a_bad_setting_is_an_error_in_python_and_leaves_nothing(settings, named,
     assert not (tmp_path / "run").exists()
 
 
-def test_ranks_of_a_script_that_calls_train_without_a_guard_are_one_line(tmp_path):
+def test_a_script_that_calls_train_without_a_guard_fails_with_one_line(tmp_path):
     script, run_dir = tmp_path / "unguarded.py", tmp_path / "run"
     settings = TINY | {"num_ranks": 2, "run_dir": str(run_dir)}
     script.write_text(f"from agents import train\ntrain('Pendulum-v1', **{settings})\n")

@@ -44,7 +44,7 @@ def test_recall_rewards_memory_and_gives_a_quarter_to_a_constant_answer(remember
     assert (total / 50).mean() == pytest.approx(1.0 if remembers else 0.25, abs=0.03)
 
 
-def test_it_moves_and_pays_as_gymnasiums_car_does():
+def test_our_mountain_car_moves_and_pays_as_gymnasiums_does():
     theirs, ours = map(gymnasium.make, ("MountainCarContinuous-v0", "MountainCarPositions-v0"))
     state, _ = theirs.reset(seed=7)
     position, _ = ours.reset(seed=7)

@@ -156,7 +156,7 @@ def test_a_worker_that_dies_between_rollouts_begins_again_at_the_next_step(quest
     assert truncated.tolist() == [True] * 3 + [False] * 4 and env.restarts == [1] * 3 + [0] * 4
 
 
-def test_workers_end_with_their_rank_however_that_ends():
+def test_workers_end_with_their_rank_when_that_is_killed():
     code = (
         "import time; from envs.workers.env import WorkerEnv\n"
         "env = WorkerEnv(2, 2, env_id='Recall-v0')\n"
