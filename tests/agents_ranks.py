@@ -36,7 +36,7 @@ NUM_STEPS = 16
 ITERATIONS = 6
 STEPS_PER_ITERATION = NUM_ENVS * NUM_STEPS
 NUM_DAYS = 120
-WITH_FILES = "trading, clstm"  # the case in which two ranks save checkpoints
+WITH_FILES = {"trading, clstm": 3, "weak": 2}  # two ranks save checkpoints: their interval
 # The norm limit is so small that every gradient is clipped: a strategy that clips gradients before
 # it reduces them over ranks would end with other parameters.
 CLIPPED = PPOConfig(max_grad_norm=0.05, ent_coef=0.01, update_epochs=2, learning_rate=3e-3)
@@ -362,9 +362,10 @@ def train_in_world(out_dir, names):
     world = open_world("cpu", timeout_s=60)
     records = {}
     for name in names:
-        files = {"run_dir": out_dir / name, "checkpoint_every": 2 if name == "weak" else 3}
-        with_files = world.size == 2 and name in (WITH_FILES, "weak")
-        records[name] = record_of(name, world, **files if with_files else {})
+        files = {}
+        if world.size == 2 and name in WITH_FILES:
+            files = {"run_dir": out_dir / name, "checkpoint_every": WITH_FILES[name]}
+        records[name] = record_of(name, world, **files)
     torch.save(records, out_dir / f"{world.size}_rank_{world.rank}.pt")
     close_world()
 

@@ -142,7 +142,7 @@ def rates_of(record):
     return [losses["optim/learning_rate"] for losses in record["losses"]]
 
 
-@pytest.mark.parametrize(("name", "iteration"), [(WITH_FILES, 3), ("weak", 2)])
+@pytest.mark.parametrize(("name", "iteration"), WITH_FILES.items())
 def test_a_run_of_two_ranks_continues_on_one_with_its_totals_and_learning_rate(
     name, iteration, directory, two, world, tmp_path
 ):
