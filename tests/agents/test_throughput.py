@@ -13,14 +13,14 @@ pytestmark = pytest.mark.timeout(1000)
 
 
 @pytest.mark.slow
-def test_each_work_is_measured_and_compared_with_the_newest_file_of_this_machine(tmp_path):
+def test_each_task_is_measured_and_compared_with_the_newest_file_of_this_machine(tmp_path):
     command = ["throughput.py", "--turns", 1, "--threads", 1, "--folder", tmp_path]
     machine, *rows = [line for line in run(*command) if isinstance(line, dict)]
-    assert [row["work"] for row in rows] == ["A", "B", "C"]
+    assert [row["task"] for row in rows] == ["cartpole", "stocks", "main"]
     assert all(row["steps_per_gflop"][0] > 0 for row in rows)
     (first,) = tmp_path.iterdir()
     assert json.loads(first.read_text()) == {"machine": machine, "rows": rows}
-    compared = [line for line in run(*command, "--work", "A") if isinstance(line, str)]
+    compared = [line for line in run(*command, "--tasks", "cartpole") if isinstance(line, str)]
     assert first.name in compared[0]
 
 
