@@ -1,6 +1,6 @@
 """Train with one of several trainers, taking turns with others.
 
-    python benchmarks/peers.py DRIVER [TASK] [--threads 2] [--ranks 1]
+    python benchmarks/peers.py DRIVER [TASK] [--threads 1] [--ranks 1]
 
 Every driver imports only its own trainer, because no environment has all of them installed.
 against_peers.py runs all drivers except `sb3_solve`, which time_to_solve.py halts and continues.
@@ -43,11 +43,6 @@ from turns import (
 )
 
 
-def turns_of(trainer: str) -> Turns:
-    """Return the Turns object for a trainer in this process."""
-    return Turns(trainer=trainer, torch=torch.__version__)
-
-
 def batched_env(task: Task) -> Any:
     """Return a batch for a trainer that cannot step 64 single environments."""
     if task.discrete:
@@ -64,7 +59,7 @@ def rl_games(task: Task, args: argparse.Namespace) -> None:
     from rl_games.common import env_configurations, vecenv
     from rl_games.torch_runner import Runner
 
-    turns, env = turns_of(f"rl_games {version('rl-games')}"), batched_env(task)
+    turns, env = Turns(f"rl_games {version('rl-games')}"), batched_env(task)
 
     class Batch(vecenv.IVecEnv):
         def reset(self) -> Any:
@@ -164,7 +159,7 @@ def sb3(task: Task, args: argparse.Namespace) -> None:
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-    turns = turns_of(f"sb3-contrib {version('sb3-contrib')}")
+    turns = Turns(f"sb3-contrib {version('sb3-contrib')}")
 
     class Batch(DummyVecEnv):
         def __init__(self, env: Any) -> None:
@@ -295,7 +290,7 @@ def skrl(task: Task, args: argparse.Namespace) -> None:
     from skrl.trainers.torch import SequentialTrainer
     from skrl.utils import set_seed
 
-    turns = turns_of(f"skrl {version('skrl')}")
+    turns = Turns(f"skrl {version('skrl')}")
     set_seed(1)
     env = wrap_env(vector_env(task), wrapper="gymnasium")
     mixin: Any = CategoricalMixin if task.discrete else GaussianMixin

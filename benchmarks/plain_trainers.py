@@ -46,12 +46,11 @@ DRIVER = "BENCHMARK_DRIVER"  # environment variable: process id and descriptor o
 def our_turns() -> Turns:
     """Return the Turns of the driver; ranks that it starts use the driver's files."""
     number, reports = map(int, os.environ[DRIVER].split())
-    about: dict[str, Any] = {"trainer": "ours", "torch": torch.__version__}
     if number == os.getpid():
-        return Turns(reports=os.fdopen(reports, "w", buffering=1), **about)
+        return Turns("ours", reports=os.fdopen(reports, "w", buffering=1))
     files = Path(f"/proc/{number}/fd")
     orders, answers = (files / "0").open(), (files / str(reports)).open("w", buffering=1)
-    return Turns(orders, answers, **about)
+    return Turns("ours", orders, answers)
 
 
 def end_of_iteration(moment: Any) -> None:
@@ -198,7 +197,7 @@ def plain_update(
 
 def clean(task: Task, args: argparse.Namespace) -> None:
     """Train with the plain loop."""
-    turns = Turns(trainer="CleanRL-style loop", torch=torch.__version__)
+    turns = Turns("CleanRL-style loop")
     envs, agent = vector_env(task), PlainAgent(task)
     optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5)
     zeros = torch.zeros(1, NUM_ENVS, task.hidden_size)

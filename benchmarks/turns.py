@@ -120,19 +120,16 @@ class Turns:
     """The trainer's side of taking turns; it moves other output to standard error.
 
     Args:
+        trainer: its name, for the first report.
         orders, reports: files to read and to write; None: standard input and output.
-        about: facts that are added to the first report.
     """
 
     def __init__(
-        self,
-        orders: TextIO | None = None,
-        reports: TextIO | None = None,
-        **about: Any,
+        self, trainer: str, orders: TextIO | None = None, reports: TextIO | None = None
     ) -> None:
         self._orders = orders or sys.stdin
         self._reports = reports or os.fdopen(silence(), "w", buffering=1)
-        self._about = about
+        self._about = {"trainer": trainer, "torch": torch.__version__}
         self._began = 0.0
 
     def next(self, **measured: Any) -> None:
