@@ -287,10 +287,10 @@ def main() -> int:
             print(f"{job}: FAILS, {error}", flush=True)
             differing += 1
             continue
-        found = differences(base, now)
-        differing += bool(found)
-        words = f"DIFFERS in {len(found)} values: {', '.join(found[:5])}" if found else "equal"
-        print(f"{job}: {words} ({len(base)} values)", flush=True)
+        paths = differences(base, now)
+        differing += bool(paths)
+        verdict = f"DIFFERS in {len(paths)} values: {', '.join(paths[:5])}" if paths else "equal"
+        print(f"{job}: {verdict} ({len(base)} values)", flush=True)
     print(f"{len(args.jobs) - differing} of {len(args.jobs)} jobs are equal")
     return int(differing > 0)
 

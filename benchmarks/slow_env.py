@@ -81,8 +81,8 @@ def measure(env_id: str, num_envs: int, num_steps: int, rounds: int) -> None:
             collect(policy, Normalizer(4), env, carries[way], noise, num_steps, gamma=0.99)
             rates[way].append(num_envs * num_steps / (time.perf_counter() - started_s))
     print(f"{env_id}, {num_envs} environments, {num_steps} steps, medians of {rounds} rounds")
-    for (workers, groups), of_way in rates.items():
-        low, middle, high = np.quantile(of_way, (0.0, 0.5, 1.0))
+    for (workers, groups), way_rates in rates.items():
+        low, middle, high = np.quantile(way_rates, (0.0, 0.5, 1.0))
         gain = middle / np.median(rates[0, 1])
         spread = f"{middle:8,.0f} steps/s ({low:,.0f}-{high:,.0f})"
         print(f"{workers} workers, {groups} groups {spread}  {gain:5.2f}x", flush=True)
