@@ -1,15 +1,15 @@
 """Kill short runs on CPU ranks at random moments; check that they resume exactly.
 
-    python benchmarks/kill_points.py [--points 84] [--seed 1] [--ranks 1 2 3 4]
+    python benchmarks/kill_points.py [--points 108] [--seed 1] [--ranks 1 2 3 4]
 
-Each run trains Recall-v0 on one to four ranks. A hit kills a rank, the launcher or the whole
-process group with a signal. If a rank is killed and `--max_restarts` is set, the launcher must
-start the ranks again. Otherwise the run must end by itself, print one error line if only a rank was
-killed, and leave no process; the same command then resumes it. Every run is hit several times. The
-last start trains to the end; its parameters, last checkpoint and metrics must then equal those of
-an undisturbed run. If they do not, all hits of the run count as failed. All cases are equally
-frequent. Most random moments fall into a rollout or an update, so some hits are aimed at the
-start-up or at the writing of a checkpoint.
+Each run trains Recall-v0 on one to four ranks. A hit kills a rank, the launcher, the supervisor or
+the whole process group with a signal. If a rank is killed and `--max_restarts` is set, the launcher
+must start the ranks again. Otherwise the run must end by itself, print one error line if only a
+rank was killed, and leave no process; the same command then resumes it. Every run is hit several
+times. The last start trains to the end; its parameters, last checkpoint and metrics must then equal
+those of an undisturbed run. If they do not, all hits of the run count as failed. All cases are
+equally frequent. Most random moments fall into a rollout or an update, so some hits are aimed at
+the start-up or at the writing of a checkpoint.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FLAGS = (  # sizes that can be divided among one to four ranks
     "--hidden_size 8 --validate_every 0 --eval_episodes 2 --checkpoint_every 3 --resume auto "
     f"--total_steps {12 * 16 * ITERATIONS}"
 )
-VICTIMS = ("main rank", "other rank", "launcher", "group")
+VICTIMS = ("main rank", "other rank", "launcher", "supervisor", "group")
 WAYS = ("SIGKILL", "SIGSEGV", "SIGABRT")
 AIMS = {"starting": 0.2, "any moment": 0.5, "saving": 0.3}  # aim: fraction of the hits
 START_UP_S = 8.0
@@ -107,12 +107,13 @@ class Run:
             if aim == "saving":
                 self.wait_for_phase("saving")
         is_rank, victim, restarts = case.victim.endswith("rank"), self.job.pid, 0
-        if is_rank:
+        if is_rank or case.victim == "launcher":
             state = self.wait_for(lambda state: len(state.ranks) == case.ranks, ENDED_WITHIN_S)
             if state is None:
                 raise ProcessLookupError
             number = rng.randrange(1, case.ranks) if case.victim == "other rank" else 0
-            victim, restarts = state.ranks[number].pid, state.restarts
+            victim = state.ranks[number].pid if is_rank else state.launcher_pid
+            restarts = state.restarts
         if self.job.poll() is not None:
             raise ProcessLookupError
         kill = os.killpg if case.victim == "group" else os.kill
@@ -190,7 +191,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--points", type=int, default=84, help="how many hits; 84: each case once")
+    parser.add_argument("--points", type=int, default=108, help="number of hits; 108: every case")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--seed", type=int, default=1, help="seed of random cases and moments")
     args = parser.parse_args()
@@ -201,7 +202,7 @@ def main() -> int:
         for ranks, restarting, victim, way in itertools.product(
             args.ranks, (False, True), VICTIMS, WAYS
         )
-        if ranks > 1 or victim != "other rank"
+        if ranks > 1 or victim not in ("other rank", "launcher")
     ]
     waiting = rng.sample(cases, min(args.points, len(cases)))
     num_hits = num_good = 0
