@@ -14,11 +14,7 @@ from supervised_ranks import Fitted, make_net
 
 from rl_dist.strategies.config import StrategyConfig
 
-TRAININGS = {
-    "ddp": FORMS["ddp"],
-    "hybrid": StrategyConfig(mode="hybrid"),
-    "pipeline": FORMS["pipeline"],
-}
+TRAININGS = FORMS | {"hybrid": StrategyConfig(mode="hybrid")}
 
 
 @saves_results

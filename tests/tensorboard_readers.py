@@ -3,8 +3,7 @@
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
-def seen(run_dir, tag):
-    """Return (step, value) of every event with this tag."""
-    return [
-        (event.step, event.value) for event in EventAccumulator(str(run_dir)).Reload().Scalars(tag)
-    ]
+def scalars(run_dir):
+    """Return (step, value) of every event, by tag."""
+    board = EventAccumulator(str(run_dir)).Reload()
+    return {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from policies import make_policy, small
 from scripted_env import BOTH, TERMINATED, TRUNCATED, ScriptedEnv
 
 from agents.network.inputs import Normalizer
-from agents.policy import Policy, PolicyConfig
 from agents.rollout import collect, fresh_carry
 
 SCRIPTS = [
@@ -15,12 +15,6 @@ SCRIPTS = [
     [(100, TERMINATED)],
 ]
 GAMMA = 0.5
-
-
-def make_policy(window=0):
-    torch.manual_seed(0)
-    space = ScriptedEnv(SCRIPTS).single_action_space
-    return Policy(PolicyConfig(hidden_size=8, feature_window=window), 4, space).double()
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +36,7 @@ def collected(policy, normalizer, num_steps=8):
 
 @pytest.fixture(scope="module")
 def rollouts(normalizer):
-    return collected(make_policy(), normalizer)
+    return collected(make_policy(small()), normalizer)
 
 
 def steps_of(flags):
@@ -101,7 +95,7 @@ def states_after(policy, rollout, column):
     ],
 )
 def test_a_truncated_step_looks_at_its_final_observation(normalizer, window, column, step, rows):
-    policy = make_policy(window)
+    policy = make_policy(small(feature_window=window))
     (rollout, _), _, _ = collected(policy, normalizer)
     state = states_after(policy, rollout, column)[step]
     seen = normalizer(torch.tensor(rows).double()).flatten()[None]
@@ -112,7 +106,7 @@ def test_a_truncated_step_looks_at_its_final_observation(normalizer, window, col
 @pytest.mark.parametrize("window", [0, 3])
 def test_bootstrap_values_leave_no_trace_in_states_and_windows(normalizer, window):
     """Two rollouts of 8 steps, with bootstrap values between, equal one of 16 steps."""
-    policy = make_policy(window)
+    policy = make_policy(small(feature_window=window))
     halves, carry, _ = collected(policy, normalizer)
     (whole,), whole_carry, _ = collected(policy, normalizer, num_steps=16)
     for name in ("obs", "actions", "logprobs", "values", "rewards", "discounted_returns"):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from hostile import damage
-from tensorboard_readers import seen
+from tensorboard_readers import scalars
 from train_runs import (
     REPO,
     SIZES,
@@ -97,7 +97,7 @@ def test_a_run_leaves_all_that_is_promised(finished, ranks):
     total = lines[-1]["episode/total"]
     assert lines[-2]["episode/total"] < 8 <= total == sum(line["episode/count"] for line in lines)
     expected = [(line["global_step"], pytest.approx(line["loss/policy"])) for line in lines]
-    assert seen(run_dir, "loss/policy") == expected
+    assert scalars(run_dir)["loss/policy"] == expected
 
 
 def test_a_run_writes_exactly_the_metrics_of_the_table(finished, cartpole):
@@ -212,7 +212,8 @@ def test_the_first_stop_signal_is_answered_before_the_iteration_ends(tmp_path, m
 def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    # A run that is killed before its first checkpoint leaves this file.
+    # A run that is killed before its first checkpoint leaves these files.
+    (run_dir / "config.json").write_text('{"train": {}}')
     (run_dir / "metrics.jsonl").write_text('{"iteration": 1}\n')
     flags = [*CARTPOLE, "--checkpoint_every", "1", "--run_dir", run_dir, "--resume", "auto"]
     assert train_here(monkeypatch, *flags, "--num_episodes", "2") == 0

@@ -5,10 +5,10 @@ import re
 import signal
 import time
 
-import faults_ranks
 import pytest
 import torch
 from agents_ranks import world_of_one
+from faults_ranks import MISDEEDS, log_of, restarts
 from torch.distributed.elastic.utils.distributed import get_free_port
 from train_runs import (
     RECALL,
@@ -33,21 +33,17 @@ def finish(job, code=0, tracebacks=0):
     return [line for line in stderr.splitlines() if line.startswith("error: ")]
 
 
-def log(folder, rank=0):
-    return (folder / "logs" / f"rank_{rank}.log").read_text()
-
-
 # ---- faults that a rank survives
 
 
 def test_environments_that_misbehave_begin_again_as_on_one_rank(ranks, ranks_folder, tmp_path):
     """The ranks themselves check further faults: see tests/faults_ranks.py."""
     with world_of_one() as world:
-        alone = faults_ranks.restarts(world, tmp_path)
+        alone = restarts(world, tmp_path)
     assert ranks[0]["counts"] == ranks[1]["counts"] == alone["counts"] == [0, 5, 0]
-    assert log(ranks_folder / "restarts", 1).count("rebuilt, 1 of 1") == 3
+    assert log_of(ranks_folder / "restarts", 1).count("rebuilt, 1 of 1") == 3
     # step 20 of an environment is index 3 of the second rollout
-    faulty = [*faults_ranks.MISDEEDS]
+    faulty = [*MISDEEDS]
     assert alone["truncated"][3, faulty].all() and not alone["plain rewards"][3, faulty].any()
     assert torch.isfinite(alone["obs"]).all()
     for name in ("obs", "truncated", "plain rewards"):
@@ -89,7 +85,7 @@ def test_a_fault_of_an_environment_ends_the_job_and_names_rank_number_and_step(
     assert by_gloo or re.search(f"{where}.*{problem}", line), line
     assert [record["iteration"] for record in records(tmp_path / "run")] == [1]
     if misdeed == "hang in C":
-        assert "in step\n" in log(tmp_path / "run", 1)
+        assert "in step\n" in log_of(tmp_path / "run", 1)
 
 
 @pytest.mark.slow
@@ -103,7 +99,7 @@ def test_with_env_restarts_a_run_continues_even_if_many_hang_longer_than_a_rank_
     assert [line["env/restarts"] for line in records(run_dir)] == [0, 6, 0]
     for number in misdeeds:
         line = f"Misbehaving-v0 number {number} at its step 20: "
-        assert (log(run_dir, 0) + log(run_dir, 1)).count(line) == 1
+        assert (log_of(run_dir, 0) + log_of(run_dir, 1)).count(line) == 1
 
 
 def test_a_signal_during_the_evaluation_ends_the_run_and_the_users_command_hears_of_it_once(

@@ -8,7 +8,7 @@ import signal
 import stat
 
 import pytest
-from tensorboard_readers import seen
+from tensorboard_readers import scalars
 from train_runs import (
     RECALL,
     REPO,
@@ -71,7 +71,7 @@ def assert_as_if_nothing_had_happened(run_dir, reference):
         summary = read_object(folder / "summary.json")
         summary.pop("scaling", None)  # measured times differ
         names = {path.name for path in (folder / "checkpoints").iterdir()}
-        facts.append((summary, names, seen(folder, "loss/policy")))
+        facts.append((summary, names, scalars(folder)["loss/policy"]))
     assert facts[0] == facts[1]
 
 
@@ -141,7 +141,7 @@ def test_a_death_that_is_not_restarted_ends_the_job_with_one_line_and_event(tmp_
 
 
 @pytest.mark.slow
-def test_a_killed_launcher_leaves_no_orphan_and_resume_auto_continues(tmp_path, monkeypatch):
+def test_a_killed_supervisor_leaves_no_orphan_and_resume_auto_continues(tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
     flags = [*SIZES, "--checkpoint_every", 1, "--run_dir", run_dir]
     endless = ["--num_gpus", 2, "--total_steps", 10**9]

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from tensorboard_readers import seen
+from tensorboard_readers import scalars
 from train_runs import REPO, only_error, output_in, records, start
 
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -48,8 +48,8 @@ def test_a_killed_run_of_a_users_environment_equals_a_straight_one_in_all_its_fi
         assert [line["iteration"] for line in records(run_dir)] == [1, 2, 3, 4, 5, 6]
     assert len(list(killed.glob("events.*"))) == 2
     for tag in ("loss/policy", "episode/count", "optim/learning_rate", "rank_0/episode/count"):
-        assert seen(killed, tag) == seen(straight, tag)
-    assert [step for step, _ in seen(killed, "loss/policy")] == [128 * i for i in range(1, 7)]
+        assert scalars(killed)[tag] == scalars(straight)[tag]
+    assert [step for step, _ in scalars(killed)["loss/policy"]] == [128 * i for i in range(1, 7)]
 
 
 def test_the_tensor_or_the_metric_that_differs_is_named(proof, tmp_path, capsys):

@@ -4,7 +4,7 @@ import multiprocessing
 
 import pytest
 from lock_keeper import keep
-from train_runs import RECALL, only_error, records, start_training, train_here
+from train_runs import RECALL, only_error, records, start_training
 
 from rl_dist.errors import UserError
 from rl_dist.run_dir import RunDir
@@ -64,11 +64,3 @@ def test_two_starts_and_two_resumes_at_once_repeat_no_iteration(ranks, tmp_path)
     for job in more:  # one job waits for the other, then finds the run finished
         assert (job.communicate(timeout=120), job.returncode)[1] in (0, 2)
     assert [line["iteration"] for line in records(tmp_path)] == list(range(1, 21))
-
-
-def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path, monkeypatch, capsys):
-    (tmp_path / "config.json").write_text('{"train": {}}')
-    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "global_step": 32}\n')
-    flags = [*SMALL, "--total_steps", 64, "--run_dir", tmp_path, "--resume", "auto"]
-    assert train_here(monkeypatch, *flags) == 0, capsys.readouterr().err
-    assert [line["iteration"] for line in records(tmp_path)] == [1, 2]

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from supervised_ranks import CRITERION, METRICS, Fitted, blobs, exercise, make_net
-from tensorboard_readers import seen
+from tensorboard_readers import scalars
 from torch.nn.utils.rnn import pack_sequence
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import (
@@ -204,7 +204,7 @@ def test_a_stop_signal_ends_an_epoch_early_and_resuming_repeats_it(world, tmp_pa
     resumed = Fitted(world, tmp_path / "parts", batch_size=2, resume=True)
     assert equal(resumed.weights, whole.weights) and resumed.history == whole.history
     expected = [(k, pytest.approx(r["valid/accuracy"])) for k, r in enumerate(whole.history, 1)]
-    assert seen(tmp_path / "whole", "valid/accuracy") == expected and len(expected) == 3
+    assert scalars(tmp_path / "whole")["valid/accuracy"] == expected and len(expected) == 3
 
 
 def test_steps_without_a_finite_gradient_end_training(world):

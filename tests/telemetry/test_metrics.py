@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard_readers import scalars
 from train_runs import records
 
 from rl_dist.errors import UserError
@@ -31,11 +31,6 @@ def write(run_dir, *lines, **options):
     for _ in range(2):
         writer.close()
     return records(run_dir)
-
-
-def scalars(run_dir):
-    board = EventAccumulator(str(run_dir)).Reload()
-    return {tag: [(e.step, e.value) for e in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
 
 
 def test_records_and_scalars_hold_finite_numbers_by_global_step_and_rank(tmp_path):
