@@ -14,8 +14,8 @@ from agents.ppo import PPO
 from agents.run import auto
 from agents.run.sizes import shard_sizes
 from rl_dist.errors import UserError
-from rl_dist.process_group.world import World
 from rl_dist.files import read_object
+from rl_dist.process_group.world import World
 from rl_dist.resume_check import differences, result_of
 from rl_dist.strategies.measure import doublings
 
