@@ -242,9 +242,6 @@ def train(
         "checkpoint": on_checkpoint,
     }
     flags = {"env": env, "num_gpus": num_ranks} | settings
-    for name, value in flags.items():
-        if isinstance(value, list | tuple):  # such as stop_at=("valid/return", 475)
-            flags[name] = " ".join(map(str, value))
     reported.clear()  # an earlier call may have left its error there
     try:
         parsed = parse_training(as_flags(flags))

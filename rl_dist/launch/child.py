@@ -199,11 +199,15 @@ def launch_distributed_training(
 
 def as_flags(named: Mapping[str, Any]) -> list[str]:
     """Convert keyword arguments to command-line flags; omit flags that are None."""
-    return [
-        f"--{name}={json.dumps(value) if isinstance(value, bool | Mapping) else value}"
-        for name, value in named.items()
-        if value is not None
-    ]
+    flags = []
+    for name, value in named.items():
+        if isinstance(value, bool | Mapping):
+            value = json.dumps(value)
+        elif isinstance(value, list | tuple):  # such as stop_at=("valid/return", 475)
+            value = " ".join(map(str, value))
+        if value is not None:
+            flags.append(f"--{name}={value}")
+    return flags
 
 
 # ---- short runs

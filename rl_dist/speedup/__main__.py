@@ -1,11 +1,10 @@
 """Predict the speedup of training on more GPUs.
 
-RUN_DIR is an earlier run whose flags are reused. All flags of train_distributed.py are accepted.
+All flags of train_distributed.py are accepted.
 
 examples:
   python -m rl_dist.speedup                             the main job, on this machine
   python -m rl_dist.speedup --gpus 1 2 4 8 --json       more ranks, as JSON
-  python -m rl_dist.speedup RUN_DIR                     the job of an earlier run
   python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM"   speedup on a GPU that this machine lacks
   python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM" --sps 90000    also time and cost
 speedup: environment steps/s relative to one rank. Time and cost need steps/s, either measured
@@ -22,27 +21,17 @@ import sys
 from argparse import SUPPRESS
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 from torch.utils.benchmark import Timer
 
-from rl_dist.checkpoint.trust import check_named
-from rl_dist.errors import CommandParser, UserError, explains_errors, table
+from rl_dist.errors import CommandParser, explains_errors, table
 from rl_dist.flags import Field, configuration, fields_of
-from rl_dist.launch.child import ChildError, as_flags, leave_at_signals
-from rl_dist.run_dir import RunDir
+from rl_dist.launch.child import ChildError, leave_at_signals
 from rl_dist.speedup.measure import MeasuredJob, measure_job
 from rl_dist.speedup.model import CARDS, Prediction, bottleneck, predict, steps_per_episode
 
-EPISODES = 5000  # default length of a training run
-# Entries of config.json that are not passed to the short runs: some are not flags, and the others
-# must not be copied to another run of the same job.
-RECORDED = {
-    *("data_digest", "callback", "threads", "on_event"),
-    *("chosen_preset", "chosen_strategy", "chosen_on"),
-}
 CARD_ESTIMATE = (
     "this estimate uses data sheets and the lowest list price of 2026-11 in US dollars. It takes "
     "rollout times as measured here, scales the rest by peak fp32 rates, and assumes 8 cards per "
@@ -58,7 +47,6 @@ NO_COST = (
 class SpeedupOptions:
     """Options of `estimate_training_speedup`."""
 
-    run_dir: Path | None = None  # directory of an earlier run; the job of this run is estimated
     gpus: tuple[Annotated[int, Field(ge=1)], ...] = (1, 2)
     """Numbers of GPUs (ranks)."""
     scaling: Literal["strong", "weak", "both"] = "both"
@@ -67,10 +55,10 @@ class SpeedupOptions:
     """Name of a GPU model to estimate for, instead of this machine."""
     sps: float = Field(0.0, ge=0)
     """Steps/s of one rank in a run on this machine or on `gpu`; 0 measures them now."""
-    num_episodes: int = Field(0, ge=0)
-    """Episodes in the training run; 0 takes them from the earlier run, else 5000."""
+    num_episodes: int = Field(5000, ge=1)
+    """Length of the training run in episodes, 5000 if not given."""
     total_steps: int = Field(0, ge=0)
-    """Length of the training run in environment steps instead of episodes."""
+    """Length of the training run in environment steps; 0 uses num_episodes."""
     price_per_hour: float = Field(0.0, ge=0)
     """Price of one GPU hour; 0 uses the lowest list price of `gpu` in US dollars."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -93,10 +81,9 @@ def estimate_training_speedup(flags: Sequence[str] = (), **options: Any) -> Spee
         report.rows[-1]["speedup"]
 
     Args:
-        flags: flags of train_distributed.py; they override the flags from `run_dir`.
-        options: run_dir, directory of an earlier run whose job is estimated; gpus, scaling, gpu,
-            sps, num_episodes, total_steps, price_per_hour and device, which the flags of
-            `python -m rl_dist.speedup` with these names explain.
+        flags: flags of train_distributed.py.
+        options: gpus, scaling, gpu, sps, num_episodes, total_steps, price_per_hour and device,
+            which the flags of `python -m rl_dist.speedup` with these names explain.
 
     Raises:
         UserError: wrong arguments, or flags that training refuses.
@@ -106,46 +93,21 @@ def estimate_training_speedup(flags: Sequence[str] = (), **options: Any) -> Spee
     device = chosen.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    saved = _job_of(RunDir(chosen.run_dir), flags) if chosen.run_dir else {}
-    job_flags = [*as_flags(saved), *flags]
-    num_episodes = chosen.num_episodes or int(saved.get("num_episodes", EPISODES))
-    saved_steps = 0 if chosen.num_episodes else int(saved.get("total_steps", 0))
     scalings = ("strong", "weak") if chosen.scaling == "both" else (chosen.scaling,)
     card = CARDS.get(chosen.gpu)
     job = measure_job(
-        job_flags,
+        flags,
         device,
         chosen.gpus,
         scalings,
         steady=not chosen.sps,
         network=card.network if card else None,
     )
-    length = chosen.total_steps or saved_steps or num_episodes * steps_per_episode(job.records)
+    length = chosen.total_steps or chosen.num_episodes * steps_per_episode(job.records)
     rows = _rows(job, chosen, device, length)
     notes = [f"{chosen.gpu}: {CARD_ESTIMATE}"] if chosen.gpu else []
     notes += [NO_COST] if rows[0]["hours"] is None else []
     return SpeedupReport(f"{job.title}; {chosen.gpu or device}", rows, job.notes + notes)
-
-
-def _job_of(run: RunDir, flags: Sequence[str]) -> dict[str, str]:
-    """Return the flags of a saved run by name.
-
-    Raise UserError if the saved flags name Python modules that `flags` does not name.
-    """
-    saved = {
-        name: str(value)
-        for section in run.config().values()
-        if isinstance(section, dict)
-        for name, value in section.items()
-        if name not in RECORDED
-    }
-    if not {"env", "core", "num_episodes", "total_steps"} <= saved.keys():
-        raise UserError(f"{run.config_path} lacks env, core or length: give training flags instead")
-    for section, name in (("task", "env"), ("policy", "core")):
-        settings = {key: saved[key] for key in (name, f"{name}_kwargs") if key in saved}
-        is_given = any(flag.split("=")[0] == f"--{name}" for flag in flags)
-        check_named(run.path, section, settings, saved[name] if is_given else None)
-    return saved
 
 
 def print_training_speedup_estimates(flags: Sequence[str] = (), **options: Any) -> None:
@@ -233,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = CommandParser(
         prog="python -m rl_dist.speedup",
-        usage="%(prog)s [RUN_DIR] [--gpus N [N ...]] [training flags]",
+        usage="%(prog)s [--gpus N [N ...]] [training flags]",
         description=__doc__,
     )
     for name, field in fields_of(SpeedupOptions()).items():
@@ -245,8 +207,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, flags = parser.parse_known_args(argv)
     options = vars(args)
     as_json = options.pop("json")
-    if argv and not argv[0].startswith("-"):
-        options["run_dir"] = flags.pop(0)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         report = estimate_training_speedup(flags, **options)
