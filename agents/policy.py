@@ -8,6 +8,7 @@ https://arxiv.org/abs/2212.02721.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -17,19 +18,18 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
-from agents.network import heads
 from agents.network.cores import CORES, State, TanhCore
 from agents.network.inputs import Encoder
 from agents.network.own_core import make_core
 from agents.network.sequences import Plan, plan_pieces, run_sequence
 from envs.vector.layout import Layout
-from rl_dist.errors import UserError
 from rl_dist.flags import Field, Text, configuration
 from rl_dist.strategies.precision import autocast, weights_cast_once
 
 # Every call of a core has a fixed overhead, 0.8 ms on a CPU. In that time, a core with this many
 # weights computes one step of one row.
 CALL_WEIGHTS = 10_000_000
+FORBIDDEN = -1e9  # logit of a forbidden action: its probability is exactly 0
 
 
 @configuration
@@ -58,9 +58,6 @@ class PolicyConfig:
     noise_color: float = Field(0.0, ge=0, le=2)
     """Correlation over time of the noise that is added to continuous actions: 0 gives white noise,
     1 pink noise. With 0.5 to 1, exploration finds sparse rewards that white noise misses."""
-    squash_actions: bool = False
-    """Keep continuous actions within their bounds by tanh instead of clipping; needs an action
-    space with bounds."""
 
     def __post_init__(self) -> None:
         if bool(self.core) != (self.policy == "own"):
@@ -106,13 +103,10 @@ class Policy(nn.Module):
     low_precision: torch.dtype | None = None
     BATCH_AXES = (1, 1, 0, 1)  # axis of the sequences in each input of `forward`; outputs: 1
 
-    def __init__(
-        self, config: PolicyConfig, layout: Layout | int, action_space: spaces.Space
-    ) -> None:
-        """Create a policy; an int as layout means observation vectors of that size."""
+    def __init__(self, config: PolicyConfig, layout: Layout, action_space: spaces.Space) -> None:
         super().__init__()
         self.config = config
-        self.layout = Layout.vector(layout) if isinstance(layout, int) else layout
+        self.layout = layout
         self.num_obs = self.layout.size
         self.mask_columns = self.layout.columns("mask")  # consecutive; empty without a mask
 
@@ -122,11 +116,6 @@ class Policy(nn.Module):
         self.action_sizes: tuple[int, ...] = ()  # for MultiDiscrete: number of choices per action
         if isinstance(action_space, spaces.MultiDiscrete):
             self.action_sizes = tuple(action_space.nvec.tolist())
-        bounded = isinstance(action_space, spaces.Box) and action_space.is_bounded("both")
-        if config.squash_actions and not bounded:
-            raise UserError(
-                f"squash_actions needs continuous actions with bounds, not {action_space}: omit it"
-            )
         if not self.discrete:
             self.log_std = nn.Parameter(torch.full((self.num_actions,), config.log_std_init))
 
@@ -238,7 +227,7 @@ class Policy(nn.Module):
         newest = obs[..., -self.num_obs :]  # a window also has older masks
         first = self.mask_columns[0]
         mask = newest[..., first : first + self.num_actions]
-        return torch.where(mask > 0.5, logits, heads.FORBIDDEN)
+        return torch.where(mask > 0.5, logits, FORBIDDEN)
 
     def features(self, obs: Tensor, state: Tensor, *resets: Tensor) -> tuple[tuple[Tensor], State]:
         """Run the first half of the cascade.
@@ -277,16 +266,12 @@ class Policy(nn.Module):
         values = self.critic_head(critic.to(dtype)).squeeze(-1)
         return (self.actor_head(actor.to(dtype)), values), (actor_state, critic_state)
 
-    def distribution(self, actor: Tensor) -> Distribution | heads.SquashedNormal:
+    def distribution(self, actor: Tensor) -> Distribution:
         """Return the action distribution for the actor's outputs [..., A]."""
-        if self.config.squash_actions:
-            return heads.SquashedNormal(actor, self.log_std)
         if not self.discrete:
             parts: Distribution = Normal(actor, self.log_std.exp(), validate_args=False)
         elif self.action_sizes:
-            parts = Categorical(
-                logits=heads.split_choices(actor, self.action_sizes), validate_args=False
-            )
+            parts = Categorical(logits=split_choices(actor, self.action_sizes), validate_args=False)
         else:
             return Categorical(logits=actor, validate_args=False)
         return Independent(parts, 1, validate_args=False)
@@ -315,7 +300,7 @@ class Policy(nn.Module):
 
         Returns:
             Actions, the actor's outputs [B, A], values [B] and the new state [B, S, H]. Actions are
-            [B, A] if continuous (unclipped unless squashed), else [B] or [B, D] int64.
+            [B, A] if continuous (unclipped), else [B] or [B, D] int64.
         """
         if not self.config.memory:
             episode_start = torch.ones_like(episode_start)
@@ -325,10 +310,8 @@ class Policy(nn.Module):
         actions = actor if push is None else actor + push
         if self.discrete:
             if self.action_sizes:
-                actions = heads.split_choices(actions, self.action_sizes)
+                actions = split_choices(actions, self.action_sizes)
             actions = actions.argmax(-1)
-        elif self.config.squash_actions:
-            actions = actions.tanh()
         return actions, actor, values[0], new_state
 
     def forward(
@@ -364,3 +347,12 @@ class Policy(nn.Module):
         # without masks, all obs have the same entropy
         logits = self._masked(obs.new_zeros(self.num_actions), obs)
         return self.distribution(logits).entropy().expand(obs.shape[:-1])
+
+
+def split_choices(logits: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Split logits [..., A] into rows [..., D, K] per action, padded with FORBIDDEN."""
+    rows = logits.split(sizes, -1)
+    padded = [
+        nn.functional.pad(row, (0, max(sizes) - row.shape[-1]), value=FORBIDDEN) for row in rows
+    ]
+    return torch.stack(padded, -2)

@@ -33,6 +33,7 @@ from envs.trading.config import DataConfig, Observation, SimulatedMarketConfig, 
 from envs.trading.features import market_tables, portfolio_columns
 from envs.trading.market_data import Market, Span
 from envs.trading.task import TradingTask
+from envs.vector.layout import Layout
 from rl_dist.errors import UserError, explains_errors, outlive_readers
 from rl_dist.files import is_first
 from rl_dist.flags import Field, Text, configuration, parse_flags, read_sections, saved_form
@@ -207,7 +208,8 @@ class FeatureTraining(nn.Module):
         super().__init__()
         torch.manual_seed(config.fit.seed)
         shape = PolicyConfig(hidden_size=config.pretrain.hidden_size)
-        policy = Policy(shape, inputs.shape[2], spaces.Box(-1.0, 1.0, (num_stocks,)))
+        layout = Layout.vector(inputs.shape[2])
+        policy = Policy(shape, layout, spaces.Box(-1.0, 1.0, (num_stocks,)))
         self.feature_core = policy.feature_core
         self.feature_mlp = policy.feature_mlp
         self.head = nn.Linear(shape.hidden_size, 2 * num_stocks)

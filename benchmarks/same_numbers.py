@@ -71,7 +71,7 @@ JOBS: dict[str, list[str]] = {
         "--previous_action --num_layers 2 --run_dir RUN"
     ],
     "continuous in bf16": [
-        f"{TRAIN} --env Pendulum-v1 --precision bf16 --num_gpus 1 --squash_actions "
+        f"{TRAIN} --env Pendulum-v1 --precision bf16 --num_gpus 1 "
         "--noise_color 1 --policy lstm --separate_trunks --run_dir RUN"
     ],
     "restarts, kill and resume": [

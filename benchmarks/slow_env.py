@@ -67,9 +67,9 @@ def measure(env_id: str, num_envs: int, num_steps: int, rounds: int) -> None:
     from envs.workers.env import WorkerEnv
 
     torch.set_num_threads(1)
-    policy = Policy(PolicyConfig(), 4, SlowSteps.action_space)
     noise = torch.randn(num_steps, num_envs, 1)
     envs: dict[tuple[int, int], Any] = {(0, 1): make_vector_env(env_id, num_envs)}
+    policy = Policy(PolicyConfig(), envs[0, 1].layout, SlowSteps.action_space)
     for workers, groups in WAYS[1:]:
         envs[workers, groups] = WorkerEnv(num_envs, workers, groups, env_id=env_id)
     seeds = list(range(num_envs))

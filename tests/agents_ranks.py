@@ -46,7 +46,7 @@ MLP = PolicyConfig(hidden_size=8, policy="mlp")
 WINDOW = PolicyConfig(hidden_size=8, feature_window=3)
 GRU = PolicyConfig(hidden_size=8, policy="gru", num_layers=2)
 MINGRUS = PolicyConfig(hidden_size=8, policy="mingru", separate_trunks=True)
-SQUASHED = PolicyConfig(hidden_size=8, policy="lstm", squash_actions=True, noise_color=1.0)
+PINK = PolicyConfig(hidden_size=8, policy="lstm", noise_color=1.0)
 OWN = PolicyConfig(hidden_size=8, policy="own", core="own_cores:Decay")
 REFRESHED = replace(CLIPPED, refresh_states=True)
 
@@ -72,7 +72,7 @@ JOBS = {
     "orders, gru, masks of nested actions": Case("orders", GRU),
     "patches, mingrus, last action and reward": Case("patches", MINGRUS),
     "levers, own core, masks of info": Case("levers", OWN),
-    "brief, squashed lstm, pink noise, refreshed": Case("brief", SQUASHED, REFRESHED),
+    "brief, lstm, pink noise, refreshed": Case("brief", PINK, REFRESHED),
 }
 MORE_JOBS = {
     "cartpole, clstm": Case("cartpole", CLSTM, iterations=ITERATIONS),

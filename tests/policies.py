@@ -29,18 +29,17 @@ FORMS = {
     "separate lstms": small(policy="lstm", separate_trunks=True),
     "own": small(policy="own", core="own_cores:Decay"),
 }
-NUM_OBS = 4
+VECTOR = Layout.vector(4)
 CAMERA, MASK = Part("camera", "image", (2, 9, 8)), Part("action_mask", "mask", (9,))
 NESTED = Layout((CAMERA, Part("keys", "plain", (3,)), MASK, Part("pose", "vector", (2,))))
 ROWS = {  # name -> configuration, action space, and layout of an observation row
     "nested rows, masks": (small(), SEVERAL, NESTED),
     "windows of nested rows, masks": (small(feature_window=2), spaces.Discrete(9), NESTED),
     "images, two mingrus": (small(policy="mingru", num_layers=2), BOX, Layout((CAMERA,))),
-    "squashed actions": (small(policy="lstm", squash_actions=True), BOX, NUM_OBS),
 }
 
 
-def make_policy(config, space=BOX, layout=NUM_OBS):
+def make_policy(config, space=BOX, layout=VECTOR):
     torch.manual_seed(0)
     policy = Policy(config, layout, space).double()
     torch.nn.init.normal_(policy.actor_head.weight, std=1.0)  # so that actions clearly differ

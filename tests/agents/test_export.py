@@ -36,7 +36,6 @@ ALL = {name: (config, VECTOR, BOUNDED) for name, config in FORMS.items()} | {
     "start of choices": (small(), VECTOR, spaces.Discrete(3, start=5)),
     "several masked choices": (small(), MASKED, spaces.MultiDiscrete([4, 3])),
     "switches": (small(policy="lstm"), VECTOR, spaces.MultiBinary([2, 2])),
-    "squashed": (small(squash_actions=True), VECTOR, BOUNDED),
     "nested actions": (small(), VECTOR, NESTED),
     "images": (small(policy="gru"), IMAGES, spaces.Discrete(4)),
     "windows of images": (small(feature_window=3), IMAGES, BOUNDED),

@@ -1,18 +1,15 @@
-"""Compare heads with known distributions: choices, masks and squashed actions."""
+"""Compare heads with known distributions: choices and masks."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from gymnasium import spaces
-from policies import SEVERAL, act, make_inputs, make_policy, small
+from policies import SEVERAL, VECTOR, act, make_policy, small
 from torch.distributions import Categorical
 
-from agents.network.heads import SquashedNormal
 from agents.network.noise import action_noise
 from envs.vector.layout import Layout, Part
-from rl_dist.errors import UserError
 
 MASKED = Layout((Part("observation", "vector", (4,)), Part("action_mask", "mask", (9,))))
 WINDOWS = small(feature_window=2)
@@ -30,7 +27,7 @@ def one_step(policy, mask, num_envs=1):
 
 @pytest.mark.parametrize("mask", [[], MASK], ids=len)
 def test_several_choices_are_drawn_and_rated_as_independent_softmaxes_of_the_allowed(mask):
-    policy = make_policy(small(), SEVERAL, MASKED if mask else 4)
+    policy = make_policy(small(), SEVERAL, MASKED if mask else VECTOR)
     obs, state, start = one_step(policy, mask, 50_000)
     logits = policy.network(obs[None, :1], state[:1])[0][0][0, 0].detach().split(COUNTS)
     masks = torch.tensor(mask or [1] * 9).bool().split(COUNTS)
@@ -72,31 +69,3 @@ def test_the_gradient_ignores_forbidden_actions_and_the_mask_is_no_input():
     gradient = policy.actor_head.weight.grad.abs().sum(1)
     assert gradient[[0, 2]].min() > 0 and gradient[[1, 3, 5, 6]].max() == 0
     assert policy.feature_core.input_size == 4
-
-
-def test_the_density_of_a_squashed_action_integrates_to_one_and_gives_the_entropy():
-    mean, log_std = torch.tensor([[-3.0], [-1.0]], dtype=torch.float64)
-    distribution = SquashedNormal(mean, log_std)
-    before = torch.linspace(-7, 7, 500_001, dtype=torch.float64)[:, None]
-    logprobs = distribution.log_prob(before.tanh())
-    weights = (1.0 - before.tanh().square()).squeeze(1) * (before[1, 0] - before[0, 0])
-    assert float((logprobs.exp() * weights).sum()) == pytest.approx(1.0, abs=1e-4)
-    entropy = -(logprobs * logprobs.exp() * weights).sum()
-    assert float(distribution.entropy()) == pytest.approx(float(entropy), abs=2e-3)
-
-
-def test_squashed_actions_keep_within_their_bounds_and_saturated_ones_stay_finite():
-    policy = make_policy(small(squash_actions=True)).float()
-    obs, _, starts, _ = (tensor[0] for tensor in make_inputs(policy))
-    given = obs.float(), policy.initial_state(5), starts
-    actions, logprobs, _, _ = act(policy, *given, torch.full((5, 2), 60.0))
-    assert actions.max() == 1.0 and torch.isfinite(logprobs).all()
-    again = policy(given[0][None], actions[None], given[1], starts[None])
-    assert torch.equal(again.logprobs[0], logprobs)
-    assert act(policy, *given)[0].abs().max() < 1.0
-
-
-@pytest.mark.parametrize("space", [spaces.Discrete(2), spaces.Box(-1.0, np.inf, (2,))], ids=str)
-def test_squashing_needs_continuous_actions_with_bounds(space):
-    with pytest.raises(UserError, match="squash_actions"):
-        make_policy(small(squash_actions=True), space)

@@ -7,9 +7,9 @@ import torch
 from policies import (
     BOX,
     FORMS,
-    NUM_OBS,
     ROWS,
     SEVERAL,
+    VECTOR,
     act,
     act_stepwise,
     make_inputs,
@@ -19,7 +19,7 @@ from policies import (
 )
 
 CASES = ROWS | {
-    f"{name}, {space}": (config, space, NUM_OBS)
+    f"{name}, {space}": (config, space, VECTOR)
     for name, config in FORMS.items()
     for space in (BOX, SEVERAL)
 }
@@ -66,10 +66,10 @@ def test_log_probability_and_entropy_are_those_of_the_unclipped_normal():
 
 def test_a_window_is_read_from_its_oldest_observation_to_its_newest_from_zero_state():
     policy = make_policy(FORMS["window of 4"])
-    window = torch.randn(1, 1, 4 * NUM_OBS, dtype=torch.float64)
+    window = torch.randn(1, 1, 4 * VECTOR.size, dtype=torch.float64)
     state = torch.zeros(2, 1, 8, dtype=torch.float64)
     (features,), _ = policy.features(window, state)
-    for row in window.view(4, 1, 1, NUM_OBS):
+    for row in window.view(4, 1, 1, VECTOR.size):
         output, (hidden, cells) = policy.feature_core(row, state)
         state = torch.stack([hidden, cells])
     torch.testing.assert_close(features, policy.feature_mlp(output))
