@@ -1,7 +1,7 @@
 """The Python interface: train policies, watch training, and use trained policies.
 
-`train` does what train_distributed.py does, with one seed or several. A trained policy maps
-observations to actions without its environment.
+`train` does what train_distributed.py does; `train_seeds` repeats it with several seeds. A policy
+loaded with `load_policy` chooses actions for observations and needs no environment.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from rl_dist.process_group.process_ends import SCRIPT_RAN_AGAIN
 from rl_dist.run_dir import RunDir
 from rl_dist.telemetry.metrics import close_logging
 
-# The state of a policy: recurrent state [B, S, H]; earlier observations of the window [B, n-1, F];
-# previous action, encoded as an input [B, D], where D is 0 without --previous_action.
+# The state of a policy consists of the recurrent state [B, S, H], the earlier observations of the
+# window [B, n-1, F], and the previous action as an input [B, D]; D is 0 without --previous_action.
 State = tuple[np.ndarray, ...]
 
 
 class LoadedPolicy:
-    """A trained policy that keeps no state: `predict` takes it and returns the next.
+    """A trained policy; callers pass its state to `predict` and get the next one.
 
-    Observations and actions have the form of the environment in which the policy was trained:
-    see `observation_space` and `action_space`.
+    Observations and actions belong to the spaces of the environment in which the policy was
+    trained: `observation_space` and `action_space`.
     """
 
     def __init__(self, agent: LoadedAgent, seed: int = 0) -> None:
@@ -52,8 +52,8 @@ class LoadedPolicy:
         self.observation_space, self.action_space = agent.spaces
         self._decode = ActionDecoder(self.action_space, "of this policy")
         self._encode = agent.encoder()
-        # Parts of a row that are not in the observation, such as the previous action. Observations
-        # of the trading environment are complete rows.
+        # Inputs of the policy that are not in the observation, such as the previous action. In
+        # trading, the observation contains all inputs.
         parts = agent.policy.layout.parts
         num_observed = len(self._encode.parts) if agent.spaces_json else len(parts)
         self._extras = {part.name: part.size for part in parts[num_observed:]}
@@ -69,23 +69,23 @@ class LoadedPolicy:
         action_masks: Any = None,
         reward: np.ndarray | float = 0.0,
     ) -> tuple[Any, State]:
-        """Return the action for an observation or a batch, and the next state.
+        """Return the action for one observation or a batch, and the next state.
 
         The signature follows sb3-contrib, so that sb3's `evaluate_policy` accepts this object.
 
         Args:
-            observation: one element of `observation_space`, or a batch of them.
+            observation: one element of `observation_space`, or a batch of such elements.
             state: the state that the previous call returned; None at the start.
-            episode_start: [B] bool, True where an episode begins; there the state is reset.
-            deterministic: True takes the most likely action, False samples one. Samples use white
-                noise, regardless of --noise_color, and never repeat the noise of training.
+            episode_start: [B] bool; True if an episode begins, which resets the state.
+            deterministic: True takes the most likely action, False samples an action. Samples use
+                white noise, regardless of --noise_color, and never repeat the noise of training.
             action_masks: for a policy trained with --info_mask: the mask from the environment's
                 info (an array, or a tuple of arrays), or a list of masks for a batch. None allows
                 all actions.
             reward: [B] reward of the previous step, for a policy trained with --previous_reward.
 
         Raises:
-            ValueError: an argument has the wrong form, or the observation contains NaN or infinity.
+            ValueError: an argument has a wrong shape or value, such as a NaN in the observation.
         """
         policy = self.agent.policy
         # encode the observation as rows
@@ -96,7 +96,7 @@ class LoadedPolicy:
         rows = self._encode([observation] if is_single else observation, count)  # [B, F]
         masks = [action_masks] if is_single and action_masks is not None else action_masks
 
-        # append the parts of a row that are not in the observation
+        # append the inputs that are not in the observation
         starts = np.full(count, episode_start, bool)
         state = self._checked(state, count)
         extras = {
@@ -106,7 +106,7 @@ class LoadedPolicy:
         }
         row = np.concatenate([rows, *(extras[name] for name in self._extras)], axis=1)
 
-        # act
+        # choose the actions
         like = policy.critic_head.weight
         vectors, history = (torch.as_tensor(part).to(like) for part in state[:2])
         controller = PolicyController(policy, self.agent.normalizer, state=vectors, history=history)
@@ -126,7 +126,7 @@ class LoadedPolicy:
         return actions, (*(part.cpu().numpy() for part in parts), inputs)
 
     def _checked(self, state: State | None, count: int) -> State:
-        """Check that the state fits `count` observations; return zeros for None."""
+        """Check the state's shapes for `count` observations; replace None by zeros."""
         policy = self.agent.policy
         inputs = torch.zeros(count, self._extras.get("previous_action", 0))
         parts = policy.initial_state(count), policy.empty_history(count), inputs
@@ -137,7 +137,7 @@ class LoadedPolicy:
         if given != expected:
             raise UserError(
                 f"the state of {count} observations must have the shapes {expected}, got {given}: "
-                "pass what the last predict returned, or None"
+                "pass the state that the last predict returned, or None"
             )
         return state
 
@@ -158,14 +158,14 @@ def load_policy(
     seed: int = 0,
     core: str | None = None,
 ) -> LoadedPolicy:
-    """Load the policy of a run directory or checkpoint file.
+    """Load a trained policy from a run directory or checkpoint file.
 
     Args:
-        which: checkpoint of a run directory, best or last; `load_agent` explains the default "".
+        which: checkpoint to load from a run directory: best or last; `load_agent` explains "".
         device: device that computes the actions.
         seed: seed of the noise that `predict` uses with deterministic=False.
-        core: module:Class, as given to --core in training. You need it if the run directory is not
-            yours, or if the checkpoint was copied without its run directory.
+        core: module:Class, as given to --core in training. It is needed if another user
+            owns the run directory, or if the checkpoint was copied without its run directory.
 
     Raises:
         UserError: the checkpoint is missing or damaged, or `core` is needed.
@@ -178,10 +178,10 @@ def load_policy(
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRun:
-    """A run whose training is finished or stopped."""
+    """A run whose training has finished or was stopped."""
 
     run_dir: Path
-    exit_code: int  # 0, or 128 + the number of the signal that stopped it
+    exit_code: int  # 0, or 128 + the number of the signal that stopped the run
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -192,14 +192,14 @@ class TrainedRun:
     def test(self) -> dict[str, Any]:
         """Return the results of the final evaluation; empty if the run was stopped.
 
-        They are also empty for real prices, because training does not evaluate on the test span.
-        summary.json has the results on the spans "train" and "valid".
+        For real prices, the results are also empty, because training does not evaluate on the test
+        span. summary.json has the results on the spans "train" and "valid".
         """
         return RunDir(self.run_dir).summary().get("test", {})
 
     @property
     def policy(self) -> LoadedPolicy:
-        """Load the policy from the run directory, see `load_policy`."""
+        """Load the policy from the run directory with `load_policy`."""
         return load_policy(self.run_dir)
 
 
@@ -220,20 +220,20 @@ def train(
         >>> action, state = run.policy.predict(observation)
 
     A single rank trains in this process. Several ranks run in new processes, which import the main
-    module again: put the call below `if __name__ == "__main__":`, and define callbacks in a module.
+    module again: call `train` below `if __name__ == "__main__":`, and define callbacks in a module.
 
     Args:
         env: Gymnasium id, or module:id.
-        num_ranks: number of training processes, the same as num_gpus.
+        num_ranks: number of training processes, as for the flag --num_gpus.
         on_iteration, on_evaluation, on_checkpoint: called by every rank with a `Moment`. If a
             callback returns False, all ranks stop after this iteration.
-        settings: flags by name: True and False become true and false, None is skipped, and a
-            mapping becomes JSON.
+        settings: values of flags, by flag name. True and False become true and false, None is
+            skipped, and a mapping becomes JSON.
 
     Raises:
         UserError: the settings are wrong, or training failed. The reason is also printed.
     """
-    # A new rank reaches this line if it imports a script that has no such guard.
+    # A new rank reaches this line if it imports a script without a `__main__` guard.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SystemExit(SCRIPT_RAN_AGAIN)
     callbacks = {
@@ -242,17 +242,17 @@ def train(
         "checkpoint": on_checkpoint,
     }
     flags = {"env": env, "num_gpus": num_ranks} | settings
-    reported.clear()  # an earlier call may have left its error there
+    reported.clear()  # an earlier call may have stored its error
     try:
         parsed = parse_training(as_flags(flags))
         code = explains_errors(start)(parsed, run_rank, callbacks)
     except SystemExit as leaving:  # the parser has already printed the reason
-        raise leaving.__cause__ or UserError("the settings do not fit") from None
+        raise leaving.__cause__ or UserError("the settings are invalid") from None
     finally:
         close_logging()
     if 0 < code < 128:
-        # Under torchrun, this rank may have no error to report: another rank prints it.
-        raise UserError(reported.get("error", "the reason is printed above"), exit_code=code)
+        # Under torchrun, the error may have occurred on another rank, which prints it.
+        raise UserError(reported.get("error", "training failed: see above"), exit_code=code)
     return TrainedRun(run_dir=Path(reported["run_dir"]).absolute(), exit_code=code)
 
 
@@ -263,10 +263,10 @@ def train(
 class SeedsResult:
     """The scores of several runs that differ only in their seeds."""
 
-    run_dir: str  # its folder seed_N holds the run with seed N
+    run_dir: str  # the run with seed N is in its folder seed_N
     metric: str  # name of the score
     scores: dict[int, float]  # result of the final evaluation, by seed
-    interval: Interval  # mean score, and lower and upper end of its 95 % interval
+    interval: Interval  # mean score, and lower and upper bound of its 95 % interval
 
 
 def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any) -> SeedsResult:
@@ -275,12 +275,12 @@ def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any)
         >>> from agents import train_seeds
         >>> print(train_seeds([1, 2, 3], env="CartPole-v1", total_steps=20_000))
 
-    Runs that already exist in `run_dir` are resumed; finished runs are only evaluated again. Their
-    settings must not change, except those that a resumed run may change.
+    Runs that already exist in `run_dir` are resumed; finished runs are only evaluated again. Only
+    settings that may change when a run is resumed may differ from those of the existing runs.
 
     Args:
-        run_dir: directory that holds all these runs; "": a new one below runs/.
-        settings: flags by name, see `agents.train`.
+        run_dir: directory for all these runs; "" creates a new directory in runs/.
+        settings: values of flags, by flag name; see `agents.train`.
 
     Raises:
         UserError: a run failed or was stopped; finished runs are kept.
@@ -295,7 +295,7 @@ def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any)
         resume = "auto" if path.exists() else None
         run = train(**settings, seed=seed, run_dir=path, resume=resume)
         if run.exit_code:
-            raise UserError(f"seed {seed} was stopped", exit_code=run.exit_code)
+            raise UserError(f"the run with seed {seed} was stopped", exit_code=run.exit_code)
         metric, scores[seed] = score_of(RunDir(path).summary())
     result = SeedsResult(str(folder), metric, scores, mean_interval([*scores.values()]))
     write_whole(folder / "seeds.json", json.dumps(asdict(result), indent=2) + "\n")
@@ -307,7 +307,7 @@ def train_several(parsed: ParsedFlags) -> int:
     given: dict[str, Any] = dict(parsed.given)
     seeds = given.pop("seeds")
     if "RANK" in os.environ or given.keys() & {"seed", "resume"}:
-        raise UserError("--seeds starts new runs: use neither --seed, --resume nor torchrun")
+        raise UserError("--seeds starts new runs: do not combine with --seed, --resume or torchrun")
     if not seeds.replace(" ", "").isdecimal():
         raise UserError(f"seeds must be whole numbers, got {seeds!r}")
     result = train_seeds([*map(int, seeds.split())], **given)
@@ -320,7 +320,7 @@ def train_several(parsed: ParsedFlags) -> int:
 
 
 def score_of(summary: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the name and the value of the score in a finished run's summary."""
+    """Return name and value of the score, from the summary of a finished run."""
     span = next(name for name in ("test", "valid", "train") if name in summary)
     if "policies" in summary[span]:
         return f"Sharpe ratio on the {span} span", summary[span]["policies"]["policy"]["sharpe"]

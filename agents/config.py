@@ -1,4 +1,4 @@
-"""Settings of a run: the training section, all sections together, and presets."""
+"""Define the settings of a training run and their presets."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from rl_dist.telemetry.loggers import named_loggers
 if TYPE_CHECKING:  # only trading tasks import pandas and talib
     from envs.trading.task import TradingTask
 
-AUTO = 0  # batch_size of a run that measures the fastest size when it starts
-# a network is small if its steps per minibatch * hidden_size**2 are below this
+AUTO = 0  # value of batch_size: measure the fastest size when the run starts
+# A network counts as small if steps per minibatch * hidden_size**2 is below this number.
 SMALL_NETWORK = 10_000_000
 
 # Defaults for each kind of task. Sizes, learning rates and epochs were tuned: see docs/LOG.md. In
@@ -69,7 +69,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "risk_aversion": 0.0,
     },
 }
-QUICK = {  # settings that --quick applies after those of the preset
+QUICK = {  # settings of --quick, which override those of the preset
     "num_episodes": 96,
     "total_steps": 0,
     "batch_size": 64,
@@ -86,7 +86,7 @@ MAIN_FLAGS = {
 
 @configuration
 class TrainConfig:
-    """Length and sizes of a training run, and its checkpoints."""
+    """Length, sizes and checkpoints of a training run."""
 
     num_episodes: int = Field(5000, ge=1, le=10**12)
     """Stop after this many training episodes, counted over all ranks."""
@@ -94,21 +94,20 @@ class TrainConfig:
     """Stop after this many environment steps, counted over all ranks; 0: use num_episodes."""
     batch_size: Annotated[int, or_auto(AUTO)] = Field(128, ge=AUTO, le=10**7)
     """Sequences per minibatch, each bptt_steps long: 128 sequences of 32 steps are 4,096 steps;
-    auto or 0: measure at the start which size is the fastest that fits into memory."""
+    auto or 0: measure at the start which of the sizes that fit into memory is the fastest."""
     grad_accumulation: int = Field(1, ge=1, le=10**6)
-    """Number of minibatches whose gradients are added up before each optimizer step. The effect is
-    that of a batch_size this many times larger, but with less memory."""
+    """Number of minibatches whose gradients are added up before each optimizer step. This has the
+    effect of a batch_size that is this many times larger, but needs less memory."""
     num_envs: int = Field(0, ge=0, le=10**7)
-    """Number of environments that run in parallel; 0: as many as two minibatches per epoch need,
-    which is 2 * batch_size * bptt_steps / num_steps."""
+    """Number of environments that run in parallel; 0: enough for two optimizer steps per epoch,
+    which is 2 * batch_size * grad_accumulation * bptt_steps / num_steps or slightly more."""
     num_steps: int = Field(128, ge=1, le=10**6)
     """Steps that each environment takes per rollout; must be a multiple of bptt_steps."""
     bptt_steps: int = Field(32, ge=1, le=10**6)
     """Length of a training sequence: gradients flow back through this many steps."""
     scaling: Literal["strong", "weak"] = "strong"
-    """strong: num_envs and batch_size are totals, which are divided among the ranks, so the
-    learning curve does not depend on the number of ranks; weak: num_envs and batch_size are per
-    rank."""
+    """strong: num_envs and batch_size are totals that are divided among the ranks, so that the
+    learning curve does not depend on the number of ranks; weak: they are sizes per rank."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
     """With --scaling weak, multiply learning_rate by the number of ranks (linear) or by the square
     root of that number (sqrt)."""
@@ -124,35 +123,35 @@ class TrainConfig:
     normalize_rewards: bool = True
     """Divide rewards by the running standard deviation of discounted returns."""
     validate_every: int = Field(20, ge=0, le=10**9)
-    """Evaluate on the validation data each time this many iterations have passed; 0: never."""
+    """Number of iterations between evaluations on the validation data; 0: never evaluate."""
     checkpoint_every: int = Field(20, ge=1, le=10**9)
-    """Save a checkpoint each time this many iterations have passed, and always at the end and on a
-    stop signal."""
+    """Number of iterations between checkpoints. A checkpoint is also saved at the end of training
+    and after a stop signal."""
     stop_at: Text = Field("", json_schema_extra={"nargs": "+"})
     """Metric and value, such as valid/return 475. Training stops after the iteration in which the
     metric reaches the value; valid/ metrics are computed only every validate_every iterations."""
     callback: Text = ""
-    """Call this module:function at every iteration, evaluation and checkpoint, on every rank. If it
-    returns False, the training stops."""
+    """Function to call on every rank after each iteration, evaluation and checkpoint, given as
+    module:function. If it returns False, training stops."""
     keep_checkpoints: int = Field(3, ge=1, le=10**6)
     """Number of newest checkpoints to keep; older ones are deleted."""
     keep_best: Text = "auto"
     """Keep the checkpoint with the highest value of this metric, such as episode/return, as
     checkpoints/best.pt; auto: use valid/sharpe or valid/return, whichever the run reports; off:
-    keep no such checkpoint."""
+    do not write best.pt."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """What to do if a checkpoint cannot be written, for example because the disk is full: end the
     run, or continue without this checkpoint."""
     sync_check_every: int = Field(5, ge=0, le=10**9)
-    """Check that all ranks have the same parameters each time this many iterations have passed, and
-    before every checkpoint; 0: only before a checkpoint."""
+    """Number of iterations between checks that all ranks have the same parameters. This is also
+    checked before every checkpoint; 0: check only before checkpoints."""
     collective_timeout: float = Field(600.0, ge=1, le=80_000)
     """End the run if a rank makes no progress for this many seconds: while other ranks wait for it,
     during one call of an environment, callback, core or logger, or while it writes a checkpoint.
     The error names the rank and what it was doing."""
     startup_timeout: float = Field(600.0, ge=1, le=80_000)
-    """Limit that replaces collective_timeout until the first rollout, while the ranks connect to
-    each other and build their environments."""
+    """Timeout in seconds that replaces collective_timeout until the first rollout begins, while the
+    ranks connect to each other and build their environments."""
     loggers: Text = ""
     """Loggers to use in addition to TensorBoard, separated by commas: wandb, mlflow (install them
     with pip install 'clstm-ppo[wandb]'). Their environment variables, such as WANDB_MODE and
@@ -168,7 +167,7 @@ class TrainConfig:
         named_loggers(self.loggers)
         if self.pretrained and (self.init_from or not self.normalize_obs):
             raise ValueError(
-                "pretrained needs normalize_obs and excludes init_from: change one of these flags"
+                "pretrained needs normalize_obs and conflicts with init_from: change one of them"
             )
         try:
             _ = self.stop
@@ -201,13 +200,13 @@ class TrainConfig:
 
     @property
     def named_metrics(self) -> dict[str, str]:
-        """Return a dict from flags to the metrics that they name; skip the other flags."""
+        """Return the metrics that stop_at and keep_best name, by flag."""
         named = {"stop_at": self.stop[0], "keep_best": self.keep_best}
         return {flag: name for flag, name in named.items() if name not in ("", "auto", "off")}
 
     @property
     def best_metrics(self) -> tuple[str, ...]:
-        """Return metrics that may select best.pt; the first one that is reported does."""
+        """Return metrics that can select best.pt; the first one that is reported is used."""
         return {"auto": ("valid/sharpe", "valid/return"), "off": ()}.get(
             self.keep_best, (self.keep_best,)
         )
@@ -250,7 +249,7 @@ class RunConfig:
         is_trading = self.task.is_trading
         on_markets = is_trading and self.data.data == "simulated"
         has_shards = launch.strategy in ("hybrid", "auto") and launch.hybrid_form == "shard"
-        groups = (  # pairs: whether some flags have an effect, and the names of these flags
+        groups = (  # each entry: whether a group of flags has an effect, and the names of the flags
             (not is_trading, [name for name in vars(self.task) if name != "env"]),
             (is_trading, [*vars(self.data), *vars(self.trading)]),
             (on_markets, vars(self.market)),
@@ -266,7 +265,7 @@ class RunConfig:
         return self.changed({name: DEFAULTS[name] for name in self.idle_flags()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values in the form in which files store them, by section and name."""
+        """Return all values by section and name, in the format of config.json."""
         return saved_form(self)
 
     @staticmethod
@@ -278,7 +277,7 @@ class RunConfig:
         """Prepare the trading task with its markets and spans, or the Gymnasium task.
 
         Args:
-            heartbeat: function to call while Gymnasium environments make progress.
+            heartbeat: function that is called whenever Gymnasium environments make progress.
         """
         if not self.task.is_trading:
             return GymTask(self.task, end_rank, heartbeat)
@@ -295,18 +294,18 @@ OWNERS = {name: heading for heading, section in SECTIONS.items() for name in var
 def with_threads(config: RunConfig) -> RunConfig:
     """Return a copy with threads=1 if the network is small and threads is not set.
 
-    If the gates need fewer than 10 million multiplications per pass, one thread is as fast as two,
-    and much faster if other programs use the CPU: see docs/performance.md.
+    If steps per minibatch * hidden_size**2 is below 10 million, one thread is as fast as two, and
+    much faster if other programs use the CPU: see docs/performance.md.
     """
     train = config.train
-    steps = train.batch_size * train.bptt_steps  # per minibatch; 0 while the batch size is unknown
+    steps = train.batch_size * train.bptt_steps  # per minibatch; 0 until the batch size is known
     if config.launch.threads or not 0 < steps * config.policy.hidden_size**2 < SMALL_NETWORK:
         return config
     return replace(config, launch=replace(config.launch, threads=1))
 
 
 def data_digest(config: DataConfig) -> str:
-    """Return a digest of the price file, so that a changed file is detected."""
+    """Return a digest of the price file, which shows whether the file has changed."""
     if config.data == "simulated":
         return ""
     content = read_plain(Path(config.data).expanduser(), most=None)
@@ -314,7 +313,7 @@ def data_digest(config: DataConfig) -> str:
 
 
 def probe(task: TradingTask | GymTask) -> TorchEnv:
-    """Build and close a task's smallest environment; only its spaces may be read."""
+    """Return a task's smallest environment, already closed; read only its spaces."""
     if isinstance(task, GymTask):
         env = task.probe_env()
     else:
@@ -324,9 +323,9 @@ def probe(task: TradingTask | GymTask) -> TorchEnv:
 
 
 def empty_policy(config: RunConfig, layout: Layout, action_space: spaces.Space) -> Policy:
-    """Build a run's policy on the meta device, without weights.
+    """Build the policy of a run on the meta device, without values of weights.
 
-    Raises a UserError if the settings of the policy do not fit the spaces.
+    Raises a UserError if the policy settings do not fit the spaces.
     """
     with torch.device("meta"):
         return Policy(config.policy, layout, action_space).to(config.launch.dtype)

@@ -1,7 +1,7 @@
-"""Policy network: encoder, cores, heads; by default a cascade of LSTMs (CLSTM).
+"""Define the policy network, by default a cascade of LSTMs (CLSTM).
 
-A feature LSTM feeds an actor and a critic LSTM. Source: Zou et al., "A novel deep reinforcement
-learning based automated stock trading system using cascaded LSTM networks",
+In the cascade, a feature LSTM feeds an actor LSTM and a critic LSTM. Source: Zou et al., "A novel
+deep reinforcement learning based automated stock trading system using cascaded LSTM networks",
 https://arxiv.org/abs/2212.02721.
 """
 
@@ -26,21 +26,21 @@ from envs.vector.layout import Layout
 from rl_dist.flags import Field, Text, configuration
 from rl_dist.strategies.precision import autocast, weights_cast_once
 
-# Every call of a core has a fixed overhead, 0.8 ms on a CPU. In that time, a core with this many
-# weights computes one step of one row.
+# Every call of a core has a fixed overhead of 0.8 ms on a CPU. A core with this many weights takes
+# the same time to compute one step with a batch size of 1.
 CALL_WEIGHTS = 10_000_000
 FORBIDDEN = -1e9  # logit of a forbidden action: its probability is exactly 0
 
 
 @configuration
 class PolicyConfig:
-    """Shape of the policy network."""
+    """Architecture of the policy network, and its action noise."""
 
     policy: Literal["clstm", "lstm", "gru", "mingru", "mlp", "own"] = "clstm"
-    """clstm: a cascade of LSTMs; lstm, gru, mingru: one recurrent core; mlp: the cascade without
-    memory; own: the core given by --core."""
+    """clstm: a cascade of LSTMs; lstm, gru, mingru: one recurrent core; mlp: a cascade of tanh
+    layers without memory; own: the core given by --core."""
     core: Text = ""
-    """Recurrent core that you wrote, as module:Class, for --policy own."""
+    """Class of your own recurrent core, as module:Class; used with --policy own."""
     hidden_size: int = Field(128, ge=1, le=8192)
     """Width of every core and every layer."""
     num_layers: int = Field(1, ge=1, le=64)
@@ -48,16 +48,16 @@ class PolicyConfig:
     separate_trunks: bool = False
     """Use separate cores for the actor and the critic, with --policy lstm, gru, mingru or own."""
     feature_window: int = Field(0, ge=0, le=1024)
-    """0: the feature LSTM keeps its state between steps; n: at every step, it reads the last n
-    observations, starting from a zero state, as in the paper."""
+    """0: the feature LSTM keeps its state between steps; n: at every step, it starts
+    from a zero state and reads the last n observations, as in arXiv 2212.02721."""
     memory: bool = True
     """Keep the recurrent state between steps; off: zero it before every step, to measure how much
     the memory helps."""
     log_std_init: float = Field(-0.5, ge=-5, le=2)
     """Initial log standard deviation of continuous actions."""
     noise_color: float = Field(0.0, ge=0, le=2)
-    """Correlation over time of the noise that is added to continuous actions: 0 gives white noise,
-    1 pink noise. With 0.5 to 1, exploration finds sparse rewards that white noise misses."""
+    """Correlation over time of the noise that is added to continuous actions: 0 is white noise, 1
+    pink noise. Values from 0.5 to 1 let exploration find sparse rewards that white noise misses."""
 
     def __post_init__(self) -> None:
         if bool(self.core) != (self.policy == "own"):
@@ -92,23 +92,23 @@ class Policy(nn.Module):
 
     A cascade has all three cores. A shared trunk has only the feature core; separate trunks have
     only the actor core and the critic core. Methods take the recurrent state as one tensor
-    [B, S, H] and return the new state; S is 0 for an mlp.
+    [B, S, H], which holds S vectors per environment, and return the new state; S is 0 for an mlp.
 
     With `feature_window` n, the input is the last n observations of the episode, oldest first,
-    flattened to n * F numbers, with zeros in place of steps before the episode's start (see
-    `agents.rollout.policy_input`). With `low_precision`, cores and layers compute in that type;
-    everything else keeps its type.
+    flattened to n * F numbers, with zeros for steps before the start of the episode (see
+    `agents.rollout.policy_input`). If `low_precision` is set, the encoder, the cores and the tanh
+    layer compute in that type; the parameters and the output layers keep theirs.
     """
 
     low_precision: torch.dtype | None = None
-    BATCH_AXES = (1, 1, 0, 1)  # axis of the sequences in each input of `forward`; outputs: 1
+    BATCH_AXES = (1, 1, 0, 1)  # axis of the sequences in each input of `forward`; all outputs: 1
 
     def __init__(self, config: PolicyConfig, layout: Layout, action_space: spaces.Space) -> None:
         super().__init__()
         self.config = config
         self.layout = layout
         self.num_obs = self.layout.size
-        self.mask_columns = self.layout.columns("mask")  # consecutive; empty without a mask
+        self.mask_columns = self.layout.columns("mask")  # consecutive; empty if there is no mask
 
         # the actor returns logits of all discrete choices, or means of continuous actions
         self.num_actions = spaces.utils.flatdim(action_space)
@@ -119,13 +119,13 @@ class Policy(nn.Module):
         if not self.discrete:
             self.log_std = nn.Parameter(torch.full((self.num_actions,), config.log_std_init))
 
-        # encoder, followed by a shared core, separate cores for actor and critic, or all three
+        # the encoder, then a shared core, separate cores for actor and critic, or all three cores
         size = config.hidden_size
         layers = config.num_layers
         new_core: Any = partial(make_core, config.core) if config.core else CORES[config.policy]
         self.feature_encoder = Encoder(self.layout, size)
         width = self.feature_encoder.num_outputs
-        self.feature_core: Any = TanhCore(width, width, 0)  # 0 layers: returns its inputs
+        self.feature_core: Any = TanhCore(width, width, 0)  # has no layers, returns its inputs
         self.feature_mlp: nn.Module = nn.Identity()
         self.actor_core: Any = self.feature_core
         self.critic_core: Any = self.feature_core
@@ -142,14 +142,14 @@ class Policy(nn.Module):
         self.critic_head = nn.Linear(size, 1)
         self._initialise()
 
-        self.call_steps = 0.0  # overhead of one core call, in single-row steps
+        self.call_steps = 0.0  # overhead of one core call, in steps with batch size 1
         if not (config.feature_window or self.feature_encoder.images):
             cores = [core for core in self.cores if core.num_states]
             num_weights = sum(p.numel() for core in cores for p in core.parameters())
             self.call_steps = CALL_WEIGHTS * layers * len(cores) / max(num_weights, 1)
 
     def _initialise(self) -> None:
-        """Set orthogonal weights and zero biases; bias gates so that new cores remember."""
+        """Set orthogonal weights, zero biases, and gate biases that make cores remember."""
         for name, parameter in self.named_parameters():
             if self.config.core and "_core." in name:  # a user's core initialises itself
                 continue
@@ -164,7 +164,7 @@ class Policy(nn.Module):
         nn.init.orthogonal_(self.actor_head.weight, 0.01)
 
     def shapes(self) -> dict[str, Any]:
-        """Return input and output shapes to store in a checkpoint; see `spaces_of`."""
+        """Return the input and output shapes that checkpoints store; see `spaces_of`."""
         return {
             "num_obs": self.num_obs,
             "num_actions": self.num_actions,
@@ -175,11 +175,11 @@ class Policy(nn.Module):
 
     @property
     def num_decision_states(self) -> int:
-        """Number of state vectors [B, H] of actor and critic, which come first."""
+        """Number of state vectors of actor and critic, which come first in the state."""
         return int(self.actor_core.num_states + self.critic_core.num_states)
 
     def plan(self, starts: np.ndarray) -> Plan | None:
-        """Plan the calls for episode starts [L, N]; return None for a stateless policy."""
+        """Plan the core calls for episode starts [L, N]; None for a stateless policy."""
         if self.config.stateless:
             return None
         device = self.critic_head.weight.device
@@ -187,25 +187,25 @@ class Policy(nn.Module):
 
     @property
     def resets_inside(self) -> bool:
-        """Return True if `network` accepts resets: only one-layer LSTMs on a CPU do."""
+        """Return True if `network` accepts resets; only one-layer LSTMs on a CPU do."""
         is_lstm = self.config.policy in ("clstm", "lstm") and self.config.num_layers == 1
         return is_lstm and self.critic_head.weight.device.type == "cpu"
 
     def initial_state(self, num_envs: int) -> Tensor:
-        """Return zeros [num_envs, S, H]; the feature core's vectors come last."""
+        """Return a zero state [num_envs, S, H]; the feature core's vectors come last."""
         features = 0 if self.config.feature_window else self.feature_core.num_states
         num_states = self.num_decision_states + features
         return self.critic_head.weight.new_zeros(num_envs, num_states, self.config.hidden_size)
 
     def empty_history(self, num_envs: int) -> Tensor:
-        """Return zeros [num_envs, n-1, F]: the observation window before an episode."""
+        """Return zeros [num_envs, n-1, F], the window of past observations at a start."""
         window = max(self.config.feature_window - 1, 0)
         return self.critic_head.weight.new_zeros(num_envs, window, self.num_obs)
 
     def network(
         self, obs: Tensor, state: Tensor, *resets: Tensor
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Run all steps; each sequence is one episode unless resets split it.
+        """Run L steps of N sequences, each within one episode unless resets split it.
 
         Takes obs [L, N, F], the state [N, S, H] before the first step, and optionally resets
         [L, N, 1]. Returns (actor [L, N, A], values [L, N]) and the state [N, S, H] after the last
@@ -221,16 +221,16 @@ class Policy(nn.Module):
         return (actor, values), after
 
     def _masked(self, logits: Tensor, obs: Tensor) -> Tensor:
-        """Give choices probability 0 and no gradient where the mask in obs forbids them."""
+        """Give choices that the mask in obs forbids probability 0 and no gradient."""
         if not self.mask_columns:
             return logits
-        newest = obs[..., -self.num_obs :]  # a window also has older masks
+        newest = obs[..., -self.num_obs :]  # a window also contains older masks
         first = self.mask_columns[0]
         mask = newest[..., first : first + self.num_actions]
         return torch.where(mask > 0.5, logits, FORBIDDEN)
 
     def features(self, obs: Tensor, state: Tensor, *resets: Tensor) -> tuple[tuple[Tensor], State]:
-        """Run the first half of the cascade.
+        """Run the first half of the cascade: encoder, feature core and tanh layer.
 
         Takes obs [L, N, F], or [L, N, n * F] with a window, and the feature core's state [S, N, H]
         before the first step. Returns (features [L, N, H],) in the type of the parameters, and the
@@ -238,7 +238,7 @@ class Policy(nn.Module):
         """
         window = self.config.feature_window
         with autocast(self.low_precision, obs.device):
-            if window:  # run every window as n steps from a zero state
+            if window:  # run every window as n steps that start from a zero state
                 rows = obs.reshape(-1, window, self.num_obs).transpose(0, 1)
                 zeros = state.new_zeros(
                     self.feature_core.num_states, rows.shape[1], self.config.hidden_size
@@ -252,7 +252,7 @@ class Policy(nn.Module):
     def decisions(
         self, features: Tensor, state: Tensor, *resets: Tensor
     ) -> tuple[tuple[Tensor, Tensor], tuple[State, State]]:
-        """Run the second half of the cascade.
+        """Run the second half of the cascade: actor, critic and their output layers.
 
         Takes features [L, N, H] and the state [S, N, H] of actor and critic before the first step.
         Returns (actor [L, N, A], values [L, N]) and the states of actor and critic after the last
@@ -290,17 +290,17 @@ class Policy(nn.Module):
     def act(
         self, obs: Tensor, state: Tensor, episode_start: Tensor, push: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Take one step of B environments.
+        """Choose actions for one step of B environments.
 
         Args:
-            obs: [B, F] normalised.
-            state: [B, S, H].
-            episode_start: [B] bool; where True, the state is reset before the step.
+            obs: normalised observations [B, F].
+            state: recurrent state [B, S, H].
+            episode_start: [B] bool; True resets the state of an environment before the step.
             push: noise [B, A] from `pushes`; None: take the most likely action.
 
         Returns:
-            Actions, the actor's outputs [B, A], values [B] and the new state [B, S, H]. Actions are
-            [B, A] if continuous (unclipped), else [B] or [B, D] int64.
+            Actions, the actor's outputs [B, A], values [B] and the new state [B, S, H].
+            Continuous actions are [B, A] and not clipped; discrete ones are int64 [B] or [B, D].
         """
         if not self.config.memory:
             episode_start = torch.ones_like(episode_start)
@@ -324,12 +324,13 @@ class Policy(nn.Module):
     ) -> Evaluation:
         """Evaluate stored steps with the current policy.
 
-        Gradient steps must call this method: DistributedDataParallel prepares its gradient
+        Gradient steps must call this method, because DistributedDataParallel prepares its gradient
         reduction in `forward`. Takes obs [L, N, F], actions [L, N, A] or [L, N], the state
-        [N, S, H] before the first step, episode_start [L, N] bool, and optionally its `plan`.
+        [N, S, H] before the first step, episode_start [L, N] bool, and optionally the result of
+        `plan` for these starts.
         """
         with weights_cast_once(self.low_precision, obs.device):
-            if self.config.stateless:  # treat every step as a sequence
+            if self.config.stateless:  # every step is a sequence
                 steps = obs.flatten(0, 1)[None]
                 outputs = self.network(steps, self.initial_state(steps.shape[1]))[0]
                 actor, values = (output[0].unflatten(0, obs.shape[:2]) for output in outputs)
@@ -338,13 +339,13 @@ class Policy(nn.Module):
         return self.evaluate(actor, values, actions)
 
     def evaluate(self, actor: Tensor, values: Tensor, actions: Tensor) -> Evaluation:
-        """Evaluate actions, given the network's outputs."""
+        """Evaluate actions with the distribution that the actor's outputs define."""
         distribution = self.distribution(actor)
         return Evaluation(distribution.log_prob(actions), distribution.entropy(), values)
 
     def largest_entropy(self, obs: Tensor) -> Tensor:
         """Return the entropy [...] of a uniform choice among the actions allowed at obs."""
-        # without masks, all obs have the same entropy
+        # without masks, the entropy is the same for all obs
         logits = self._masked(obs.new_zeros(self.num_actions), obs)
         return self.distribution(logits).entropy().expand(obs.shape[:-1])
 

@@ -1,4 +1,4 @@
-"""Measure the best values of auto flags, and check the memory of rollouts."""
+"""Measure the best values of auto flags; check that rollouts fit into memory."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ SMALLEST, LARGEST = 8, 2**19
 
 
 def rollout_bytes(config: RunConfig, num_envs: int, policy: Policy | None = None) -> int:
-    """Return a lower bound for the memory of a rank's rollout, in bytes.
+    """Return a lower bound for the memory that a rollout needs on one rank, in bytes.
 
-    The bound is tight if `policy` is given. If not, the sizes of observations and actions are
-    unknown, and each counts as one number.
+    The bound is tight if `policy` is given. Otherwise, the sizes of observations and actions are
+    unknown, and each is counted as one number.
     """
     # numbers stored per step: observation twice, action, log-probability, two values, recurrent
     # state
@@ -74,7 +74,7 @@ def check_rollouts(config: RunConfig, world: World) -> None:
 
 
 def undecided(config: RunConfig) -> dict[str, bool]:
-    """Return, by flag, whether this run still has to measure its value."""
+    """Return by flag whether this run must still measure the value of the flag."""
     return {
         "batch_size": config.train.batch_size == AUTO,
         "precision": config.launch.precision == "auto",
@@ -84,7 +84,7 @@ def undecided(config: RunConfig) -> dict[str, bool]:
 
 
 def choose(run: Run, world: World) -> Run:
-    """Replace each flag value auto by a measured one. Every rank must call this.
+    """Replace each auto value by the best measured one. Every rank must call this.
 
     The values are written to config.json before training begins. After a restart, the ranks read
     them from that file and do not measure again.
@@ -135,7 +135,7 @@ def strategy_modes(num_ranks: int, num_devices: int) -> tuple[str, ...]:
 
 
 class Trials:
-    """Finds the fastest value of a flag by timing steps as in the real run."""
+    """Finds the fastest value of a flag by timing the same steps as in training."""
 
     def __init__(self, task: Any, gpu_ids: tuple[int, ...], world: World) -> None:
         self.task = task
@@ -143,7 +143,7 @@ class Trials:
         self.world = world
         self.env = probe(task)
         self.free_bytes = free_memory_bytes(world.device, world.local_size)
-        self.bytes_per_sequence = 0.0  # memory of this process in the last trial
+        self.bytes_per_sequence = 0.0  # peak memory in the last trial
 
     def best(self, config: RunConfig, flag: str, values: Iterable[Any]) -> RunConfig:
         """Set a flag to its fastest value; print the times of all values."""
@@ -158,7 +158,7 @@ class Trials:
             for value in values
         )
         best, results = fastest(candidates, self.world, growing=growing)
-        figures = "; ".join(map(str, results)) or "no value divides over the ranks"
+        figures = "; ".join(map(str, results)) or "no value divides evenly over the ranks"
         name = flag.removeprefix("chosen_")
         if best is None:
             raise UserError(f"{name} auto: no value works: {figures}", exit_code=1)
@@ -168,11 +168,12 @@ class Trials:
         return config.changed({flag: best.name})
 
     def steps(self, config: RunConfig) -> Iterator[None]:
-        """Take gradient steps on random data and yield after each one.
+        """Take gradient steps on dummy data and yield after each one.
 
-        The first `next` only tests memory: it runs forward and backward on a minibatch that is
-        larger than the real one, with memory allocated for a rollout. Gradients are reduced over
-        all ranks only to compare strategies; otherwise, this rank takes its steps alone.
+        Before the first yield, only test the memory: allocate as much as a rollout needs, and run
+        the forward and backward passes of a minibatch that is larger than the real one. Gradients
+        are reduced over all ranks only when strategies are compared; otherwise, each rank takes
+        its steps alone.
         """
         train = config.train
         world = self.world
@@ -195,7 +196,7 @@ class Trials:
             raise MemoryError(  # otherwise, Linux would kill the process
                 f"{needed / GIB:.2g} GiB are needed, only {self.free_bytes / GIB:.2g} GiB are free"
             )
-        _held = torch.empty(rollout, dtype=torch.uint8, device=device)  # as large as a rollout
+        _held = torch.empty(rollout, dtype=torch.uint8, device=device)  # stands for a rollout
         minibatch = dummy_minibatch(policy, train.bptt_steps, sequences)
         ppo.gradients(minibatch, minibatch.episode_start.cpu().numpy())
         policy.zero_grad()
@@ -217,7 +218,7 @@ class Trials:
             strategy.close()
 
     def env_steps(self, config: RunConfig) -> Iterator[None]:
-        """Step this rank's environments with a new policy; yield after each step."""
+        """Step this rank's environments with an untrained policy; yield between steps."""
         sizes = shard_sizes(config.train, self.world.rank, self.world.size)
         task = replace(self.task, config=config.task)
         device = self.world.device
@@ -236,9 +237,9 @@ class Trials:
 
 
 def dummy_minibatch(policy: Policy, length: int, sequences: int) -> Minibatch:
-    """Return a minibatch with random contents and the shapes that the policy expects.
+    """Return a minibatch of dummy data with the shapes that the policy expects.
 
-    On average, one episode begins per sequence.
+    Episode starts are random, on average one per sequence.
     """
     width = policy.num_obs * max(policy.config.feature_window, 1)
     obs = policy.critic_head.weight.new_ones(length, sequences, width)

@@ -1,4 +1,4 @@
-"""Call the user's callbacks; stop training if one of them or --stop_at says so."""
+"""Call the user's callbacks; stop training if one or --stop_at requires it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Callbacks = Mapping[str, Callback | None]  # keys are the values of `Moment.kind
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """The argument of a callback. All ranks call the callback with equal metrics."""
+    """Argument that a callback receives. Its metrics are the same on all ranks."""
 
     kind: str  # iteration, evaluation or checkpoint
     metrics: Mapping[str, Any]  # this iteration's record, as in metrics.jsonl
@@ -34,17 +34,17 @@ class Moment:
 
     @property
     def is_main_process(self) -> bool:
-        """True on rank 0, the only rank that should write files or print."""
+        """Return True on rank 0, the only rank that should write files or print."""
         return self.rank == 0
 
 
 @dataclass
 class Watch:
-    """Calls the callbacks on this rank; makes all ranks stop at the same iteration."""
+    """Calls the callbacks on this rank; stops all ranks after the same iteration."""
 
     callbacks: Callbacks
     world: World
-    stop: tuple[str, float] = ("", 0.0)  # metric, and the value at which the run stops
+    stop: tuple[str, float] = ("", 0.0)  # metric, and the value that ends the run
     wants_end: bool = field(default=False, init=False)
 
     def __call__(self, training: Any, metrics: Mapping[str, Any]) -> str:
@@ -52,7 +52,7 @@ class Watch:
 
         Every rank must call this, and all ranks get the same reason.
         """
-        # A loss is NaN if no gradient step was taken; it becomes None, as in metrics.jsonl.
+        # Losses are NaN if no gradient step was taken. Pass None instead, as in metrics.jsonl.
         metrics = without_nan(metrics)
         self.call("iteration", training, metrics)
         if any(name.startswith("valid/") for name in metrics):
@@ -61,13 +61,13 @@ class Watch:
         value = metrics.get(name)
         reason = "a callback asked to stop" if self.wants_end else ""
         if not reason and isinstance(value, int | float) and value >= limit:
-            reason = f"{name} is {value:.6g}, at least {limit:g}"
+            reason = f"{name} {value:.6g} has reached {limit:g}"
         return next(filter(None, all_gather_json(reason, self.world)), "")
 
     def call(
         self, kind: str, training: Any, metrics: Mapping[str, Any], path: Path | None = None
     ) -> None:
-        """Call the callback for this kind of moment; record whether it asks to stop."""
+        """Call the callback of this kind, if any; record whether it asks to stop."""
         callback = self.callbacks.get(kind)
         run_dir = training.job.run_dir
         if callback is None:

@@ -1,4 +1,4 @@
-"""Choose the run to start, from the command line or a dialogue: new or resumed."""
+"""Choose the run to start, new or resumed, from the command line or a dialogue."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from rl_dist.process_group.join import MAX_RESTARTS, elastic_count
 from rl_dist.run_dir import RunDir
 
 RUNS = Path("runs")
-DESCRIPTION = "Train a cascaded-LSTM PPO policy, on one rank or many, with the same learning curve."
+DESCRIPTION = "Train a cascaded-LSTM PPO policy, with the same learning curve on 1 or many ranks."
 EPILOG = """examples:
   python train_distributed.py --quick                          a complete small run in half a minute
   python train_distributed.py                                  the main job: 5000 episodes
@@ -51,7 +51,7 @@ EPILOG = """examples:
   python train_distributed.py --data prices.csv --test_start 2016-01-04
   python train_distributed.py --env CartPole-v1 --total_steps 200000
   python train_distributed.py --resume runs/2026-01-31_12-00-00 --num_episodes 10000
-exit codes: 0 done, 1 failed, 2 bad usage, stopped after saving: 130 (INT),
+exit codes: 0 done, 1 failed, 2 bad usage; stopped by a signal, after saving: 130 (INT),
 143 (TERM), 138 (USR1), 129 (HUP)"""
 
 # Flags that may change when a run is resumed: length, hardware, files to keep, and reporting.
@@ -65,7 +65,7 @@ CHANGEABLE = {
     "stop_at", "callback",
     "on_event", "sync_check_every", "monitor_every", "profile",
 }  # fmt: skip
-# In a resumed run, these flags keep the value that was measured when the run began.
+# If a resumed run is given one of these values, it keeps what was measured when the run began.
 KEPT_CHOICES = (("batch_size", "auto"), ("precision", "auto"))
 # For each section: the field that names a module to import, and the fields passed to that module.
 NAMED_MODULES = {"task": ("env", "env_kwargs"), "policy": ("core",), "train": ("callback",)}
@@ -79,7 +79,7 @@ QUESTIONS = (
 
 @configuration
 class RunFlags:
-    """Run directory, preset, and how to start the run."""
+    """Run directory, preset, seeds, and how to start the run."""
 
     run_dir: Text = ""
     """Directory to write to; by default, runs/DATE_TIME."""
@@ -87,12 +87,12 @@ class RunFlags:
     """Continue the run in this directory from its newest checkpoint; auto: continue run_dir if
     given, else the newest run, or start a new run if there is nothing to continue."""
     quick: bool = False
-    """Do a complete small run in half a minute; the policy learns little in it."""
+    """Do a complete but small run in half a minute, in which the policy learns little."""
     preset: Literal["auto", "trading", "small", "control", "memory", "paper"] = "auto"
     """Defaults for a kind of task; auto: trading for StockTrading-v0, memory for the memory tasks,
     small for others; control: the same as small; paper: the settings of arXiv 2212.02721."""
     seeds: Text = Field("", json_schema_extra={"nargs": "+"})
-    """Train once with each of these seeds; report the mean score and its interval."""
+    """Train once with each of these seeds; report the mean score and its 95 % interval."""
     interactive: bool = False
     """Ask for the main flags in the terminal, then start."""
 
@@ -112,7 +112,7 @@ def parse_training(argv: Sequence[str] | None = None) -> ParsedFlags:
 
 
 class ChosenRun(NamedTuple):
-    """The result of `choose_run`."""
+    """Configuration, directory and checkpoint of the run to start."""
 
     config: RunConfig
     directory: RunDir | None  # locked if it already holds a run; None: create one in runs/
@@ -132,7 +132,7 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
         resume = resume or "auto"
         if resume == "auto" and not path:
             raise UserError(
-                "torchrun --max-restarts needs --run_dir DIR: a restart must find its run again"
+                "torchrun --max-restarts needs --run_dir DIR, so that a restart can find the run"
             )
     if resume:
         path = path or find_latest_run(RUNS) if resume == "auto" else resume
@@ -160,7 +160,7 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
         config = fresh_config(parsed)
     idle = ", ".join(f"--{name}" for name in config.idle_flags() if name in parsed.given)
     if idle and is_first():
-        print(f"no effect here: {idle}")
+        print(f"no effect in this run: {idle}")
     return ChosenRun(config, directory, checkpoint)
 
 
@@ -183,7 +183,7 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
     if (kind in ("trading", "paper")) != config.task.is_trading:
         raise UserError(f"preset {kind} does not fit env {config.task.env}: omit --preset")
     preset = PRESETS[kind] | {"chosen_preset": kind}
-    # Drop sizes of the preset that may conflict with the given flags.
+    # Drop preset sizes that may conflict with the given flags.
     if "bptt_steps" in given:
         preset.pop("num_steps", None)
     if given.keys() & {"batch_size", "num_steps", "bptt_steps", "grad_accumulation"}:
@@ -243,7 +243,7 @@ def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
     refused = changes.keys() - changeable
     now = {f"--{name}": changes[name] for name in refused}
     before = {f"--{name}": old[name] for name in refused}
-    _refuse(differences(now, before), "omit what differs, or start a fresh run")
+    _refuse(differences(now, before), "omit these flags, or start a new run")
     return config.without_idle()
 
 
@@ -254,7 +254,7 @@ def check_resumable(state: dict[str, Any], config: RunConfig, policy: Policy) ->
     before = {name: state[name] for name in now}
     now["layout"] = policy.layout.kinds()
     before["layout"] = spaces_of(state)[0].kinds()
-    _refuse(differences(now, before), "use the environment and version it was trained with")
+    _refuse(differences(now, before), "use the same environment and version as in training")
 
 
 def _refuse(differing: list[str], fix: str) -> None:
@@ -266,16 +266,16 @@ def _refuse(differing: list[str], fix: str) -> None:
 
 
 def ask_user(parsed: ParsedFlags, words: list[str]) -> ParsedFlags:
-    """Ask for the main flags in the terminal; print the equivalent command line.
+    """Ask for the main flags in the terminal; then print the equivalent command.
 
     Each answer is appended to the command line as a flag. The command line is then parsed again, so
     answers get the same checks and error messages as flags. No files are written.
 
     Args:
-        words: the command line that gave `parsed`.
+        words: the command line from which `parsed` was read.
 
     Raises:
-        SystemExit: the user cancels or does not want to start.
+        SystemExit: the user cancelled.
         ValueError: there is no terminal, or the flags do not fit.
     """
     has_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -290,7 +290,7 @@ def ask_user(parsed: ParsedFlags, words: list[str]) -> ParsedFlags:
     try:
         for flag in QUESTIONS:
             words = _ask(flag, words)
-        print(f"\nWithout these questions:\n  python train_distributed.py {shlex.join(words)}")
+        print(f"\nThe same without questions:\n  python train_distributed.py {shlex.join(words)}")
         input("Press Enter to start, or Ctrl-C to cancel.")
     except (EOFError, KeyboardInterrupt):
         print("\nCancelled; nothing was started.")

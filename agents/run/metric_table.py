@@ -18,28 +18,28 @@ class Metric(NamedTuple):
     meaning: str
     unit: str
     when: str  # kind of run that writes this metric; "": every run
-    per_rank: bool  # each entry of `ranks` holds its rank's value
-    overall: bool  # the record itself holds one value for all ranks
+    per_rank: bool  # each entry of `ranks` has a value for its rank
+    overall: bool  # the record has one value for all ranks
 
 
 TRADING = "StockTrading-v0"
 OTHER_TASKS = "other environments"
 FP16 = "fp16"
-CHOICES = "actions that are choices"
+CHOICES = "discrete actions"
 MONITORED = "--monitor_every"
 GPU = "GPU"
-# Keys: the kind of run that writes the rows. Each row: mark, key, [unit], meaning. Mark "*": the
-# record and each entry of `ranks` hold the metric; "-": only the entries of `ranks` hold it.
+# Metrics by the kind of run that records them, one row each: mark, key, [unit], meaning. Mark "*":
+# the metric is in the record and in each entry of `ranks`; "-": only in the entries of `ranks`.
 ROWS = {
     "": """
  iteration number of this iteration (one rollout and one update), counted from 1
  global_step [steps] environment steps of all ranks so far
-*episode/return mean return (sum of unscaled rewards) of the episodes that ended; null if none did
- episode/length [steps] mean length of the episodes that ended; null if none did
+*episode/return mean return (sum of unscaled rewards) of ended episodes; null if none ended
+ episode/length [steps] mean length of the episodes that ended; null if none ended
 *episode/count [episodes] episodes that ended in this iteration
  episode/total [episodes] episodes that have ended since the start
  env/restarts [restarts] environments rebuilt since the last record, including during warm-up
- loss/policy clipped surrogate loss; losses are means over ranks and steps; null if no step
+ loss/policy clipped surrogate loss; losses are means over ranks and steps, null without steps
  loss/value half of the mean squared error of the critic, in units of scaled rewards
  loss/entropy [nats] entropy of the action distribution
  ppo/approx_kl [nats] estimated KL divergence from the policy that collected the rollout
@@ -49,19 +49,19 @@ ROWS = {
  optim/learning_rate learning rate after scaling, warm-up and annealing
  optim/steps [steps] gradient steps taken
  optim/skipped_steps [steps] gradient steps skipped, because loss or gradient was not finite
-*time/collect_s [s] time of the rollout; the times down to idle_share are those of the slowest rank
+*time/collect_s [s] time of the rollout; the record has the maximum over ranks of most times
 *time/update_s [s] time of the update: all epochs, with reductions and waiting
 *time/update_own_s [s] time of the update without waiting for other ranks
-*time/forward_s [s] forward passes of the update
-*time/backward_s [s] backward passes without waiting for gradients of other ranks
-*time/optimizer_s [s] clipping and optimizer steps
-*time/gradient_wait_s [s] waiting for gradients of other ranks
-*time/reduction_s [s] shortest wait for gradients on any rank: the cost of a reduction alone
-*time/step_spread_s [s] standard deviation of a rank's own time per gradient step
-*time/idle_share [share] share of the iteration in which a rank waits for others
- time/sync_s [s] rank 0's waiting in the trainer's own collectives, gradients excluded
- time/sps [steps/s] environment steps of all ranks per second, without validation and checkpoints
- ranks a list with one object per rank, in the order of ranks
+*time/forward_s [s] time of the forward passes of the update
+*time/backward_s [s] time of the backward passes without waiting for gradients of other ranks
+*time/optimizer_s [s] time of gradient clipping and optimizer steps
+*time/gradient_wait_s [s] time spent waiting for gradients of other ranks
+*time/reduction_s [s] shortest wait for gradients in any step on any rank: time of one reduction
+*time/step_spread_s [s] standard deviation of a rank's time per gradient step without waiting
+*time/idle_share [share] share of the iteration that a rank spends waiting for others
+ time/sync_s [s] time that rank 0 waits in collective calls other than gradient reductions
+ time/sps [steps/s] environment steps of all ranks per second, excluding validation and checkpoints
+ ranks list with one object per rank, ordered by rank
 -rank number of the rank
 """,
     FP16: """
@@ -71,32 +71,32 @@ ROWS = {
  loss/entropy_max [nats] largest possible loss/entropy: all allowed actions equally likely
 """,
     TRADING: """
- valid/sharpe mean Sharpe ratio on the validation span, annualised if it has 60 days or more
- valid/equal_weight_sharpe the same for stocks bought on day 1 with equal weights and held
- valid/annual_return [share] mean return of the policy, annualised in the same way
+ valid/sharpe mean Sharpe ratio on the validation span, annualised if the span has 60 days or more
+ valid/equal_weight_sharpe mean Sharpe ratio of stocks bought on day 1 with equal weights and held
+ valid/annual_return [share] mean return of the policy, annualised like valid/sharpe
  valid/exposure [share] mean share of the portfolio that is invested
 """,
     OTHER_TASKS: """
  valid/return mean return of the evaluation episodes
- valid/return_std standard deviation of these returns
- valid/return_min lowest of these returns
- valid/length [steps] mean length of these episodes
- valid/episodes [episodes] number of these episodes
- valid/episodes_cut [episodes] number of episodes cut off at the longest length that is evaluated
+ valid/return_std standard deviation of the returns of the evaluation episodes
+ valid/return_min lowest return of an evaluation episode
+ valid/length [steps] mean length of the evaluation episodes
+ valid/episodes [episodes] number of evaluation episodes
+ valid/episodes_cut [episodes] number of evaluation episodes cut off at the maximum length
  valid/env_restarts [restarts] environments rebuilt during the evaluation
 """,
     MONITORED: """
--cpu/percent [%] CPU time of the rank's process; 100 is one core
--cpu/wait_percent [%] share of the main thread's busy time in which it waited for a core
+-cpu/percent [%] CPU use of the rank's process; 100 is one fully used core
+-cpu/wait_percent [%] share of the main thread's busy time that it spent waiting for a core
 -ram/used_gib [GiB] memory of the rank's process
 -ram/free_gib [GiB] lowest free memory, within the container's limit
 """,
     GPU: """
--gpu/utilization_percent [%] time in which the GPU was busy
+-gpu/utilization_percent [%] share of time in which the GPU was busy
 -gpu/memory_allocated_gib [GiB] GPU memory of the rank's tensors
 -gpu/memory_reserved_gib [GiB] GPU memory that torch's allocator holds
--gpu/memory_peak_gib [GiB] highest allocation so far
--gpu/memory_free_gib [GiB] lowest GPU memory that was free for any process
+-gpu/memory_peak_gib [GiB] highest GPU memory of the rank's tensors so far
+-gpu/memory_free_gib [GiB] lowest free GPU memory, counting the use of all processes
 -gpu/temperature_c [°C] temperature of the GPU
 -gpu/power_w [W] power that the GPU draws
 """,

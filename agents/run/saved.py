@@ -51,11 +51,11 @@ Which = Literal["last", "best", ""]  # checkpoint of a run; "": see `load_saved`
 
 
 def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> LoadedCheckpoint:
-    """Load a checkpoint, given its file or a run directory; refuse other paths.
+    """Load a checkpoint from its file or a run directory; refuse other paths.
 
     Args:
-        which: which checkpoint of a run directory to load: best is best.pt, last is the newest
-            valid checkpoint, and "" is the best one if it exists, else the last one.
+        which: checkpoint to load from a run directory: best is best.pt, last is the newest valid
+            checkpoint, and "" is best.pt if it exists, otherwise the newest valid checkpoint.
         kind: program that must have written the checkpoint.
     """
     path = Path(path)
@@ -69,15 +69,15 @@ def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> Load
         )
     if kind_of(loaded.state) != kind:
         raise UserError(
-            f"{loaded.path} is not a checkpoint of {kind}: give such a file or its run directory"
+            f"{loaded.path} is not a checkpoint of {kind}: give such a file or a run directory"
         )
     return loaded
 
 
 def load_newest(run_dir: Path) -> LoadedCheckpoint | None:
-    """Load the newest valid checkpoint of a run; None if it has no checkpoints.
+    """Load the newest valid checkpoint of a run; None if there are no checkpoints.
 
-    If all checkpoints are damaged, this raises a UserError: a fresh start would overwrite them.
+    If all checkpoints are damaged, this raises a UserError, because a new run would overwrite them.
     """
     return load_saved(run_dir) if checkpoint_files(run_dir) else None
 
@@ -85,8 +85,8 @@ def load_newest(run_dir: Path) -> LoadedCheckpoint | None:
 def share_checkpoint(directory: RunDir, offers: list[str], world: World) -> str:
     """Choose the newest checkpoint of all ranks; copy it to hosts that lack it.
 
-    Every rank must call this. Checkpoints offered by ranks other than 0 count only if rank 0 has
-    no file of that name: if rank 0 has the file but does not offer it, its copy is damaged.
+    Every rank must call this. A checkpoint offered by another rank than 0 counts only if rank 0 has
+    no file of that name: if rank 0 has the file but does not offer it, rank 0's copy is damaged.
 
     Args:
         offers: for each rank, the path of the checkpoint that it would load; "" if it has none.
@@ -98,7 +98,7 @@ def share_checkpoint(directory: RunDir, offers: list[str], world: World) -> str:
     def newness(rank: int) -> int:
         path = Path(offers[rank])
         counts = path.parent == directory.checkpoints and (rank == 0 or not path.exists())
-        # -2: not a candidate. best.pt has no iteration in its name: -1, older than any other file.
+        # -2 excludes a file. best.pt has no iteration in its name; its -1 ranks it as the oldest.
         return iteration_in_name(path) if counts else -2
 
     owner = all_gather_json(max(range(world.size), key=newness), world)[0]
@@ -123,14 +123,14 @@ class LoadedAgent:
     config: RunConfig
     iteration: int
     path: Path
-    run_dir: Path  # the run directory, or the folder of a copied file
-    spaces_json: str  # the environment's spaces; "": those of the rows of trading
+    run_dir: Path  # run directory; for a copied checkpoint, the folder that contains it
+    spaces_json: str  # the environment's spaces; "" for the trading environment
 
     @property
     def spaces(self) -> tuple[spaces.Space, spaces.Space]:
         """Return the observation and action space of the environment.
 
-        For the trading environment, these are the spaces of the rows that the policy sees.
+        For the trading environment, these are the spaces of the policy's inputs and actions.
         """
         if self.spaces_json:
             return from_json(self.spaces_json)
@@ -138,7 +138,7 @@ class LoadedAgent:
         return spaces.Box(-high, high), spaces_of(self.policy.shapes())[1]
 
     def encoder(self) -> ObservationEncoder:
-        """Return the encoder of raw observations."""
+        """Return an encoder from observations of the environment to policy inputs."""
         observation, action = self.spaces
         sizes = ActionDecoder(action, "of this policy").sizes
         return ObservationEncoder(observation, "of this policy", sizes)
@@ -153,9 +153,10 @@ def load_agent(
     """Load a trained policy from a checkpoint or run directory.
 
     Args:
-        which: checkpoint of a run directory, last or best; "": the best if it exists. For runs on
-            real prices, "" means the last: validation there is too noisy to choose the best.
-        core: module:Class of the run's core; needed if another user owns its config.json.
+        which: checkpoint to load from a run directory: last, best, or "" for the best if it exists.
+            For runs on real prices, "" loads the last, because validation on real prices is too
+            noisy to choose the best.
+        core: module:Class of the run's core; needed if another user owns the run's config.json.
     """
     file, state = load_saved(path, which)
     config = RunConfig.from_dict(json.loads(state["config"]))
@@ -188,17 +189,17 @@ def load_agent(
 class InitialWeights(NamedTuple):
     """Weights and normaliser statistics with which a new run starts."""
 
-    weights: dict[str, Tensor]  # keys are names of the policy's state_dict
-    moments: dict[str, Tensor]  # keys are names of the state_dict of `Normalizers`
-    # prefixes of the names in `weights`; weights with other names keep their random values
+    weights: dict[str, Tensor]  # by name in the policy's state_dict
+    moments: dict[str, Tensor]  # by name in the state_dict of `Normalizers`
+    # prefixes of the names in `weights`; the policy's other weights keep their random values
     parts: tuple[str, ...] = ("",)
 
 
 def initial_weights(config: TrainConfig) -> InitialWeights | None:
     """Read the weights of --init_from or --pretrained; None if neither is given.
 
-    For a run directory, its best checkpoint is read. A pre-trained LSTM brings a mean and a
-    variance but no sample count; the new run keeps the count from its warm-up.
+    For a run directory, its best checkpoint is read. A pre-trained LSTM comes with a mean and a
+    variance but no sample count, so the new run uses the sample count of its own warm-up.
     """
     if config.init_from:
         _, state = load_saved(config.init_from, "")
@@ -211,7 +212,7 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
     file, state = load_saved(config.pretrained, "", FIT)
     module = state["module"]
     if state["extra"].get("kind") != FEATURES:
-        raise UserError(f"{file} holds no feature LSTM: give a run of python -m agents.pretrain")
+        raise UserError(f"{file} holds no feature LSTM: use one from python -m agents.pretrain")
     return InitialWeights(
         {name: value for name, value in module.items() if name.startswith(FEATURE_PARTS)},
         {name.replace("normalizer.", "obs."): module[name] for name in MOMENTS},
@@ -229,7 +230,7 @@ def check_initial(config: TrainConfig, policy: Policy) -> None:
         except RuntimeError as error:
             raise UserError(
                 f"the checkpoint does not fit: {one_line(error)}; use the environment, "
-                "--observation, --policy and --hidden_size it was trained with"
+                "--observation, --policy and --hidden_size that it was trained with"
             ) from error
 
 
@@ -237,10 +238,10 @@ def check_initial(config: TrainConfig, policy: Policy) -> None:
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Describe each value that differs in a short phrase; None marks a missing value."""
+    """Describe each difference in a short phrase; None stands for a missing value."""
     names = sorted({*now, *before})
     pairs = [(name, now.get(name), before.get(name)) for name in names]
-    return [f"{name} {new} (it has {old})" for name, new, old in pairs if new != old]
+    return [f"{name} {new} (the checkpoint has {old})" for name, new, old in pairs if new != old]
 
 
 def spaces_of(state: Mapping[str, Any]) -> tuple[Layout, spaces.Space]:
@@ -257,8 +258,8 @@ def check_readable(policy: Policy, now: Layout) -> None:
     trained = policy.layout.kinds()
     if now.kinds() != trained:
         raise UserError(
-            f"the policy was trained on observations of parts {trained:.200}, but these "
-            f"have parts {now.kinds():.200}: use the environment and version it was trained with"
+            f"the policy was trained on observations of parts {trained:.200}, but the given "
+            f"ones have {now.kinds():.200}: use the same environment and version as in training"
         )
 
 

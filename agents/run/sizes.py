@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from agents.config import AUTO, TrainConfig
 from rl_dist.errors import UserError
 
-FARTHEST = 10_000  # propose only sizes within this distance
+FARTHEST = 10_000  # propose only sizes that differ by less than this from the given size
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Sizes:
     env_offset: int  # global index of this rank's first environment
     batch_size: int  # sequences per gradient step on this rank
     sequences_per_env: int  # sequences per rollout of one environment
-    num_minibatches: int  # per epoch, the same on every rank
+    num_minibatches: int  # gradient steps per epoch, the same on every rank
     global_num_envs: int
     global_batch_size: int
     learning_rate_factor: float = 1.0  # set by --lr_scaling
@@ -33,10 +33,11 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
 
     Args:
         saved_num_envs: total number of environments in the run to resume; 0 for a new run.
-            With weak scaling, it shows how many ranks the run began with, to keep the totals.
+            With weak scaling, it reveals the number of ranks at the start of the run, on which the
+            total sizes depend.
     """
     if config.batch_size == AUTO:
-        raise UserError("batch_size auto is measured when training starts: give a number here")
+        raise UserError("batch_size auto is measured when training starts: give a number instead")
     sequences_per_env = config.num_steps // config.bptt_steps
     num_envs = config.num_envs or _default_num_envs(config, config.batch_size)
     # With strong scaling, the flags are totals. With weak scaling, they are sizes per rank: the
@@ -69,7 +70,7 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
             f"over {num_ranks} rank(s): "
             f"try {' or '.join(flags) or f'multiples of {num_ranks} for both'}"
         )
-    # Both rules hold while gradient noise dominates. Sources: linear (SGD): Goyal et al.,
+    # Both scaling rules hold while gradient noise dominates. Sources: linear (SGD): Goyal et al.,
     # https://arxiv.org/abs/1706.02677; square root (Adam): Malladi et al.,
     # https://arxiv.org/abs/2205.10287.
     factors = {"none": 1.0, "sqrt": math.sqrt(unit), "linear": float(unit)}
@@ -98,8 +99,8 @@ def _divides(
     """Return True if environments and minibatches divide evenly over the ranks.
 
     If so, the strata of `agents.network.noise` also divide evenly: with batch_size = num_ranks * b,
-    K sequences per environment, M minibatches and g = gcd(M, K), K / g divides b. So the M * b / K
-    environments of a rank are a multiple of the stratum M / g.
+    K sequences per environment, M minibatches and g = gcd(M, K), K / g divides b. So M * b / K, the
+    number of environments of a rank, is a multiple of the stratum size M / g.
     """
     sequences = num_envs * (config.num_steps // config.bptt_steps)
     whole = sequences % (batch_size * config.grad_accumulation) == 0
@@ -107,9 +108,9 @@ def _divides(
 
 
 def _default_num_envs(config: TrainConfig, batch_size: int) -> int:
-    """Return the fewest environments that fill at least two minibatches per epoch.
+    """Return the smallest number of environments for two gradient steps per epoch.
 
-    The sequences must divide into whole minibatches.
+    Their sequences divide into whole minibatches.
     """
     sequences_per_env = config.num_steps // config.bptt_steps
     sequences = batch_size * config.grad_accumulation

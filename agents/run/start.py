@@ -38,7 +38,7 @@ from rl_dist.telemetry.metrics import close_logging
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that is ready to start. It is sent to every rank."""
+    """A run that is ready to start. Every rank receives a copy."""
 
     directory: RunDir  # locked by this process or the launcher
     config: RunConfig
@@ -144,7 +144,7 @@ def _record(
     resolved: ResolvedLaunch,
     checkpoint: LoadedCheckpoint | None,
 ) -> None:
-    """Write configuration and state; remove metrics newer than the checkpoint."""
+    """Write configuration and state; delete metrics newer than the checkpoint."""
     directory.write_config(config.to_dict())
     state = checkpoint.state if checkpoint else {}
     counters = {name: state.get(name, 0) for name in ("iteration", "global_step", "episodes")}
@@ -178,7 +178,7 @@ def faults_as_user_errors(run_dir: Path, world: World) -> Iterator[None]:
         yield
     except EnvironmentFaultError as fault:
         where = ""
-        if fault.__cause__:  # the fault was raised in this process
+        if fault.__cause__:  # raised in this process, so its log has a traceback
             where = f"; traceback in {run_dir / 'logs' / f'rank_{world.rank}.log'}"
         raise UserError(f"rank {world.rank}: {fault}{where}", exit_code=1) from fault
     except (RuntimeError, MemoryError, OSError) as error:
@@ -186,8 +186,8 @@ def faults_as_user_errors(run_dir: Path, world: World) -> Iterator[None]:
             raise UserError(
                 f"rank {world.rank} ran out of memory in {world.doing.phase}, after a peak of "
                 f"{peak_memory_bytes(world.device) / GIB:.2f} GiB on {world.device}: use a smaller "
-                "--batch_size and a --grad_accumulation that is larger by the same factor, which "
-                "--resume allows, or a new run with a smaller --num_envs, --num_steps or "
+                "--batch_size and a --grad_accumulation larger by the same factor (also when "
+                "resuming the run), or a new run with a smaller --num_envs, --num_steps or "
                 f"--hidden_size; the error was {one_line(error, 220)}",
                 exit_code=1,
             ) from error

@@ -290,7 +290,7 @@ def test_a_fresh_start_or_a_bad_resume_does_not_touch_another_run(finished, monk
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     for flags, named in [
         (["--run_dir", run_dir], f"--resume {run_dir}"),
-        (["--resume", run_dir, "--hidden_size", "16"], "hidden_size 16 (it has 8)"),
+        (["--resume", run_dir, "--hidden_size", "16"], "hidden_size 16 (the checkpoint has 8)"),
         (["--resume", run_dir / "checkpoints"], f"{run_dir}/checkpoints"),
     ]:
         assert train_here(monkeypatch, *flags) == 2

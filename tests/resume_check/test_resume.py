@@ -97,11 +97,13 @@ def test_all_that_differs_is_named_in_one_line_and_nothing_is_overwritten(
         ("hidden_size", 16, 8),
         ("learning_rate", 1.0, 0.0007),
     ):
-        assert f"--{name} {now} (it has {saved})" in line
+        assert f"--{name} {now} (the checkpoint has {saved})" in line
     changes = {"action_space": spaces.Discrete(5), "observation_space": spaces.Box(0.0, 1.0, (3,))}
     for name, space in changes.items():
         monkeypatch.setattr(Misbehaving, name, space)
-    assert "num_actions 5 (it has 2), num_obs 3 (it has 2)" in refusal(killed)
+    assert "num_actions 5 (the checkpoint has 2), num_obs 3 (the checkpoint has 2)" in refusal(
+        killed
+    )
 
 
 def test_a_run_in_use_or_without_a_valid_checkpoint_is_not_touched(run_dir, monkeypatch, refusal):
