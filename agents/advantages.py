@@ -1,4 +1,4 @@
-"""Compute advantages and returns of a rollout; build the batch for an update."""
+"""Compute the advantages and returns of a rollout; build a batch for the update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_batch(
     world: World,
     config: PPOConfig,
 ) -> Batch:
-    """Cut a rollout into sequences; add advantages and returns.
+    """Divide a rollout into sequences, and add their advantages and returns.
 
     Every rank must call this: one all-reduce sums the statistics of advantages, observations and
     rewards over all ranks.
@@ -58,7 +58,7 @@ def make_batch(
 
 
 def to_sequences(values: Tensor, bptt_steps: int) -> Tensor:
-    """Cut [T, B, ...] into [L, K*B, ...]; index k*B + b is part k of environment b."""
+    """Reshape [T, B, ...] to [L, K*B, ...]; k*B + b is sequence k of environment b."""
     return values.unflatten(0, (-1, bptt_steps)).transpose(0, 1).flatten(1, 2)
 
 
@@ -88,7 +88,7 @@ def gae(
 def rollout_sums(advantages: Tensor, values: Tensor, returns: Tensor) -> dict[str, Tensor]:
     """Return this rank's sums of advantages, returns and errors of the critic.
 
-    Each tensor [3] holds the number of steps, the sum and the sum of squares.
+    Each result is a tensor [3]: the number of steps, the sum, and the sum of squares.
     `normalize_advantages` and `explained_variance` need these sums, added over all ranks.
     """
     sums = {}
@@ -105,7 +105,7 @@ def normalize_advantages(
 ) -> Tensor:
     """Normalise advantages [T, B] to mean 0 and standard deviation 1 over all ranks.
 
-    `least` is a lower bound for the divisor. Where it takes effect, the deviation is below 1.
+    The divisor is at least `least`; if the standard deviation is smaller, the result's is below 1.
     """
     mean, variance = _moments(sums["advantages"])
     deviation = (variance.clamp(min=0.0).sqrt() + 1e-8).clamp(min=least)

@@ -1,7 +1,7 @@
 """Export a trained policy as an ONNX model, and check it in ONNX Runtime.
 
-The model computes one step without noise. It takes the state as input and returns the next state.
-It includes the normaliser, the reset at episode starts, and the bounds of actions.
+The model computes one step without action noise. It takes the state as input and returns the next
+state. It includes the normaliser, the state reset at episode starts, and the bounds of actions.
 
 examples:
   python -m agents.export runs/my_run
@@ -50,15 +50,15 @@ Runner = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.nda
 class ExportedStep(nn.Module):
     """One policy step without noise and critic, with normaliser, reset and bounds.
 
-    The state is one row of D numbers, which are zero at the start: the recurrent state of the
-    cores, then the earlier observations of the window.
+    The state is a row of D numbers: the recurrent state of the cores, followed by the earlier
+    observations of the window. All of them are zero before the first step.
     """
 
     def __init__(self, agent: LoadedAgent) -> None:
         super().__init__()
         self.policy = policy = float_copy(agent)
         policy.critic_core = TanhCore(0, 0, 0)
-        policy.critic_head.forward = lambda rows: rows  # its weight stays: its dtype is read
+        policy.critic_head.forward = lambda rows: rows  # keep the head: the policy reads its dtype
         vectors_size = 0 if policy.config.stateless else policy.initial_state(1).numel()
         self.sizes = [vectors_size, policy.empty_history(1).numel()]
         self.state_size = sum(self.sizes)
@@ -66,12 +66,12 @@ class ExportedStep(nn.Module):
 
         # Convert actions to the environment's units and bounds.
         self.decoder = decoder = ActionDecoder(agent.spaces[1], "of this policy")
-        # The parts of a nested action are joined into one row.
+        # A nested action becomes one row that contains all its parts.
         self.action_shape = decoder.target.shape or decoder.space.shape or ()
         if policy.discrete:
             self.offset = torch.as_tensor(decoder.start)  # [D] int64: first value of each choice
             return
-        # In training, actions are clipped before they are stretched. The result is the same.
+        # In training, actions are clipped before they are scaled, which gives the same result.
         self.stretch, self.offset, self.low, self.high = (
             torch.as_tensor(values, dtype=torch.float32)  # [A]
             for values in (
@@ -86,7 +86,7 @@ class ExportedStep(nn.Module):
         self,
         obs: Tensor,  # [B, F] as the environment returned them
         state: Tensor,  # [B, D]
-        episode_start: Tensor,  # [B] bool; where True, the state is reset first
+        episode_start: Tensor,  # [B] bool; True resets the state before the step
     ) -> tuple[Tensor, Tensor]:
         """Return actions [B, ...] and the next state [B, D]."""
         batch = obs.shape[0]  # the exporter would turn len(obs) into a constant
@@ -152,14 +152,14 @@ def run_onnx(path: Path) -> Runner:
 def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> float:
     """Return the largest relative difference of actions over episodes with resets.
 
-    For each number of an action, the difference is divided by the largest magnitude of this number
-    over all steps. The divisor is not smaller than half the range of a bounded action, or than 1 if
-    there are no bounds. Discrete choices are compared by the logits of the chosen options, because
-    rounding may decide between options that are equally likely.
+    The difference of each action component is divided by the largest magnitude of this component
+    over all steps, or by half the range of the component (1 if unbounded) if that is larger.
+    Discrete choices are compared by the logits of the chosen options, because rounding may decide
+    between options that are equally likely.
     """
     policy, decoder = float_copy(agent), step.decoder
     generator = np.random.default_rng(0)
-    exported, expected = [], []  # for every step: numbers [B, n] to compare
+    exported, expected = [], []  # per step: the values [B, n] to compare
     for batch in BATCHES:
         controller = PolicyController(policy, agent.normalizer)
         state = np.zeros((batch, step.state_size), np.float32)
@@ -199,7 +199,7 @@ def sample_rows(
 
 
 def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
-    """Describe inputs and outputs for programs that run the model.
+    """Describe the inputs and outputs of the model for programs that run it.
 
     docs/deployment.md explains the entries.
     """
@@ -228,7 +228,7 @@ def _tensor(name: str, type_name: str, *shape: int) -> dict[str, Any]:
 
 
 def _parts(agent: LoadedAgent) -> list[dict[str, Any]]:
-    """Describe the parts of a row, and how an observation is encoded into each part."""
+    """Describe the parts of an input row and how observations are encoded into them."""
     leaves = {leaf.part.name: leaf for leaf in agent.encoder().leaves}
     parts = []
     for part, columns in agent.policy.layout.slices():
@@ -253,8 +253,8 @@ def _parts(agent: LoadedAgent) -> list[dict[str, Any]]:
 def export(agent: LoadedAgent, folder: Path) -> tuple[Path, dict[str, Any]]:
     """Write a policy and its contract; check the written model in ONNX Runtime.
 
-    Return the model's path and the contract. If the model's actions differ from the policy's, the
-    model is removed and a UserError is raised.
+    Return the model's path and the contract. If the actions of the model differ from those of the
+    policy, delete the model and raise a UserError.
     """
     for name in ("onnx", "onnxscript", "onnxruntime"):
         if not find_spec(name):
@@ -285,7 +285,7 @@ def main() -> int:
     parser.add_argument("path", metavar="RUN_DIR_OR_CHECKPOINT")
     folder = f"folder for the files (default: RUN_DIR/{FOLDER})"
     parser.add_argument("--output", metavar="DIR", help=folder)
-    which = "checkpoint of a run directory (default: the best one, if it exists)"
+    which = "checkpoint to export from a run directory (default: best.pt, if it exists)"
     parser.add_argument("--which", choices=("best", "last"), default="", help=which)
     core = "core of a run with --policy own; needed if another user owns its config.json"
     parser.add_argument("--core", metavar="MODULE:CLASS", help=core)

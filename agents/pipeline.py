@@ -1,10 +1,10 @@
-"""PPO on pairs of ranks that divide the cascade: --hybrid_form pipeline.
+"""PPO on pairs of ranks that share the cascade of LSTMs: --hybrid_form pipeline.
 
 The first rank of a pair trains the feature LSTM (stage 0), the second rank trains actor and critic
-(stage 1). Together they process the sequences of both ranks, cut into parts. The first rank sends
-the features of a part; while it waits for their gradient, it computes the next part's features. The
-gradients of each stage are averaged over all pairs. In rollouts, every rank runs the whole policy,
-so the two ranks of a pair exchange the parameters of their stages after every update.
+(stage 1). Together they process the sequences of both ranks, divided into parts. The first rank
+sends the features of one part; while waiting for their gradient, it computes the features of the
+next part. The gradients of each stage are averaged over all pairs. In rollouts, every rank runs the
+whole policy, so the two ranks of a pair exchange the parameters of their stages after every update.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NEEDED = (
 
 
 class StageStrategy(Strategy):
-    """Clips, steps and saves the two stages; `PipelinePPO` computes the gradients."""
+    """Clips, updates and saves both stages; `PipelinePPO` computes the gradients."""
 
     def __init__(self, config: StrategyConfig, world: World) -> None:
         super().__init__(config, world)
@@ -52,7 +52,7 @@ class StageStrategy(Strategy):
         self.replicas = self.mesh.get_group(0)
         self.stages: tuple[list[nn.Parameter], ...] = ([], [])  # parameters by stage
         self.local = self.stages[self.stage]  # parameters of this rank's stage
-        self.grad_norm = torch.zeros(())  # norm over both stages
+        self.grad_norm = torch.zeros(())  # gradient norm over both stages
 
     def wrap(self, module: Policy) -> Policy:  # type: ignore[override]
         """Copy the weights of rank 0 to all ranks; return the same policy object."""
@@ -73,11 +73,11 @@ class StageStrategy(Strategy):
     def step(
         self, optimizer: torch.optim.Optimizer, max_grad_norm: float = math.inf
     ) -> tuple[Tensor, Tensor]:
-        """Clip this stage's gradient by the norm of both stages, and take the step.
+        """Clip this stage's gradient by the norm over both stages; take the step.
 
         If the norm is not finite, no rank takes the step.
         """
-        # free the optimizer state of the other stage, which a save or a resume has created
+        # free the optimizer state of the other stage, which exists after a save or a resume
         for parameter in self.stages[1 - self.stage]:
             optimizer.state.pop(parameter, None)
         grad_norm = self.agreed_norm(self.grad_norm)
@@ -89,7 +89,7 @@ class StageStrategy(Strategy):
 
     @torch.no_grad()
     def share_parameters(self) -> None:
-        """Send the parameters that each rank has trained to the other rank of its pair."""
+        """Exchange the trained parameters between the two ranks of each pair."""
         with self.world.waiting("exchange of parameters"):
             for stage, parameters in enumerate(self.stages):
                 flat = parameters_to_vector(parameters)
@@ -114,7 +114,7 @@ class StageStrategy(Strategy):
         return optimizer.state_dict()
 
     def swap(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """Send tensors to the other rank of the pair and receive its tensors."""
+        """Exchange tensors with the other rank of the pair."""
         call = partial(dist.P2POp, group=self.pair, group_peer=1 - self.stage)
         calls = [call(dist.isend, tensor.detach()) for tensor in sent]
         calls += [call(dist.irecv, tensor) for tensor in received]
@@ -130,8 +130,8 @@ class PipelinePPO(PPO):
     def gradients(self, minibatch: Minibatch, starts: np.ndarray) -> LossParts:
         """Compute this stage's gradient of the loss, averaged over all ranks.
 
-        Every rank has the same number of sequences and cuts them into the same number of parts. If
-        a loss is not finite, the gradient becomes NaN, so that all ranks skip the step.
+        Every rank has the same number of sequences and the same number of parts. If a loss is not
+        finite, the gradient becomes NaN, so that all ranks skip the step.
         """
         strategy, stage = self.strategy, self.strategy.stage
         theirs = self._partners(minibatch)
@@ -158,9 +158,9 @@ class PipelinePPO(PPO):
         return LossParts(*terms[stage].mean(0))
 
     def _partners(self, minibatch: Minibatch) -> Minibatch:
-        """Receive the fields of the partner's minibatch that this stage needs.
+        """Exchange minibatch fields; return the partner's fields that this stage needs.
 
-        The other fields of the result belong to this rank's minibatch and are not used.
+        The other fields of the result are copied from this rank's minibatch and are not used.
         """
         stage = self.strategy.stage
         received = {name: torch.empty_like(getattr(minibatch, name)) for name in NEEDED[stage]}
@@ -172,9 +172,9 @@ class PipelinePPO(PPO):
     def _train_features(self, parts: Sequence[Minibatch]) -> Tensor:
         """Compute the feature LSTM's gradient, summed over parts; return zero loss terms.
 
-        Each turn sends the features of one part and receives the gradient of the previous part.
+        Each iteration sends one part's features and receives the gradient for the previous part.
         """
-        waiting: list[Tensor] = []  # features of the previous part, whose gradient is missing
+        waiting: list[Tensor] = []  # features of the previous part, still without gradient
         for number in range(len(parts) + 1):
             new = [self._features(part) for part in parts[number : number + 1]]
             gradients = [torch.empty_like(features) for features in waiting]
@@ -186,10 +186,10 @@ class PipelinePPO(PPO):
     def _train_decisions(self, parts: Sequence[Minibatch]) -> Tensor:
         """Compute actor and critic gradients, summed over parts; return the loss terms.
 
-        Each turn receives the features of one part and sends the gradient of the previous part.
+        Each iteration receives one part's features and sends the gradient for the previous part.
         """
         terms: list[Tensor] = []
-        gradients: list[Any] = []  # with respect to the features of the previous part
+        gradients: list[Any] = []  # gradient for the features of the previous part
         size = self.policy.config.hidden_size
         for part in parts:
             features = part.lstm_state.new_empty(*part.episode_start.shape, size)
@@ -216,7 +216,7 @@ class PipelinePPO(PPO):
     def _run(
         self, half: Callable[..., Any], inputs: Tensor, state: Tensor, episode_start: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run `Policy.features` or `decisions` over inputs [L, N, ...]."""
+        """Run `half`, Policy.features or Policy.decisions, over inputs [L, N, ...]."""
         self.world.heartbeat()
         if not self.policy.config.memory:  # the state is zeroed before every step
             episode_start = torch.ones_like(episode_start)

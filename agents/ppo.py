@@ -1,4 +1,4 @@
-"""Proximal policy optimisation (PPO): the loss, and the update on all ranks."""
+"""Proximal policy optimisation (PPO): the loss, and the update over all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rl_dist.strategies.precision import autocast_dtype
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry import events
 
-# metric names: for each field of LossParts except the total, in order; then the gradient norm
+# names of the metrics: the fields of LossParts after `total`, in order, and the gradient norm
 METRICS = (
     "loss/policy",
     "loss/value",
@@ -43,7 +43,8 @@ class PPOConfig:
     anneal_lr: bool = True
     """Lower the learning rate linearly to zero over num_episodes or total_steps."""
     warmup: int = Field(0, ge=0, le=10**9)
-    """Raise the learning rate linearly from zero in this many iterations at the start; 0: off."""
+    """Number of iterations at the start in which the learning rate rises linearly from zero;
+    0: off."""
     gamma: float = Field(0.99, ge=0, le=1)
     """Discount factor of the rewards, per step."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
@@ -51,8 +52,8 @@ class PPOConfig:
     update_epochs: int = Field(4, ge=1, le=1000)
     """Number of training passes over each rollout."""
     refresh_states: bool = False
-    """Recompute the initial states of sequences with the current policy before every epoch except
-    the first; off: use the states that the rollout recorded."""
+    """Before every epoch except the first, recompute the initial states of sequences with the
+    current policy; off: use the states that the rollout recorded."""
     clip_coef: float = Field(0.2, ge=1e-6, le=10)
     """Clip the probability ratio to the interval from 1 - clip_coef to 1 + clip_coef."""
     clip_vloss: bool = False
@@ -60,20 +61,20 @@ class PPOConfig:
     norm_adv: bool = True
     """Normalise advantages over the whole rollout of all ranks."""
     min_adv_std: float = Field(0.0, ge=0, le=100)
-    """Lower bound for the divisor of norm_adv, in standard deviations of the returns, so that the
-    noise of a solved task is not amplified; 0: off."""
+    """Lower bound for the number by which norm_adv divides, in standard deviations of the returns.
+    It prevents norm_adv from amplifying the noise of a solved task; 0: off."""
     ent_coef: float = Field(0.0, ge=0, le=10)
     """Weight of the entropy bonus in the loss."""
     vf_coef: float = Field(0.5, ge=0, le=100)
     """Weight of the value loss."""
     max_grad_norm: float = Field(0.5, ge=1e-6, le=1e6)
-    """Scale the gradient down to this norm if its norm, computed over all ranks, is larger."""
+    """Largest norm of the gradient over all ranks; a larger gradient is scaled down to it."""
     target_kl: float = Field(0.0, ge=0, le=100)
     """Skip the remaining epochs of an update once the estimated KL divergence exceeds this;
     0: off."""
     max_bad_steps: int = Field(10, ge=0, le=10**9)
-    """Optimizer steps are skipped if the loss or gradient is NaN or inf. Stop the run after an
-    update if more than this many steps in a row were skipped."""
+    """Optimizer steps are skipped if the loss or the gradient is NaN or inf. If more than this many
+    steps in a row were skipped, the run stops after the update."""
 
 
 @dataclass
@@ -116,7 +117,7 @@ class LossParts(NamedTuple):
 
 
 def ppo_loss(evaluation: Evaluation, minibatch: Minibatch, config: PPOConfig) -> LossParts:
-    """Return the losses of PPO and diagnostics, averaged over L * N steps.
+    """Return the PPO losses and diagnostics of a minibatch, averaged over its steps.
 
     Every rank averages over the same number of steps, so the mean of the ranks' gradients equals
     the gradient of the global minibatch. Sources: Schulman et al.,
@@ -137,7 +138,7 @@ def ppo_loss(evaluation: Evaluation, minibatch: Minibatch, config: PPOConfig) ->
         errors = torch.maximum(errors, (minibatch.values + change - minibatch.returns).square())
     value = 0.5 * errors.mean()
 
-    # weighted sum to minimise, and diagnostics
+    # total loss to minimise, and diagnostics
     entropy = evaluation.entropy.mean()
     with torch.no_grad():
         approx_kl = ((ratio - 1.0) - log_ratio).mean()
@@ -155,13 +156,14 @@ class Batch:
     order: np.ndarray  # [epochs, minibatches, sequences], see `network.noise.sequence_orders`
     num_envs: int  # B
     explained_variance: Tensor  # [] fraction of the returns' variance that the critic explains
-    statistics: dict[str, Tensor]  # sums over all ranks, to update the normalisers
+    statistics: dict[str, Tensor]  # sums over all ranks, for updating the normalisers
 
 
 def sums_of_taken(rows: list[Tensor]) -> Tensor:
-    """Add up those rows of `PPO.update` whose gradient step was taken.
+    """Add up the metric rows of all gradient steps that were taken, not skipped.
 
-    Rows are added in the order of the steps. The last sum is the number of steps taken.
+    `PPO.update` creates the rows. They are added in the order of the steps. The last element of the
+    result is the number of steps taken.
     """
     steps = torch.stack(rows)
     return torch.where(steps[:, -1:] > 0, steps, 0.0).cumsum(0)[-1]
@@ -170,7 +172,7 @@ def sums_of_taken(rows: list[Tensor]) -> Tensor:
 def refreshed_states(policy: Policy, batch: Batch) -> Tensor:
     """Recompute the initial states [K * B, S, H] of all sequences with the policy.
 
-    The first sequence of each environment keeps its state, which comes from earlier rollouts.
+    The first sequence of each environment keeps its initial state from the previous rollout.
     """
     sequences, num_envs = batch.sequences, batch.num_envs
     states = [sequences.lstm_state[:num_envs]]
@@ -206,7 +208,7 @@ class PPO:
         policy.low_precision = autocast_dtype(strategy.config.precision)
         self.wrapped = strategy.wrap(policy)
         self.iteration = 0
-        self.bad_in_a_row = 0  # bad gradient steps since the last step that was taken
+        self.bad_in_a_row = 0  # NaN or inf steps since the last step that was taken
         self.clock = StepClock(self.world.device)
         self.optimizer = EagerAdam(
             strategy.parameters, lr=config.learning_rate, eps=1e-5, fused=True
@@ -216,7 +218,8 @@ class PPO:
         """Set the learning rate of an iteration.
 
         Args:
-            iteration: counted from 1; in a warm-up of N, the rate is scaled by iteration / N.
+            iteration: counted from 1; in a warm-up of N iterations, the rate is scaled by
+                iteration / N.
             remaining: fraction of the run that remained before this iteration, from 1 to 0.
             factor: multiplier from lr_scaling.
         """
@@ -231,11 +234,11 @@ class PPO:
     def update(self, batch: Batch) -> dict[str, float]:
         """Take the gradient steps of all epochs over a batch, jointly with all ranks.
 
-        Returns losses and diagnostics: means over all ranks and gradient steps.
+        Returns the means of losses and diagnostics over all ranks and gradient steps.
         """
         sequences = batch.sequences
-        # The row of a step holds its METRICS, then 1 if it was bad (else 0), and 1 if it was taken
-        # (else 0). Rows stay on the device, so that no step waits for the device.
+        # The row of a gradient step contains its METRICS and two flags (0 or 1): "bad", for NaN or
+        # inf, and "taken". Rows stay on the device, so that no step waits for the device.
         rows: list[Tensor] = []
         self.clock.start()
         for epoch, order in enumerate(batch.order):
@@ -249,14 +252,14 @@ class PPO:
                 minibatch = sequences.select(Tensor.index_select, index)
                 parts, grad_norm, stepped = self.step(minibatch, batch.starts[:, numbers])
                 self.world.heartbeat()
-                # a step that was skipped only because the loss scale was too large is not bad
+                # a skipped step is not bad if only the loss scale was too large
                 bad = ~stepped & ~self.strategy.overflowed
                 rows.append(torch.stack([*parts[1:], grad_norm, bad, stepped]).detach().double())
 
-            # stop early, all ranks together
+            # stop all ranks early if the KL divergence is too large
             if self._exceeds_target_kl(rows[-len(order) :]):
                 break
-            self.clock.mark("")  # do not time this decision as part of the next forward pass
+            self.clock.mark("")  # do not count this check as time of the next forward pass
         self.strategy.share_parameters()
         return self._report(rows, batch)
 
@@ -342,7 +345,7 @@ class PPO:
         }
 
     def _exceeds_target_kl(self, rows: list[Tensor]) -> bool:
-        """Return True if the mean KL estimate of an epoch, over all ranks, is too high."""
+        """Return True if an epoch's mean KL estimate over all ranks exceeds target_kl."""
         if not self.config.target_kl:
             return False
         sums = sums_of_taken(rows)  # if no step was taken, the mean is 0

@@ -1,11 +1,11 @@
-"""Pre-train the feature LSTM to predict the next days of a market, before PPO.
+"""Pre-train the feature LSTM, before PPO, to predict the next days of a market.
 
     python -m agents.pretrain [--data FILE] [--num_gpus 2 --device cpu] ...
     python train_distributed.py --pretrained RUN_DIR
 
 After every day of a window, the LSTM predicts for each stock the sign of the next day's return and
-the volatility of the next days. It is trained on the training span, and the loss on the validation
-span decides when to stop. The test span is never used.
+the volatility of the next days. The LSTM is trained on the training span; training stops when the
+loss on the validation span no longer improves. The test span is never used.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import close_logging, setup_logging
 
 RUNS = Path("runs", "pretrain")  # train_distributed.py --resume auto ignores runs in this folder
-VOLATILITY_DAYS = 5  # volatility is predicted over this many following days
-VOLATILITY_WEIGHT = 0.5  # weight of the volatility error in the loss; the sign error has weight 1
+VOLATILITY_DAYS = 5  # number of following days whose volatility is predicted
+VOLATILITY_WEIGHT = 0.5  # weight of the volatility loss; the weight of the sign loss is 1
 SMALLEST_MOVE = 1e-4  # added to the daily volatility, so that its logarithm is finite
 EPILOG = """examples:
   python -m agents.pretrain                                    on the simulated markets
   python -m agents.pretrain --num_gpus 2 --device cpu          the same with two CPU ranks
   python -m agents.pretrain --data prices.csv --test_start 2016-01-04
   python train_distributed.py --pretrained runs/pretrain/2026-01-31_12-00-00
-exit codes: 0 done, 1 failed, 2 bad usage, stopped: 130 (INT), 143 (TERM), 138 (USR1), 129 (HUP)"""
+exit codes: 0 done, 1 failed, 2 bad usage; stopped: 130 (INT), 143 (TERM), 138 (USR1), 129 (HUP)"""
 
 
 @configuration
@@ -75,13 +75,13 @@ class PretrainConfig:
     """Size, inputs and training settings of the feature LSTM."""
 
     hidden_size: int = Field(128, ge=1, le=8192)
-    """Width of the feature LSTM; training needs the same --hidden_size."""
+    """Width of the feature LSTM; PPO training must use the same --hidden_size."""
     observation: Observation = "relative"
-    """Form of the observations; training needs the same --observation."""
+    """Type of observations; PPO training must use the same --observation."""
     window: int = Field(60, ge=2, le=10**5)
-    """Days in a training sequence; the LSTM's state is zero at its start."""
+    """Number of days in a training sequence, which begins with a zero LSTM state."""
     batch_size: int = Field(64, ge=1, le=10**7)
-    """Sequences in a batch, counted over all ranks."""
+    """Number of sequences in a batch, over all ranks."""
     learning_rate: float = Field(1e-3, ge=0, le=10)
     """Step size of Adam."""
 
@@ -121,14 +121,14 @@ def make_windows(
     seed: int,
     scale: tuple[float, float] | None = None,
 ) -> tuple[TensorDataset, tuple[float, float]]:
-    """Return windows of consecutive days, with targets from the days after each.
+    """Return windows of consecutive days, with targets for each day of a window.
 
     Inputs [days, F] are observations as the trading environment returns them. They contain a random
     portfolio that stays the same for the whole window, so that the LSTM's features cannot depend on
-    the portfolio. Targets [days, 2, n] are two numbers for each of n stocks. The first is 1 if the
-    next day's return is positive, else 0. The second is the standardised log volatility of the next
-    VOLATILITY_DAYS days. All these days, including the days behind the targets, are within the
-    span.
+    the portfolio. Targets [days, 2, n] are two numbers per day for each of n stocks. The first is
+    1 if the next day's return is positive, else 0. The second is the standardised log volatility of
+    the next VOLATILITY_DAYS days. The windows and the days that their targets describe lie within
+    the span.
 
     Args:
         days: length of a window.
@@ -137,7 +137,7 @@ def make_windows(
             them from this span.
 
     Returns:
-        The windows, and the mean and standard deviation that were used.
+        The windows, and the mean and standard deviation of the log volatility that were used.
     """
     num_days = span.last - span.first + 1
     if num_days < days + VOLATILITY_DAYS:
@@ -165,8 +165,8 @@ def make_windows(
 
 
 def _targets(close: Tensor) -> Tensor:
-    """Compute targets [M, D - VOLATILITY_DAYS, 2, n]; the last days have no targets."""
-    log_returns = close.log().diff(dim=1)  # [M, D-1, n]: from each day to the next
+    """Compute targets [M, D - VOLATILITY_DAYS, 2, n]; the last days have none."""
+    log_returns = close.log().diff(dim=1)  # [M, D-1, n], from each day to the next
     coming = log_returns.unfold(1, VOLATILITY_DAYS, 1)  # [M, D-VOLATILITY_DAYS, n, VOLATILITY_DAYS]
     volatility = (coming.square().mean(-1).sqrt() + SMALLEST_MOVE).log()
     return torch.stack([(coming[..., 0] > 0).to(volatility.dtype), volatility], dim=2).float()
@@ -184,7 +184,7 @@ def _portfolios(close: Tensor, config: TradingConfig, seed: int) -> tuple[Tensor
 
 
 def windows_of(config: PretrainRunConfig, task: TradingTask) -> tuple[TensorDataset, TensorDataset]:
-    """Return training windows, which overlap, and validation windows, which do not."""
+    """Return overlapping training windows and non-overlapping validation windows."""
     assert task.spans.valid is not None
     days = config.pretrain.window
     make = partial(make_windows, config=task.trading, days=days, seed=config.fit.seed)
@@ -198,13 +198,13 @@ def windows_of(config: PretrainRunConfig, task: TradingTask) -> tuple[TensorData
 class FeatureTraining(nn.Module):
     """The policy's feature LSTM with a head that predicts the next days.
 
-    It maps observations [N, days, F], which are not yet normalised, to predictions [N, days, 2, n]
+    The module maps observations [N, days, F], which it normalises, to predictions [N, days, 2, n]
     for every day and each of n stocks: the logit of the probability that the stock rises on the
     next day, and the standardised log volatility of the next VOLATILITY_DAYS days.
     """
 
     def __init__(self, config: PretrainRunConfig, inputs: Tensor, num_stocks: int) -> None:
-        """Take a new policy's feature LSTM; normalise by mean and variance of `inputs`."""
+        """Take the feature LSTM of a new policy; compute the normaliser from `inputs`."""
         super().__init__()
         torch.manual_seed(config.fit.seed)
         shape = PolicyConfig(hidden_size=config.pretrain.hidden_size)
@@ -213,11 +213,11 @@ class FeatureTraining(nn.Module):
         self.feature_core = policy.feature_core
         self.feature_mlp = policy.feature_mlp
         self.head = nn.Linear(shape.hidden_size, 2 * num_stocks)
-        self.to(config.launch.dtype)  # not the normaliser
+        self.to(config.launch.dtype)  # before the normaliser is added, which stays float64
         self.normalizer = Normalizer(policy.num_obs)
 
-        # The first pass finds the mean of the observations. The second pass sums deviations from
-        # this mean, which loses fewer digits to rounding.
+        # The first pass computes the mean of the observations. The second pass sums deviations
+        # from this mean, which causes smaller rounding errors.
         moments = self.normalizer.moments
         for _ in range(2):
             moments.count.zero_()
@@ -225,7 +225,7 @@ class FeatureTraining(nn.Module):
                 moments.merge(moments.sums(chunk))
 
     def forward(self, obs: Tensor) -> Tensor:
-        """Return the predictions [N, days, 2, n] described in the class."""
+        """Return the predictions [N, days, 2, n] that the class docstring describes."""
         normal = self.normalizer(obs).to(self.head.weight.dtype).transpose(0, 1)
         core = self.feature_core
         state = normal.new_zeros(core.num_states, normal.shape[1], core.hidden_size)
@@ -234,7 +234,7 @@ class FeatureTraining(nn.Module):
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return cross entropy of signs plus weighted squared error of volatilities.
+    """Return the cross entropy of signs plus the weighted MSE of log volatilities.
 
     Outputs and targets have shape [N, days, 2, n].
     """
@@ -255,7 +255,7 @@ def run_rank(config: PretrainRunConfig, resolved: ResolvedLaunch, run: RunDir, r
     """Pre-train on this rank; return the exit code."""
     world = open_world(resolved.device_type, gpu_ids=resolved.gpu_ids, threads=resolved.threads)
     check_settings({}, world)
-    # Under torchrun, ranks may have different paths: use the path on rank 0.
+    # Under torchrun, ranks may have chosen different paths: use the path of rank 0.
     run_dir = Path(all_gather_json(str(run.path), world)[0])
     if world.is_main_process:
         events.configure(config.launch.on_event, run_dir)

@@ -1,4 +1,4 @@
-"""Main function of one rank: agree with the other ranks, train, evaluate."""
+"""Main function of each rank: agree on settings, train, evaluate."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
         training = make_training(run, task, callbacks, world)
         closing.callback(training.monitor.close)
         if world.is_main_process and training.progress < 1.0:
-            remove(run.directory.summary_path)  # its presence would mark the run as finished
+            remove(run.directory.summary_path)  # this file would mark the run as finished
         writer = open_run_writer(run, training)
         closing.callback(writer.close)
         stop_flag.notice = "saving after this iteration" if world.is_main_process else ""
@@ -73,7 +73,7 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
         writer.close()
         training.env.close()
 
-        # stop, or evaluate
+        # report a stop, or evaluate
         if signum:
             if world.is_main_process:
                 phase = "restarting" if may_start_again(signum) else "stopped"
@@ -89,7 +89,7 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
 
 
 def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Training:
-    """Create the training state; on a resume, restore it from the checkpoint."""
+    """Create the training state; for a resumed run, restore it from the checkpoint."""
     config = run.config
     job = Job(
         config=config,
@@ -111,7 +111,7 @@ def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Tr
 
 
 def open_run_writer(run: Run, training: Training) -> NullWriter:
-    """Open the metrics writer; it writes on rank 0 and does nothing on other ranks."""
+    """Open the metrics writer, which does nothing on ranks other than rank 0."""
     if not training.world.is_main_process:
         return NullWriter()
     total, unit = run.config.train.budget
@@ -137,7 +137,7 @@ def open_run_writer(run: Run, training: Training) -> NullWriter:
 
 
 def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None:
-    """Return a function that computes `valid/` metrics; None if no data is set aside."""
+    """Return a function that computes `valid/` metrics; None without validation data."""
     if config.task.is_trading:
         from agents.evaluate.markets import market_validation
 

@@ -27,7 +27,7 @@ class Recorder:
         self.world = world
         self.clock = clock  # times the phases of gradient steps
         self.stragglers = Stragglers()
-        self.restarts_seen = 0  # environment restarts that earlier records include
+        self.restarts_seen = 0  # environment restarts already counted in earlier records
         self.started = 0.0
         self.seconds: dict[str, float] = {}  # seconds per part of the iteration
 
@@ -38,7 +38,7 @@ class Recorder:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time a part of the iteration."""
+        """Time the part of the iteration that runs in this context."""
         begun = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - begun
@@ -49,13 +49,13 @@ class Recorder:
         """Combine episodes, times and machine load of all ranks into one record.
 
         Every rank must call this. Counts are sums over ranks; times are maxima over ranks, except
-        time/reduction_s, which is the minimum. "signum" is the number of the stop signal, the
-        highest one if ranks received different signals, or 0 if none did.
+        time/reduction_s, which is the minimum. "signum" is the number of the stop signal, or 0
+        if no rank received one; if ranks received different signals, it is the highest number.
         """
         restarts = sum(env.restarts)
         ended, returns, lengths = rollout.episodes.sum(1).tolist()
         collect, update = self.seconds["collect"], self.seconds["update"]
-        # both kinds of waiting occur only in the update
+        # ranks do not wait for each other during the rollout
         waited = self.world.sync_seconds + self.world.gradient_seconds
         times = {
             "time/collect_s": collect,
@@ -92,7 +92,7 @@ class Recorder:
             "env/restarts": sum(rank["restarts"] for rank in ranks),
             "signum": max(rank["signum"] for rank in ranks),
             **{name: max(entry[name] for entry in entries) for name in times},
-            # the rank that arrives last waits for the reduction alone
+            # the rank that arrives last waits for the reduction, not for other ranks
             "time/reduction_s": min(entry["time/reduction_s"] for entry in entries),
             "time/sync_s": self.world.sync_seconds,
             "time/sps": num_steps / (time.perf_counter() - self.started),

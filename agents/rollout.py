@@ -22,11 +22,11 @@ from rl_dist.strategies.precision import weights_cast_once
 class Carry:
     """State of each environment that is carried over from one rollout to the next.
 
-    Checkpoints contain it. No field is zeroed between rollouts.
+    Checkpoints contain this state. No field is zeroed between rollouts.
     """
 
     obs: Tensor  # [B, F] as returned by the environment
-    history: Tensor  # [B, n-1, F] normalised observations before obs; zeros before its episode
+    history: Tensor  # [B, n-1, F] normalised earlier observations; zeros before the episode
     episode_start: Tensor  # [B] bool: obs is the first observation of its episode
     lstm_state: Tensor  # [B, S, H]
     episode_return: Tensor  # [B] float64, sum of the episode's raw rewards so far
@@ -34,7 +34,7 @@ class Carry:
     discounted_return: Tensor  # [B] float64, discounted sum of training rewards so far
 
     def rows(self, rows: slice) -> Carry:
-        """Return the carry of some environments, given as a slice."""
+        """Return the carry of the environments in a slice."""
         return Carry(**{name: tensor[rows] for name, tensor in vars(self).items()})
 
 
@@ -64,14 +64,14 @@ class Rollout:
     values: Tensor
     rewards: Tensor  # float64, as returned by the environment, not scaled
     episode_start: Tensor  # bool: obs is the first observation of its episode
-    terminated: Tensor  # bool: the step ended its episode
+    terminated: Tensor  # bool: the episode ended with the step
     truncated: Tensor  # bool: the episode was cut off after the step
     discounted_returns: Tensor  # float64, discounted sum of the episode's rewards so far
     next_values: Tensor  # value of the observation after the step; 0 if terminated
     initial_states: Tensor  # [K, B, S, H] recurrent state before every L-th step
 
     host_starts: Tensor  # a copy of episode_start on the host
-    episodes: Tensor  # [3, G] per group: count, return and length of ended episodes
+    episodes: Tensor  # [3, G] per group: number, total return and total length of ended episodes
 
     @property
     def episode_end(self) -> Tensor:
@@ -93,13 +93,13 @@ def joined(parts: list[Part], dim: int) -> Part:
 
 
 def policy_input(normalize: Callable[[Tensor], Tensor], history: Tensor, obs: Tensor) -> Tensor:
-    """Return normalised `obs` [B, F]; with a window, history and obs as [B, n*F]."""
+    """Return `obs` normalised [B, F]; with a window, append it to `history` [B, n*F]."""
     seen = normalize(obs.to(history.dtype))
     return torch.cat([history, seen[:, None]], dim=1).flatten(1) if history.shape[1] else seen
 
 
 def shift_history(history: Tensor, seen: Tensor) -> Tensor:
-    """Return the history [B, n-1, F] after a step with policy input `seen`."""
+    """Return the next history [B, n-1, F] after a step with the policy input `seen`."""
     return seen.unflatten(1, (history.shape[1] + 1, -1))[:, 1:] if history.shape[1] else history
 
 
@@ -116,7 +116,7 @@ def collect(
 ) -> Rollout:
     """Step all environments T times with the frozen policy; update `carry` in place.
 
-    Groups of environments alternate: while the policy acts for one group, the others step.
+    Groups of environments take turns: while the policy acts for one group, the others step.
     """
     with weights_cast_once(policy.low_precision, noise.device):
         actors = [
@@ -163,7 +163,7 @@ class Actor:
                 "obs": seen,
                 "raw_obs": carry.obs,
                 "actions": actions,
-                "actor": actor,  # `finish` replaces these outputs by logprobs
+                "actor": actor,  # `finish` replaces these outputs by log probabilities
                 "values": values,
                 "episode_start": carry.episode_start,
             }
@@ -173,7 +173,7 @@ class Actor:
         return actions
 
     def observe(self, answers: StepResult) -> None:
-        """Record the environments' results; clear the history where an episode ended."""
+        """Record the results of a step; clear the history of episodes that ended."""
         carry = self.carry
         obs, rewards, terminated, truncated, info = answers
         step = self.steps[-1]
@@ -229,8 +229,8 @@ class Actor:
 
     @section("policy")
     def _next_values(self, steps: dict[str, Tensor], truncated: np.ndarray) -> Tensor:
-        """Return the value of the observation after every step [T, B]; 0 if terminated."""
-        # use the value of the next step, which is missing after a truncation and in the last step
+        """Return values [T, B] of the observations after each step; 0 if terminated."""
+        # Use the value of the next step. It is missing after a truncation and after the last step.
         next_values = torch.empty_like(steps["values"])
         next_values[:-1] = steps["values"][1:]
         missing = truncated.copy()  # [T, B]

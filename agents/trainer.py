@@ -1,4 +1,4 @@
-"""The training loop, and the training state between two iterations."""
+"""The training loop, and the training state that checkpoints save."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from rl_dist.telemetry.monitor import Monitor, sources_of
 from rl_dist.telemetry.profiler import NullProfiler, Profiler
 
 logger = logging.getLogger(__name__)
-Validate = Callable[[Policy, Normalizer], dict[str, float]]  # every rank must call it
+Validate = Callable[[Policy, Normalizer], dict[str, float]]  # every rank must call this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Job:
     """Everything that defines a training run, except the ranks that run it."""
 
     config: RunConfig
-    make_env: Callable[[int, int], TorchEnv]  # from num_envs, env_offset
+    make_env: Callable[[int, int], TorchEnv]  # arguments: num_envs, env_offset
     run_dir: Path
     strategy: StrategyConfig = StrategyConfig()
     dtype: torch.dtype = torch.float32
@@ -61,10 +61,10 @@ class Job:
 
 
 class Training:
-    """Training state of one rank, from the policy to the environments and counters."""
+    """Training state of one rank: policy, optimizer, environments and counters."""
 
     def __init__(self, job: Job, world: World, saved_num_envs: int = 0) -> None:
-        """Create the state; a resumed run passes the checkpoint's number of environments."""
+        """Create the state; `saved_num_envs` is from the checkpoint of a resumed run."""
         config = job.config
         train = config.train
         self.job = job
@@ -90,7 +90,7 @@ class Training:
         learner = PipelinePPO if pipelined else PPO
         self.ppo = learner(self.policy, config.ppo, strategy, train.grad_accumulation)
 
-        # observers and counters
+        # recorder, profiler, counters and monitor
         self.recorder = Recorder(world, self.ppo.clock)
         self.profiler = Profiler(job.run_dir, world) if train.profile else NullProfiler()
         self.iteration = 0
@@ -100,14 +100,14 @@ class Training:
         self.monitor = Monitor(sources_of(world.device), train.monitor_every)
 
     def _reset(self, resumed_at: int = 0) -> Carry:
-        """Reset all environments; `resumed_at` selects new episodes for a resumed run."""
+        """Reset all environments; for a resumed run, `resumed_at` selects new episodes."""
         first, count = self.sizes.env_offset, self.sizes.num_envs
         seeds = stream_seeds(self.config.train.seed, ENVIRONMENT_STREAM, first, count, resumed_at)
         return fresh_carry(self.policy, self.env.reset(seed=seeds)[0])
 
     @property
     def done(self) -> int:
-        """Number of steps or episodes done so far, whichever the budget counts."""
+        """Number of steps or episodes done so far, in the unit of the budget."""
         return self.global_step if self.config.train.total_steps else self.episodes
 
     @property
@@ -120,9 +120,9 @@ class Training:
         if not (self.config.train.normalize_obs or self.config.train.normalize_rewards):
             return
         rollout = self.collect(lifetime_step=0)
-        # The first pass computes the mean, the second pass sums deviations from it. A single pass
-        # would lose precision if the mean is large, and the rounding errors would depend on the
-        # number of ranks.
+        # The first pass computes the mean; the second pass sums deviations from the mean. A single
+        # pass would lose precision if the mean is large, and its rounding errors would depend on
+        # the number of ranks.
         for _ in range(2):
             self.normalizers.restart()
             sums = self.normalizers.sums(rollout.raw_obs, rollout.discounted_returns)
@@ -191,7 +191,7 @@ class Training:
         }
 
     def checked_state(self) -> dict[str, Any]:
-        """Return the state that all ranks share, after a check that they agree on it.
+        """Check that the state shared by all ranks is the same on all of them; return it.
 
         Every rank must call this.
         """
@@ -211,7 +211,7 @@ class Training:
         return state
 
     def state(self) -> dict[str, Any] | None:
-        """Return the complete, checked state on the main process, None on other ranks.
+        """Return the complete, checked state on rank 0, and None on other ranks.
 
         Every rank must call this.
         """
@@ -272,12 +272,12 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         training.warm_up_normalizers()
     best = Best(config.best_metrics, job.run_dir / CHECKPOINT_DIR, world)
     signum = 0  # number of a stop signal that a rank has received; 0: none
-    reason = ""  # why a callback or --stop_at ends the run; empty: neither does
+    reason = ""  # why a callback or --stop_at stops the run; "": neither does
     while training.progress < 1.0 and not signum and not reason:
         # collect a rollout and learn from it
         recorder.begin()
         training.begin_iteration()
-        with recorder.part("collect"):  # the warm-up used lifetime steps 0 .. num_steps - 1
+        with recorder.part("collect"):  # the warm-up took steps 0 .. num_steps - 1
             rollout = training.collect(lifetime_step=training.iteration * config.num_steps)
         with recorder.part("update"):
             losses = training.update(rollout)
@@ -309,7 +309,7 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
             training.checked_state()
     if reason:
         writer.say(f"stopped at iteration {training.iteration}: {reason}")
-    stop.notice = ""  # a signal that arrives from here on does not cause another save
+    stop.notice = ""  # a signal after this line does not cause another save
     # a signal may have arrived during the last save
     return signum or all_reduce_max(stop.signum, world)
 
@@ -320,7 +320,7 @@ def is_due(training: Training, every: int, now: bool = False) -> bool:
 
 
 def save(training: Training, best: Best, last: bool, writer: NullWriter) -> Path | None:
-    """Gather the state of all ranks and let the main process write a checkpoint.
+    """Gather the state of all ranks and write a checkpoint on rank 0.
 
     Returns the path, or None if the write failed and training continues without this checkpoint.
     """

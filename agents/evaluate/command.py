@@ -6,7 +6,7 @@ examples:
   python -m agents.evaluate runs/my_cartpole --video videos
   python -m agents.evaluate runs/my_run --compare runs/my_mlp --num_worlds 50
   python -m agents.evaluate runs/my_prices --open_test
-exit codes: 0 done, 1 failed, 2 bad usage, 130 and 143 stopped by Ctrl-C and SIGTERM
+exit codes: 0 done, 1 failed, 2 bad usage, 130 stopped by Ctrl-C, 143 stopped by SIGTERM
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from agents.trainer import Training
     from envs.trading.task import TradingTask
 
-LOOKS = "test_looks.jsonl"  # file in a run directory that lists its evaluations on the test span
+LOOKS = "test_looks.jsonl"  # file of a run directory: list of evaluations on the test span
 
 
 @configuration
@@ -51,8 +51,8 @@ class EvaluateConfig:
     """Checkpoint to evaluate, days or episodes to evaluate on, and files to write."""
 
     which: Literal["auto", "best", "last"] = "auto"
-    """Which checkpoint of a run directory; auto: the last one on real prices, otherwise the best
-    one if it exists."""
+    """Checkpoint to load from a run directory; auto: the last one for runs on real prices,
+    otherwise the best one if it exists."""
     open_test: bool = False
     """Evaluate on the test span of real prices; each such evaluation is recorded in
     RUN_DIR/test_looks.jsonl."""
@@ -63,11 +63,11 @@ class EvaluateConfig:
     market_edge: float = -1.0
     """Size of the planted drift, in basis points a day; -1 uses the run's drift."""
     env: Text = ""
-    """Environment of the run, module:id; needed if another user owns config.json."""
+    """Environment of the run, as module:id; needed if another user owns its config.json."""
     core: Text = ""
-    """Core of the run, module:Class; needed if another user owns config.json."""
+    """Core of the run, as module:Class; needed if another user owns its config.json."""
     episodes: int = Field(0, ge=0, le=10**7)
-    """Number of episodes, except in trading; 0 uses the run's number."""
+    """Number of episodes to evaluate, not used in trading; 0 uses the run's setting."""
     seed: int = -1
     """Seed for the evaluation episodes; -1 uses the run's seed."""
     num_gpus: int = Field(1, ge=1, le=1024)
@@ -77,13 +77,13 @@ class EvaluateConfig:
     video: Text = ""
     """Folder for a GIF of the first episode; not available in trading."""
     json: Text = ""
-    """JSON file to write all figures to."""
+    """JSON file to write all results to."""
 
 
 def record_look(task: TradingTask, loaded: dict[str, LoadedAgent]) -> None:
     """Record this evaluation on the test span in each run directory.
 
-    Print how often each run has been evaluated on it.
+    Print how often each run has been evaluated on the test span.
     """
     assert task.real is not None
     test = task.spans.test
@@ -115,7 +115,7 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
         "eval_episodes": options.episodes or -1,
     }
     config = agent.config.changed({name: value for name, value in overrides.items() if value >= 0})
-    # Evaluation steps are not larger than training steps, so more threads would not help.
+    # Evaluation batches are no larger than those of training: more threads would not help.
     torch.set_num_threads(min(config.launch.threads or 1, torch.get_num_threads()))
     say = print if world.is_main_process else lambda text: None
     say(f"{agent.path}, iteration {agent.iteration}")
@@ -167,9 +167,9 @@ def run_rank(paths: list[str], options: EvaluateConfig) -> int:
 
 
 def add_paths(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name the policies to evaluate."""
+    """Add the arguments for the paths of the policies to evaluate."""
     parser.add_argument("path", metavar="RUN_DIR_OR_CHECKPOINT")
-    more = "other policies to compare with"
+    more = "other policies to compare the first one with"
     parser.add_argument("--compare", nargs="+", default=[], metavar="RUN_DIR", help=more)
 
 
@@ -195,7 +195,7 @@ def evaluate_and_finish(
 ) -> int:
     """Evaluate the trained policy, write the results, and return the exit code.
 
-    If the task has episodes, also evaluate best.pt, unless it is from the last iteration.
+    In Gymnasium environments, best.pt is also evaluated, unless it is from the last iteration.
     Training is already saved, so a stop signal ends the evaluation immediately.
     """
 

@@ -26,10 +26,10 @@ from rl_dist.process_group.world import World, stop_flag
 
 # A function that maps (env, obs [B, F], episode_start [B]) to actions.
 Controller = Callable[[Any, Tensor, Tensor], Tensor]
-MAX_EPISODE_STEPS = 100_000  # longer episodes are cut
+MAX_EPISODE_STEPS = 100_000  # longer episodes are cut off
 RESAMPLES = 2000  # number of bootstrap samples
 ENDS = (0.025, 0.975)  # quantiles at the ends of a 95 % interval
-Interval = list[float]  # value, and lower and upper end of its 95 % interval
+Interval = list[float]  # value, and lower and upper bound of its 95 % interval
 
 
 class Stopped(Interruption):
@@ -43,7 +43,7 @@ def _stop(signum: int, frame: Any) -> None:
 
 
 def until_stopped(evaluate: Callable[[], None], world: World, run_dir: Path | None = None) -> int:
-    """Call `evaluate`, which a stop signal interrupts; return the exit code.
+    """Call `evaluate` until it ends or a stop signal arrives; return the exit code.
 
     With several ranks, a signal ends each process immediately, because a rank may be waiting for
     others in code that Python signal handlers cannot interrupt. The launcher then prints the
@@ -72,7 +72,7 @@ def until_stopped(evaluate: Callable[[], None], world: World, run_dir: Path | No
 class PolicyController:
     """Chooses a policy's most likely actions; keeps its state between calls.
 
-    With `zero_state`, the state is reset before every step, to measure what memory contributes.
+    If `zero_state` is True, the state is reset before every step, to measure how much memory helps.
     """
 
     policy: Policy
@@ -83,7 +83,7 @@ class PolicyController:
 
     def __call__(
         self,
-        env: TorchEnv | Policy,  # its observation layout is used
+        env: TorchEnv | Policy,  # only its observation layout is read
         obs: Tensor,
         episode_start: Tensor,
         push: Tensor | None = None,
@@ -149,7 +149,7 @@ def evaluate_episodes(
 
 
 def episode_figures(episodes: np.ndarray) -> dict[str, float]:
-    """Return statistics of the result of `evaluate_episodes`."""
+    """Compute statistics from the array that `evaluate_episodes` returns."""
     returns, lengths, repeats = episodes
     figures = {
         "return": returns.mean(),
@@ -175,7 +175,7 @@ def validate(
 def compare_on_episodes(
     task: GymTask, seed: int, agents: dict[str, PolicyController], world: World
 ) -> tuple[dict[str, dict[str, float]], str]:
-    """Evaluate agents on the same episodes; return statistics and a text with them."""
+    """Evaluate agents on the same episodes; return the statistics, also as text."""
     figures = {
         name: episode_figures(evaluate_episodes(task, agent, seed, world))
         for name, agent in agents.items()
@@ -189,7 +189,7 @@ def compare_on_episodes(
 
 
 def mean_interval(samples: np.ndarray | list[float]) -> Interval:
-    """Return the mean of independent samples [R], with its bootstrap interval.
+    """Return the mean of R independent samples and its bootstrap interval.
 
     Source: Agarwal et al., "Deep reinforcement learning at the edge of the statistical precipice",
     NeurIPS 2021, https://arxiv.org/abs/2108.13264.

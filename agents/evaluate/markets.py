@@ -33,16 +33,16 @@ from rl_dist.process_group.world import World
 
 TRADING_DAYS = 252  # per year
 MIN_ANNUAL_DAYS = 60  # results on shorter spans are not annualised
-# The bootstrap resamples blocks of a month: the autocorrelation of volatility is small beyond it.
+# The bootstrap resamples blocks of one month, because volatility is autocorrelated for that long.
 BLOCK_DAYS = 21
 NO_RISK = 1e-12  # a standard deviation below this is rounding error
 EQUAL_WEIGHT = "equal weight"  # buy and hold with equal weights: the baseline
 ZEROED = "ablation: policy, state zeroed"
 AGAINST = "against_equal_weight"
-ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # per day
-# Values per day and stock: their name in the environment's info, and the CSV column prefix.
+ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # values per day
+# Values per day and stock: key in the environment's info, and prefix of the CSV column.
 STOCKS = {"weights": "weight", "trades_usd": "usd"}
-COLUMNS = (  # columns of the printed table; for simulated markets only the first five
+COLUMNS = (  # columns of the printed table; simulated markets use only the first five
     "gap_closed", "sharpe", "max_drawdown", "turnover", "exposure",
     "cumulative_return", "annual_return", "annual_volatility", "fees_usd",
 )  # fmt: skip
@@ -53,8 +53,8 @@ SPANS = {
     "test": "test span",
 }
 
-# Result of one pass over M markets of D + 1 days. "values" holds portfolio values in USD [M, D+1],
-# each key in ACCOUNTS an array [M, D]. Policies also have the keys in STOCKS: [M, D, n], n stocks.
+# Result of one pass over M markets of D + 1 days: portfolio values in USD under "values" [M, D+1],
+# an array [M, D] per key in ACCOUNTS and, for policies, [M, D, n] per key in STOCKS for n stocks.
 Record = dict[str, np.ndarray]
 
 
@@ -62,7 +62,7 @@ Record = dict[str, np.ndarray]
 
 
 def run_markets(env: Any, controller: Controller, world: World) -> dict[str, list]:
-    """Trade once through all markets; a ruined portfolio keeps its last value.
+    """Trade once through all markets of `env`; ruined portfolios keep their value.
 
     Returns:
         The record of these markets, as lists.
@@ -92,14 +92,14 @@ def evaluate_markets(
     traders: dict[str, Controller],
     world: World,
 ) -> dict[str, Record]:
-    """Let each trader trade once through all markets, divided among the ranks.
+    """Let each trader trade once through all markets, which the ranks share.
 
     Returns:
-        For each trader, the record of all M markets in their order; the same on every rank.
+        The record of each trader over all M markets, in their order; the same on every rank.
     """
     local_markets = [markets[index] for index in shard(len(markets), world)]
 
-    @cache  # traders share an environment: building its tables takes longer than one pass
+    @cache  # traders share environments, because building one takes longer than a pass
     def make_env(held: bool) -> Any:
         return task.evaluation_env(local_markets, span, held=held, device=world.device)
 
@@ -116,7 +116,7 @@ def evaluate_markets(
 def market_validation(
     task: TradingTask, world: World
 ) -> Callable[[Policy, Normalizer], dict[str, float]] | None:
-    """Return a function that validates a policy; None if there is no validation span."""
+    """Return a function that validates a policy; None without a validation span."""
     span = task.spans.valid
     if span is None:
         return None
@@ -126,7 +126,7 @@ def market_validation(
         record = evaluate_markets(task, markets, span, {"": trader}, world)[""]
         return {name: float(figure.mean()) for name, figure in performance(record).items()}
 
-    baseline = means_of(buy_equal_weight)["sharpe"]  # does not change between validations
+    baseline = means_of(buy_equal_weight)["sharpe"]  # the same in every validation
 
     def validate(policy: Policy, normalizer: Normalizer) -> dict[str, float]:
         means = means_of(PolicyController(policy, normalizer))
@@ -140,15 +140,15 @@ def market_validation(
 
 
 def period_days(num_days: int) -> int:
-    """Return the length of the period to which results are scaled, in days.
+    """Return the length, in days, of the period to which results are scaled.
 
-    The period is a year, or the whole span if that has fewer than MIN_ANNUAL_DAYS.
+    The period is a year, or the whole span if the span is shorter than MIN_ANNUAL_DAYS.
     """
     return TRADING_DAYS if num_days >= MIN_ANNUAL_DAYS else num_days
 
 
 def growth_figures(returns: np.ndarray) -> dict[str, np.ndarray]:
-    """Compute statistics of daily returns along the last axis.
+    """Compute statistics of daily returns over the last axis, which is time.
 
     The statistics are scaled to the period that `period_days` returns. The risk-free rate is 0, and
     the Sharpe ratio is 0 if returns do not vary.
@@ -156,7 +156,7 @@ def growth_figures(returns: np.ndarray) -> dict[str, np.ndarray]:
     num_days = returns.shape[-1]
     period = period_days(num_days)
     growth = np.maximum(np.prod(1.0 + returns, axis=-1), 0.0)
-    deviation = returns.std(axis=-1, ddof=min(1, num_days - 1))  # 0 for a single day
+    deviation = returns.std(axis=-1, ddof=min(1, num_days - 1))  # 0 if there is only 1 day
     gain = returns.mean(-1) * np.sqrt(period)
     return {
         "annual_return": growth ** (period / num_days) - 1.0,
@@ -173,7 +173,7 @@ def daily_returns(record: Record) -> np.ndarray:
 def performance(record: Record) -> dict[str, np.ndarray]:
     """Compute performance statistics for each market; each statistic has shape [M].
 
-    Turnover is per period (see `period_days`), relative to the mean portfolio value.
+    Turnover is the amount traded per `period_days`, divided by the mean portfolio value.
     """
     values, returns = record["values"], daily_returns(record)
     traded_usd = record["traded_usd"].mean(1) * period_days(returns.shape[1])
@@ -188,7 +188,7 @@ def performance(record: Record) -> dict[str, np.ndarray]:
 
 
 def difference(record: Record, baseline: Record, name: str) -> Interval:
-    """Compare a statistic with the baseline: the difference and its 95 % interval.
+    """Return the difference of a statistic from the baseline and its 95 % interval.
 
     Several markets count as independent samples. For a single market, blocks of days are resampled.
 
@@ -207,7 +207,7 @@ def difference(record: Record, baseline: Record, name: str) -> Interval:
 
 
 def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
-    """Average each record's statistics over markets; compare them with equal weight."""
+    """Average the statistics of each record over markets; compare with equal weight."""
     policies: dict[str, dict[str, Any]] = {}
     for name, record in records.items():
         policies[name] = {key: float(value.mean()) for key, value in performance(record).items()}
@@ -217,8 +217,8 @@ def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
                 for figure in ("sharpe", "annual_return")
             }
 
-    # Gap closed: share of the Sharpe difference between equal weight and the reference rule that a
-    # trader reaches. It is None unless the interval of this difference lies above 0.1.
+    # gap_closed is the Sharpe difference between a trader and equal weight, divided by that between
+    # the reference rule and equal weight; None unless the latter's 95 % interval lies above 0.1.
     if best := policies.get("reference"):
         sharpe = policies[EQUAL_WEIGHT]["sharpe"]
         gap, low, _ = best[AGAINST]["sharpe"]
@@ -245,14 +245,14 @@ def report(
     test: bool = False,
     num_worlds: int | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """Compare agents on the spans in use; return a summary for each span and a text.
+    """Compare agents on each span to evaluate; return summaries by span, and a text.
 
-    Daily results of every span and the equity curves of the last span are written to files. If the
-    agent "policy" is a cascaded LSTM, it is also evaluated without memory.
+    Write the daily results of every span and the equity curves of the last span to files. If the
+    agent "policy" is a cascaded LSTM, also evaluate it without memory.
 
     Args:
         picture: file for the equity curves.
-        test: for real prices, evaluate only on the test span.
+        test: on real prices, evaluate on the test span instead of the other spans.
         num_worlds: number of simulated markets; None uses the default number.
     """
     simulated = task.real is None
@@ -283,7 +283,7 @@ def report(
             write_daily(path, records, markets, dates)
             plot_equity(records, dates, picture, name, simulated)
     text += (
-        "brackets: 95 % interval over markets, or over resampled blocks of days of one market\n"
+        "brackets: 95 % interval over markets, or over resampled blocks of days for one market\n"
         f"risk-free rate: 0; costs: {task.trading.fee_bps:g} bps of every purchase and sale\n"
         f"daily figures: {run_dir / 'evaluation'}\nequity curves: {picture}"
     )
@@ -296,7 +296,7 @@ def report(
 def text_table(summary: dict[str, Any], simulated: bool) -> str:
     """Format the summary of a span as a table to print."""
     entries = summary["policies"]
-    # Returns on simulated markets come from a planted drift, so the table does not show them.
+    # Returns on simulated markets are caused by a planted drift: the table does not show them.
     columns = COLUMNS[:5] if simulated else COLUMNS[1:]
     table = pd.DataFrame.from_dict(entries, orient="index").reindex(columns=columns)
     table["Sharpe above equal weight"] = [
@@ -315,7 +315,7 @@ def write_daily(
     markets: Sequence[Market],
     dates: np.ndarray,  # [D+1], one for each value
 ) -> None:
-    """Write a CSV row for each strategy, market and date except the first date.
+    """Write a CSV row per strategy, market and date, except for the first date.
 
     docs/data.md describes the columns.
     """

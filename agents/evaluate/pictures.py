@@ -24,7 +24,7 @@ from rl_dist.run_dir import RunDir
 
 CURVES = ("episode/return", "valid/return", "valid/sharpe")
 MAX_FRAMES = 2000  # the video stops after this many steps
-FRAME_MS = 33  # time for which each picture is shown
+FRAME_MS = 33  # milliseconds for which the video shows each picture
 
 
 def plot_learning_curve(directory: RunDir, title: str, simulated: bool) -> None:
@@ -69,7 +69,7 @@ def film(agent: PolicyController, task: GymTask, folder: Path, seed: int, world:
         env_workers=0,
         env_restarts=0,
     )
-    policy = replace(agent)  # a copy, so that the state of `agent` does not change
+    policy = replace(agent)  # a copy keeps the state of `agent` unchanged
     frames: list[Image.Image] = []
 
     def draw_and_act(env: Any, obs: Tensor, episode_start: Tensor) -> Tensor:

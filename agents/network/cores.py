@@ -1,4 +1,4 @@
-"""Cores with a common interface: LSTM, GRU, minGRU, and layers without memory.
+"""Cores with a common interface: LSTM, GRU, minGRU, and memoryless tanh layers.
 
 A core is a module with the constructor arguments (num_inputs, hidden_size, num_layers). Its
 `num_states` is the number S of vectors [H] in its state. It maps inputs [L, N, F] and the state
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 State = Tensor | list[Tensor]
-SHUT = -1e4  # a gate whose input includes this is exactly 0, and so is its gradient
+SHUT = -1e4  # added to the input of a gate, makes the gate and its gradient exactly 0
 
 
 class RememberingCore(nn.RNNBase):
-    """An LSTM or GRU, whose second block of biases feeds the gate that remembers."""
+    """An LSTM or GRU. Its second block of biases belongs to the gate that remembers."""
 
     @property
     def num_states(self) -> int:
@@ -52,12 +52,12 @@ class LSTMCore(nn.LSTM, RememberingCore):
             return outputs[None], hidden + cells
         weights: list[Tensor] = [weight for layer in self.all_weights for weight in layer]
         if resets is not None:
-            # pass resets as another input, whose weights shut the input, forget and output gates
+            # pass resets as an extra input whose weights shut the input, forget and output gates
             shut = weights[0].new_full((4, self.hidden_size), SHUT)
             shut[2] = 0.0  # no effect on the candidate values
             weights[0] = torch.cat([weights[0], shut.view(-1, 1)], 1)
             inputs = torch.cat([inputs, resets.to(inputs.dtype)], -1)
-        # other arguments: with biases, no dropout, one direction, time as the first axis
+        # other arguments: biases, no dropout, one direction, time as the first axis
         outputs, after_h, after_c = torch.lstm(
             inputs, before, weights, True, self.num_layers, 0.0, self.training, False, False
         )
@@ -83,10 +83,11 @@ class MinGRUCore(nn.Module):
     """minGRU layers: gates depend only on the inputs, so all steps run in parallel.
 
     Source: Feng et al., "Were RNNs all we needed?", https://arxiv.org/abs/2410.01201. The paper
-    scans logarithms, which requires positive states; `scan` needs no logarithms and no divisions.
+    runs its scan on logarithms, which requires positive states; `scan` needs neither logarithms nor
+    divisions.
     """
 
-    LONGEST = 64.0  # steps that the slowest units of a new core remember
+    LONGEST = 64.0  # number of steps that the slowest units of a new core remember
 
     def __init__(self, num_inputs: int, size: int, num_layers: int) -> None:
         super().__init__()
@@ -113,9 +114,9 @@ class MinGRUCore(nn.Module):
 
 
 def scan(keep: Tensor, add: Tensor, first: Tensor) -> Tensor:
-    """Return h_t = keep_t * h_(t-1) + add_t for all t, [L, N, H], in log2(L) rounds.
+    """Return h_t = keep_t * h_(t-1) + add_t for all t, [L, N, H], in log2(L) passes.
 
-    After the round with distance d, every element combines up to 2 * d steps. All factors lie in
+    After the pass with distance d, every element combines up to 2 * d steps. All factors lie in
     [0, 1], so no product overflows. Source: Hillis and Steele, "Data parallel algorithms", 1986.
 
     Args:

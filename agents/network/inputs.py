@@ -1,8 +1,8 @@
 """Network inputs: statistics that normalise observations, and encoders.
 
-The statistics stay fixed during an iteration; afterwards, the sums over its rollout are merged into
-them. Sums are float64 and can be added over ranks. They add up deviations from the fixed mean, so
-that neither the order of ranks nor a large offset reduces the precision.
+The statistics stay fixed during an iteration. At its end, sums over the rollout are added over all
+ranks and merged into the statistics. The sums are float64 sums of deviations from the fixed mean,
+so that neither the order of ranks nor a large offset of the observations reduces the precision.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CLIP = 10.0  # normalised values are clipped to [-CLIP, CLIP]
 class RunningMoments(nn.Module):
     """Mean and variance of F quantities over all samples merged so far.
 
-    With `columns`, only these columns have statistics; others keep mean 0 and variance 1.
+    If `columns` is given, the other columns always keep mean 0 and variance 1.
     """
 
     count: Tensor
@@ -42,7 +42,7 @@ class RunningMoments(nn.Module):
     def sums(self, samples: Tensor) -> Tensor:
         """Return the count, the sums and the sums of squares of samples [..., F].
 
-        The sums are over deviations from the mean.
+        Both kinds of sums are of deviations from the mean.
         """
         rows = samples.flatten(0, -2).index_select(1, self.index)
         deviations = rows.double() - self.mean[self.index]
@@ -54,7 +54,7 @@ class RunningMoments(nn.Module):
         count, deviations, squares = sums[0], *sums[1:].chunk(2)
         total = self.count + count
         shift = deviations / total
-        # formula of Chan et al. (1979) for merging variances; deviations are from the old mean
+        # formula of Chan et al. (1979) for merging variances, with deviations from the old mean
         merged = (self.variance[self.index] * self.count + squares) / total - shift.square()
         self.variance[self.index] = merged.clamp(min=0.0)
         self.mean[self.index] += shift
@@ -62,7 +62,7 @@ class RunningMoments(nn.Module):
 
 
 class Normalizer(nn.Module):
-    """Normalises values to mean 0 and deviation 1 and clips them, unless disabled."""
+    """Scales values to mean 0, standard deviation 1, and clips them, if enabled."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Normalizer(nn.Module):
         return self.frozen(values.dtype)(values)
 
     def frozen(self, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        """Return a function that normalises values of `dtype`; its statistics are fixed."""
+        """Return a function that normalises values of `dtype` with fixed statistics."""
         if not self.enabled:
             return lambda values: values
         shift = self.moments.mean.to(dtype) if self.center else 0.0
@@ -91,7 +91,7 @@ class Normalizer(nn.Module):
 
 
 def observation_normalizer(layout: Layout, enabled: bool) -> Normalizer:
-    """Return a normaliser for observation rows; it changes only vector columns."""
+    """Return a normaliser for observation rows that changes only vector columns."""
     return Normalizer(layout.size, columns=layout.columns("vector"), enabled=enabled)
 
 
@@ -119,12 +119,12 @@ class Normalizers(nn.Module):
         self.rewards.moments.merge(sums["discounted returns"])
 
     def restart(self) -> None:
-        """Reset the sample counts; keep the means, which the next sums still subtract."""
+        """Reset the sample counts; keep the means, which `sums` subtracts."""
         self.obs.moments.count.zero_()
         self.rewards.moments.count.zero_()
 
     def return_deviation(self) -> Tensor | float:
-        """Return the standard deviation of discounted returns, after any reward scaling."""
+        """Return the standard deviation of discounted returns of the scaled rewards."""
         if self.rewards.enabled:
             return 1.0
         moments = self.rewards.moments
@@ -132,7 +132,7 @@ class Normalizers(nn.Module):
 
 
 def image_encoder(shape: tuple[int, ...], num_outputs: int) -> nn.Sequential:
-    """Return a CNN for images [N, C, H, W]: stride-2 convolutions, one linear layer."""
+    """Return a CNN for images [N, C, H, W]: stride-2 convolutions and a linear layer."""
     channels, *sides = shape
     layers: list[nn.Module] = []
     while not layers or max(sides) > LARGEST_MAP:
@@ -145,7 +145,7 @@ def image_encoder(shape: tuple[int, ...], num_outputs: int) -> nn.Sequential:
 
 
 class Encoder(nn.Module):
-    """Encodes observation rows: keeps numbers, encodes images with CNNs, drops masks."""
+    """Encodes rows: keeps vector columns, encodes images with CNNs, drops masks."""
 
     def __init__(self, layout: Layout, image_size: int) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Encoder(nn.Module):
             )
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Encode rows [..., F] into [..., E]."""
+        """Encode observation rows [..., F] as features [..., E]."""
         if self._unchanged:
             return rows
         images = iter(self.images)

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: action noise, and the order of sequences.
+"""Counter-based random numbers for action noise and the order of sequences.
 
 Each number is computed from its indices, such as (seed, global environment, lifetime step). So the
 numbers do not depend on the distribution of environments over ranks, and there is no generator
@@ -21,17 +21,17 @@ from agents.network.seeds import NOISE_STREAM, SHUFFLE_STREAM
 MASK = 2**32 - 1
 FACTORS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
-# counters per call: few enough to fit into the cache of a CPU core and to save GPU memory
+# largest number of counters per call, so that they fit into a CPU cache or save GPU memory
 CELLS = {"cpu": 2**15, "cuda": 2**22}
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[int]) -> tuple[Tensor, ...]:
-    """Map the four words of a counter to four random 32-bit words, stored as int64."""
+    """Map the 4 words of a counter to 4 random 32-bit words; all are stored as int64."""
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     k0, k1 = key
     for _ in range(10):
-        # A product may overflow, but its low 64 bits are correct. The mask clears the sign bits
-        # that the shift copies, and the upper 32 bits of c1 and c3.
+        # The products may overflow, but their low 64 bits are correct. The mask removes the sign
+        # bits that the shift copies, and the upper 32 bits of c1 and c3.
         first, second = c0 * FACTORS[0], c2 * FACTORS[1]
         c0 = (second >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(MASK)
         c2 = (first >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(MASK)
@@ -61,7 +61,7 @@ def action_noise(
     Box actions get standard normal noise (Box-Muller), `colored` over time. Discrete choices get
     standard Gumbel noise: the argmax of logits + noise samples the softmax exactly.
     """
-    # No two environments or steps share a counter [T, B, C]. Each gives two pairs of words.
+    # Every environment and step has its own counters [T, B, C], each for two pairs of words.
     device = torch.device(device)
     is_box = isinstance(space, spaces.Box)
     num_actions = spaces.utils.flatdim(space)  # dimensions of a Box, or number of choices
@@ -70,7 +70,7 @@ def action_noise(
     envs = torch.arange(env_offset, env_offset + num_envs, device=device)[:, None]
     steps = torch.arange(first_step, first_step + num_steps, device=device)[:, None, None]
 
-    # compute in parts, so that intermediate results stay in the cache
+    # compute a few steps at a time, so that intermediate results fit into the cache
     key = stream_key(seed, NOISE_STREAM)
     draw = normal if is_box else gumbel
     size = max(1, CELLS[device.type] // (num_envs * len(numbers)))
@@ -100,9 +100,9 @@ def normal(high: Tensor, low: Tensor) -> Tensor:
 def colored(white: Tensor, exponent: float) -> Tensor:
     """Give white normal noise [T, B, A] the spectrum 1 / frequency**exponent.
 
-    The noise of neighbouring steps is then correlated, so that exploration reaches more distant
-    states. Each number by itself is still standard normal, so the log probabilities of single
-    actions are still correct. An exponent of 0 means white noise, 1 pink noise, 2 Brownian noise.
+    The noise of neighbouring steps becomes correlated, so that exploration reaches more distant
+    states. Each single number is still standard normal, so the log probabilities of single actions
+    are still correct. An exponent of 0 means white noise, 1 pink noise, 2 Brownian noise.
     Rollouts are coloured independently.
     Source: Hollenstein, Martius and Piater, "Colored noise in PPO" (AAAI 2024),
     https://arxiv.org/abs/2312.11091.
@@ -111,9 +111,9 @@ def colored(white: Tensor, exponent: float) -> Tensor:
     if not exponent or num_steps == 1:
         return white
     frequencies = torch.fft.rfftfreq(num_steps, dtype=white.dtype, device=white.device)
-    frequencies[0] = frequencies[1]  # the mean gets the strength of the slowest wave
+    frequencies[0] = frequencies[1]  # give the mean the amplitude of the slowest wave
     gain = frequencies ** (-exponent / 2)
-    weight = torch.full_like(gain, 2.0)  # each wave stands for 2 terms of the full transform
+    weight = torch.full_like(gain, 2.0)  # each wave counts as 2 terms of the full transform
     weight[0] = 1.0  # the mean is a single term
     if num_steps % 2 == 0:
         weight[-1] = 1.0  # the fastest wave is a single term, too
@@ -132,10 +132,10 @@ def sequence_orders(
 ) -> np.ndarray:
     """Shuffle this rank's sequences into minibatches, for every epoch.
 
-    Returns indices k * B + b (part k of environment b), [epochs, minibatches, sequences]. Random
-    keys sort the sequences within strata of neighbouring global environments. Every stratum gives
-    each minibatch the same number of sequences, so the global minibatch does not depend on the
-    number of ranks.
+    Returns [epochs, minibatches, sequences] of indices k * B + b, for sequence k of environment b.
+    Random keys sort the sequences within strata, which are groups of neighbouring environments.
+    Each stratum contributes the same number of sequences to every minibatch, so the global
+    minibatch does not depend on the number of ranks.
     """
     # number of environments in a stratum
     size = num_minibatches // math.gcd(num_minibatches, sequences_per_env)

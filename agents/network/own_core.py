@@ -10,8 +10,8 @@ from torch import nn
 from rl_dist.checkpoint.trust import import_own
 from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
 
-STEPS, ROWS = 7, 3  # size of the test input
-CONTRACT = "docs/own_environment.md says what a core must do"
+STEPS, ROWS = 7, 3  # steps and sequences of the test input
+CONTRACT = "docs/own_environment.md describes what a core must do"
 
 
 def make_core(name: str, *sizes: int) -> nn.Module:
@@ -29,7 +29,7 @@ def make_core(name: str, *sizes: int) -> nn.Module:
 
 
 def try_core(name: str, core: Any, num_inputs: int, size: int) -> None:
-    """Raise a UserError if a core breaks the contract."""
+    """Raise a UserError if a core does not work as docs/own_environment.md requires."""
     try:
         problem = _problem(core, num_inputs, size)
     except FOREIGN_ERRORS as error:
@@ -40,7 +40,7 @@ def try_core(name: str, core: Any, num_inputs: int, size: int) -> None:
 
 @torch.no_grad()
 def _problem(core: Any, num_inputs: int, size: int) -> str:
-    """Run a core on sequences and on single steps; return what is wrong, or ''."""
+    """Compare a core on sequences and on single steps; return the problem, or ''."""
     generator = torch.Generator().manual_seed(0)
     like = next(core.parameters(), torch.zeros(()))
     inputs = torch.randn(STEPS, ROWS, num_inputs, generator=generator).to(like)
@@ -51,7 +51,7 @@ def _problem(core: Any, num_inputs: int, size: int) -> str:
     if shapes != expected:
         return f"returns shapes {shapes}, not {expected}"
 
-    # run single steps, and omit the last sequence to detect a core that mixes sequences
+    # Run single steps. Omitting the last sequence reveals a core that mixes sequences.
     outputs, after = [], state[:, :-1]
     for step in inputs[:, :-1]:
         output, after = core(step[None], after)

@@ -1,4 +1,4 @@
-"""Independent streams of seeds for policy, environments, noise and evaluation."""
+"""Separate random streams for the policy, environments, noise and evaluation."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import numpy as np
 
 # stream numbers: each is the second entry of SeedSequence([seed, stream, ...])
 POLICY_STREAM, ENVIRONMENT_STREAM, NOISE_STREAM, SHUFFLE_STREAM, VALIDATION_STREAM = range(5)
-# Evaluation never reuses validation episodes: they chose the best checkpoint.
+# Evaluation has its own episodes, because validation episodes chose the best checkpoint.
 PREDICTION_STREAM, EVALUATION_STREAM = 5, 6
 
 
 def stream_seeds(seed: int, stream: int, first: int, count: int, resumed_at: int = 0) -> list[int]:
     """Return seeds `first` .. `first + count - 1` of a stream, 63 bits each.
 
-    Each environment uses the seed at its global index. When a run without environment snapshots is
-    resumed, it passes its iteration as `resumed_at`, so that its environments get new episodes.
+    Each environment uses the seed at its global index. A resumed run that cannot restore its
+    environments passes its iteration as `resumed_at`, so that its environments get new episodes.
     """
     keys = ([seed, stream, first + i, resumed_at] for i in range(count))
     words = (np.random.SeedSequence(key).generate_state(1, np.uint64)[0] for key in keys)

@@ -1,9 +1,9 @@
 """Run recurrent networks over [T, N] steps with episode resets, in dense calls.
 
-Episode starts cut sequences into pieces. A recurrent network is fast on dense blocks [steps, rows],
-so pieces of similar length share a block: each row holds one piece, padded to the longest piece. If
-the network can reset its state between two steps, one block may hold all pieces instead, with
-several pieces in a row.
+Episode starts divide sequences into pieces. A recurrent network is fast on dense blocks of
+[steps, rows], so pieces of similar length share a block: each row contains one piece, padded to the
+length of the longest. If the network can reset its state between two steps, a single block can
+contain all pieces instead, with several pieces in each row.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PACKING = 1.07  # time per step in packed rows (with resets), relative to padded rows
+PACKING = 1.07  # time per step in packed rows (with resets), divided by that in padded rows
 # A network maps obs [L, N, F] and the state [N, S, H] before the first step to outputs, each
-# [L, N, ...], and the state after the last step. For packed plans it also takes resets [L, N, 1]:
-# 1 at a step after which the state must be zero.
+# [L, N, ...], and the state after the last step. For packed plans it also takes resets [L, N, 1],
+# which are 1 at a step after which the state must be zero.
 Network = Callable[..., tuple[tuple[Tensor, ...], Tensor]]
 
 
@@ -29,12 +29,12 @@ class Plan:
     """Dense calls for N sequences of T steps; `calls` is empty if no cut is needed.
 
     A cell is one step of one sequence. The blocks of all calls are stored one after the other. The
-    table has four parts:
+    table is the concatenation of four lists:
 
     - for each cell t * N + n, its index in the stored blocks, [T * N];
-    - for each row, the sequence of its first piece;
-    - for each row, 1 if it begins with the stored state of that sequence, 0 if with zeros;
-    - the indices of the steps that reset the state.
+    - for each row, the number of the sequence to which its first piece belongs;
+    - for each row, 1 if it begins with the initial state of that sequence, 0 if with a zero state;
+    - the indices, in the stored blocks, of the steps that reset the state.
     """
 
     calls: list[tuple[int, int]]  # steps and rows of each block
@@ -45,16 +45,16 @@ class Plan:
 def plan_pieces(
     episode_start: np.ndarray,  # [T, N] bool
     device: torch.device,  # device of the sequences
-    call_steps: float = 0.0,  # overhead of a call, in single-row steps
+    call_steps: float = 0.0,  # overhead of a call, in steps of one row
     resets_inside: bool = False,  # the network accepts resets: pack pieces if that is faster
 ) -> Plan:
     """Cut sequences at episode starts; group the pieces by length, or pack them.
 
-    Pieces have levels: 0 for whole sequences, 1 for lengths in (T/2, T), 2 for (T/4, T/2], and so
-    on, so that less than half of a level's cells are padding. Neighbouring levels form one group if
-    that saves time.
+    The length of a piece determines its level: 0 for whole sequences, 1 for lengths in (T/2, T),
+    2 for (T/4, T/2], and so on, so that less than half of a level's cells are padding. Neighbouring
+    levels are joined into one group if that saves time.
     """
-    # cut the sequences, and sort the pieces by level
+    # cut the sequences into pieces, and sort the pieces by level
     num_steps, num_columns = episode_start.shape
     begins = episode_start.copy()
     begins[0] = True
@@ -87,9 +87,9 @@ def plan_pieces(
             row, begin = packed_row, packed_begin
             num_rows, block_steps = row.max(keepdims=True) + 1, longest[:1]
 
-    # index of each piece's first cell in the stored blocks
-    stride = np.repeat(num_rows, num_rows)[row]  # distance between successive steps of a row
-    later_cells = (block_steps - 1) * num_rows  # cells of each block after its first step
+    # find the index of each piece's first cell in the stored blocks
+    stride = np.repeat(num_rows, num_rows)[row]  # index distance between successive steps of a row
+    later_cells = (block_steps - 1) * num_rows  # number of cells of each block after its first step
     offsets = np.cumsum(later_cells) - later_cells
     first_places = np.repeat(offsets, num_rows)[row] + row + begin * stride
 
@@ -106,18 +106,18 @@ def plan_pieces(
 
 
 def cheapest_splits(counts: list[int], longest: list[int], call_steps: float) -> list[int]:
-    """Group neighbouring levels to minimise time; return the first level per group.
+    """Group neighbouring levels to minimise time; return each group's first level.
 
     Args:
         counts: number of pieces of each level, from the longest level to the shortest.
         longest: length of the longest piece of each level.
-        call_steps: overhead of a call, in single-row steps.
+        call_steps: overhead of a call, in steps of one row.
     """
-    # entry n: the least time for the first n levels, and the splits that achieve it
+    # entry n: the least time for the first n levels, and the first levels of its groups
     best: list[tuple[float, list[int]]] = [(0.0, [])]
     for end in range(1, len(counts) + 1):
         best.append(
-            min(  # the last group holds the levels first .. end - 1
+            min(  # the last group has the levels first .. end - 1
                 (time + (call_steps + longest[first] * sum(counts[first:end])), [*splits, first])
                 for first, (time, splits) in enumerate(best)
             )
@@ -126,16 +126,17 @@ def cheapest_splits(counts: list[int], longest: list[int], call_steps: float) ->
 
 
 def best_fit(lengths: np.ndarray, stateful: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pack pieces, one or more steps apart, into rows as long as the longest piece.
+    """Pack pieces, at least one step apart, into rows as long as the longest piece.
 
-    Every stateful piece begins a row. The other pieces follow in order of decreasing length, each
-    in the row with the least sufficient room. Returns the row and the first step of each piece.
+    Every stateful piece begins a row. The other pieces are placed in order of decreasing length,
+    each into the row with the least free room that is sufficient. Returns the row of each piece and
+    the position of its first step in the row.
     """
     row, begin = np.zeros((2, len(lengths)), np.int64)
     num_rows = int(stateful.sum())
     row[stateful] = np.arange(num_rows)
-    # The room of a row includes the reset step before a piece. The first piece of a row needs no
-    # reset, so an empty row has room for 1 more step.
+    # Placing a piece needs room for its steps and for 1 reset step before them. The first piece
+    # of a row needs no reset step, so the room of an empty row is counted as 1 step larger.
     whole = int(lengths.max()) + 1
     rows_by_room: dict[int, list[int]] = defaultdict(list)
     for number, length in enumerate(lengths[stateful].tolist()):
@@ -164,9 +165,9 @@ def run_sequence(
     obs: Tensor,  # [T, N, F]
     state: Tensor,  # [N, S, H] before the first step
     episode_start: Tensor,  # [T, N] bool: obs is the first observation of its episode
-    plan: Plan | None = None,  # from `plan_pieces`; None: compute it, which waits for the GPU
+    plan: Plan | None = None,  # from `plan_pieces`; None: make one, which waits for the GPU
 ) -> tuple[Tensor, ...]:
-    """Run a recurrent network over [T, N] steps, reset at every episode start.
+    """Run a recurrent network over [T, N] steps; reset it at every episode start.
 
     Returns the network's outputs, each [T, N, ...]. No gradient crosses an episode start.
     """
@@ -175,8 +176,8 @@ def run_sequence(
     if not plan.calls:  # one dense call processes the uncut sequences
         return network(obs, state * ~episode_start[0][:, None, None])[0]
 
-    # Copy all cells into the blocks. Inputs of padding and of reset steps stay zero: large inputs
-    # could open gates that a reset must shut.
+    # Copy all cells into the blocks. The inputs of padding and of reset steps remain zero, because
+    # large inputs could open gates that a reset must shut.
     num_rows = [rows for _, rows in plan.calls]
     sizes = [episode_start.numel(), sum(num_rows), sum(num_rows)]
     places, columns, stateful, reset_places = plan.table.tensor_split(np.cumsum(sizes).tolist())
@@ -217,15 +218,15 @@ def state_after(
     `run_sequence`; `starts` is a copy of `episode_start` on the host.
     """
     if resets_inside:
-        # One call is enough: no output is needed, so the last step before an episode can reset the
-        # state.
+        # One call is enough: the outputs are not needed, so the last step before an episode can
+        # serve as its reset step.
         resets = torch.zeros_like(obs[..., :1])
         resets[:-1, :, 0] = episode_start[1:].to(obs.dtype)
         obs = obs.masked_fill(resets > 0.5, 0.0)  # zero inputs, as in `run_sequence`
         after: Tensor = network(obs, state * ~episode_start[0][:, None, None], resets)[1]
         return after
-    # one call for each interval between the last episode starts of the sequences
-    last = (np.arange(len(obs))[:, None] * starts).max(0)  # [N] step of the last start, or 0
+    # One call for each interval between the steps at which a sequence begins its last episode.
+    last = (np.arange(len(obs))[:, None] * starts).max(0)  # [N] step of the last episode start
     cuts = sorted({0, *last.tolist()})
     for begin, end in zip(cuts, [*cuts[1:], len(obs)], strict=True):
         state = network(obs[begin:end], state * ~episode_start[begin][:, None, None])[1]
