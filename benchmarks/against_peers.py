@@ -1,18 +1,18 @@
-"""Compare our speed with other recurrent trainers, in alternating turns.
+"""Compare the speed of our recurrent trainer and others; all trainers take turns.
 
     python benchmarks/against_peers.py --python /path/to/venv/bin/python [--minutes 7]
 
 --python is the Python interpreter of an environment in which the other trainers are installed:
-rl-games, skrl and sb3-contrib, each with gymnasium and preferably with this project's version of
-torch. If a trainer is missing, a line says so and it is skipped. All trainers do the same work with
-the same network: an iteration collects 128 steps of 64 environments and trains an LSTM, a tanh
-layer and two heads for 4 epochs of 4 minibatches. The learning rate is so low that policies remain
-random, because learning would change the length of episodes, on which speed depends.
+rl-games, skrl and sb3-contrib, together with gymnasium and preferably the version of torch that
+this project uses. If a trainer is missing, it is skipped and a line says so. All trainers do the
+same work with the same network: an iteration collects 128 steps of 64 environments and trains an
+LSTM, a tanh layer and two heads for 4 epochs of 4 minibatches. The learning rate is so low that
+policies remain random: learning would change the length of episodes, on which speed depends.
 
-Every trainer is a process that waits for its turn, which is one iteration. In a pair of turns, our
-trainer and a peer take one turn each; the next pair is in the opposite order. A ratio is the time
-of the peer divided by our time in the same pair. The output has the median of the ratios with a
-95 % interval from a bootstrap.
+Every trainer is a separate process. A turn is one iteration; between its turns, a trainer waits. In
+a pair of turns, our trainer and another trainer (a peer) take one turn each; the next pair is in
+the opposite order. The ratio of a pair is the time of the peer divided by our time. The output has
+the median of the ratios with a 95 % interval from a bootstrap.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ from typing import Any
 from turns import STEPS, describe, median_interval
 
 SCRIPT = Path(__file__).with_name("peers.py")
-PEERS = {  # driver: package that it needs
+PEERS = {  # name of a driver: package that the driver needs
     "rl_games": "rl_games",
     "skrl": "skrl",
     "clean": "gymnasium",
     "sb3": "sb3_contrib",
 }
-START_UP_S = 20.0  # part of --minutes reserved for start and warm-up
+START_UP_S = 20.0  # part of each task's time that is reserved for start and warm-up
 
 
 class Program:
     """A process in its own session; it is killed when the `held` context exits."""
 
     def __init__(self, held: ExitStack, command: list[str], **options: Any) -> None:
-        self.errors = held.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115  # held
+        # `held` closes this file.
+        self.errors = held.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
         self.process = subprocess.Popen(
             command, stderr=self.errors, start_new_session=True, **options
         )
@@ -65,12 +66,12 @@ class Program:
 
 
 class Trainer(Program):
-    """A driver that trains one iteration per turn."""
+    """The process of one trainer, which trains one iteration per turn."""
 
     def __init__(self, held: ExitStack, python: str, *arguments: str | int) -> None:
         folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment["TMPDIR"] = held.enter_context(folder)  # killed drivers leave files
+        environment["TMPDIR"] = held.enter_context(folder)  # killed drivers leave files there
         super().__init__(
             held,
             [python, str(SCRIPT), *map(str, arguments)],
@@ -101,7 +102,7 @@ class Trainer(Program):
 
 
 def installed(python: str) -> set[str]:
-    """Return the peers whose packages are installed for an interpreter."""
+    """Return the peers whose packages a Python interpreter can import."""
     script = "import sys, importlib.util as u; print(*[n for n in sys.argv[1:] if u.find_spec(n)])"
     command = [python, "-c", script, *PEERS.values()]
     present = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
@@ -119,7 +120,7 @@ def row_of(task: str, about: dict[str, Any], turns: list[dict[str, Any]]) -> dic
 
 
 def compare(task: str, peers: list[str], args: argparse.Namespace) -> None:
-    """Start all trainers on a task, warm them up, let them take turns; print results."""
+    """Let all trainers take turns on a task, after a warm-up; print the results."""
     with ExitStack() as held:
         flags = (task, "--threads", args.threads)
         ours = Trainer(held, sys.executable, "ours", *flags, "--ranks", args.ranks)
@@ -156,16 +157,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--python", default=sys.executable, help="Python interpreter that has the other trainers"
+        "--python", default=sys.executable, help="Python interpreter with the other trainers"
     )
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
     tasks = ["cartpole", "stocks"]
     parser.add_argument("--tasks", nargs="+", default=tasks, choices=tasks)
     parser.add_argument("--minutes", type=float, default=7.0, help="duration of all tasks together")
     parser.add_argument("--fewest", type=int, default=4, help="smallest number of pairs per peer")
-    parser.add_argument("--warm_up", type=int, default=2, help="turns before the first pair")
+    parser.add_argument(
+        "--warm_up", type=int, default=2, help="turns of each trainer before the first pair"
+    )
     parser.add_argument("--threads", type=int, default=2, help="number of threads of each trainer")
-    parser.add_argument("--ranks", type=int, default=1, help="our ranks; they share --threads")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="number of ranks of our trainer, which share --threads"
+    )
     args = parser.parse_args()
     if args.threads % args.ranks:
         parser.error("--threads must be a multiple of --ranks, because ranks share the threads")

@@ -4,12 +4,12 @@
 
 Each run trains Recall-v0 on one to four ranks. A hit kills a rank, the launcher, the supervisor or
 the whole process group with a signal. If a rank is killed and `--max_restarts` is set, the launcher
-must start the ranks again. Otherwise the run must end by itself, print one error line if only a
-rank was killed, and leave no process; the same command then resumes it. Every run is hit several
-times. The last start trains to the end; its parameters, last checkpoint and metrics must then equal
-those of an undisturbed run. If they do not, all hits of the run count as failed. All cases are
-equally frequent. Most random moments fall into a rollout or an update, so some hits are aimed at
-the start-up or at the writing of a checkpoint.
+must start the ranks again. Otherwise all processes of the run must end by themselves; if only a
+rank was killed, the run must also print exactly one error line. The same command then resumes the
+run. Every run is hit several times and then trains to the end. Its parameters, last checkpoint and
+metrics must equal the results of an undisturbed run; if they do not, all hits of the run count as
+failed. All cases occur equally often. Most random moments fall into a rollout or an update, so some
+hits are aimed at the start-up or at the writing of a checkpoint.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from rl_dist.resume_check import differences, result_of
 from rl_dist.run_dir import JobState, RunDir
 
 ITERATIONS, HITS_PER_RUN = 20, 5
-FLAGS = (  # sizes that can be divided among one to four ranks
+FLAGS = (  # all sizes can be divided among one to four ranks
     "--env Recall-v0 --device cpu --num_envs 12 --num_steps 16 --bptt_steps 8 --batch_size 12 "
     "--hidden_size 8 --validate_every 0 --eval_episodes 2 --checkpoint_every 3 --resume auto "
     f"--total_steps {12 * 16 * ITERATIONS}"
 )
 VICTIMS = ("main rank", "other rank", "launcher", "supervisor", "group")
 WAYS = ("SIGKILL", "SIGSEGV", "SIGABRT")
-AIMS = {"starting": 0.2, "any moment": 0.5, "saving": 0.3}  # aim: fraction of the hits
+AIMS = {"starting": 0.2, "any moment": 0.5, "saving": 0.3}  # target moment: fraction of the hits
 START_UP_S = 8.0
 GONE_WITHIN_S = 30.0
 AGAIN_WITHIN_S = 90.0
@@ -55,7 +55,7 @@ ENDED_WITHIN_S = 300.0
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of hit: what is killed, with which signal, in which run."""
+    """A kind of hit: the victim, the signal, and the flags of the run that is hit."""
 
     ranks: int
     restarting: bool  # the run uses --max_restarts
@@ -64,7 +64,7 @@ class Case:
 
 
 class Run:
-    """A training that was started once, in a new process group."""
+    """One start of a training, in a new session and process group."""
 
     def __init__(self, folder: Path, ranks: int, restarting: bool) -> None:
         self.run_dir, self.errors = RunDir(folder / "run"), folder / "stderr"
@@ -80,22 +80,22 @@ class Run:
             )
 
     def wait_for(self, condition: Callable[[JobState], bool], patience_s: float) -> JobState | None:
-        """Wait until the state meets a condition; return it, or None if it never does."""
+        """Return the run's state once it meets a condition, or None if it never does."""
         deadline_s = time.monotonic() + patience_s
         while self.job.poll() is None and time.monotonic() < deadline_s:
             state = self.run_dir.state()
-            with suppress(ProcessLookupError):  # the state is from an earlier start
+            with suppress(ProcessLookupError):  # an earlier start wrote the state
                 if state and os.getsid(state.launcher_pid) == self.job.pid and condition(state):
                     return state
             time.sleep(0.002)
         return None
 
     def wait_for_phase(self, phase: str) -> None:
-        """Wait until this start is in a phase or has ended."""
+        """Wait until the run reaches a phase or ends."""
         self.wait_for(lambda state: state.phase == phase, ENDED_WITHIN_S)
 
     def hit(self, case: Case, aim: str, span_s: float, rng: random.Random) -> str:
-        """Kill the victim; return what went wrong afterwards, or "".
+        """Kill the victim; return a description of what went wrong afterwards, or "".
 
         Raises ProcessLookupError: the run ended before the hit.
         """
@@ -123,7 +123,7 @@ class Run:
         if is_restarted and self.wait_for(lambda now: now.restarts > restarts, AGAIN_WITHIN_S):
             return ""
         if num_left := self.num_left():
-            return f"{num_left} process(es) are left"
+            return f"{num_left} process(es) are still running"
         lines = [line for line in self.errors.read_text().splitlines() if line[:6] == "error:"]
         if is_rank and (case.restarting or not self.job.returncode or len(lines) != 1):
             return f"exit code {self.job.returncode}, error lines: {lines}"
@@ -166,7 +166,7 @@ def undisturbed(folder: Path, ranks: int) -> tuple[Path, float]:
 def hit_and_resume(
     folder: Path, cases: list[Case], expected: Path, span_s: float, rng: random.Random
 ) -> dict[Case, str]:
-    """Hit one run several times, then let it end; return each case's problem or ""."""
+    """Hit one run several times, then let it finish; return each hit's problem or ""."""
     problems: dict[Case, str] = {}
     ranks, restarting = cases[0].ranks, cases[0].restarting
     run = Run(folder, ranks, restarting)
@@ -187,13 +187,15 @@ def hit_and_resume(
 
 
 def main() -> int:
-    """Hit, resume and compare; return 0 if every run gave the undisturbed result."""
+    """Hit and resume runs; return 0 if all have the result of an undisturbed run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--points", type=int, default=108, help="number of hits; 108: every case")
+    parser.add_argument(
+        "--points", type=int, default=108, help="number of hits; the default covers every case"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
-    parser.add_argument("--seed", type=int, default=1, help="seed of random cases and moments")
+    parser.add_argument("--seed", type=int, default=1, help="seed for choosing cases and moments")
     args = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     rng = random.Random(args.seed)
@@ -223,7 +225,7 @@ def main() -> int:
                 num_hits += 1
                 num_good += not problem
                 print(f"{case}: {problem or 'same result'}", flush=True)
-    print(f"{num_good} of {num_hits} hits led to the same result")
+    print(f"{num_good} of {num_hits} hits left the result unchanged")
     return int(num_good != num_hits)
 
 

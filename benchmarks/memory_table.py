@@ -1,19 +1,19 @@
-"""Train memory tasks with several seeds; print results beside published figures.
+"""Train memory tasks with several seeds; print results next to published figures.
 
     pip install -e '.[popgym]'
     python benchmarks/memory_table.py --seeds 1 2 3 [--rows RepeatFirstEasy Recall] [--out DIR]
 
-Each row and seed is one command of train_distributed.py, which is printed before it runs. Results
-are stored in --out and reused as long as their command does not change, so a table can be made in
-several calls. The columns:
+For each row and seed, one train_distributed.py command is printed and run. Its result is stored in
+--out and reused until the command changes, so a table can be made in several calls. The columns:
 
-- without noise: mean return of the 100 episodes that evaluate the final weights without noise;
-- training: highest mean return of the episodes in 16,384 consecutive steps of the training, with
-  noise. The figure of POPGym's authors is similar, but their batches have 65,536 steps;
-- minutes: wall time of the whole command, from start to result.
+- without noise: mean return of the final weights in 100 evaluation episodes without action noise;
+- training: mean return of training episodes, with action noise, in the best window of 16,384 steps.
+  POPGym's authors report a similar figure, but for windows of 65,536 steps;
+- minutes: wall time of the whole command.
 
-Each cell is the mean over seeds, with the smallest and the largest value in brackets. The file also
-registers two published tasks: `benchmarks.memory_table:PocMemory-v0` and `...:MemoryLength-v0`.
+Each cell is the mean over seeds, with the smallest and the largest value in brackets. This file
+also registers two published tasks, `benchmarks.memory_table:PocMemory-v0` and
+`benchmarks.memory_table:MemoryLength-v0`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from envs.vector.batched import BatchedEnv, Outcome, SingleEnv
 ROOT = Path(__file__).resolve().parents[1]
 COMMON = "--preset memory --num_gpus 1 --device cpu --threads 1 --validate_every 0"
 WINDOW = 16_384  # number of steps over which training returns are averaged
-# sources of the published figures, by their letter in the table
+# sources of the published figures, by the letter that marks them in the table
 SOURCES = {
     "P": "Morad et al., ICLR 2023 ([arXiv 2303.01859](https://arxiv.org/abs/2303.01859)), "
     "Table 3: 15 M steps, 3 trials, RLlib's PPO; column *training*. Taken from a transcription",
@@ -54,8 +54,8 @@ SOURCES = {
     "read from its event files",
 }
 FROZEN_STEPS = 2  # number of steps in which PocMemory shows the signs
-END_PLACE = 5  # places on each side of the middle, 0.2 apart; the last one is the end
-FARTHEST_START = 2  # an episode of PocMemory begins at most this far from the middle
+END_PLACE = 5  # number of places, 0.2 apart, from the middle of the corridor to each end
+FARTHEST_START = 2  # an episode begins at most this many places from the middle
 PRIZE = 1.6
 STEP_COST = 0.1
 
@@ -69,14 +69,14 @@ class PocMemoryVectorEnv(BatchedEnv):
     terminates at either end. The best possible mean return is 1.2.
 
     Source of the rules: MarcoMeter/recurrent-ppo-truncated-bptt, environments/poc_memory_env.py,
-    with freeze=True, as in the trainings of that project.
+    with freeze=True, as in the experiments of that project.
     """
 
     state_names = ("place", "right")
 
     def __init__(self, num_envs: int = 1) -> None:
         super().__init__(num_envs, spaces.Box(-1.0, 1.0, (3,), np.float32), spaces.Discrete(2))
-        self.place = np.zeros(num_envs, dtype=np.int64)  # from -END_PLACE to END_PLACE
+        self.place = np.zeros(num_envs, dtype=np.int64)  # positions, from -END_PLACE to END_PLACE
         self.right = np.ones(num_envs, dtype=np.int64)  # sign of the right end
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
@@ -95,7 +95,7 @@ class PocMemoryVectorEnv(BatchedEnv):
         return np.stack([-signs, self.place / END_PLACE, signs], axis=1).astype(np.float32)
 
     def advance(self, actions: np.ndarray) -> Outcome:
-        """Walk left (0) or right (1)."""
+        """Move every agent: action 0 walks left, action 1 walks right."""
         walks = self.elapsed >= FROZEN_STEPS
         self.place += np.where(actions == 1, 1, -1) * walks
         over = np.abs(self.place) == END_PLACE
@@ -131,7 +131,7 @@ class MemoryLengthVectorEnv(BatchedEnv):
         self.bit[rows] = draws[:, 0].astype(np.int64)
 
     def observe(self) -> np.ndarray:
-        """Return observations that are one step late, as in the source."""
+        """Return the observations, one step late as in the source of the rules."""
         shown = np.maximum(self.elapsed - 1, 0)
         obs = np.zeros((self.num_envs, 3), dtype=np.float32)  # with one bit the query is always 0
         obs[:, 0] = 1.0 - shown / self.length
@@ -139,7 +139,7 @@ class MemoryLengthVectorEnv(BatchedEnv):
         return obs
 
     def advance(self, actions: np.ndarray) -> Outcome:
-        """Reward the action of the last step."""
+        """Reward the action of the last step only."""
         over = self.elapsed == self.length
         rewards = np.where(actions == self.bit, 1.0, -1.0) * over
         return rewards, over
@@ -155,17 +155,17 @@ for env_id, batch in BATCHES.items():
 
 @dataclass(frozen=True)
 class Row:
-    """A task, its training flags, and the figures that others have published."""
+    """A row of the table: a task, its training flags, and published figures."""
 
     task: str
     env: str
     steps: int
     published: str = "-"
-    flags: str = ""  # in addition to COMMON
+    flags: str = ""  # flags in addition to COMMON
 
     @property
     def name(self) -> str:
-        """Name of the row, in which --rows searches."""
+        """Name of the row; --rows selects rows by parts of this name."""
         return f"{self.task} {self.flags}".strip()
 
     def command(self, seed: int) -> list[str]:
@@ -180,7 +180,7 @@ def popgym(task: str, steps: int, published: str, flags: str = "") -> Row:
 
 
 NOW = "--gamma 0"  # every reward depends only on the action just taken
-WHOLE = f"{NOW} --bptt_steps 128"  # a sequence holds a whole episode
+WHOLE = f"{NOW} --bptt_steps 128"  # a training sequence holds a whole episode
 CORE = f"{WHOLE} --policy own --core examples.phase_core:PhaseCore"
 MEDIUM = "GRU -0.315, LMU (best) 0.789"
 LENGTH = "benchmarks.memory_table:MemoryLength-v0"
@@ -199,7 +199,7 @@ ROWS = [
     popgym("PositionOnlyCartPoleEasy", 60_000, "GRU 1.000"),
     popgym("PositionOnlyCartPoleMedium", 60_000, "GRU 1.000"),
     popgym("NoisyPositionOnlyCartPoleEasy", 300_000, "GRU (best) 0.995"),
-    # this environment needs the previous action (its obs_requires_prev_action)
+    # This environment sets obs_requires_prev_action: its policies need the previous action.
     popgym("MultiarmedBanditEasy", 300_000, "GRU 0.619, Elman (best) 0.631", "--previous_action"),
     Row(
         "PocMemory",
@@ -224,7 +224,7 @@ ROWS = [
 
 
 def best_window(metrics: Sequence[dict[str, Any]]) -> float | None:
-    """Return the highest mean return in WINDOW steps, or None if no episode ended."""
+    """Return the mean return of the best WINDOW steps, or None if no episode ended."""
     means: list[float] = []
     first_step, total, count = 0, 0.0, 0.0
     for record in metrics:
@@ -239,7 +239,7 @@ def best_window(metrics: Sequence[dict[str, Any]]) -> float | None:
 
 
 def train(command: list[str], run_dir: Path) -> dict[str, Any]:
-    """Run a training and return its results."""
+    """Run a training command and return its results."""
     shutil.rmtree(run_dir, ignore_errors=True)
     began_s = time.monotonic()
     arguments = [sys.executable, *command, "--run_dir", str(run_dir.absolute())]
@@ -284,7 +284,7 @@ def table_row(row: Row, results: Sequence[dict[str, Any]]) -> str:
 
 
 def stored(path: Path, command: list[str]) -> dict[str, Any] | None:
-    """Return the result stored in a file if the same command produced it."""
+    """Return the result stored in a file, or None unless `command` produced it."""
     if not path.exists():
         return None
     result: dict[str, Any] = json.loads(path.read_text())
@@ -292,17 +292,22 @@ def stored(path: Path, command: list[str]) -> dict[str, Any] | None:
 
 
 def result_path(out: Path, row: Row, seed: int) -> Path:
-    """Return the path of the file for a result."""
+    """Return the path of the file for the result of a row and seed."""
     return out / f"{re.sub('[^a-zA-Z0-9]+', '_', row.name)}.{seed}.json"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train the rows that have no result, and print the table."""
+    """Train the rows that have no stored result; print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--rows", nargs="+", default=[""], help="parts of row names; default: all")
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        default=[""],
+        help="rows whose names contain one of these texts; default: all",
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/memory_table"))
-    parser.add_argument("--print_only", action="store_true", help="only print results in --out")
+    parser.add_argument("--print_only", action="store_true", help="only print the stored results")
     args = parser.parse_args(argv)
     rows = [row for row in ROWS if any(part in row.name for part in args.rows)]
     results: dict[str, list[dict[str, Any]]] = {row.name: [] for row in rows}

@@ -1,9 +1,10 @@
-"""Train with one of several trainers, taking turns with others.
+"""Run a trainer that takes turns with other trainers.
 
     python benchmarks/peers.py DRIVER [TASK] [--threads 1] [--ranks 1]
 
-Every driver imports only its own trainer, because no environment has all of them installed.
-against_peers.py runs all drivers except `sb3_solve`, which time_to_solve.py halts and continues.
+A driver is a function that runs one trainer. It imports only this trainer, because no Python
+environment has all trainers installed. against_peers.py runs all drivers except `sb3_solve`, which
+time_to_solve.py runs.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from turns import (
 
 
 def batched_env(task: Task) -> Any:
-    """Return a batch for a trainer that cannot step 64 single environments."""
+    """Return a vector environment for trainers that cannot step single environments."""
     if task.discrete:
         return gymnasium.make_vec("CartPole-v1", NUM_ENVS, vectorization_mode="vector_entry_point")
     return StockLikeVectorEnv(NUM_ENVS)
@@ -54,7 +55,7 @@ def batched_env(task: Task) -> Any:
 
 
 def rl_games(task: Task, args: argparse.Namespace) -> None:
-    """Train rl_games' LSTM actor-critic on a batch: it cannot make 64 environments."""
+    """Train rl_games' LSTM actor-critic on a vector environment of 64 copies."""
     import rl_games.common.a2c_common as a2c
     from rl_games.common import env_configurations, vecenv
     from rl_games.torch_runner import Runner
@@ -93,7 +94,7 @@ def rl_games(task: Task, args: argparse.Namespace) -> None:
 
 
 def rl_games_parameters(task: Task, threads: int, folder: str) -> dict[str, Any]:
-    """Return the parameters that rl_games reads from a YAML file."""
+    """Return the parameters that rl_games usually reads from a YAML file."""
     default = {"name": "default"}
     gaussian = {
         "mu_activation": "None",
@@ -153,7 +154,7 @@ def rl_games_parameters(task: Task, threads: int, folder: str) -> dict[str, Any]
 
 
 def sb3(task: Task, args: argparse.Namespace) -> None:
-    """Train with RecurrentPPO, with one LSTM for actor and critic."""
+    """Train with sb3-contrib's RecurrentPPO; actor and critic share one LSTM."""
     from sb3_contrib import RecurrentPPO
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
@@ -179,7 +180,7 @@ def sb3(task: Task, args: argparse.Namespace) -> None:
     class Iterations(BaseCallback):
         began = collected = 0.0
 
-        def _on_rollout_start(self) -> None:  # the last iteration ended
+        def _on_rollout_start(self) -> None:  # the previous iteration has ended
             lengths = [episode["l"] for episode in self.model.ep_info_buffer or ()]
             turns.next(
                 collect_s=self.collected - self.began,
@@ -224,7 +225,7 @@ def sb3(task: Task, args: argparse.Namespace) -> None:
 
 
 def sb3_solve(task: Task, args: argparse.Namespace) -> None:
-    """Train RecurrentPPO for time_to_solve.py; write our metrics after each rollout.
+    """Train RecurrentPPO for time_to_solve.py; write metrics after each rollout.
 
     Source of the settings: CartPoleNoVel-v1 in rl-baselines3-zoo, hyperparams/ppo_lstm.yml.
     """
@@ -298,7 +299,7 @@ def skrl(task: Task, args: argparse.Namespace) -> None:
     spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
 
     class Shared(mixin, DeterministicMixin, Model):
-        """Policy and value function in one model, which share one pass of the LSTM."""
+        """A policy and a value function that share one pass of the LSTM."""
 
         def __init__(self) -> None:
             Model.__init__(self, **spaces, device=torch.device("cpu"))
@@ -310,7 +311,7 @@ def skrl(task: Task, args: argparse.Namespace) -> None:
                 {"policy": nn.Linear(size, task.num_actions), "value": nn.Linear(size, 1)}
             )
             self.log_std = nn.Parameter(torch.zeros(task.num_actions))
-            self.kept: Any = None  # the policy's features and state, reused by the value
+            self.kept: Any = None  # the policy's features and state, which the value reuses
 
         def get_specification(self) -> dict[str, Any]:
             sizes = [(1, NUM_ENVS, size)] * 2
@@ -328,7 +329,7 @@ def skrl(task: Task, args: argparse.Namespace) -> None:
             return self.heads[role](features), others
 
         def features(self, inputs: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
-            """Run the LSTM; training uses stored start states and resets at episode ends."""
+            """Run the LSTM; in training, begin at stored states and reset at episode ends."""
             state, obs = inputs["rnn"], inputs["observations"]
             if not self.training:
                 outputs, after = self.lstm(obs[:, None], (state[0], state[1]))

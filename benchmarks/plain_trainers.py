@@ -1,6 +1,6 @@
 """Train with this project or with a plain loop like CleanRL's ppo_atari_lstm.py.
 
-peers.py runs these drivers.
+The two functions that train, `ours` and `clean`, are drivers that peers.py runs.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ from turns import (
     vector_env,
 )
 
-DRIVER = "BENCHMARK_DRIVER"  # environment variable: process id and descriptor of the driver
+DRIVER = "BENCHMARK_DRIVER"  # environment variable: the driver's process id and output descriptor
 
 
 @functools.cache
 def our_turns() -> Turns:
-    """Return the Turns of the driver; ranks that it starts use the driver's files."""
+    """Return the Turns of this process.
+
+    Ranks that the driver started read from and write to the driver's files.
+    """
     number, reports = map(int, os.environ[DRIVER].split())
     if number == os.getpid():
         return Turns("ours", reports=os.fdopen(reports, "w", buffering=1))
@@ -100,7 +103,7 @@ def ours(task: Task, args: argparse.Namespace) -> None:
             total_steps=10**9,
             validate_every=0,
             checkpoint_every=10**9,
-            collective_timeout=80_000,  # ranks wait for their turns
+            collective_timeout=80_000,  # no timeout while ranks wait for a turn
             **settings,
         )
 
@@ -196,7 +199,7 @@ def plain_update(
 
 
 def clean(task: Task, args: argparse.Namespace) -> None:
-    """Train with the plain loop."""
+    """Train with the plain loop, as in CleanRL."""
     turns = Turns("CleanRL-style loop")
     envs, agent = vector_env(task), PlainAgent(task)
     optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5)

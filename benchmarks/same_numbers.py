@@ -1,12 +1,12 @@
-"""Run small jobs on two checkouts; all results must be equal bit for bit.
+"""Check that small jobs give the same results, bit for bit, in two checkouts.
 
     git worktree add ../base COMMIT
     python benchmarks/same_numbers.py ../base [--jobs NAME ...] [--table]
 
-Every job runs first in the checkout BASE and then in this checkout, on this machine. The script
-compares the records of metrics.jsonl, the newest checkpoint (parameters and optimizer included) and
-the figures of summary.json. It imports nothing from the project and reads all files itself.
-`--table` prints which job covers which option.
+Every job runs with the code of the checkout BASE and then with the code of this checkout. The
+script compares the records of metrics.jsonl, the newest checkpoint (parameters and optimizer
+included) and the figures of summary.json. It imports nothing from the project and reads all files
+itself. `--table` prints the options that each job covers.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ MARKETS = (
 )
 WORLDS = "--num_worlds 2 --num_stocks 2 --episode_days 60"
 SPACES = "--env examples.many_spaces"
-# Every line is a command. RUN stands for the run directory to compare, DIR for the job's folder.
-# "kill" starts a command and kills it after its second iteration.
+# A job is a list of commands. RUN stands for the run directory to compare, DIR for the folder of
+# the job. A command after "kill" is killed when its second iteration has ended.
 JOBS: dict[str, list[str]] = {
     "trading on 2 ranks": [
         f"{TRAIN} --num_gpus 2 {MARKETS} {WORLDS} --grad_accumulation 2 --validate_every 2 "
@@ -97,7 +97,7 @@ OPTIONS = (
     "target_kl, refreshed states, env restarts, pre-training, kill, resume, other ranks, fit, "
     "validation, warm-up, floor of advantages, coloured noise"
 )
-PATTERNS = {  # options whose names do not occur in the command
+PATTERNS = {  # regular expressions for options whose names do not occur in the command
     "1 rank": "num_gpus 1", "2 ranks": "num_gpus 2", "3 ranks": "num_gpus 3",
     "ddp": r"num_gpus [23](?!.*hybrid)", "pipeline": "hybrid_form pipeline",
     "trading": "train_end", "CSV": "--data", "CartPole": "CartPole-v1", "workers": "env_workers",
@@ -110,14 +110,14 @@ PATTERNS = {  # options whose names do not occur in the command
     "validation": "validate_every", "warm-up": "warmup", "floor of advantages": "min_adv_std",
     "coloured noise": "noise_color",
 }  # fmt: skip
-MACHINE = ("time/", "cpu/", "gpu/", "ram/")  # prefixes of metrics that differ from run to run
-# keys in old checkouts: their present names
+MACHINE = ("time/", "cpu/", "gpu/", "ram/")  # prefixes of metrics that vary from run to run
+# names of values in old checkouts, and their present names
 RENAMED = {
     "lifetime_step": "life/lifetime_step", "guard/restarts": "life/restarts",
     "guard/life_seed": "life/life_seed", "guard/last_obs": "life/last_row",
 }  # fmt: skip
-# Not compared: settings and spaces, which may be renamed; generators, which old checkouts pack in
-# another way; figures that old checkouts lack or estimate in another way.
+# Keys that are not compared: settings and spaces, which may be renamed; generators, which old
+# checkouts pack differently; figures that old checkouts lack or estimate differently.
 NOT_COMPARED = {
     "config", "extra", "facts", "spaces", "generator", "rng", "return_with_noise", "guessed",
     "most_frequent_sign", "measured", "against_equal_weight", "sortino", "ablation",
@@ -209,7 +209,7 @@ def run_job(tree: Path, commands: list[str], folder: Path) -> Path:
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
-    """Read metrics.jsonl without a last line that is incomplete."""
+    """Read the records of metrics.jsonl; skip the last line if it is incomplete."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -230,19 +230,19 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def result_of(run_dir: Path) -> dict[str, Any]:
-    """Read all that must be equal: records, newest checkpoint, summary."""
+    """Read the values to compare: metric records, newest checkpoint and summary."""
     checkpoint = max((run_dir / "checkpoints").glob("iteration_*.pt"))
     state = torch.load(checkpoint, weights_only=True, map_location="cpu")
     summary = run_dir / "summary.json"
     figures = json.loads(summary.read_text()) if summary.exists() else {}
-    figures.pop("scaling", None)  # measures speed
+    figures.pop("scaling", None)  # measures speed, which varies
     return dict(flat({"metrics": read_records(run_dir), "state": state, "summary": figures}))
 
 
 def differences(base: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return the paths whose values differ or are present on one side only.
 
-    Snapshots of environments may have entries that BASE does not have.
+    Entries of environment snapshots that BASE does not have are ignored.
     """
     return sorted(
         name
@@ -263,7 +263,7 @@ def _equal(name: str, left: Any, right: Any) -> bool:
 
 
 def main() -> int:
-    """Compare all jobs; return 1 if one differs."""
+    """Compare all jobs; return 1 if any job differs or fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("base", type=Path, nargs="?", help="checkout of the commit to compare with")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))

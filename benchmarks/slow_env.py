@@ -1,8 +1,8 @@
 """Two slow environments; measure how much workers and groups speed them up.
 
-A step of SlowSteps-v0 computes for about 1 ms; a step of Waiting-v0 waits for 2 ms. Train on one of
-them from the checkout with `--env benchmarks.slow_env:SlowSteps-v0`. Measure the speed of both with
-`python -m benchmarks.slow_env`.
+A step of SlowSteps-v0 computes for about 1 ms; a step of Waiting-v0 waits for 2 ms. To train on one
+of them, run train_distributed.py with `--env benchmarks.slow_env:SlowSteps-v0`. To measure the
+speed of both, run `python -m benchmarks.slow_env`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ WAYS = ((0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (8, 1), (8, 2))  # (workers, gro
 
 
 class SlowSteps(gymnasium.Env):
-    """Rewards actions near the last observation; a step computes for 0.5 to 1.5 ms."""
+    """An environment that computes for 0.5 to 1.5 ms in each step.
+
+    The reward is minus the distance between the action and the first number of the observation.
+    """
 
     observation_space = gymnasium.spaces.Box(-1.0, 1.0, (4,), np.float32)
     action_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
@@ -34,7 +37,7 @@ class SlowSteps(gymnasium.Env):
         return self._seen, {}
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Spend the time of a step, then draw the next observation."""
+        """Compute or wait, then draw the next observation."""
         self.work()
         reward = -abs(float(action[0]) - float(self._seen[0]))
         self._seen = self.np_random.uniform(-1, 1, 4).astype(np.float32)
@@ -49,7 +52,7 @@ class SlowSteps(gymnasium.Env):
 
 
 class Waiting(SlowSteps):
-    """SlowSteps that waits 2 ms per step, like a simulator behind a socket."""
+    """SlowSteps, but each step only waits for 2 ms, like a simulator behind a socket."""
 
     def work(self) -> None:
         """Wait for 2 ms."""
@@ -57,7 +60,7 @@ class Waiting(SlowSteps):
 
 
 def measure(env_id: str, num_envs: int, num_steps: int, rounds: int) -> None:
-    """Print median steps/s of rollouts for every number of workers and groups."""
+    """Print the median steps/s of rollouts for each number of workers and groups."""
     import torch
 
     from agents.network.inputs import Normalizer
@@ -80,7 +83,7 @@ def measure(env_id: str, num_envs: int, num_steps: int, rounds: int) -> None:
             started_s = time.perf_counter()
             collect(policy, Normalizer(4), env, carries[way], noise, num_steps, gamma=0.99)
             rates[way].append(num_envs * num_steps / (time.perf_counter() - started_s))
-    print(f"{env_id}, {num_envs} environments, {num_steps} steps, medians of {rounds} rounds")
+    print(f"{env_id}, {num_envs} environments, {num_steps} steps, medians of {rounds} rollouts")
     for (workers, groups), way_rates in rates.items():
         low, middle, high = np.quantile(way_rates, (0.0, 0.5, 1.0))
         gain = middle / np.median(rates[0, 1])

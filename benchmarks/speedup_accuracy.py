@@ -1,13 +1,14 @@
-"""Compare the speed that rl_dist.speedup predicts for N ranks with the real one.
+"""Compare the speed that rl_dist.speedup predicts for N ranks with a measurement.
 
     python benchmarks/speedup_accuracy.py [--ranks 2] [--jobs main slow_env]
 
-The prediction is made like that of `python -m rl_dist.speedup`: it times copies of one rank's share
-that do not communicate, and ranks that only reduce. The measured run trains on all ranks. The two
-take turns, so that other work on the machine slows both down equally. Turns must be long: a core
-of a shared host may change its speed by a factor of 1.7 every second, and for this reason alone the
-error was up to 40 % with turns of 2 s. The output is one JSON line per job and scaling, with the
-error of each round's prediction and the median error. Run nothing else on the machine meanwhile.
+As in `python -m rl_dist.speedup`, the prediction is computed from two timings: processes that each
+train one rank's share of the job without communication, and ranks that only reduce gradients. The
+measured run trains on all ranks. Timings of separate processes alternate with measured runs, so
+that other work on the machine slows both down equally. Both must be long: a core of a shared host
+may change its speed by a factor of 1.7 every second, and runs of 2 s had errors of up to 40 % for
+this reason alone. The output is one JSON line per job and scaling, with the error of each round's
+prediction and the median error. Run nothing else on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup.model import SMALL_COLLECTIVES, predict, rank_cost
 
 DEVICE_TYPE = "cuda" if torch.cuda.is_available() else "cpu"
-TOTALS = ("num_envs", "batch_size")  # sizes that ranks share with strong scaling
+TOTALS = ("num_envs", "batch_size")  # sizes that strong scaling divides among the ranks
 JOBS: dict[str, dict[str, Any]] = {
     "main": {"num_envs": 64, "batch_size": 128},
     "slow_env": {
@@ -47,7 +48,7 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 def compare(name: str, scaling: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the relative errors of the predicted steps/s."""
+    """Predict and measure the steps/s of a job; return them and the relative errors."""
     job, ranks = JOBS[name], args.ranks
     divisor = ranks if scaling == "strong" else 1
     share = job | {size: job[size] // divisor for size in TOTALS} | {"strategy": "ddp"}
@@ -58,7 +59,7 @@ def compare(name: str, scaling: str, args: argparse.Namespace) -> dict[str, Any]
     alone = partial(measure_short_runs, copies)
     together = partial(measure_short_runs, [as_flags(job | whole)])
     num_bytes = alone().gradient_bytes
-    small_bytes = 64  # size of the reduction that sums metrics
+    small_bytes = 64  # size in bytes of the reduction that sums metrics
     reduction_s = time_reductions(ranks, [num_bytes, small_bytes], DEVICE_TYPE)
     predictions, measured = [], []
     for number in range(args.rounds):

@@ -1,4 +1,4 @@
-"""Measure our speed relative to a fixed matrix product (`make bench`).
+"""Measure our training speed relative to a matrix product (`make bench`).
 
     python benchmarks/throughput.py [--turns 8] [--threads 2] [--folder runs/bench]
 
@@ -8,13 +8,13 @@ Three tasks take turns of one iteration each:
 - stocks: a market-like task (181 inputs, 30 continuous actions) with one LSTM of size 256;
 - main: the main job with 30 stocks.
 
-The first two use 64 environments for 128 steps and 4 epochs of 4 minibatches. Before each turn a
-fixed matrix product is timed. The output has steps per second, seconds per phase, GFLOP/s of the
-whole iteration, this rate as a fraction of the product's rate, and steps per GFLOP: the number of
-steps trained in the time in which the product does a billion operations. Steps per GFLOP are
-compared with the newest file in the folder that has the same task, processor, torch and threads.
-Thus two days can be compared even if the machine was faster on one of them. The results are written
-to a new file.
+In the first two tasks, an iteration has 128 steps of 64 environments and 4 epochs of 4 minibatches.
+Before each turn, a fixed matrix product is timed. The output has steps per second, seconds per
+phase, GFLOP/s of the whole iteration, this rate as a fraction of the product's rate, and steps per
+GFLOP: the number of steps trained in the time in which the product does a billion operations. Steps
+per GFLOP are comparable even if the machine was faster on one day than on another. They are
+compared with the newest file in the folder that has the same task, processor, torch version and
+number of threads. The results are written to a new file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from turns import KIND, STEPS, TASKS, describe, median_interval, product_gflops
 
 
 def measure(tasks: list[str], num_turns: int, threads: int) -> list[dict[str, Any]]:
-    """Let all tasks take turns; return a row of results with intervals for each task."""
+    """Let all tasks take turns; return a row of results for each task."""
     turns: dict[str, list[dict[str, Any]]] = {task: [] for task in tasks}
     with ExitStack() as held:
         trainers = {
@@ -69,7 +69,7 @@ def measure(tasks: list[str], num_turns: int, threads: int) -> list[dict[str, An
 
 
 def compare(row: dict[str, Any], machine: dict[str, Any], folder: Path) -> str:
-    """Compare with the newest file that has this task on the same kind of machine."""
+    """Compare a row with the newest stored row of this task and kind of machine."""
     for path in sorted(folder.glob("*.json"), reverse=True):
         stored = json.loads(path.read_text(encoding="utf-8"))
         earlier = [other for other in stored["rows"] if other["task"] == row["task"]]
@@ -77,8 +77,8 @@ def compare(row: dict[str, Any], machine: dict[str, Any], folder: Path) -> str:
             middle, low, high = row["steps_per_gflop"]
             old_middle, old_low, old_high = earlier[0]["steps_per_gflop"]
             overlap = "" if low > old_high or high < old_low else ", intervals overlap"
-            return f"{row['task']}: {middle / old_middle:.2f}x {path.name}{overlap}"
-    return f"{row['task']}: no result in {folder} with this processor, torch and threads"
+            return f"{row['task']}: {middle / old_middle:.2f}x the speed in {path.name}{overlap}"
+    return f"{row['task']}: no earlier result in {folder} with this processor, torch and threads"
 
 
 def main() -> None:

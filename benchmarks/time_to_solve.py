@@ -1,15 +1,14 @@
-"""Measure how long we and sb3-contrib take to solve CartPole without velocities.
+"""Compare how fast we and sb3-contrib solve CartPole without velocities.
 
     python benchmarks/time_to_solve.py --python /path/to/venv/bin/python [--seeds 1 2 3 4 5]
 
---python is an interpreter that has sb3-contrib installed. sb3-contrib runs with the settings that
-its authors tuned for this task; we use our defaults. The task is solved when the mean
-return of the last 100 training episodes reaches 475, the threshold that Gymnasium registers for
-CartPole-v1, if it then does not fall below 475 for 100 more episodes. The time is measured from the
-start of the command, so start-up counts. The two runs train in turns of some seconds, with one
-thread each. Outside its turns a run is halted, and so is its clock. If a run ends without solving
-the task, the table shows how long it trained; the ratio is then only a bound, and the median omits
-it.
+--python is a Python interpreter with sb3-contrib. sb3-contrib runs with the settings that its
+authors tuned for this task; we use our defaults. The task is solved when the mean return of the
+last 100 training episodes reaches 475 and then does not fall below 475 for 100 more episodes; 475
+is Gymnasium's reward threshold for CartPole-v1. The time is measured from the start of the command,
+so start-up counts. The two runs take turns of a few seconds, with one thread each. Between its
+turns, a run and its clock are halted. If a run ends without solving the task, the table shows how
+long it trained; the ratio is then only a bound, and the median omits it.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Goal:
-    """Mean return over a number of episodes that a run has to reach and keep."""
+    """Mean return that a run has to reach and then keep for a number of episodes."""
 
     mean: float
     episodes: int
@@ -45,14 +44,14 @@ class Goal:
 class Moment:
     """The end of an iteration, with the episodes that ended in it."""
 
-    seconds: float  # total length of the run's turns so far
+    seconds: float  # total duration of the run's turns so far
     steps: int
-    mean: float | None  # mean return of these episodes
+    mean: float | None  # mean return of the episodes; None if count is 0
     count: int
 
 
 class Run(Program):
-    """A training that is halted outside its turns; its metrics file is read."""
+    """A training process that is halted between its turns."""
 
     def __init__(self, held: ExitStack, command: list[str], metrics: Path, goal: Goal) -> None:
         super().__init__(held, command, stdout=subprocess.DEVNULL)
@@ -73,7 +72,7 @@ class Run(Program):
         return self.solved or self.moments[-1]
 
     def turn(self, length_s: float) -> None:
-        """Let the run train for some seconds or to its end, and read its new metrics."""
+        """Let the run train for `length_s` seconds or to its end; read its new metrics."""
         began_s = time.monotonic()
         self.signal(signal.SIGCONT)
         while self.process.poll() is None and time.monotonic() < began_s + length_s:
@@ -81,7 +80,7 @@ class Run(Program):
             self._read(self.seconds + time.monotonic() - began_s)
         self.signal(signal.SIGSTOP)
         self.seconds += time.monotonic() - began_s
-        self._read(self.seconds)  # also the last lines of a run that has ended
+        self._read(self.seconds)  # a run that has ended may have written more lines
         if self.process.poll():
             raise SystemExit(f"error: {self.metrics.name}: the run failed: {self.last_line()}")
 
@@ -93,13 +92,13 @@ class Run(Program):
             self.moments.append(Moment(seconds, record["global_step"], mean, count))
 
     def cells(self) -> str:
-        """Return the cells for this run in a table row."""
+        """Return the time and the steps of this run as cells of a table row."""
         seconds = f"{self.last.seconds:.1f}"
         return f"{seconds if self.solved else f'not in {seconds}'} | {self.last.steps:,}"
 
 
 def mean_of_last(moments: Sequence[Moment], episodes: int) -> float | None:
-    """Return the mean return of the last `episodes`, or None if too few have ended."""
+    """Return the mean return of the last `episodes` episodes; None if fewer ended."""
     total, count = 0.0, 0
     for moment in reversed(moments):
         total += (moment.mean or 0.0) * moment.count
@@ -110,7 +109,7 @@ def mean_of_last(moments: Sequence[Moment], episodes: int) -> float | None:
 
 
 def solved_at(moments: Sequence[Moment], goal: Goal) -> Moment | None:
-    """Return when the goal was reached and kept for `goal.episodes` more episodes."""
+    """Return the moment at which the goal was reached, if it was kept afterwards."""
     reached: Moment | None = None
     after = 0  # number of episodes since `reached`
     for number, moment in enumerate(moments):
@@ -157,7 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--python", required=True, help="Python interpreter that has sb3-contrib")
+    parser.add_argument("--python", required=True, help="Python interpreter with sb3-contrib")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--total_steps", type=int, default=200_000, help="step limit of each run")
     parser.add_argument("--turn_s", type=float, default=2.0)

@@ -1,4 +1,4 @@
-"""Tasks and turns for comparing trainers, and measurements of the machine.
+"""Define tasks and turns for comparing trainers; measure the machine.
 
 Before each iteration a trainer calls `Turns.next`, which reports the previous iteration and waits
 for a line on standard input; the end of the input ends the process. In this way several trainers
@@ -28,12 +28,12 @@ from gymnasium.vector.utils import batch_space
 NUM_ENVS, NUM_STEPS, EPOCHS, MINIBATCHES, BPTT_STEPS = 64, 128, 4, 4, 32
 STEPS = NUM_ENVS * NUM_STEPS  # steps per iteration
 MINIBATCH_STEPS = STEPS // MINIBATCHES
-LEARNING_RATE = 1e-9  # episodes, on whose length speed depends, do not change
+LEARNING_RATE = 1e-9  # so low that policies, and thus the lengths of episodes, do not change
 GAMMA, GAE_LAMBDA, CLIP, MAX_GRAD_NORM = 0.99, 0.95, 0.2, 0.5
 ENT_COEF, VF_COEF = 0.01, 0.5
 
 KIND = ("cpu", "instructions", "torch", "threads")  # results are comparable if these are equal
-SIDE, PRODUCTS = 1024, 8  # size and number of matrix products that measure the machine
+SIDE, PRODUCTS = 1024, 8  # size and number of the matrix products that measure the machine's speed
 RESAMPLES = 10_000  # number of bootstrap samples
 
 NUM_STOCKS, NUM_DAYS, EPISODE_STEPS = 30, 3000, 252
@@ -42,9 +42,10 @@ NUM_OBS = 1 + 6 * NUM_STOCKS
 
 @dataclass(frozen=True)
 class Task:
-    """A job and the size of its network: an LSTM, a tanh layer and two heads.
+    """A training job and its network sizes: an LSTM, a tanh layer and two heads.
 
-    The main job has a cascade of three LSTMs and the same number of steps; peers do not train it.
+    Only the main job has a cascade of three LSTMs instead. It has the same number of steps as the
+    other jobs, but the other trainers do not run it.
     """
 
     hidden_size: int
@@ -70,9 +71,10 @@ TASKS = {
 
 
 class StockLikeVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
-    """StockLike-v0: random numbers in the shapes of the trading task, for timing.
+    """StockLike-v0: random numbers with the shapes of the trading task, for timing.
 
-    All environments are stepped as one batch; their first episodes begin at a random age.
+    All environments are stepped as one batch. Their first episodes have different lengths, so that
+    not all episodes end together.
     """
 
     metadata: dict[str, Any] = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
@@ -96,7 +98,7 @@ class StockLikeVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     def step(
         self, actions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Go to the next row of the table; reward actions by the numbers in the old row."""
+        """Compute rewards from actions and the current table row; go to the next row."""
         rewards = (actions * self.table[self.day, :NUM_STOCKS]).mean(1)
         self.day = (self.day + 1) % NUM_DAYS
         self.age = (self.age + 1) % EPISODE_STEPS
@@ -117,11 +119,14 @@ def vector_env(task: Task) -> VectorEnv[Any, Any, Any]:
 
 
 class Turns:
-    """The trainer's side of taking turns; it moves other output to standard error.
+    """Lets a trainer wait for its turns and report what it measured.
+
+    All other output of the trainer is redirected to standard error.
 
     Args:
-        trainer: its name, for the first report.
-        orders, reports: files to read and to write; None: standard input and output.
+        trainer: name of the trainer, for the first report.
+        orders: file with one line per turn; None: standard input.
+        reports: file to write reports to; None: standard output.
     """
 
     def __init__(
@@ -140,7 +145,7 @@ class Turns:
         print(json.dumps(measured | self._about), file=self._reports)
         self._about = {}
         if not self._orders.readline():
-            os._exit(0)  # ends the trainer in the middle of any call
+            os._exit(0)  # the trainer's code cannot catch or delay this exit
         self._began = time.perf_counter()
 
 
@@ -155,13 +160,13 @@ def silence() -> int:
 
 
 def cpu_name() -> str:
-    """Return the processor's model, which Python does not know on Linux."""
+    """Return the processor's model from /proc/cpuinfo, or else Python's name for it."""
     match = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
     return match[1] if match else platform.processor()
 
 
 def describe(threads: int) -> dict[str, Any]:
-    """Return facts about the machine on which speed depends, and its load."""
+    """Return the machine's load and the properties that determine its speed."""
     return {
         "cpu": cpu_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -181,7 +186,7 @@ def median_interval(samples: Iterable[float], digits: int = 3) -> list[float]:
 
 
 def product_gflops() -> float:
-    """Return the GFLOP/s of a fixed matrix product, the best of several."""
+    """Return the best GFLOP/s of several runs of a fixed matrix product."""
     left = torch.ones(SIDE, SIDE)
     best_s = float("inf")
     for _ in range(PRODUCTS):

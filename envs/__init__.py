@@ -16,13 +16,14 @@ from gymnasium.vector import AutoresetMode
 from envs.vector.guards import is_own_fault, place_of
 from rl_dist.errors import one_line
 
-# Keep this import fast: torch and pandas are imported only when an environment is made.
+# Importing this module must be fast, so torch and pandas are imported only to make environments.
 if TYPE_CHECKING:
     from envs.vector.adapter import TorchVectorEnv
 
 TRADING_ID = "StockTrading-v0"
 MEMORY_IDS = ("Recall-v0", "CartPolePositions-v1", "MountainCarPositions-v0")
-# Gymnasium's vector CartPole shares one generator among all environments; ours does not.
+# In Gymnasium's vector CartPole all environments draw from one random generator. In ours, each
+# environment has its own.
 OUR_BATCHES = {"CartPole-v1": "envs.memory_tasks:CartPoleVectorEnv"}
 
 for _env_id in MEMORY_IDS:
@@ -44,11 +45,13 @@ def make_vector_env(
     """Make a batch of environments from a Gymnasium id or `module:id`.
 
     Args:
-        vectorization: "auto" uses the environment's vector version (ours for CartPole-v1) if it has
-            autoreset SAME_STEP and accepts one seed per environment. Otherwise, or with "sync",
-            `env_restarts` or `info_mask`, single environments are stepped one after the other.
-        heartbeat: called before each single environment is made, and later by TorchVectorEnv.
-        options: other fields of TorchVectorEnv.
+        vectorization: "auto" uses the environment's vector version (for CartPole-v1, the version in
+            this project) if it supports autoreset mode SAME_STEP and one seed per environment.
+            Otherwise, and always with "sync", `env_restarts` or `info_mask`, single environments
+            are stepped one after the other.
+        heartbeat: called before each single environment is made. TorchVectorEnv also calls it to
+            report progress.
+        options: values for other fields of TorchVectorEnv.
 
     Raises:
         ValueError: the environment is unknown or cannot be made.
@@ -56,7 +59,8 @@ def make_vector_env(
     from envs.vector.adapter import OneByOne, TorchVectorEnv
 
     spec = find_spec(env_id)
-    # The adapter checks every step and enforces the step limit, so wrappers are not needed.
+    # The adapter checks every step and enforces the step limit, so Gymnasium's wrappers for these
+    # tasks are not needed.
     spec = replace(
         spec,
         order_enforce=False,
@@ -86,7 +90,7 @@ def make_vector_env(
 
 
 def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
-    """Return the spec of an id or `module:id`; raise ValueError if it is unknown."""
+    """Return Gymnasium's spec of an id or `module:id`; unknown ids raise ValueError."""
     module, _, name = env_id.rpartition(":")
     with _one_line(env_id):
         if module:
@@ -107,12 +111,12 @@ def _one_line(env_id: str) -> Iterator[None]:
 
 
 def _seeds_each(make_batch: Callable[..., Any]) -> bool:
-    """Return whether batches use SAME_STEP and accept one seed for each environment."""
+    """Return whether a batch supports SAME_STEP and one seed for each environment."""
     try:
         env = make_batch(num_envs=2)
         first, second = env.reset(seed=[11, 11])[0]
         env.close()
-    except Exception:  # a list of seeds may raise any error
+    except Exception:  # an environment that expects one seed may raise any error
         return False
     same_step = env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
     return same_step and np.array_equal(first, second)

@@ -13,9 +13,9 @@ from gymnasium.envs.classic_control.continuous_mountain_car import Continuous_Mo
 from envs.vector.batched import BatchedEnv, Outcome, SingleEnv
 
 _START_BOUND = 0.05  # CartPole draws each start coordinate from [-0.05, 0.05]
-# constants of the mountain car
+# constants of the mountain car's dynamics and rewards
 _GRAVITY = 0.0025
-_COST = 0.1  # a step costs this times the squared action
+_COST = 0.1  # a step costs 0.1 times the squared action
 _PRIZE = 100.0
 
 
@@ -23,8 +23,8 @@ class RecallVectorEnv(BatchedEnv):
     """Recall-v0: a tiny task that needs memory.
 
     The first observation shows one of `num_cues` cues. The next `delay` observations show only
-    noise. Then the query flag is 1, and the action earns 1 if it equals the cue's number.
-    Without memory the best mean return is 1 / num_cues.
+    noise. Then the query flag is 1, and the action earns a reward of 1 if it is the cue's number.
+    Without memory, the best possible mean return is 1 / num_cues.
 
     Observation [num_cues + num_noise + 1]: the cue (one-hot at the first step, else zeros), noise
     in [-1, 1], the query flag. An episode terminates after delay + 2 steps.
@@ -52,7 +52,7 @@ class RecallVectorEnv(BatchedEnv):
         self.noise[rows] = 2.0 * draws[:, 1:].reshape(len(rows), *self.noise.shape[1:]) - 1.0
 
     def observe(self) -> np.ndarray:
-        """Return the observations; after the query they are all zeros."""
+        """Return the observations; an observation after the query is all zeros."""
         obs = np.zeros(self.observation_space.shape or (), dtype=np.float32)
         (fresh,) = np.nonzero(self.elapsed == 0)
         obs[fresh, self.cue[fresh]] = 1.0
@@ -62,13 +62,16 @@ class RecallVectorEnv(BatchedEnv):
         return obs
 
     def advance(self, actions: np.ndarray) -> Outcome:
-        """Reward the right answer to the query, and end the episode after the query."""
+        """Reward the right answer to the query; end episodes after the query."""
         is_query = self.elapsed == self.query_age
         return (is_query & (actions == self.cue)).astype(np.float64), is_query
 
 
 class ControlEnv(BatchedEnv):
-    """Base of the control tasks: `state` is [B, S]; `draw` returns a start state [S]."""
+    """Base class of the control tasks.
+
+    The array `state` is [B, S]; `draw` returns a start state [S].
+    """
 
     state: np.ndarray
     state_names = ("state",)
@@ -91,7 +94,7 @@ class CartPoleVectorEnv(ControlEnv):
     """
 
     def __init__(self, num_envs: int = 1, *, max_episode_steps: int = 500) -> None:
-        self._physics = CartPoleEnv()  # only its constants are used
+        self._physics = CartPoleEnv()  # used only for its constants
         space: Any = self._physics.observation_space
         seen = spaces.Box(space.low[self.observed], space.high[self.observed])
         super().__init__(num_envs, seen, spaces.Discrete(2))
@@ -121,16 +124,17 @@ class CartPoleVectorEnv(ControlEnv):
 
 
 class CartPolePositionsVectorEnv(CartPoleVectorEnv):
-    """CartPolePositions-v1: CartPole-v1 without observed velocities; needs memory.
+    """CartPolePositions-v1: CartPole-v1 with the velocities hidden.
 
-    An observation holds the position of the cart (m) and the angle of the pole (rad).
+    An observation holds the position of the cart (m) and the angle of the pole (rad). The agent
+    needs memory to estimate the velocities.
     """
 
     observed = slice(None, None, 2)
 
 
 class MountainCarPositionsVectorEnv(ControlEnv):
-    """MountainCarPositions-v0: sparse reward, continuous actions, no velocities.
+    """MountainCarPositions-v0: sparse rewards, continuous actions, hidden velocity.
 
     The task is MountainCarContinuous-v0 with only the position observed. Every action has a cost,
     and only reaching the summit earns a reward. Exploration with white noise never reaches the
@@ -142,7 +146,7 @@ class MountainCarPositionsVectorEnv(ControlEnv):
     observed = slice(1)
 
     def __init__(self, num_envs: int = 1, *, max_episode_steps: int = 999) -> None:
-        self._physics = Continuous_MountainCarEnv()  # only its constants are used
+        self._physics = Continuous_MountainCarEnv()  # used only for its constants
         bounds = (self._physics.min_position, self._physics.max_position)
         observations = spaces.Box(*bounds, (1,), np.float32)
         super().__init__(num_envs, observations, spaces.Box(-1.0, 1.0, (1,), np.float32))
@@ -150,11 +154,11 @@ class MountainCarPositionsVectorEnv(ControlEnv):
         self.state = np.zeros((num_envs, 2))  # position (m), velocity (m per step)
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
-        """Draw the start position of a car at rest."""
+        """Draw a start state: a random position, and velocity 0."""
         return np.array([generator.uniform(-0.6, -0.4), 0.0])
 
     def advance(self, actions: np.ndarray) -> Outcome:
-        """Move all cars by one step."""
+        """Simulate one step of all cars."""
         physics = self._physics
         position, velocity = self.state.T
         force = np.clip(actions[:, 0].astype(np.float64), -1.0, 1.0)

@@ -14,40 +14,44 @@ from envs.vector.guards import end_process
 from rl_dist.errors import printable
 from rl_dist.flags import Field, Text, configuration, or_auto
 
-AUTO = -1  # env_workers auto: training finds the fastest number; other commands use 0
+# Value of env_workers that stands for auto: training measures which number of workers is fastest;
+# other commands use no workers.
+AUTO = -1
 
 
 @configuration
 class TaskConfig:
-    """Flags that choose the environment of a run and how it is stepped."""
+    """Flags that choose a run's environment and how to step it."""
 
     env: Text = TRADING_ID
-    """Gymnasium id, or module:id to import a module first."""
+    """Gymnasium id of the environment, or module:id to import a module first."""
     env_kwargs: Text = ""
-    """JSON object of arguments for an environment other than StockTrading-v0."""
+    """JSON object with arguments for making the environment (not for StockTrading-v0)."""
     vectorization: Literal["auto", "sync"] = "auto"
-    """auto: step the environment's own vector version (for CartPole-v1 ours) if it can seed and
-    reset each environment separately, else use sync; sync: step one environment after the other."""
+    """auto: step all environments in one call of their vector version (for CartPole-v1, the version
+    in this project) if it can seed and reset each environment separately, otherwise as with sync;
+    sync: step one environment after the other."""
     info_mask: bool = False
-    """Read the allowed actions of another environment from info["action_mask"]. A mask that is the
-    entry action_mask of a Dict observation is used without this flag."""
+    """Read the allowed actions from info["action_mask"] (not for StockTrading-v0). If a Dict
+    observation has an entry action_mask, this mask is used even without the flag."""
     previous_action: bool = False
-    """Add the previous action to the observation of another environment."""
+    """Add the previous action to each observation (not for StockTrading-v0)."""
     previous_reward: bool = False
-    """Add the previous reward to the observation of another environment."""
+    """Add the previous reward to each observation (not for StockTrading-v0)."""
     eval_episodes: int = Field(100, ge=1, le=10**6)
-    """Number of episodes in an evaluation on another environment."""
+    """Number of episodes in each evaluation (not for StockTrading-v0)."""
     env_timeout: float = Field(120.0, ge=0, le=10**6)
-    """Time limit in seconds for one step or reset of another environment; 0: no limit."""
+    """Time limit in seconds for one step or reset (not for StockTrading-v0); 0: no limit."""
     env_restarts: int = Field(0, ge=0, le=10**9)
-    """How often each environment may be rebuilt after it raised, hung or returned NaN."""
+    """Number of times that each environment may be rebuilt after it raised an error, hung or
+    returned NaN."""
     env_workers: Annotated[int, or_auto(AUTO)] = Field(0, ge=AUTO, le=1024)
-    """Number of processes, for each rank and group, that step the environments; 0: the rank steps
-    them itself; auto: the fastest of 0, one per core and four per core, measured before training.
-    Workers make training faster if one step of all environments takes 5 ms or more."""
+    """Number of worker processes that step the environments, for each rank and group; 0: the rank
+    steps them itself; auto: before training, measure 0, one per core and four per core, and use the
+    fastest. Workers make training faster if one step of all environments takes 5 ms or more."""
     env_groups: int = Field(1, ge=1, le=2)
-    """With workers: 2 lets the policy act for one half of a rank's environments while the workers
-    step the other half."""
+    """Number of groups into which a rank's environments are divided; more than 1 needs workers.
+    With 2 groups, the policy computes actions for one group while workers step the other."""
 
     def __post_init__(self) -> None:
         self.kwargs()
@@ -72,17 +76,18 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class GymTask:
-    """Makes the environments of a run; TradingTask does the same for trading."""
+    """Makes the Gymnasium environments of a run; TradingTask makes the trading ones."""
 
     config: TaskConfig
-    end: Callable[[str], None] = end_process  # ends the process if a hang cannot be interrupted
+    # Ends the process if an environment hangs and cannot be interrupted.
+    end: Callable[[str], None] = end_process
     heartbeat: Callable[[], None] = lambda: None  # called while environments make progress
 
     def __post_init__(self) -> None:
         find_spec(self.config.env)  # raises if the environment is unknown
 
     def training_env(self, num_envs: int, env_offset: int = 0, device: str = "cpu") -> Any:
-        """Make environments numbered from `env_offset`."""
+        """Make environments whose global numbers start at `env_offset`."""
         config = self.config
         names = ("vectorization", "info_mask", "previous_action", "previous_reward")
         options: dict[str, Any] = {name: getattr(config, name) for name in names}
@@ -105,10 +110,10 @@ class GymTask:
     evaluation_env = training_env
 
     def probe_env(self) -> Any:
-        """Make one environment in this process, so that its spaces can be read."""
+        """Make one environment in this process, to read its spaces."""
         config = replace(self.config, env_workers=0)
         return replace(self, config=config).training_env(1)
 
     def describe(self) -> str:
-        """Return one line that names the environment."""
+        """Return one line with the environment's id and arguments."""
         return printable(f"environment: {self.config.env} {self.config.env_kwargs}".rstrip())

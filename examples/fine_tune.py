@@ -4,14 +4,14 @@
 
 Recall-v0 shows a cue and asks for it after `delay` more observations. The second run starts from
 the weights and normalisers of the first run; everything else (optimizer, counters, environments) is
-new. The third run starts from scratch, for comparison. These commands start runs like the
-first two:
+new. The third run starts from scratch, for comparison. These commands do the same as the first two
+runs:
 
     python train_distributed.py --env Recall-v0 --env_kwargs '{"delay": 2}' --run_dir runs/easy
     python train_distributed.py --env Recall-v0 --env_kwargs '{"delay": 20}' --init_from runs/easy
 
-Both tasks must have the same shapes of observations and actions. With seed 1 the second run ends at
-a return of 1.00 and the third at 0.63, after 16,384 steps each (measured on 2026-11-23).
+Observations and actions must have the same shapes in both tasks. With seed 1, the second run
+reaches a return of 1.00 and the third run 0.63, after 16,384 steps each (measured on 2026-11-23).
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installation
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # import the checkout without installation
 
 from agents import train
 

@@ -16,7 +16,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installation
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # import the checkout without installation
 
 import torch
 from torch import nn
@@ -32,7 +34,7 @@ from rl_dist.supervised.fit import FitConfig, accuracy, evaluate, fit
 
 
 def make_images(count: int, seed: int) -> TensorDataset:
-    """Return noisy images [count, 1, 16, 16] and their bright quarters 0 to 3."""
+    """Return noisy images [count, 1, 16, 16] and labels: the bright quarter, 0 to 3."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(4, (count,), generator=generator)
     quarters = torch.eye(4).reshape(4, 1, 2, 2).kron(torch.ones(8, 8))  # [4, 1, 16, 16]
@@ -50,7 +52,7 @@ def run_rank(fitting: FitConfig, launching: LaunchConfig, device: str) -> int:
         nn.Flatten(), nn.Linear(256, 4),
     )  # fmt: skip
     module = strategy.wrap(network.to(world.device))
-    loader = partial(DataLoader, batch_size=64)  # 64 images over all ranks
+    loader = partial(DataLoader, batch_size=64)  # 64 images on all ranks together
     criterion, metrics = nn.CrossEntropyLoss(), {"accuracy": accuracy}
     result = fit(
         module,

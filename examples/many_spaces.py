@@ -1,5 +1,7 @@
 """Two small memory tasks: one with images, one with nested spaces and a mask.
 
+Train on them with these commands:
+
 python train_distributed.py --env examples.many_spaces:PatchRecall-v0 --policy gru
 python train_distributed.py --env examples.many_spaces:Orders-v0 --policy lstm
 """
@@ -14,7 +16,7 @@ from gymnasium import spaces
 
 from envs.vector.batched import pack_generator, unpack_generator
 
-QUESTION = 5  # step at which a task asks for what it showed at the first step
+QUESTION = 5  # step at which a task asks for the secret that it showed at step 0
 
 
 class MemoryTask(gymnasium.Env[Any, Any]):
@@ -80,8 +82,8 @@ class PatchRecall(MemoryTask):
 class Orders(MemoryTask):
     """Task: deliver the size and the colour that were ordered.
 
-    The first observation shows the order. At the end, the right size and the right colour earn 0.5
-    each. One wrong size and one wrong colour are out of stock, and the mask forbids them.
+    Only the first observation shows the order. At the end, the right size and the right colour earn
+    0.5 each. One wrong size and one wrong colour are out of stock, so the mask forbids them.
     """
 
     SIZES = np.array([4, 3])
@@ -106,7 +108,7 @@ class Orders(MemoryTask):
         return {"order": shown, "door": int(self.age == QUESTION), "action_mask": mask}
 
     def score(self, action: np.ndarray) -> float:
-        """Return the fraction of the two choices that are right."""
+        """Return 0.5 for each right choice, so 1 for the whole order."""
         return float((action == self.secret["order"]).mean())
 
 

@@ -3,10 +3,10 @@
     pip install 'clstm-ppo[optuna]'
     python examples/optuna_search.py
 
-Every validation result is reported to the Optuna trial. If the result is worse than the median of
-other trials at the same step, the callback returns False and the training stops. Several copies of
-this script, on one machine or many, share one search if they use the same storage. Check the best
-settings again with other seeds: the best result of many trials is partly luck.
+Every validation result is reported to the Optuna trial. If the result is worse than the median
+result of other trials at the same step, the callback returns False and the training stops. Several
+copies of this script, on one machine or many, share one search if they use the same storage. Check
+the best settings again with other seeds: the best result of many trials is partly luck.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import sys
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works without installation
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1])
+)  # import the checkout without installation
 
 import optuna
 
@@ -45,7 +47,7 @@ def objective(trial: optuna.Trial, total_steps: int, **fixed: object) -> float:
 
 
 def main() -> optuna.Study:
-    """Run 20 trials; continue the search if the storage already holds one."""
+    """Run 20 trials; if the storage already contains this search, continue it."""
     study = optuna.create_study(
         direction="maximize",
         pruner=optuna.pruners.MedianPruner(n_startup_trials=4),

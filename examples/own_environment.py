@@ -1,4 +1,4 @@
-"""Example of your own environment: remember a cue and name it when asked.
+"""Example of a custom environment: remember a cue and name it when asked.
 
 Run this command in this folder, or copy this file into your own folder and run it there:
 
@@ -30,12 +30,12 @@ class CueEnv(gymnasium.Env[np.ndarray, np.int64]):
         return np.eye(3, dtype=np.float32)[self.cue], {}
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Advance one step; after the question, reward a right answer and end."""
+        """Advance one step; after the question, reward the right answer and terminate."""
         asked = self.age == DELAY
         reward = float(asked and action == self.cue)
         self.age += 1
         obs = np.array([0, 0, self.age == DELAY], np.float32)
-        info = {"metrics": {"right_answers": reward}} if asked else {}  # env/right_answers
+        info = {"metrics": {"right_answers": reward}} if asked else {}  # metric env/right_answers
         return obs, reward, asked, False, info
 
 

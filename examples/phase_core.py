@@ -1,9 +1,10 @@
-"""A recurrent core whose memory is not trained: oscillators store recent inputs.
+"""A recurrent core with an untrained memory: oscillators store recent inputs.
 
 Each channel drives `hidden_size` oscillators with different fixed frequencies, like a linear
 recurrent unit (Orvieto et al., ICML 2023) with fixed eigenvalues spread over the unit circle.
 Together their phases store the last 2 * hidden_size inputs. Only the layers that write to and read
 from this memory are trained. All steps of a sequence are computed in parallel.
+This command trains a policy with the core:
 
 python train_distributed.py --env popgym:popgym-RepeatPreviousMedium-v0 --preset memory \
     --policy own --core examples.phase_core:PhaseCore --bptt_steps 128 --gamma 0
@@ -28,7 +29,7 @@ class PhaseCore(nn.Module):
         super().__init__()
         if num_layers != 1:
             raise ValueError(f"num_layers must be 1, got {num_layers}")
-        self.window = 2 * hidden_size  # steps in which a state decays to 1/e
+        self.window = 2 * hidden_size  # number of steps in which a state decays to 1/e
         self.write = nn.Linear(num_inputs, CHANNELS)
         self.read = nn.Linear(num_inputs + self.num_states * hidden_size, hidden_size)
 

@@ -19,10 +19,10 @@ SCRIPT = Path(__file__).resolve().parents[1] / "train_distributed.py"
 
 
 def train_as_rank(config: dict[str, Any]) -> None:
-    """Run one rank in a new process, which gets its rank from Ray's variables.
+    """Run one rank in a new process; Ray's environment variables give its rank.
 
-    Ray has opened a process group in this process. It is only used to send all ranks a free
-    port, at which the training processes connect to each other.
+    Ray has opened a process group between the processes that call this function. It is only used to
+    send all ranks a free port, at which the training processes connect to each other.
     """
     import torch
     import torch.distributed as dist
@@ -33,7 +33,7 @@ def train_as_rank(config: dict[str, Any]) -> None:
     variables = os.environ | {"MASTER_PORT": str(port.item())}
     argv = [sys.executable, config["script"], *config["flags"]]
     code = subprocess.run(argv, env=variables).returncode
-    if code:  # Ray then ends the other ranks and restarts all ranks
+    if code:  # the error makes Ray end the other ranks and restart all ranks
         raise RuntimeError(f"rank {variables['RANK']} ended with code {code}")
 
 
@@ -43,8 +43,12 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="number of ranks")
     parser.add_argument("--gpus", action="store_true", help="use one GPU per rank")
     parser.add_argument("--max_failures", type=int, default=0, help="largest number of restarts")
-    parser.add_argument("--address", default="auto", help="Ray cluster; local: start a new one")
-    parser.add_argument("--run_dir", required=True, help="shared folder; a restart resumes it")
+    parser.add_argument(
+        "--address", default="auto", help="address of a Ray cluster; local: start a new one"
+    )
+    parser.add_argument(
+        "--run_dir", required=True, help="shared folder of the run; restarts resume the run from it"
+    )
     args, flags = parser.parse_known_args()
     flags += ["--run_dir", args.run_dir, "--resume", "auto"]
 

@@ -19,25 +19,25 @@ class DataConfig:
     """simulated, or a CSV or CSV.gz file of daily bars
     (date,tic,open,high,low,close,adj_close,volume)."""
     data_missing: Literal["error", "drop"] = "error"
-    """Refuse a file in which a ticker has no bar on some day, or drop such days for all tickers
-    (at most 5 percent of the days)."""
+    """Handling of days on which a ticker has no bar. error: refuse the file; drop: omit these days
+    for all tickers, but refuse the file if they are more than 5 percent of its days."""
     train_start: Text = ""
-    """First training day, YYYY-MM-DD; if it is not a trading day, the next one is used; none: the
-    first day on which all indicators have enough history."""
+    """First training day, YYYY-MM-DD. If this is not a trading day, training starts on the next
+    trading day. Default: the first day on which all indicators have enough history."""
     train_end: Text = ""
-    """Last training day; none: the day before valid_start; if that is not set either, training
-    gets 60 percent of the days."""
+    """Last training day. Default: the day before valid_start; if valid_start is not set either,
+    training gets 60 percent of the days."""
     valid_start: Text = ""
-    """First validation day; none: the day after train_end."""
+    """First validation day. Default: the day after train_end."""
     valid_end: Text = ""
-    """Last validation day; none: the day before test_start; if that is not set either, validation
-    gets 15 percent of the days."""
+    """Last validation day. Default: the day before test_start; if test_start is not set either,
+    validation gets 15 percent of the days."""
     test_start: Text = ""
-    """First test day; none: the day after valid_end."""
+    """First test day. Default: the day after valid_end."""
     test_end: Text = ""
-    """Last test day; none: the last day of the data."""
+    """Last test day. Default: the last day of the data."""
 
-    data_digest: Text = ""  # hash of the data file when the run started
+    data_digest: Text = ""  # hash of the data file at the start of the run
 
     def __post_init__(self) -> None:
         for name in SPAN_DATES:
@@ -57,12 +57,12 @@ class SimulatedMarketConfig:
     market_edge: float = Field(120.0, ge=0, le=500)
     """Size of the planted drift, up or down, in basis points per day; 0: no drift."""
     market_seed: int = Field(1, ge=0, le=10**9)
-    """Seed from which all simulated markets are drawn."""
+    """Seed of the random numbers for all simulated markets."""
     num_worlds: int = Field(128, ge=1, le=100_000)
     """Number of simulated markets to train on."""
 
 
-MAX_INITIAL_CASH_USD = 1e8  # sums up to 80 times as large are exact, see features.GRID
+MAX_INITIAL_CASH_USD = 1e8  # amounts up to 80 times this are exact, see features.GRID
 Observation = Literal["relative", "paper"]
 
 
@@ -83,18 +83,19 @@ class TradingConfig:
     initial_cash_usd: float = Field(1e6, ge=1000, le=MAX_INITIAL_CASH_USD)
     """Cash at the start of an episode, in USD."""
     execution: Literal["next_open", "close"] = "next_open"
-    """Fill orders at the next day's open, or at the last close, as in the literature."""
+    """Price at which orders are filled. next_open: the next day's open; close: the close that the
+    agent has just seen, as in the literature."""
     turbulence_quantile: float = Field(0.0, ge=0, le=1)
-    """Sell all shares and buy none on days whose turbulence is above this quantile of the training
-    span; 0: off."""
+    """Sell all shares and buy none on days on which turbulence exceeds this quantile of its values
+    in the training span; 0: off."""
     reward: Literal["attributed", "excess", "plain"] = "attributed"
-    """Form of the training rewards (reported rewards are always plain). attributed: each trade
-    earns its discounted later profit when it is made; excess: the return minus the return of an
-    equal-weight portfolio; plain: the day's change of value. All have the same best policy and
-    differ only in noise."""
+    """Kind of training rewards (reported rewards are always plain). attributed: each trade earns
+    its discounted later profit when it is made; excess: the return minus the return of an
+    equal-weight portfolio; plain: the day's change of value. The best policy is the same for all
+    three; only the noise differs."""
     risk_aversion: float = Field(20.0, ge=0, le=1000)
-    """Training rewards are reduced by half of this times the variance of the portfolio's return:
-    0 aims at the largest return, larger values at a better Sharpe ratio."""
+    """Penalty for risk: training rewards are reduced by half of this value times the variance of
+    the portfolio's return. 0 aims at the largest return, larger values at a better Sharpe ratio."""
 
     def __post_init__(self) -> None:
         in_shares = self.order_unit == "shares"

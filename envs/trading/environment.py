@@ -19,8 +19,8 @@ from envs.vector.tensors import random_int63, seed_keys
 REWARD_SCALE = 1e-4  # reward per USD
 # names of the attributes that make up a snapshot
 STATE = ("keys", "episode", "row", "end_row", "cash", "value", "shares", "risk")
-RUIN_SHARE = 0.1  # an episode terminates below this fraction of the initial cash
-AHEAD = 32  # future episodes drawn in one call, which is as fast as drawing one
+RUIN_SHARE = 0.1  # an episode terminates if the value is below this fraction of the initial cash
+AHEAD = 32  # number of future episodes to draw in one call, which takes as long as drawing one
 
 
 def fill_orders(
@@ -31,9 +31,10 @@ def fill_orders(
     sell_price: Tensor,  # [B, n] USD received per share, without the fee
     buy_price: Tensor,  # [B, n] USD paid per share, with the fee
 ) -> tuple[Tensor, Tensor]:
-    """Fill sells up to the shares held, then buys while cash lasts.
+    """Sell at most the shares held, then fill buys as long as the cash lasts.
 
-    Buys are filled from the highest priority to the lowest; ties in the order of the stocks.
+    Buys are filled from the highest priority to the lowest; buys of equal priority are filled in
+    the order of the stocks.
     The first buy that the cash cannot fully pay for is cut to the affordable number of whole
     shares, and all later buys are skipped. If prices are multiples of 1 / GRID, all sums are exact:
     rounding never makes cash negative, and a loop over the stocks would give exactly the same
@@ -45,19 +46,20 @@ def fill_orders(
     orders = torch.maximum(orders, -shares)
     sold = orders.clamp_max(0.0)
     funds = cash - (sold * sell_price).sum(1, keepdim=True)
-    # Sort buys from the highest priority to the lowest. Floats >= 0 sort like the integers with
-    # the same bits, and sorting integers is a fifth faster. Sells need no cash: their place in the
-    # order does not matter.
+    # Sort buys from the highest priority to the lowest. Floats >= 0 have the same order as the
+    # integers with the same bits, and sorting integers is 20 % faster. Sells need no cash, so their
+    # place in the order does not matter.
     ranking = torch.sort(priority.view(torch.int32), dim=1, descending=True, stable=True).indices
-    flow = (sold - orders).mul_(buy_price)  # [B, n] USD: -cost of a buy, 0 for a sell
-    flow_so_far = flow.gather(1, ranking).cumsum(1)  # columns are in order of priority
-    # A buy can spend the funds minus the cost of all buys ranked before it. After the first buy
-    # that is cut, this amount is negative, so the clamp below fills no later buy.
+    flow = (sold - orders).mul_(buy_price)  # [B, n] USD: minus the cost of a buy; 0 for a sell
+    flow_so_far = flow.gather(1, ranking).cumsum(1)  # running sums in order of priority
+    # A buy can spend the funds minus the full cost of all buys ranked before it. If one of them had
+    # to be cut, this amount is negative, so the clamp below sets the buy to 0.
     spendable = (funds - flow).scatter_add_(1, ranking, flow_so_far)
     affordable = spendable.div_(buy_price, rounding_mode="trunc")
-    trades = torch.clamp(affordable, min=sold, max=orders)  # both bounds are equal for a sell
+    trades = torch.clamp(affordable, min=sold, max=orders)  # for a sell, both bounds are equal
     spent = trades.clamp_min(0.0).mul_(buy_price).sum(1, keepdim=True)
-    # Below 2**33 USD the clamp changes nothing. Above that, it removes rounding errors.
+    # Amounts below 2**33 USD are exact, so the clamp changes nothing. For larger amounts, it
+    # prevents rounding errors from making cash negative.
     return funds.sub_(spent).clamp_min_(0.0), trades
 
 
@@ -67,19 +69,19 @@ class TradingVectorEnv(TorchEnv):
     A step on day d: the agent sees the close of day d. Its actions, Box(-1, 1, (n,)), become orders
     of whole shares (see `fill_orders`). The orders are filled at the open of day d + 1 or at the
     close of day d (`execution`). The plain reward is the change of the portfolio's value from close
-    to close, times REWARD_SCALE. An observation starts with the share of cash (or the amount of
-    cash), followed by the blocks of `features.feature_blocks`.
+    to close, times REWARD_SCALE. An observation starts with the fraction of the value that is cash
+    (or the amount of cash), followed by the blocks of `features.feature_blocks`.
 
     Training: an episode lasts `episode_days` steps. Its market and first day depend only on the
     environment's seed and the number of the episode. The first episode after seeding is shortened
-    to a random length, so that not all environments end together. An episode terminates if the
-    value falls below RUIN_SHARE of the initial cash. `info["raw_rewards"]` holds the plain rewards.
-    The returned rewards can have less noise and the same best policy (Ng, Harada and Russell 1999,
-    "Policy invariance under reward transformations"):
+    to a random length, so that not all episodes end together. An episode terminates if the value
+    falls below RUIN_SHARE of the initial cash. `info["raw_rewards"]` holds the plain rewards. The
+    returned rewards can be changed in two ways that reduce noise but leave the best policy the same
+    (Ng, Harada and Russell 1999, "Policy invariance under reward transformations"):
     - "attributed" adds discount * potential(next) - potential(now). The potential is the discounted
       later profit of the shares held, so the profit of a trade is rewarded when the trade is made.
     - "excess" subtracts what an equal-weight portfolio of the initial cash earns on that day.
-    The sum that either form adds to an episode does not depend on the actions.
+    The total that either change adds to an episode's rewards does not depend on the actions.
 
     Evaluation (`evaluation=True`, one environment per market): every episode is one pass from
     span.first to span.last.
@@ -105,18 +107,18 @@ class TradingVectorEnv(TorchEnv):
         if not evaluation and config.episode_days >= self.num_days:
             raise ValueError(
                 f"episode_days must be below the {self.num_days} days of the span, got "
-                f"{config.episode_days}: lower --episode_days or give more training days"
+                f"{config.episode_days}: lower --episode_days or use a longer training span"
             )
         self.num_envs = num_envs
         self.config = config
         self.evaluation = evaluation
         self.span = span
         self.device = torch.device(device)
-        self.reads_steps = self.device.type == "cpu"  # reading values on a GPU would wait for it
+        self.reads_steps = self.device.type == "cpu"  # on a GPU, reading values blocks the CPU
         self.markets = markets
         self.tickers = markets[0].tickers
         self._episode_days = self.num_days - 1 if evaluation else config.episode_days
-        # tables that the steps read
+        # tables that `step` reads
         num_stocks = len(self.tickers)
         features, prices, turbulent = market_tables(
             markets, span, config, train_span or span, discount
@@ -148,7 +150,7 @@ class TradingVectorEnv(TorchEnv):
         return self.shares * closes / self.value
 
     def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
-        """Start the first episode of every environment; `seed` holds one for each."""
+        """Start the first episode of every environment; `seed` holds one seed for each."""
         self.keys = seed_keys(seed).to(self.device)  # [B]
         self.episode = torch.zeros_like(self.keys)
         self._draw_starts()
@@ -169,14 +171,14 @@ class TradingVectorEnv(TorchEnv):
         self._restarts_left = AHEAD
         num_starts = self.num_days - self._episode_days
         later = torch.arange(AHEAD + 1, device=self.device)[:, None]
-        # row = market * num_days + day, where market and day are divmod(draw, num_starts)
+        # start row = market * num_days + day, with market, day = divmod(draw, num_starts)
         draws = random_int63(self.keys, self.episode + later) % (num_starts * len(self.markets))
         if self.evaluation:  # environment i always starts on the first day of market i
             draws[:] = torch.arange(self.num_envs, device=self.device)
         self._starts = draws + draws // num_starts * self._episode_days  # [AHEAD + 1, B]
 
     def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
-        """Trade one day in every environment; start the next episode if one ended.
+        """Trade one day in every environment; where an episode ended, start the next one.
 
         Returns:
             obs [B, F] float32, rewards [B] float64, terminated [B], truncated [B] and info.
@@ -184,10 +186,10 @@ class TradingVectorEnv(TorchEnv):
             other rows equal obs. In training, info["raw_rewards"] [B] holds the plain rewards. In
             evaluation, the rewards are plain, and info also holds the result of `_report`.
         """
-        with torch.inference_mode():  # autograd's bookkeeping would take 1/8 of the time of a step
+        with torch.inference_mode():  # autograd's bookkeeping would take 1/8 of a step's time
             prices = self._prices.index_select(0, self.row)
             close, sell, buy, next_close, gains, next_gains = prices.unbind(1)  # each [B, n]
-            # order whole shares, truncated toward zero
+            # turn actions into orders of whole shares, truncated toward zero
             actions = actions.clamp(-1.0, 1.0).to(torch.float32)
             if self.config.order_unit == "value":
                 limit_usd = self.value * self.config.max_order
@@ -199,12 +201,12 @@ class TradingVectorEnv(TorchEnv):
                 orders = torch.where(sell_all, -self.shares, orders)
             # fill the orders and value the portfolio at the next close
             self.cash, trades = fill_orders(self.cash, self.shares, orders, actions, sell, buy)
-            lost_usd = self.shares * gains  # becomes the decrease of the potential
+            lost_usd = self.shares * gains  # potential now; the next potential is subtracted below
             self.shares = self.shares + trades
             position_usd = self.shares * next_close  # [B, n]
             value_before = self.value
             self.value = self.cash + position_usd.sum(1, keepdim=True)
-            # Ruin ends the episode, so no later profit is possible.
+            # Ruin ends the episode, so the next potential is 0 then.
             solvent = self.value >= RUIN_SHARE * self._initial_usd  # [B, 1]
             lost_usd.addcmul_(self.shares * next_gains, solvent, value=-1.0)
             lost_usd = lost_usd.sum(1)
@@ -224,7 +226,7 @@ class TradingVectorEnv(TorchEnv):
         terminated = ~solvent.squeeze(1)
         truncated = self.row == self.end_row
         ended = terminated | truncated
-        # on a CPU, skipping _restart when no episode ended saves 1/7 of the time of a step
+        # on a CPU, skipping _restart when no episode ended saves 1/7 of a step's time
         if self.reads_steps and not ended.any():
             obs = final_obs.clone()
         else:
@@ -238,7 +240,7 @@ class TradingVectorEnv(TorchEnv):
 
         "weights" are fractions of the portfolio's value; "trades_usd" are negative for sales.
         """
-        trades_usd = trades * (sell + buy) / 2  # the price without fees is halfway between the two
+        trades_usd = trades * (sell + buy) / 2  # the mean of both prices is the price without fees
         return {
             "portfolio_value": self.value.squeeze(1),
             "traded_usd": trades_usd.abs().sum(1),
@@ -254,10 +256,10 @@ class TradingVectorEnv(TorchEnv):
     ) -> Tensor:
         """Return the training rewards [B], computed from the plain rewards.
 
-        With `risk_aversion`, the change of the price of risk since the last day is subtracted. The
-        risk of a day is risk_aversion / 2 * value * variance of the portfolio's return, computed
-        with the covariance of returns over the span. The price of risk is the discounted sum of
-        this risk over all later days: the risk of one day divided by (1 - discount).
+        With `risk_aversion`, a day's risk is risk_aversion / 2 * value * variance of the
+        portfolio's return, computed with the covariance of the stocks' returns over the span. The
+        price of risk is the discounted sum of the same risk on all later days, that is, the day's
+        risk divided by (1 - discount). Its increase since the last day is subtracted.
         """
         if self.config.reward == "attributed":
             rewards = torch.sub(plain, lost_usd, alpha=REWARD_SCALE)
@@ -275,7 +277,7 @@ class TradingVectorEnv(TorchEnv):
             before = self.risk
             variance_usd = (spread * position_usd).sum(1) / self.value.squeeze(1)
             self.risk = variance_usd * self._risk_scale
-            # after ruin no risk remains: `solvent` is 0; multiplying by 0 or 1 is exact
+            # After ruin no risk remains, so multiply by `solvent`; a product with 0 or 1 is exact.
             rewards += torch.addcmul(before, self.risk, solvent.squeeze(1), value=-1.0)
         return rewards
 
@@ -300,7 +302,7 @@ class TradingVectorEnv(TorchEnv):
         return {name: getattr(self, name).clone() for name in STATE}
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a snapshot; the markets must be the same as in `get_state`."""
+        """Restore a snapshot; the markets must be the same as when it was taken."""
         for name in STATE:
             setattr(self, name, state[name].to(self.device, copy=True))
         self._draw_starts()

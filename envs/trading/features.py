@@ -1,8 +1,8 @@
 """Compute tables of observations and fill prices for every day of a market.
 
-An indicator never uses later days. It is NaN until enough earlier days are available; from then on
-it is called warm. Arrays are [D, n] with one column per stock, so M markets can be joined to
-[D, M*n].
+The indicators of a day use only this day and earlier days. An indicator is NaN until enough days
+are available; from then on, it is called warm. Arrays are [D, n] with one column per stock, so M
+markets can be joined to [D, M*n].
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from envs.trading.config import TradingConfig
 from envs.trading.market_data import Market, Span
 
 # Amounts of money are multiples of 2**-20 USD. Sums of such amounts, and their products with whole
-# numbers of shares, are then exact in float64 while a portfolio is worth less than 2**33 USD
-# (8.6 billion).
-GRID = 2.0**20  # steps per USD; the other 33 of float64's 53 bits hold whole dollars
+# numbers of shares, are then exact in float64 as long as a portfolio is worth less than 2**33 USD
+# (8.6 billion): 20 of float64's 53 bits hold the fraction of a dollar, 33 the whole dollars.
+GRID = 2.0**20  # steps per USD
 INDICATOR_DAYS = 30
 MEAN_DAYS = 20  # closes and log volumes are compared with their mean over this many days
-SMALLEST_VARIANCE = 1e-9  # relative to the largest; smaller variances are only rounding noise
+SMALLEST_VARIANCE = 1e-9  # relative to the largest variance; anything smaller is rounding noise
 
 
 # ---- indicators
@@ -38,14 +38,14 @@ def by_column(function: Callable[..., np.ndarray], days: int, *arrays: np.ndarra
 
 
 def turbulence(close: np.ndarray, days: int = 252) -> np.ndarray:
-    """Return the squared Mahalanobis distance of each day's returns from the past.
+    """Return the squared Mahalanobis distance of daily returns from past returns.
 
     Mean and covariance are computed from the `days` daily returns before that day. Directions in
-    which past returns do not vary are ignored, such as a stock that never moves or a copied one.
+    which past returns do not vary are ignored, for example a stock with a constant price.
 
     Returns: [D], warm from day `days + 1` on. On ordinary days the value is about n for n stocks.
-    Source: Kritzman and Li, "Skulls, Financial Turbulence, and Risk Management" (2010), but not
-        divided by n.
+    Source: Kritzman and Li, "Skulls, Financial Turbulence, and Risk Management" (2010), without
+        their division by n.
     """
     values = np.full(len(close), np.nan)
     returns = close[1:] / close[:-1] - 1.0  # [D-1, n]; returns[i] belongs to day i + 1
@@ -62,15 +62,15 @@ def turbulence(close: np.ndarray, days: int = 252) -> np.ndarray:
 # ---- observations
 
 
-PORTFOLIO_BLOCK = {"paper": 1, "relative": 2}  # index of the block that the environment fills
+PORTFOLIO_BLOCK = {"paper": 1, "relative": 2}  # index of the block that holds the portfolio
 
 
 def feature_blocks(bars: Market, observation: str) -> list[np.ndarray]:
     """Return the blocks of an observation in order, each [D, n].
 
-    The indicators are the 12-day exponential mean minus the 26-day one, which is warm from day 25
-    on, and three indicators over 30 days: the relative strength index (warm from day 30 on), the
-    commodity channel index (day 29) and the average directional index (day 59).
+    There are four indicators. The first is the 12-day exponential mean minus the 26-day exponential
+    mean, warm from day 25 on. The other three span 30 days: the relative strength index (warm from
+    day 30 on), the commodity channel index (day 29) and the average directional index (day 59).
     """
     portfolio = np.zeros_like(bars.close)  # filled by the environment with weights or shares
     macd = by_column(talib.EMA, 12, bars.close) - by_column(talib.EMA, 26, bars.close)
@@ -93,7 +93,7 @@ def feature_blocks(bars: Market, observation: str) -> list[np.ndarray]:
 
 
 def portfolio_columns(observation: str, num_stocks: int) -> slice:
-    """Return the observation columns that hold the weights or the shares held."""
+    """Return the observation columns that hold the portfolio (weights or shares)."""
     first = 1 + num_stocks * PORTFOLIO_BLOCK[observation]
     return slice(first, first + num_stocks)
 
@@ -124,16 +124,19 @@ def feature_table(markets: Sequence[Market], observation: str, span: Span) -> np
 
 
 def first_tradable_day(market: Market, config: TradingConfig) -> int:
-    """Return the index of the first day from which on all used features are warm.
+    """Return the index of the first day from which on all features in use are warm.
 
-    If no day is, return the number of days; then `split_spans` refuses the training span.
+    If there is no such day, return the number of days; `split_spans` then refuses the training
+    span.
     """
     num_days = len(market.dates)
     table = feature_table([market], config.observation, Span(0, num_days - 1))
     warm = np.isfinite(table[0]).all(axis=1)
     if config.turbulence_quantile > 0:
         warm &= np.isfinite(turbulence(market.close))
-    return num_days - int(warm[::-1].argmin())  # the day after the last day that is not warm
+    return num_days - int(
+        warm[::-1].argmin()
+    )  # the day after the last day on which a feature is not warm
 
 
 # ---- tables
@@ -153,14 +156,14 @@ def market_tables(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute the tables that an environment reads, with one row per market and day.
 
-    Row = market * days of the span + day - span.first. Every indicator must be warm on the span's
-    first day.
+    The row of a day is market * (number of days in the span) + day - span.first. Every indicator
+    must be warm on the first day of the span.
 
     Returns:
         Features [rows, F] float32: the observation of a portfolio that is all cash.
-        Prices [rows, 6, n] float64, in USD per share: today's close, amount received in a
-        sale, amount paid in a purchase, tomorrow's close, discounted gain after today's close, and
-        the discount times the discounted gain after tomorrow's close.
+        Prices [rows, 6, n] float64, in USD per share: today's close, amount received in a sale,
+        amount paid in a purchase, tomorrow's close, discounted gain after today's close, and
+        discount times the discounted gain after tomorrow's close.
         Turbulent days [rows] bool, or None if turbulence_quantile is 0.
     """
     days = slice(span.first, span.last + 1)

@@ -16,19 +16,19 @@ _LOGGER = logging.getLogger(__name__)
 PRICES = ["open", "high", "low", "close", "adj_close"]
 NUMBERS = [*PRICES, "volume"]
 COLUMNS = ["date", "tic", *NUMBERS]
-ROUNDING = 1e-3  # tolerated relative error, because files round each price of a bar separately
+ROUNDING = 1e-3  # tolerated relative error: data files round each price of a bar separately
 MAX_DROPPED_SHARE = 0.05
-MAX_GAP_DAYS = 11  # largest gap in calendar days; no exchange was closed for longer
+MAX_GAP_DAYS = 11  # largest accepted gap in calendar days; exchanges are rarely closed for longer
 
-MIN_SPAN_DAYS = 2  # a step needs 2 days: one to decide and the next to fill the orders
-SHARES = (0.60, 0.15, 0.25)  # shares of the days for training, validation and test
+MIN_SPAN_DAYS = 2  # a step needs 2 days: one to decide on orders, the next to value the result
+SHARES = (0.60, 0.15, 0.25)  # fractions of the days for training, validation and test
 
 
 @dataclass(frozen=True)
 class Market:
     """Aligned daily bars of n tickers over D days, adjusted for splits and dividends."""
 
-    name: str  # the file's name, or "SIMULATED world 7"
+    name: str  # name of the data file, or for example "SIMULATED world 7"
     dates: np.ndarray  # [D] datetime64[D], ascending
     tickers: tuple[str, ...]  # n names, sorted
     open: np.ndarray  # [D, n] float64, USD, total-return adjusted
@@ -48,7 +48,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Spans:
-    """Disjoint spans in ascending order; `valid` is None without validation days."""
+    """Disjoint spans in ascending order; `valid` is None if there is no validation."""
 
     train: Span
     valid: Span | None = None
@@ -58,13 +58,14 @@ class Spans:
 def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -> Spans:
     """Return the training, validation and test spans.
 
-    Dates in the configuration are moved inward to tradable days. Without dates, training starts at
-    `first_tradable`, the test span ends on the last day, and each span starts on the day after the
-    previous one. If neither the end of a span nor the start of the next one is given, their days
-    are divided in proportion to SHARES. If no validation date is given, and training and test leave
-    too few days for validation, `valid` is None.
+    A configured date that is not a tradable day is moved to the nearest tradable day within its
+    span. Without configured dates, training starts at `first_tradable`, the test span ends on the
+    last day, and each span starts on the day after the previous span. If neither the end of a span
+    nor the start of the next span is given, the days of both are divided in proportion to SHARES.
+    If no validation date is given, and training and test leave too few days for validation, `valid`
+    is None.
 
-    Raises: ValueError: a span is too short, outside the data, or overlaps the one before it.
+    Raises: ValueError: a span is too short, outside the data, or overlaps the previous span.
     """
     days: dict[str, int] = {}
     for name in SPAN_DATES:
@@ -75,7 +76,7 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
             days[name] = max(first_tradable, next_day - is_end)
     first = days.get("train_start", first_tradable)
     last = days.get("test_end", len(dates) - 1)
-    # a span ends on the day before the next one starts; -1: neither of the two dates is given
+    # a span ends on the day before the next span starts; -1 if neither of these dates is given
     train_end = days.get("train_end", days.get("valid_start", 0) - 1)
     valid_end = days.get("valid_end", days.get("test_start", 0) - 1)
     train, valid, test = SHARES
@@ -99,25 +100,27 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
             end_before = end
         elif name != "valid" or config.valid_start or config.valid_end:
             raise ValueError(
-                f"the {name} span has {num_days} trading days; it needs {MIN_SPAN_DAYS} after the "
-                f"span before it and the indicators' {first_tradable} days of warm-up: move "
-                f"--{name}_start, --{name}_end or their neighbours, or use a longer history"
+                f"the {name} span has {num_days} trading days; it needs {MIN_SPAN_DAYS} after "
+                f"the previous span and the indicators' {first_tradable} days of warm-up: change "
+                f"--{name}_start, --{name}_end or the dates next to them, or use a longer history"
             )
     return Spans(**spans)
 
 
 def _end_of_share(first: int, last: int, share: float) -> int:
-    """Return the day on which the leading `share` of the days first .. last ends."""
+    """Return the last day of the leading fraction `share` of the days first to last."""
     return first + round((last - first + 1) * share) - 1
 
 
 def load_market(path: str | Path, *, missing: str = "error") -> Market:
-    """Load, check and adjust the daily bars of a CSV or CSV.gz file, in any order.
+    """Load, check and adjust the daily bars of a CSV or CSV.gz file.
 
-    Open, high, low and close are multiplied by adj_close / close. With missing="drop", days on
-    which any ticker has no bar are dropped, but at most 5 % of all days.
+    The rows of the file may be in any order. Open, high, low and close are multiplied by adj_close
+    / close. With missing="drop", days on which any ticker has no bar are dropped, unless they are
+    more than 5 % of all days.
 
-    Raises: ValueError: names the first wrong ticker and date, and counts the others.
+    Raises: ValueError: the file cannot be used. If rows are bad, the message has the ticker and
+        date of the first bad row and the number of bad rows.
     """
     path = Path(path).expanduser()
     try:
@@ -147,14 +150,14 @@ def _read(path: Path) -> pd.DataFrame:
         if path.is_fifo():
             raise ValueError("it is a pipe, not a file")
         frame = pd.read_csv(path, dtype=str, encoding="utf-8-sig", keep_default_na=False)
-    except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: parser errors too
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # parser errors are ValueErrors
         raise ValueError(
             f"cannot be read as CSV ({one_line(error, named=False)}): check the path, download it "
             "again, or use --data simulated"
         ) from None
     if frame.empty or not {*COLUMNS} <= {*frame.columns}:
         raise ValueError(
-            f"the header must have the columns {','.join(COLUMNS)}, with rows below it, got "
+            f"the file needs a header with the columns {','.join(COLUMNS)} and rows below it, got "
             f"{list(frame.columns[:12])} and {len(frame)} rows"
         )
     return frame[COLUMNS].fillna("")
@@ -183,13 +186,13 @@ def _parse(text: pd.DataFrame) -> pd.DataFrame:
 def _refuse(
     bars: pd.DataFrame, bad: pd.Series, problem: str, fix: str = "correct the file"
 ) -> None:
-    """Raise an error if any row is bad; name the first one by date and ticker."""
+    """Raise an error if any row is bad; name the first bad row's ticker and date."""
     if bad.any():
         row = bars[bad].sort_values(["date", "tic"]).iloc[0]
         values = ", ".join(f"{name} {row[name]}" for name in NUMBERS)
         date = str(row["date"])[:10]
         raise ValueError(
-            f"{row['tic']!r} on {date}: {problem} ({values}), {bad.sum()} rows like this: {fix}"
+            f"{row['tic']!r} on {date}: {problem} ({values}), {bad.sum()} rows in total: {fix}"
         )
 
 
@@ -201,8 +204,8 @@ def _complete(bars: pd.DataFrame, missing: str, name: str) -> pd.DataFrame:
     blank = bars[NUMBERS].isna().any(axis=1)
     dropped, num_days = bars["date"][blank].unique(), bars["date"].nunique()
     if missing == "error" or len(dropped) > MAX_DROPPED_SHARE * num_days:
-        problem = f"missing or incomplete bar; {len(dropped)} of {num_days} days have one"
-        fix = "fill in bars, remove the ticker, or use --data_missing drop, which drops at most "
+        problem = f"missing or incomplete bar; {len(dropped)} of {num_days} days have such a bar"
+        fix = "add the bars, remove the ticker, or use --data_missing drop, which drops at most "
         _refuse(bars, blank, problem, f"{fix}{MAX_DROPPED_SHARE:.0%} of the days")
     if len(dropped):
         _LOGGER.warning(

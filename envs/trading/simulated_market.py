@@ -1,13 +1,13 @@
-"""Simulate stock markets whose planted edge needs memory; trade them by rules.
+"""Simulate stock markets that reward memory; trade them by fixed rules.
 
 SIMULATED: a test bed for memory, not a promise of profit. docs/data.md compares the simulated
 prices with real ones.
 
 Prices follow old news. Every GAP_DAYS[0] to GAP_DAYS[1] days a stock has an announcement: a day of
-unusual volume, either a surge or a drought with equal probability. After DELAY_DAYS, when a newer
-announcement has already come, the stock drifts for MOVE_DAYS days: by +market_edge per day after a
-surge, by -market_edge per day after a drought. One announcement in four is denied: DENIAL_DAYS
-later an event of the opposite kind follows, and then there is no drift.
+unusual volume, either a surge or a drought with equal probability. After DELAY_DAYS days, when a
+newer announcement has already come, the stock drifts for MOVE_DAYS days: by +market_edge per day
+after a surge, by -market_edge per day after a drought. One announcement in four is denied:
+DENIAL_DAYS days later an event of the opposite kind follows, and the announcement causes no drift.
 
 A market ("world") depends only on its seed and the configuration. The noise of a world is the same
 for every market_edge, so results at different edges can be compared world by world.
@@ -32,20 +32,20 @@ from envs.trading.environment import TradingVectorEnv
 from envs.trading.features import side_by_side
 from envs.trading.market_data import Market
 
-NUM_DAYS = 2520  # ten years of business days
+NUM_DAYS = 2520  # 10 years of 252 trading days
 FIRST_DATE = "2010-01-04"
 PURPOSES = ("train", "valid", "test")
 MAX_WORLDS = 10**8  # largest number of worlds per purpose
 
-# Events and drift. These values were chosen by measurements (docs/LOG.md) and are fixed.
+# Events and drift. These values were chosen by experiments (docs/LOG.md) and are fixed.
 GAP_DAYS = (5, 7)  # days between two announcements, uniformly distributed
 DENIAL_DAYS = 2  # days from an announcement to its denial
 DENIAL_CHANCE = 0.25
-# The drift begins on day DELAY_DAYS + 1 after an announcement. That is longer than any gap, so a
-# newer announcement always comes first.
+# The drift begins on day DELAY_DAYS + 1 after an announcement. This is later than the next
+# announcement, because every gap is shorter than DELAY_DAYS.
 DELAY_DAYS = 8
 MOVE_DAYS = 4  # the drift lasts from day DELAY_DAYS + 1 to day DELAY_DAYS + MOVE_DAYS
-EVENT_SIZE = 1.4  # in log volume: a surge has 4 times the usual volume, a drought 1/4 of it
+EVENT_SIZE = 1.4  # change of log volume: a surge has 4 times the usual volume, a drought 1/4
 VOLUME_NOISE = 0.25  # sd of the daily noise in log volume
 VOLUME_WAVE = (0.99, 0.15)  # AR(1) coefficient and stationary sd of the usual log volume
 VOLUME_ON_MOVE = 0.10  # log volume added per standard deviation of a stock's own daily move
@@ -53,31 +53,31 @@ VOLUME_ON_MOVE = 0.10  # log volume added per standard deviation of a stock's ow
 # Prices. Log volatility is the sum of a slow market wave and a slow wave per stock.
 MARKET_DRIFT = 0.0006  # per day; an equal-weight portfolio then has a Sharpe ratio of about 0.8
 ANNUAL_VOLATILITY = 0.25  # volatility of each stock without the planted drift
-MARKET_SHARE = 0.62  # market's share of each stock's variance; planted drifts lower the correlation
+MARKET_SHARE = 0.62  # fraction of each stock's variance due to the market, without planted drifts
 COMMON_WAVE = (0.985, 0.50)  # AR(1) coefficient and stationary sd of log volatility
 OWN_WAVE = (0.95, 0.30)  # the same for the wave of each stock
 TAIL_DEGREES = 5.0  # degrees of freedom of Student's t distribution of returns
-OVERNIGHT_SHARE = 1.0 / 3.0  # share of the daily variance that falls between close and next open
+OVERNIGHT_SHARE = 1.0 / 3.0  # fraction of the daily variance between a close and the next open
 
-# Rules
+# Constants of the trading rules
 LEVEL_DAYS = 20  # the usual log volume is the median over this many earlier days
 SURPRISE_NOISE = 0.30  # sd of (log volume - usual log volume) on days without an event
 BLUNDER = 1e-4  # added to densities, so that one unlikely volume cannot rule out a state
 VOLATILITY_MEMORY = 0.94  # decay of the exponentially weighted variance (RiskMetrics)
-FIRST_VARIANCE = 3e-4  # variance assumed for daily returns until the first one is known
-DIRECTIONS = np.array([[-1.0], [0.0], [1.0]])  # drought, none, surge; or down, none, up
-WARM_UP_DAYS = 60  # a few announcements: enough to make the filter's start state irrelevant
+FIRST_VARIANCE = 3e-4  # variance of daily returns that is assumed before the first return is known
+DIRECTIONS = np.array([[-1.0], [0.0], [1.0]])  # drought, none, surge; or drift down, none, up
+WARM_UP_DAYS = 60  # about 10 announcements: the filter's start state then hardly matters
 BAND = 0.01  # smaller differences from the target weights are not traded
-OUTLOOK_DAYS = 4  # days to look ahead: with orders of 5 % it takes days to reach a target
-HURDLE = 0.30  # the reference holds stocks whose expected move, in edges, is above this
-WEAK_EDGE = 15.0  # bps; up to this edge, holding a stock earns more than avoiding its falls
+OUTLOOK_DAYS = 4  # days to look ahead, because orders of 5 % take days to reach a target
+HURDLE = 0.30  # the reference rule holds stocks with a larger expected move, in units of the edge
+WEAK_EDGE = 15.0  # bps; up to this edge, always holding a stock beats selling it before falls
 
 
 def world_seeds(config: SimulatedMarketConfig, purpose: str, count: int) -> list[int]:
     """Return the seeds of worlds 0, 1, ... for one purpose.
 
-    The decimal digits of a seed are: market_seed, then 1 digit for the purpose (1 to 3), then 8
-    digits for the number of the world. Therefore no two worlds share a seed.
+    In decimal, a seed consists of market_seed, 1 digit for the purpose (1 to 3) and 8 digits for
+    the number of the world. Therefore no two worlds have the same seed.
     """
     base = (config.market_seed * 10 + PURPOSES.index(purpose) + 1) * MAX_WORLDS
     return list(range(base, base + count))
@@ -88,7 +88,7 @@ def simulate_markets(config: SimulatedMarketConfig, seeds: Sequence[int]) -> lis
     draws = [_draw_world(seed, config.num_stocks) for seed in seeds]
     noise = {name: np.stack([draw[name] for draw in draws]) for name in draws[0]}
     prices = _prices(noise, noise["moves"] * (config.market_edge * 1e-4))
-    # all weekdays; there are no holidays
+    # every weekday is a trading day; there are no holidays
     dates = np.busday_offset(np.datetime64(FIRST_DATE, "D"), np.arange(NUM_DAYS))
     tickers = tuple(f"SIM{i + 1:02d}" for i in range(config.num_stocks))
     return [
@@ -123,8 +123,8 @@ def _draw_world(seed: int, num_stocks: int) -> dict[str, np.ndarray]:
 def draw_news(rng: np.random.Generator, num_stocks: int) -> tuple[np.ndarray, np.ndarray]:
     """Draw the events and moves of one world, [D, n] int8.
 
-    Events are 1 for a surge and -1 for a drought. A move is the sign of the drift in a day's
-    return, or 0. Observations show neither events nor moves directly.
+    Events are 1 for a surge and -1 for a drought. A move is the sign of a day's
+    drift, or 0 without drift. Observations show neither events nor moves directly.
     """
     # start some days before day 0, so that day 0 has the same statistics as all other days
     before = DELAY_DAYS + MOVE_DAYS + GAP_DAYS[1]
@@ -140,7 +140,7 @@ def draw_news(rng: np.random.Generator, num_stocks: int) -> tuple[np.ndarray, np
 
 
 def _scatter(day: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Return zeros [D, n] with the values [K, n] written on their days [K, n]."""
+    """Return a calendar [D, n] with the values [K, n] on their days [K, n], else 0."""
     calendar = np.zeros((NUM_DAYS, day.shape[1]), dtype=np.int8)
     inside = np.nonzero((day >= 0) & (day < NUM_DAYS))  # pairs (index along K, stock)
     calendar[day[inside], inside[1]] = value[inside]
@@ -160,7 +160,7 @@ def _prices(noise: dict[str, np.ndarray], drift: np.ndarray) -> tuple[np.ndarray
     """Return open, high, low and close, each [M, D, n].
 
     Args:
-        drift: planted simple return of each day, [M, D, n].
+        drift: planted drift of each day as a simple return, [M, D, n].
     """
     # Daily volatility of the market part [M, D, 1] and of each stock's own part [M, D, n]. The
     # mean square of exp(wave) is exp(2 * variance of the wave), so divide by its square root.
@@ -185,17 +185,17 @@ def _prices(noise: dict[str, np.ndarray], drift: np.ndarray) -> tuple[np.ndarray
     highest = 0.5 * (intraday + np.sqrt(intraday**2 + path_variance * noise["up"]))
     lowest = 0.5 * (intraday - np.sqrt(intraday**2 + path_variance * noise["down"]))
     open_ = close * np.exp(-intraday)
-    # rounding could move these values between open and close
+    # Without these bounds, rounding could put the high or the low between open and close.
     high = np.maximum(open_ * np.exp(highest), np.maximum(open_, close))
     low = np.minimum(open_ * np.exp(lowest), np.minimum(open_, close))
     return open_, high, low, close
 
 
 def _volumes(noise: dict[str, np.ndarray]) -> np.ndarray:
-    """Return how many shares are traded, as whole numbers [M, D, n].
+    """Return the traded volumes [M, D, n] as whole numbers of shares.
 
-    Log volume is the sum of a slow wave, noise, a term that grows with the size of the stock's own
-    price move, and the events.
+    Log volume is the sum of a slow wave, noise, the effect of events, and a term that grows with
+    the size of the stock's own price move.
     """
     level = _wave(noise["volume_wave"], *VOLUME_WAVE)
     surprise = np.minimum(np.abs(noise["own"]), 4.0)  # a large move must not look like a surge
@@ -207,16 +207,16 @@ def _volumes(noise: dict[str, np.ndarray]) -> np.ndarray:
 # ---- the news as a hidden Markov model
 
 
-# A day's event (1: surge, -1: drought, 0: none), and the announcements of one stock that still
-# matter, newest first, as pairs (age in days, kind). Kind is 1 for a surge, -1 for a drought and 0
-# for a denied announcement.
+# State of one stock: today's event (1: surge, -1: drought, 0: none), and the announcements that
+# still matter, newest first, as pairs (age in days, kind). Kind is 1 for a surge, -1 for a drought
+# and 0 for a denied announcement.
 State = tuple[int, tuple[tuple[int, int], ...]]
 
 
 def _followers(state: State) -> dict[State, float]:
     """Return the possible states of the next day with their probabilities."""
     newest, *others = [(age + 1, kind) for age, kind in state[1]]
-    older = [item for item in others if item[0] < DELAY_DAYS + MOVE_DAYS]  # its drift is not over
+    older = [item for item in others if item[0] < DELAY_DAYS + MOVE_DAYS]  # drift not yet over
     quiet: State = (0, (newest, *older))  # nothing happens today
     age, kind = newest
     if age == DENIAL_DAYS:
@@ -233,7 +233,7 @@ def _followers(state: State) -> dict[State, float]:
 
 
 def _expected_move(state: State, ahead: int) -> float:
-    """Return the expected move, in edges, `ahead` days after the day of a state."""
+    """Return the expected move, in units of the edge, `ahead` days after a state."""
     return sum(
         kind * (1.0 - DENIAL_CHANCE if age < DENIAL_DAYS else 1.0)
         for age, kind in state[1]
@@ -246,8 +246,8 @@ def news_model() -> tuple[np.ndarray, ...]:
 
     Returns:
         Transition [S, S]: probability of the next day's state (column) given today's state (row).
-        Event [S] and move [S], each -1, 0 or 1: what happened on the day that ends in a state.
-        Outlook [S, OUTLOOK_DAYS]: expected moves on the next days, in edges.
+        Event [S] and move [S], each -1, 0 or 1, on the day that ends in a state.
+        Outlook [S, OUTLOOK_DAYS]: expected moves on the next days, in units of the edge.
     """
     states: list[State] = [(1, ((0, 1),))]
     for state in states:  # the list grows during the loop
@@ -264,11 +264,11 @@ def volume_surprise(volume: np.ndarray) -> np.ndarray:
     """Return log volume [D, k] minus its median over the previous LEVEL_DAYS days."""
     log_volume = pd.DataFrame(np.log(np.maximum(volume, 1.0)))
     usual = log_volume.rolling(LEVEL_DAYS).median().shift()
-    return (log_volume - usual).fillna(0.0).to_numpy()  # 0 on the first days
+    return (log_volume - usual).fillna(0.0).to_numpy()  # 0 until there are LEVEL_DAYS earlier days
 
 
 def _return_likelihood(close: np.ndarray, edge: float) -> np.ndarray:
-    """Return the likelihood of each day's return for each move, [D, 3, k]."""
+    """Return the likelihood of each day's return given each possible move, [D, 3, k]."""
     returns = pd.DataFrame(close).pct_change()
     squares = (returns**2).fillna(FIRST_VARIANCE)
     smoothed = squares.ewm(alpha=1.0 - VOLATILITY_MEMORY, adjust=False).mean()
@@ -280,18 +280,19 @@ def _return_likelihood(close: np.ndarray, edge: float) -> np.ndarray:
 
 
 def planted_outlook(bars: Market, first: int, market_edge: float) -> np.ndarray:
-    """Return expected moves of the next days, from a Bayes filter of news_model().
+    """Estimate the moves of the next days with a Bayes filter.
 
-    The result for day d uses only closes and volumes up to day d. Stocks are filtered separately.
-    Only the densities are approximations: log volumes have normal noise, and returns follow
-    Student's t distribution with the trailing volatility.
+    The filter uses the hidden Markov model of news_model() for each stock separately. The result
+    for day d uses only closes and volumes up to day d. Only the densities are approximate: they
+    assume normal noise in log volumes, and returns that follow Student's t distribution with the
+    trailing volatility.
 
     Args:
         bars: daily bars of k stocks.
         first: first day of the result; the filter starts up to WARM_UP_DAYS earlier.
 
     Returns:
-        Expected moves [days, k, OUTLOOK_DAYS] in edges, from -1 to 1.
+        Expected moves [days, k, OUTLOOK_DAYS] in units of the edge, from -1 to 1.
     """
     transition, event, move, outlook_of = news_model()
     start = max(0, first - WARM_UP_DAYS)
@@ -315,7 +316,7 @@ def planted_outlook(bars: Market, first: int, market_edge: float) -> np.ndarray:
 
 
 def buy_equal_weight(env: TradingVectorEnv, *_: Tensor) -> Tensor:
-    """Return actions [B, n] that buy 1/n of every stock on the first day."""
+    """Return actions [B, n] that put 1/n of the cash in each stock on the first day."""
     num_stocks = len(env.tickers)
     begins = (env.row % env.num_days == 0).to(torch.float64).unsqueeze(1)
     return begins.expand(-1, num_stocks) / num_stocks
@@ -346,9 +347,9 @@ def follow(choose: Callable[[Market, int], np.ndarray]) -> Callable[..., Tensor]
 def reference(bars: Market, first: int, market_edge: float) -> np.ndarray:
     """Choose the stocks that the Bayes filter expects to rise, [days, k].
 
-    A stock is chosen if its mean expected move over the next OUTLOOK_DAYS is above HURDLE edges. If
-    the edge is at most WEAK_EDGE, the market's own drift matters more, and every stock is chosen
-    whose mean is above -HURDLE. At edge 0 all stocks are chosen.
+    A stock is chosen if its mean expected move over the next OUTLOOK_DAYS days is above HURDLE, in
+    units of the edge. If the edge is at most WEAK_EDGE, the drift of the whole market matters more,
+    so a stock is chosen if this mean is above -HURDLE. At edge 0 all stocks are chosen.
     """
     outlook = planted_outlook(bars, first, market_edge).mean(2)
     hurdle = HURDLE if market_edge > WEAK_EDGE else -HURDLE
@@ -358,10 +359,10 @@ def reference(bars: Market, first: int, market_edge: float) -> np.ndarray:
 def memoryless(bars: Market, first: int) -> np.ndarray:
     """Choose stocks by today's event only, [days, k].
 
-    Every surge triggers one buy order and every drought one sell order. The holdings thereby count
-    past events slowly and act as a memory, which gains about a quarter of what real memory gains.
-    42 rules that use today's event and the holdings were compared on 16 training worlds at
-    market_edge 120; this rule had the best Sharpe ratio after costs.
+    Every surge triggers one buy order and every drought one sell order. The holdings therefore
+    depend on past events and act as a weak memory: the rule gains about a quarter of what real
+    memory gains. Of 42 rules that use today's event and the holdings, this rule had the best Sharpe
+    ratio after costs on 16 training worlds at market_edge 120.
     """
     surprise = volume_surprise(bars.volume)[first:]
     return np.where(np.abs(surprise) > 0.5 * EVENT_SIZE, surprise > 0, np.nan)

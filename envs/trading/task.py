@@ -21,16 +21,19 @@ NUM_TEST_WORLDS = 50
 
 @dataclass(frozen=True)
 class TradingTask:
-    """The markets and spans of one run; training and evaluation use different worlds."""
+    """The markets and spans of one run.
+
+    Training, validation and test use different simulated markets.
+    """
 
     data: DataConfig
     simulated: SimulatedMarketConfig
     trading: TradingConfig
-    discount: float = 0.8  # the learner's gamma
+    discount: float = 0.8  # value of the flag gamma
 
     @cached_property
     def real(self) -> Market | None:
-        """The market with real prices from the data file; None if markets are simulated."""
+        """The market in the data file, with real prices; None if markets are simulated."""
         if self.data.data == "simulated":
             return None
         return load_market(self.data.data, missing=self.data.data_missing)
@@ -47,7 +50,7 @@ class TradingTask:
         return split_spans(self.sample.dates, self.data, first_tradable=first_tradable)
 
     def markets(self, purpose: str, count: int | None = None) -> Sequence[Market]:
-        """Return the real market, or `count` simulated markets for train, valid or test."""
+        """Return the real market, or `count` simulated ones for train, valid or test."""
         if self.real is not None:
             return [self.real]
         counts = {
@@ -61,7 +64,7 @@ class TradingTask:
     def training_env(
         self, num_envs: int, env_offset: int = 0, device: str | torch.device = "cpu"
     ) -> TradingVectorEnv:
-        """Make a batch of training environments, whose seeds determine their episodes."""
+        """Make a batch of training environments; their seeds determine the episodes."""
         return TradingVectorEnv(
             num_envs,
             markets=self.markets("train"),
@@ -79,9 +82,10 @@ class TradingTask:
         held: bool = False,
         device: str | torch.device = "cpu",
     ) -> TradingVectorEnv:
-        """Make one environment per market; an episode runs through the whole span.
+        """Make one environment per market; an episode covers the whole span.
 
-        `held` removes the limit on orders, for a rule that buys on the first day and then holds.
+        `held` removes the order limit and the turbulence rule, for a rule that buys on the first
+        day and then holds.
         """
         config = self.trading
         if held:

@@ -1,4 +1,4 @@
-"""Adapt vector environments, and lists of single ones, to the TorchEnv interface."""
+"""Adapt vector environments and lists of environments to the TorchEnv interface."""
 
 from __future__ import annotations
 
@@ -50,11 +50,12 @@ class TorchVectorEnv(ArrayEnv):
     takes. The vector environment must use autoreset SAME_STEP and accept one seed per environment.
     """
 
-    env: Any  # the vector environment, or the list of environments of `OneByOne`
+    env: Any  # a vector environment; in `OneByOne`, a list of single environments
     _: KW_ONLY
     make: Any = None  # returns a new environment to replace a failed one
     max_episode_steps: int | None = None  # step limit for single environments
-    end: Callable[[str], None] = end_process  # ends the process if a call cannot be interrupted
+    # Ends the process if a call into an environment hangs and cannot be interrupted.
+    end: Callable[[str], None] = end_process
     # The flags below are described in `envs.task.TaskConfig`.
     info_mask: bool = False
     previous_action: bool = False
@@ -81,10 +82,10 @@ class TorchVectorEnv(ArrayEnv):
             if not mask_size or any(part.kind == "mask" for part in parts):
                 raise ValueError(
                     f"info_mask does nothing with environment {self.env_id}: its actions are not "
-                    f"choices, or its observations already hold the {MASK_KEY}; omit it"
+                    f"choices, or its observations already contain {MASK_KEY}; omit info_mask"
                 )
             parts.append(Part(MASK_KEY, "mask", (mask_size,)))
-        self.row_size = sum(part.size for part in parts)  # without the previous action and reward
+        self.row_size = sum(part.size for part in parts)  # without previous action and reward
         if self.previous_action:
             size = mask_size or math.prod(self.decoder.space.shape)
             parts.append(Part("previous_action", "plain", (size,)))
@@ -114,7 +115,8 @@ class TorchVectorEnv(ArrayEnv):
             columns = [self.decoder.encode(actions)] * self.previous_action
             columns += [rewards[:, None].astype(np.float32)] * self.previous_reward
             previous = np.concatenate(columns, axis=1)
-            continues = ~(terminated | truncated)[:, None]  # [B, 1]; new episodes start with 0
+            # The first observation of an episode has no previous action and reward: set them to 0.
+            continues = ~(terminated | truncated)[:, None]  # [B, 1]
             obs = np.concatenate([obs, previous * continues], axis=1)
             final_obs = np.concatenate([final_obs, previous], axis=1)
         return rewards, obs, final_obs, terminated, truncated
@@ -131,7 +133,7 @@ class TorchVectorEnv(ArrayEnv):
 
     def set_arrays(self, state: dict[str, np.ndarray]) -> None:
         """Restore a snapshot from arrays."""
-        # some environments create their state at the first reset
+        # Reset first, because some environments create their state in the first reset.
         self._reset_envs([0] * self.num_envs)
         arrays = {name: array.copy() for name, array in state.items()}
         for name, _ in LIFE:
@@ -156,7 +158,7 @@ class TorchVectorEnv(ArrayEnv):
         obs = self.encoder(raw_obs, self.num_envs)
         rewards = np.array(raw_rewards, np.float64).reshape(self.num_envs)
         terminated, truncated = (np.array(flag, bool).reshape(self.num_envs) for flag in flags)
-        check_rows(np.abs(rewards) <= MAX_REWARD, "reward is", rewards)  # NaN also gives False
+        check_rows(np.abs(rewards) <= MAX_REWARD, "reward is", rewards)  # False for NaN, too
         final_obs = obs.copy()
         ended = np.flatnonzero(terminated | truncated)
         if len(ended):
@@ -188,13 +190,13 @@ class OneByOne(TorchVectorEnv):
         self._set_up(len(self.env), self.env[0].observation_space, self.env[0].action_space)
         self._actions_space = batch_space(self.env[0].action_space, self.num_envs)
         self._last_rows = [np.zeros(self.row_size, np.float32)] * self.num_envs
-        # First observation of the next episode, by row, if a restart has already begun it.
+        # By row: first observation of the next episode, if a restart has already begun it.
         self._first_rows: dict[int, np.ndarray] = {}
         self._metrics: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))  # (sum, count)
         self.can_snapshot = all(map(has_snapshots, self.env))
 
     def begin_again(self, last_obs: np.ndarray) -> None:
-        """Replace a process that died; the next step reports all episodes as truncated.
+        """Take over from a dead process; the next step truncates all its episodes.
 
         `lives` and `last_obs` [B, F] are the values that the dead process left in shared memory.
         """
@@ -232,7 +234,7 @@ class OneByOne(TorchVectorEnv):
             outcome = None
             if row not in self._first_rows:
                 outcome = self._restarting(row, self._step, action)
-            if outcome is None:  # the environment was restarted, which ends the episode
+            if outcome is None:  # the environment was restarted, so the episode ends
                 outcome = 0.0, self._last_rows[row], False, True
             reward, final_row, terminated, truncated = outcome
             obs = self._first_row(row) if terminated or truncated else final_row
@@ -242,7 +244,7 @@ class OneByOne(TorchVectorEnv):
     def _step(self, row: int, action: Any) -> tuple[float, np.ndarray, bool, bool]:
         obs, reward, terminated, truncated, info = self.env[row].step(action)
         reward = np.asarray(reward, np.float64).item()
-        if not abs(reward) <= MAX_REWARD:  # also true for NaN
+        if not abs(reward) <= MAX_REWARD:  # refuses NaN, too
             raise RowFaultError(row, f"reward is {reward}")
         self.lives["age"][row] += 1
         truncated = bool(truncated or self.lives["age"][row] == self.max_episode_steps)
@@ -256,9 +258,9 @@ class OneByOne(TorchVectorEnv):
         return reward, self._last_rows[row], bool(terminated), truncated
 
     def _row_of(self, obs: Any, info: dict[str, Any] | None) -> np.ndarray:
-        """Encode an observation and, with `info_mask`, append the mask in info.
+        """Encode an observation and, with `info_mask`, append the mask from `info`.
 
-        If info is None, the mask allows every action.
+        If `info` is None, the appended mask allows every action.
         """
         rows = self.encoder([obs], 1)
         if self.info_mask:
@@ -272,7 +274,7 @@ class OneByOne(TorchVectorEnv):
     # ---- restarts
 
     def _restarting(self, row: int, call: Callable[..., Any], *args: Any) -> Any:
-        """Call into an environment; if the call fails, replace it and return None."""
+        """Call into an environment; on failure, rebuild the environment and return None."""
         attempt: Callable[[], Any] = partial(call, row, *args)
         while True:  # each failure uses up one restart
             try:

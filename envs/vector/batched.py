@@ -1,14 +1,14 @@
-"""Numpy vector environments with snapshots and one generator per environment.
+"""Numpy vector environments with snapshots and per-environment random generators.
 
-A resumed run continues an environment exactly if the environment has two methods:
+A resumed run can continue an environment from its exact state if the environment has two methods:
 
     get_state() -> dict[str, np.ndarray | float | int | bool]  return the complete state
     set_state(state)                        restore it; arrays arrive as float64 or int64
 
 `get_state` must return the same names and shapes at every call. In a vector environment every entry
 is an array with leading dimension num_envs. A new environment is reset once before `set_state` is
-called. Without these two methods, a resumed run begins new episodes. docs/own_environment.md has an
-example.
+called. If an environment lacks these two methods, a resumed run begins new episodes in it.
+docs/own_environment.md has an example.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def has_snapshots(env: Any) -> bool:
 
 
 def pack_generator(generator: np.random.Generator) -> np.ndarray:
-    """Pack the state of a PCG64 generator (Gymnasium's kind) into [22] int64."""
+    """Pack the state of a PCG64 generator, as Gymnasium uses it, into [22] int64."""
     text = json.dumps(generator.bit_generator.state)  # at most 176 characters
     return np.frombuffer(text.ljust(176).encode(), np.int64)
 
@@ -45,11 +45,11 @@ def unpack_generator(generator: np.random.Generator, packed: np.ndarray) -> None
 
 
 class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
-    """Base of SAME_STEP vector environments with one generator per environment.
+    """Base class of SAME_STEP vector environments with a generator per environment.
 
     A subclass implements `draw`, `begin`, `observe` and `advance`. Its state consists of the
     generators, `elapsed` and the arrays [B, ...] named in `state_names`. An episode that reaches
-    `max_episode_steps` is truncated; snapshots include the steps that have elapsed.
+    `max_episode_steps` is truncated. Snapshots include the number of steps so far.
     """
 
     metadata: dict[str, Any] = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
@@ -60,7 +60,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         self, num_envs: int, observation_space: spaces.Box, action_space: spaces.Space
     ) -> None:
         self.num_envs = num_envs
-        self.elapsed = np.zeros(num_envs, dtype=np.int64)  # steps taken in this episode
+        self.elapsed = np.zeros(num_envs, dtype=np.int64)  # steps taken in the current episode
         self.single_observation_space = observation_space
         self.single_action_space = action_space
         self.observation_space = batch_space(observation_space, num_envs)
@@ -96,7 +96,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     def reset(
         self, *, seed: Any = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start all environments; as in Gymnasium, an integer seed s means s, s+1, ..."""
+        """Start all environments; an integer seed s stands for the seeds s, s+1, s+2, ..."""
         if isinstance(seed, int):
             seed = range(seed, seed + self.num_envs)
         if seed or not self.generators:
@@ -132,7 +132,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
 
 
 class SingleEnv(gymnasium.Env[np.ndarray, np.int64]):
-    """A single environment, without snapshots, that wraps a BatchedEnv with one row."""
+    """A single environment that wraps a BatchedEnv with one row; has no snapshots."""
 
     metadata: dict[str, Any] = {"render_modes": []}
 

@@ -32,7 +32,7 @@ from envs.vector.spaces import RowFaultError
 from rl_dist.errors import one_line
 
 _LOGGER = logging.getLogger(__name__)
-GRACE_S = 5.0  # time between steps 1, 2 and 3 above
+GRACE_S = 5.0  # time from step 1 to step 2, and from step 2 to step 3, of the list above
 MIN_FAULTHANDLER_S = 30.0
 # Environments and tests may use SIGALRM, so prefer a real-time signal, which is rarely used.
 _SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGALRM)
@@ -43,7 +43,7 @@ class EnvironmentFaultError(RuntimeError):
 
 
 class Interruption(BaseException):
-    """Base of exceptions that our signal handlers raise, anywhere in the program."""
+    """Base class of the exceptions that our signal handlers raise."""
 
 
 class HungError(Interruption):
@@ -51,7 +51,7 @@ class HungError(Interruption):
 
 
 def is_own_fault(error: BaseException) -> bool:
-    """Return whether an exception is the environment's fault, not the user's or ours."""
+    """Return whether an environment caused an exception, not the user or a signal."""
     by_user = (
         isinstance(error, KeyboardInterrupt)
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -94,17 +94,18 @@ class HangWatch:
     """Makes the calls into environments and limits how long each may take."""
 
     timeout_s: float  # time limit of one call; 0: no limit
-    # Called with a row (None: unknown) and a problem; returns one line that names both.
+    # Called with the row of an environment (None if unknown) and the problem. Returns a line that
+    # names both.
     describe: Callable[[int | None, str], str]
     end: Callable[[str], None]  # ends the process; must not return
     heartbeat: Callable[[], None]  # reports progress
-    row: int | None = None  # row that the latest call steps; None: all rows
+    row: int | None = None  # row of the environment in the latest call; None: all rows
 
     newest: ClassVar[HangWatch | None] = None  # the watch that made the latest call
 
     def __post_init__(self) -> None:
         self._started_s = 0.0  # start time of the current call; 0 between calls
-        self._interrupted_s = 0.0  # start time of the call that was interrupted last
+        self._interrupted_s = 0.0  # start time of the most recently interrupted call
         self._closed = threading.Event()
         self._thread_id = threading.get_ident()
         self._problem = f"did not come back within {self.timeout_s:g} s (--env_timeout)"
@@ -115,7 +116,7 @@ class HangWatch:
             threading.Thread(target=self._watch, name="environment watch", daemon=True).start()
 
     def call(self, row: int | None, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of the environment in a row (None: of all rows).
+        """Call a function of the environment in one row; row None means all rows.
 
         Raises:
             EnvironmentFaultError: the call failed; the message names the environment.
@@ -139,7 +140,7 @@ class HangWatch:
                 raise
             raise EnvironmentFaultError(self.describe(row, problem)) from error
         finally:
-            # gloo's sockets may be closed too, and gloo would then abort without a message.
+            # The sockets of gloo may be closed too. Then gloo would abort without a message.
             if has_closed_descriptors():
                 problem = "closed files and connections that it did not open: the process ends"
                 self.end(self.describe(row, problem))
@@ -159,7 +160,7 @@ class HangWatch:
         limit_s = max(self.timeout_s + 2 * GRACE_S, MIN_FAULTHANDLER_S)
         while True:
             # Restart faulthandler's timer, which ends the process if this loop stops running.
-            with suppress(RuntimeError, ValueError):  # no new thread possible, or stderr is closed
+            with suppress(RuntimeError, ValueError):  # no thread can start, or stderr is closed
                 faulthandler.dump_traceback_later(
                     limit_s, exit=True, file=sys.__stderr__ or sys.stderr
                 )

@@ -1,4 +1,4 @@
-"""How the learner sees environments: layout of observations, TorchEnv interface.
+"""Layout of observations, and TorchEnv, the learner's interface to environments.
 
 The learner sees an observation as one row [F] of float32 numbers, made of named parts. Policies and
 checkpoints store the layout of these parts, so a policy can be used without its environment. This
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Kind = Literal["vector", "plain", "image", "mask"]
 # Observations, rewards, terminated, truncated and info; see `TorchEnv.step`.
 StepResult = tuple["Tensor", "Tensor", "Tensor", "Tensor", dict[str, Any]]
-MAX_NUMBERS = 10**9  # largest accepted row size: a damaged checkpoint may name a larger one
+MAX_NUMBERS = 10**9  # largest accepted row size; damaged checkpoints may contain a larger one
 _FIELDS = TypeAdapter(list[tuple[str, Kind, tuple[PositiveInt, ...]]])
 
 
@@ -52,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """The parts of a row, in order."""
+    """The parts of an observation row, in order."""
 
     parts: tuple[Part, ...]
 
@@ -74,7 +74,7 @@ class Layout:
             first += part.size
 
     def columns(self, kind: Kind) -> list[int]:
-        """Return the column indices of all parts with this kind."""
+        """Return the column indices of all parts of one kind."""
         places = [place for part, place in self.slices() if part.kind == kind]
         return [column for place in places for column in range(place.start, place.stop)]
 
@@ -83,7 +83,7 @@ class Layout:
         return "; ".join(f"{part.name} {part.describe()}" for part in self.parts)
 
     def kinds(self) -> str:
-        """Return the kinds and shapes of all parts, on which a policy depends, as text."""
+        """Return the kinds and shapes of all parts as text; a policy depends on them."""
         return " ".join(part.describe() for part in self.parts)
 
     def to_json(self) -> str:
@@ -92,7 +92,7 @@ class Layout:
 
     @staticmethod
     def from_json(text: str) -> Layout:
-        """Return the layout from the JSON of `to_json`; raise UserError for other text."""
+        """Read a layout from the JSON that `to_json` wrote; other text raises UserError."""
         parts: list[Part] = []
         with suppress(ValueError):
             parts = [Part(*fields) for fields in _FIELDS.validate_json(text)]
@@ -107,7 +107,7 @@ class TorchEnv:
     """Interface of a batch of environments that takes and returns tensors.
 
     Every environment has its own seed. Autoreset is SAME_STEP: when an episode ends, the next one
-    starts in the same step. Attributes and methods with a default need not be overridden.
+    starts in the same step. Subclasses need not override attributes and methods with a default.
     """
 
     num_envs: int  # B
@@ -158,7 +158,7 @@ class TorchEnv:
         raise NotImplementedError
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a snapshot from a batch with the same size and settings."""
+        """Restore a snapshot taken from a batch with the same size and settings."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Convert between values of Gymnasium spaces and the learner's numbers.
 
 `ObservationEncoder` turns observations into rows of numbers, which the learner reads. The learner's
-actions are numbers in [-1, 1] or choices counted from 0. `ActionDecoder` turns them into actions
+actions are numbers in [-1, 1] or choices numbered from 0. `ActionDecoder` turns them into actions
 for the environment. `to_json` and `from_json` store both spaces in a checkpoint.
 """
 
@@ -18,7 +18,7 @@ from gymnasium import spaces
 from envs.vector.layout import Kind, Part
 
 MASK_KEY = "action_mask"
-MIN_IMAGE_SIDE = 8  # pixels; a smaller array is treated as a vector
+MIN_IMAGE_SIDE = 8  # pixels; an array with a shorter side is treated as a vector
 MAX_CHANNELS = 64
 Space = Any  # a Gymnasium space
 Path = tuple[Any, ...]  # keys that lead to one part of a nested observation
@@ -36,7 +36,7 @@ _KINDS: Any = tuple(_ARGUMENTS)
 
 
 class RowFaultError(ValueError):
-    """Error: one row of a batch is invalid, or all rows are (row None).
+    """Error: one row of a batch is invalid, or the whole batch if row is None.
 
     The caller adds the environment's number to the message.
     """
@@ -50,7 +50,8 @@ def check_rows(usable: np.ndarray, problem: str, values: np.ndarray) -> None:
     """Raise a RowFaultError for the first of the values [B, ...] that is not usable.
 
     Args:
-        usable: bool, [B] or [B, ...].
+        usable: bool [B], or bool [B, ...] with one entry per value.
+        problem: start of the error message, which ends with the value.
     """
     if not usable.all():
         place = np.unravel_index(usable.argmin(), usable.shape)
@@ -59,7 +60,7 @@ def check_rows(usable: np.ndarray, problem: str, values: np.ndarray) -> None:
 
 
 def _leaves(space: Space, path: Path = ()) -> Iterator[tuple[Path, Space]]:
-    """Yield each leaf of a nested space (not a Dict or Tuple) with its path."""
+    """Yield the leaves of a nested space (all but Dict and Tuple) with their paths."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         inner = space.spaces
         for key, part in inner.items() if isinstance(inner, dict) else enumerate(inner):
@@ -83,16 +84,17 @@ def _choices(space: Space) -> np.ndarray:
 
 
 def _one_hot(digits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """One-hot encode digits [count, D] with `sizes` options as [count, sum(sizes)]."""
+    """One-hot encode choices [count, D] with `sizes` options as [count, sum(sizes)]."""
     chosen = [digits[:, [i]] == np.arange(size) for i, size in enumerate(sizes)]
     return np.concatenate(chosen, axis=1).astype(np.float32)
 
 
 def _image_axes(space: Space) -> list[int]:
-    """Return the axes of frames, channels, height and width; [] if not an image.
+    """Return an image's axes in the order frames, channels, height, width.
 
-    An image is uint8 [H, W], [H, W, C] or [C, H, W]. Stacked frames are [N, H, W, C] or
-    [N, C, H, W]. Channels are on the axis that is the shorter of the two possible ones.
+    Return [] if the space is not an image. An image is uint8 [H, W], [H, W, C] or [C, H, W].
+    Stacked frames are [N, H, W, C] or [N, C, H, W]. Of the two axes that could hold the channels,
+    the shorter one does.
     """
     shape = space.shape
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:
@@ -106,10 +108,10 @@ def _image_axes(space: Space) -> list[int]:
 
 
 class Leaf:
-    """One part of an observation, which it encodes as numbers of a row."""
+    """Encodes one part of an observation as numbers in a row."""
 
     def __init__(self, path: Path, space: Space, mask_sizes: np.ndarray) -> None:
-        """Find out how to encode the part.
+        """Choose the encoding of the part from its space.
 
         Args:
             mask_sizes: number of options of each choice that this part masks; empty if this part is
@@ -119,7 +121,7 @@ class Leaf:
         self.space = space
         self.mask_sizes = mask_sizes
         self.start, self.sizes = _choices(space)  # [D]; empty: no one-hot encoding
-        if len(mask_sizes) or isinstance(space, spaces.MultiBinary):  # already made of 0 and 1
+        if len(mask_sizes) or isinstance(space, spaces.MultiBinary):  # consists of 0 and 1 already
             self.sizes = mask_sizes[:0]
         self.axes = [] if len(mask_sizes) else _image_axes(space)
         self.scale = 1  # divisor of pixels: their largest possible value
@@ -150,7 +152,7 @@ class Leaf:
             problem = f"{name} has shape {values.shape[1:]}, not {self.space.shape}"
             raise RowFaultError(None, problem)
         if self.axes:
-            if values.dtype.kind == "f":  # its values are probably 0 to 1, not 0 to 255
+            if values.dtype.kind == "f":  # pixels are probably 0 to 1, not 0 to 255
                 raise RowFaultError(None, f"{name} has type {values.dtype}, not {self.space.dtype}")
             values = values.transpose(0, *(axis + 1 for axis in self.axes))
         values = values.reshape(count, -1)
@@ -159,7 +161,7 @@ class Leaf:
             usable = rows.sum(axis=1) == len(self.sizes)
             check_rows(usable, f"{name} has a value outside its space:", values)
             return rows
-        with np.errstate(over="ignore"):  # the caller refuses infinite values
+        with np.errstate(over="ignore"):  # the caller refuses values that overflow to inf
             rows = values.astype(np.float32)
         if len(self.mask_sizes):
             check_masks(rows, self.mask_sizes)
@@ -169,10 +171,10 @@ class Leaf:
 class ObservationEncoder:
     """Encodes plain or nested observations as rows [B, F] of float32.
 
-    Choices become one-hot vectors. Images are put in the order channels, height, width and divided
-    by their largest possible value. `mask_sizes` [D] holds the number of options of
-    each choice that an action makes. Unless it is empty, the entry action_mask of a Dict
-    observation is the mask of allowed actions.
+    Choices become one-hot vectors. The axes of images are put in the order channels, height, width,
+    and pixels are divided by their largest possible value. `mask_sizes` [D] holds the number of
+    options of each choice in an action; it is empty if actions are not choices. If it is not empty,
+    the entry action_mask of a Dict observation is the mask of allowed actions.
     """
 
     def __init__(self, source: Space, env_id: str, mask_sizes: np.ndarray) -> None:
@@ -193,7 +195,7 @@ class ObservationEncoder:
         self.parts = tuple(leaf.part for leaf in self.leaves)
 
     def __call__(self, raw: Any, count: int) -> np.ndarray:
-        """Encode a batch, or a list of single observations, as [count, F].
+        """Encode a batch, or a list of single observations, as rows [count, F].
 
         Raises RowFaultError: a part does not fit its space, a number is not finite, or a mask
         forbids every option of a choice.
@@ -209,7 +211,7 @@ class ObservationEncoder:
 
 
 def check_masks(masks: np.ndarray, sizes: np.ndarray) -> None:
-    """Refuse masks [B, n] that forbid all options of a choice or are not 0 and 1.
+    """Refuse masks [B, n] that forbid every option of a choice or are not 0 or 1.
 
     Args:
         sizes: number of options of each choice, [D].
@@ -231,10 +233,10 @@ def flat_mask(mask: Any) -> np.ndarray:
 class ActionDecoder:
     """Turns the learner's actions into actions for a plain or nested action space.
 
-    The learner's actions lie in `space`, where choices count from 0. A Discrete space stays
-    Discrete; MultiDiscrete, MultiBinary (2 options each) and nested spaces of choices become one
-    MultiDiscrete. Boxes become one flat Box. Where both bounds are finite, they are scaled to
-    [-1, 1].
+    The learner's actions lie in `space`, where choices are numbered from 0. A Discrete space
+    remains Discrete; MultiDiscrete, MultiBinary (2 options each) and nested spaces of choices
+    become one MultiDiscrete. Boxes become one flat Box, in which every dimension with two finite
+    bounds is scaled to [-1, 1].
     """
 
     def __init__(self, target: Space, env_id: str) -> None:
@@ -287,7 +289,7 @@ class ActionDecoder:
 
 
 def _nested(target: Space, parts: Iterator[np.ndarray]) -> Any:
-    """Build a batch of a nested space from `parts`, each leaf's numbers [count, n]."""
+    """Build a batch of a nested space; `parts` yields each leaf's numbers [count, n]."""
     if isinstance(target, spaces.Dict):
         return {key: _nested(inner, parts) for key, inner in target.spaces.items()}
     if isinstance(target, spaces.Tuple):
@@ -305,7 +307,7 @@ def to_json(observation: Space, action: Space) -> str:
 
 
 def from_json(text: str) -> tuple[Space, Space]:
-    """Return the two spaces from the JSON of `to_json`, or raise ValueError."""
+    """Read two spaces from the JSON of `to_json`; other text raises ValueError."""
     try:
         observation, action = json.loads(text, object_hook=_space)
     except Exception as error:  # damaged or malicious text can fail in many ways
@@ -325,7 +327,7 @@ def _space(plain: dict[str, Any]) -> Any:
     """Turn a JSON object into a space, or into the (key, space) pairs of a Dict."""
     name = plain.get("kind")
     if not isinstance(name, str):
-        return list(plain.items())  # a list: Gymnasium would sort a dict, rows need this order
+        return list(plain.items())  # not a dict: Gymnasium would sort it, and rows need this order
     kind = {kind.__name__: kind for kind in _ARGUMENTS}[name]
     arguments = {name: plain[name] for name in _ARGUMENTS[kind]}
     for end in {"low", "high"} & plain.keys():

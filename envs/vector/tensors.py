@@ -1,4 +1,4 @@
-"""Base of vector environments that return tensors; stateless random numbers."""
+"""Base class of vector environments with tensors; stateless random numbers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from torch import Tensor
 
 from envs.vector.layout import StepResult, TorchEnv
 
-# Arrays of one step, ordered by falling item size as `to_tensors` requires.
+# Arrays of one step, from the largest item size to the smallest, as `to_tensors` requires.
 STEP_FIELDS = ("rewards", "obs", "final_obs", "terminated", "truncated")
-# Record of each environment, [B]. It outlives restarts and the death of a worker process.
+# Fields of the record of each environment. The record survives restarts of the environment and the
+# death of a worker process.
 LIFE = [
     ("restarts", "i8"),
     ("life_seed", "i8"),  # seed of the last reset
-    ("lifetime_step", "i8"),  # steps since that reset
-    ("age", "i8"),  # steps of the episode, if the adapter limits them
+    ("lifetime_step", "i8"),  # steps since the last reset
+    ("age", "i8"),  # steps in the current episode, counted by `OneByOne`
 ]
 GOLDEN_STEP = 0x9E3779B97F4A7C15 - 2**64  # splitmix64's increment, as int64
 
@@ -31,14 +32,15 @@ class ArrayEnv(TorchEnv):
     env_id: str
     env_offset: int = 0
     device: Any = "cpu"
-    # Reports progress. It runs before every call and, in a watcher thread, during long calls.
+    # Reports progress. It is called before every call into an environment and, by a watcher thread,
+    # during long calls.
     heartbeat: Callable[[], None] = lambda: None
     env_timeout: float = 0.0  # see `envs.task.TaskConfig`
     env_restarts: int = 0
 
-    lives: Any = field(init=False)  # array of LIFE, [B]
+    lives: Any = field(init=False)  # [B], with the fields LIFE
     # methods that subclasses define
-    reset_arrays: ClassVar[Callable[..., np.ndarray]]  # starts episodes; returns a new [B, F]
+    reset_arrays: ClassVar[Callable[..., np.ndarray]]  # returns new observations [B, F]
     get_arrays: ClassVar[Callable[..., dict[str, np.ndarray]]]
     set_arrays: ClassVar[Callable[..., None]]
 
@@ -61,7 +63,7 @@ class ArrayEnv(TorchEnv):
         return f"environment {self.env_id} number {number} at its step {step}: {problem}"
 
     def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
-        """Start all environments and set their lifetime step to 0."""
+        """Start all environments, store their seeds, and set their step counts to 0."""
         self.lives["life_seed"] = seed
         self.lives["lifetime_step"] = 0
         return to_tensors([self.reset_arrays(seed)], self.device)[0], {}
@@ -78,8 +80,8 @@ class ArrayEnv(TorchEnv):
 def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
     """Convert arrays to tensors on a device.
 
-    For a GPU, all arrays are packed into one asynchronous copy. Every array must be aligned inside
-    this copy, so pass arrays with larger item sizes first.
+    For a GPU, all arrays are packed into one buffer, which is copied asynchronously. Every array
+    must be aligned inside the buffer, so pass arrays with larger item sizes first.
     """
     tensors = [torch.from_numpy(array) for array in arrays]
     if device.type != "cuda":
@@ -96,7 +98,7 @@ def step_result(arrays: Sequence[np.ndarray], device: torch.device) -> StepResul
     return obs, rewards, terminated, truncated, {"final_obs": final_obs}
 
 
-# ---- random numbers: each is a hash of a key and a counter
+# ---- random numbers, computed as hashes of a key and a counter
 
 
 def seed_keys(seeds: Sequence[int]) -> Tensor:

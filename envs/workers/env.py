@@ -28,7 +28,7 @@ from rl_dist.process_group.process_ends import how_it_ended
 
 _LOGGER = logging.getLogger(__name__)
 LOOK_S = 0.2  # interval of progress checks while the rank waits for a worker
-CLOSE_S = 10.0  # longest time without progress while environments are closed
+CLOSE_S = 10.0  # time limit without progress while workers close their environments
 
 
 class _Worker:
@@ -48,8 +48,8 @@ class _Worker:
         self._poll.register(self._connection.fileno(), select.POLLIN)
         self.status = shared_rows(status_file, 1, STATUS)[0]
         os.close(status_file)
-        self._beats = 0  # value of status["beats"] when it was last read
-        self.last_words = ""  # the reason in one line, if the worker ended itself
+        self._beats = 0  # status["beats"] when it was last read
+        self.last_words = ""  # one line that gives the reason, if the worker ended itself
         self._end = ""
 
     def send(self, message: Any) -> None:
@@ -92,18 +92,19 @@ class WorkerEnv(ArrayEnv):
 
     Each worker makes its environments with `make_vector_env`, so the results are the same as
     without workers, bit for bit. A question from the rank to a worker names a method to call. The
-    worker answers before it gets the next question. Arrays are in shared memory, so the messages of
-    a step are short.
+    rank sends the next question only after the worker has answered. Arrays are in shared memory, so
+    the messages of a step are short.
 
-    A worker ends itself if a call hangs and cannot be interrupted. The rank kills a worker that
-    cannot even do that. If a worker dies, this counts as a failure of all its environments. As long
-    as restarts are left, a new process makes them again and answers the worker's open question.
+    A worker ends itself if a call hangs and cannot be interrupted. If a worker is unable to do so,
+    the rank kills it. The death of a worker counts as a failure of all its environments. As long as
+    restarts are left, a new process makes these environments again and answers the question that
+    the dead worker left unanswered.
     """
 
     num_envs: int
     num_workers: int
     num_groups: int = 1
-    options: dict[str, Any] = field(default_factory=dict)  # more arguments of make_vector_env
+    options: dict[str, Any] = field(default_factory=dict)  # other arguments of make_vector_env
 
     def __post_init__(self) -> None:
         self.device = torch.device(self.device)
@@ -130,7 +131,7 @@ class WorkerEnv(ArrayEnv):
         self._rows = shared_rows(self._file.fileno(), self.num_envs, row_type)
         self.lives = self._rows["life"]
         self._max_restarts = self.env_restarts
-        if self.env_timeout:  # a worker itself ends a hanging call earlier
+        if self.env_timeout:  # long enough for a worker to end a hanging call itself
             self._limit_s = self.env_timeout + GRACE_S + 1.0
         _LOGGER.info("%s in %d worker processes", self.env_id, len(self.workers))
 
@@ -182,7 +183,7 @@ class WorkerEnv(ArrayEnv):
         return {name: np.concatenate([state[name] for state in states]) for name in states[0]}
 
     def set_arrays(self, state: dict[str, np.ndarray]) -> None:
-        """Restore a snapshot; it may come from a different number of workers."""
+        """Restore a snapshot, even if it was taken with a different number of workers."""
         for worker in self.workers:
             part = {name: array[worker.rows] for name, array in state.items()}
             self._ask(worker, ("set_arrays", part))
@@ -196,7 +197,7 @@ class WorkerEnv(ArrayEnv):
         for worker in self.workers:
             while self._receive(worker):
                 pass
-            with suppress(EnvironmentFaultError):  # the host and all workers have ended
+            with suppress(EnvironmentFaultError):  # the host and all workers ended already
                 worker.end()
             if worker.last_words:
                 _LOGGER.warning("%s", worker.last_words)
@@ -206,7 +207,7 @@ class WorkerEnv(ArrayEnv):
     # ---- questions and answers
 
     def _ask_all(self, *question: Any) -> list[Any]:
-        """Ask all workers; return their answers, ordered by their rows."""
+        """Ask all workers the same question; return their answers in order of rows."""
         for worker in self.workers:
             self._ask(worker, question)
         return self._answers(self.workers)

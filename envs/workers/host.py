@@ -1,10 +1,10 @@
 """The host of a rank: a process that forks the rank's workers.
 
-The host imports everything that workers need and does nothing else. Therefore a worker starts in
-a few hundredths of a second and shares the host's memory. The multiprocessing module is not used
-for two reasons: it would run the main module of the training again in every worker, and a SIGTERM
-to the job would end its fork server and all workers. The host ignores stop signals. When the rank
-ends, the host is killed, and then the workers are killed.
+The host imports everything that workers need and otherwise only forks and kills workers. Therefore
+a worker starts in a few hundredths of a second and shares the host's memory. Python's
+multiprocessing module is not used for two reasons: it would run the main module of the training
+again in every worker, and a SIGTERM to the job would end its fork server and all workers. The host
+ignores stop signals. When the rank ends, the host is killed, which in turn kills the workers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def ask_host(pid: int, files: Sequence[int] = ()) -> int:
         raise EnvironmentFaultError(problem) from None
 
 
-# ---- code that runs in the host
+# ---- code that runs in the host process
 
 
 def serve() -> None:

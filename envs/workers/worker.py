@@ -32,10 +32,10 @@ def shared_rows(file: int, count: int, row_type: np.dtype[Any]) -> np.ndarray:
 
 
 class Worker:
-    """Answers questions; each names a method of this class or of its adapter."""
+    """Answers the rank's questions, which name methods of this class or its adapter."""
 
     def __init__(self, files: Sequence[int]) -> None:
-        """Take 3 descriptors: the connection to the rank, the status, all workers' rows."""
+        """Open 3 descriptors: connection to the rank, status file, rows of all workers."""
         connection, status_file, self._rows_file = files
         self._connection = Connection(connection)
         self._sending = threading.Lock()
@@ -56,7 +56,8 @@ class Worker:
             except (EnvironmentFaultError, ValueError) as error:
                 problem = error
             self._status["number"] = 0
-            if problem or name != "begin_again":  # the rank sends another question without waiting
+            # The rank waits for no answer to begin_again; it sends the next question immediately.
+            if problem or name != "begin_again":
                 self._send("reply", (problem, value))
 
     def _send(self, kind: str, content: Any) -> None:
@@ -75,7 +76,7 @@ class Worker:
         logging.getLogger().setLevel(logging.INFO)
         logging.captureWarnings(True)
         first = options["env_offset"]
-        # Without this, all forked workers would draw the same random numbers.
+        # Without these seeds, all forked workers would draw the same random numbers.
         random.seed(first)
         np.random.seed(first % 2**32)  # noqa: NPY002  # old environments use this generator
         torch.manual_seed(first)
@@ -99,7 +100,7 @@ class Worker:
         return env.layout, actions, env.spaces_json, env.can_snapshot, row_type
 
     def begin_again(self, rows: slice, num_rows: int, options: dict[str, Any]) -> None:
-        """Make the environments of a worker that died, and take over its work."""
+        """Make the environments of a worker that died, and continue its work."""
         self.begin(rows, num_rows, options)
         self._env.begin_again(self._rows["obs"])
 
@@ -125,6 +126,6 @@ class Worker:
         self._status["beats"] += 1
 
     def _end(self, message: str) -> None:
-        """End this process because a call hangs; the rank reports the message."""
+        """End this process because a call hangs; first send the message to the rank."""
         self._send("end", message)
         os._exit(1)
