@@ -147,8 +147,8 @@ def load_market(path: str | Path, *, missing: str = "error") -> Market:
 def _read(path: Path) -> pd.DataFrame:
     """Return the rows of a file as text."""
     try:
-        if path.is_fifo():
-            raise ValueError("it is a pipe, not a file")
+        if path.exists() and not path.is_file():  # reading a pipe or device may never end
+            raise ValueError("it is not a regular file")
         frame = pd.read_csv(path, dtype=str, encoding="utf-8-sig", keep_default_na=False)
     except (OSError, EOFError, ValueError, zlib.error) as error:  # parser errors are ValueErrors
         raise ValueError(
