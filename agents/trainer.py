@@ -204,8 +204,7 @@ class Training:
             "optimizer": strategy.optimizer_state(self.ppo.optimizer),
             "bad_in_a_row": self.ppo.bad_in_a_row,
             "strategy": strategy.state_dict(),
-            "obs_normalizer": self.normalizers.obs.state_dict(),
-            "reward_normalizer": self.normalizers.rewards.state_dict(),
+            "normalizers": self.normalizers.state_dict(),
         }
         check_in_sync(tensors_in(state), self.world)
         return state
@@ -240,8 +239,7 @@ class Training:
         self.ppo.strategy.load(state["policy"], self.ppo.optimizer, optimizer)
         self.ppo.strategy.load_state_dict(state["strategy"])
         self.ppo.bad_in_a_row = state["bad_in_a_row"]
-        self.normalizers.obs.load_state_dict(state["obs_normalizer"])
-        self.normalizers.rewards.load_state_dict(state["reward_normalizer"])
+        self.normalizers.load_state_dict(state["normalizers"])
 
         # continue the episodes of this rank's environments; without snapshots, start new ones
         if state["environments"] is None or not self.env.can_snapshot:

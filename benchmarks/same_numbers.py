@@ -236,7 +236,13 @@ def result_of(run_dir: Path) -> dict[str, Any]:
     summary = run_dir / "summary.json"
     figures = json.loads(summary.read_text()) if summary.exists() else {}
     figures.pop("scaling", None)  # measures speed, which varies
-    return dict(flat({"metrics": read_records(run_dir), "state": state, "summary": figures}))
+    leaves = flat({"metrics": read_records(run_dir), "state": state, "summary": figures})
+    return {
+        name.replace("obs_normalizer/", "normalizers/obs.").replace(
+            "reward_normalizer/", "normalizers/rewards."
+        ): value
+        for name, value in leaves
+    }
 
 
 def differences(base: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -21,7 +21,11 @@ from rl_dist.process_group.world import StopFlag, close_world, open_world
 from rl_dist.telemetry.metrics import NullWriter, close_logging, setup_logging
 
 MISDEEDS = {1: "raise", 2: "nan", 4: "hang", 6: "reward", 7: "shape"}
-DRIFTED = ("policy/critic_head.weight", "optimizer/state/16/exp_avg", "obs_normalizer/moments.mean")
+DRIFTED = (
+    "policy/critic_head.weight",
+    "optimizer/state/16/exp_avg",
+    "normalizers/obs.moments.mean",
+)
 JOB = "recall, clstm"  # 8 environments, rollouts of 16 steps, 2 epochs of 2 minibatches
 
 

@@ -27,7 +27,6 @@ from agents.run import start
 from rl_dist import status
 from rl_dist.checkpoint import __main__ as checkpoint
 from rl_dist.checkpoint.store import load_checkpoint, pack, write_atomically
-from rl_dist.speedup import __main__ as speedup
 
 SPARSE_BYTES = 40 * 2**30
 PROGRAMS = {
@@ -38,7 +37,6 @@ PROGRAMS = {
     "check": check_gpu_setup.main,
     "status": status.main,
     "checkpoint": checkpoint.main,
-    "speedup": speedup.main,
 }
 TINY = " ".join(map(str, [*RECALL, "--eval_episodes 2 --total_steps 128"]))
 
@@ -173,7 +171,7 @@ PLACES += [(name, kind) for name in FILES + EXPORTED for kind in ("pipe", "link"
 PLACES += [(name, kind) for name in FOLDERS for kind in ("file", "link to a folder")]
 WITH_NAMES = [f"train {TINY} --run_dir", f"check {TINY} --run_dir", "train --resume"]
 WITH_NAMES += ["pretrain --run_dir", "pretrain --resume", "evaluate", "export"]
-WITH_NAMES += ["status", "checkpoint verify", "speedup"]
+WITH_NAMES += ["status", "checkpoint verify"]
 LAST = "{run}/checkpoints/iteration_00000003.pt"
 
 CASES = {
@@ -185,7 +183,7 @@ CASES = {
             says=f"--env {FOREIGN}|config.json: No such file",
         )
         for why, alter in NOT_MINE.items()
-        for command in (RESUME, EVALUATE, "speedup {run}")
+        for command in (RESUME, EVALUATE)
     },
     "module, not named in config.json": Case(
         RESUME,
@@ -225,7 +223,7 @@ CASES = {
         for keys in (
             ("policy", "actor_head.bias"),
             ("optimizer", "state", 0, "exp_avg"),
-            ("obs_normalizer", "moments.mean"),
+            ("normalizers", "obs.moments.mean"),
         )
         for command, code, says in (
             ("checkpoint verify {run}", 1, f"damaged: .*{keys[0]}.*{keys[-1]}.*NaN"),

@@ -90,11 +90,6 @@ class Normalizer(nn.Module):
         return lambda values: ((values - shift) * scale).clamp(-CLIP, CLIP)
 
 
-def observation_normalizer(layout: Layout, enabled: bool) -> Normalizer:
-    """Return a normaliser for observation rows that changes only vector columns."""
-    return Normalizer(layout.size, columns=layout.columns("vector"), enabled=enabled)
-
-
 class Normalizers(nn.Module):
     """Normalisers for observations and rewards.
 
@@ -103,7 +98,8 @@ class Normalizers(nn.Module):
 
     def __init__(self, layout: Layout, *, scale_obs: bool, scale_rewards: bool) -> None:
         super().__init__()
-        self.obs = observation_normalizer(layout, scale_obs)
+        columns = layout.columns("vector")  # only these are normalised
+        self.obs = Normalizer(layout.size, columns=columns, enabled=scale_obs)
         self.rewards = Normalizer(1, enabled=scale_rewards, center=False)
 
     def sums(self, raw_obs: Tensor, discounted_returns: Tensor) -> dict[str, Tensor]:

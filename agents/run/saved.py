@@ -14,7 +14,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from agents.config import RunConfig, TrainConfig, empty_policy
-from agents.network.inputs import Normalizer, observation_normalizer
+from agents.network.inputs import Normalizer, Normalizers
 from agents.policy import Policy
 from agents.rollout import fresh_carry
 from envs.vector.layout import Layout
@@ -170,11 +170,13 @@ def load_agent(
     policy = Policy(config.policy, layout, action_space).to(config.launch.dtype)
     policy.low_precision = autocast_dtype(config.launch.precision)
     policy.load_state_dict(state["policy"])
-    normalizer = observation_normalizer(layout, config.train.normalize_obs)
-    normalizer.load_state_dict(state["obs_normalizer"])
+    normalizers = Normalizers(
+        layout, scale_obs=config.train.normalize_obs, scale_rewards=config.train.normalize_rewards
+    )
+    normalizers.load_state_dict(state["normalizers"])
     return LoadedAgent(
         policy.to(device),
-        normalizer.to(device),
+        normalizers.obs.to(device),
         config,
         state["iteration"],
         file,
@@ -203,10 +205,7 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
     """
     if config.init_from:
         _, state = load_saved(config.init_from, "")
-        moments = {f"obs.{name}": value for name, value in state["obs_normalizer"].items()}
-        rewards = state["reward_normalizer"].items()
-        moments |= {f"rewards.{name}": value for name, value in rewards}
-        return InitialWeights(state["policy"], moments)
+        return InitialWeights(state["policy"], state["normalizers"])
     if not config.pretrained:
         return None
     file, state = load_saved(config.pretrained, "", FIT)
@@ -281,8 +280,7 @@ def check_shapes(state: dict[str, Any], config: RunConfig) -> None:
         expected = {
             "policy": policy.state_dict(),
             "carry": vars(fresh_carry(policy, state["carry"]["obs"].to("meta"))),
-            "obs_normalizer": observation_normalizer(layout, enabled=False).state_dict(),
-            "reward_normalizer": Normalizer(1).state_dict(),
+            "normalizers": Normalizers(layout, scale_obs=False, scale_rewards=False).state_dict(),
             "optimizer": {"state": moments},
         }
         saved = {name: state[name] for name in expected}

@@ -48,7 +48,7 @@ LARGEST_COUNT = 10**15
 _PLAIN_TYPES = (str, int, float, bool, type(None))
 # entries that show which program wrote a checkpoint
 _MARKS = {"carry": RUN, "global_step": RUN, "module": FIT, "best_epoch": FIT}
-_TENSORS = ("policy", "carry", "obs_normalizer", "reward_normalizer")  # contain only tensors
+_TENSORS = ("policy", "carry", "normalizers")  # contain only tensors
 _COUNTS = ("iteration", "global_step", "episodes", "num_obs", "num_actions", "bad_in_a_row")
 _TYPES: dict[str, dict[str, type]] = {
     RUN: {

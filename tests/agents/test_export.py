@@ -12,7 +12,7 @@ from train_runs import RECALL, only_error, run_here, train_here
 
 from agents import export
 from agents.config import RunConfig
-from agents.network.inputs import observation_normalizer
+from agents.network.inputs import Normalizers
 from agents.policy import Policy
 from agents.run.saved import LoadedAgent
 from envs.vector.layout import Layout, Part
@@ -51,7 +51,7 @@ def make_agent(config, observation, action, folder, extras=()):
     parts = ObservationEncoder(observation, "here", decoder.sizes).parts
     policy = Policy(config, Layout((*parts, *extras)), decoder.space)
     torch.nn.init.normal_(policy.actor_head.weight, std=1.0)  # makes actions clearly differ
-    normalizer = observation_normalizer(policy.layout, True)
+    normalizer = Normalizers(policy.layout, scale_obs=True, scale_rewards=False).obs
     columns = policy.layout.columns("vector")
     normalizer.moments.mean[columns] = 3.0 * torch.randn(len(columns), dtype=torch.float64)
     normalizer.moments.variance[columns] = 0.1 + torch.rand(len(columns), dtype=torch.float64)

@@ -169,7 +169,7 @@ def test_a_run_starts_from_the_weights_and_statistics_of_another(
     assert then["iteration"] == 1
     for name, weight in first["policy"].items():
         assert (then["policy"][name] == weight).all(), name
-    counts = [state["obs_normalizer"]["moments.count"] for state in (first, then)]
+    counts = [state["normalizers"]["obs.moments.count"] for state in (first, then)]
     assert counts[1] == counts[0] + 128
     capsys.readouterr()
     assert train_here(monkeypatch, *flags, "--hidden_size", 16, "--run_dir", tmp_path / "no") == 2
