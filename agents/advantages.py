@@ -105,7 +105,8 @@ def normalize_advantages(
 ) -> Tensor:
     """Normalise advantages [T, B] to mean 0 and standard deviation 1 over all ranks.
 
-    The divisor is at least `least`; if the standard deviation is smaller, the result's is below 1.
+    `least` is a lower bound for the divisor. If it applies, the standard deviation of the result is
+    below 1.
     """
     mean, variance = _moments(sums["advantages"])
     deviation = (variance.clamp(min=0.0).sqrt() + 1e-8).clamp(min=least)

@@ -142,7 +142,7 @@ class LoadedPolicy:
         return state
 
     def _masks(self, masks: Any, count: int) -> np.ndarray:
-        """Return masks as rows [B, choices]; None allows all choices."""
+        """Return action masks as rows [B, choices]; None allows all choices."""
         size = self._extras.get(MASK_KEY, 0)
         if masks is None:
             return np.ones((count, size))
@@ -161,7 +161,7 @@ def load_policy(
     """Load a trained policy from a run directory or checkpoint file.
 
     Args:
-        which: checkpoint to load from a run directory: best or last; `load_agent` explains "".
+        which: checkpoint to load from a run directory: best, last or "" (see `load_agent`).
         device: device that computes the actions.
         seed: seed of the noise that `predict` uses with deterministic=False.
         core: module:Class, as given to --core in training. It is needed if another user
@@ -225,8 +225,8 @@ def train(
     Args:
         env: Gymnasium id, or module:id.
         num_ranks: number of training processes, as for the flag --num_gpus.
-        on_iteration, on_evaluation, on_checkpoint: called by every rank with a `Moment`. If a
-            callback returns False, all ranks stop after this iteration.
+        on_iteration, on_evaluation, on_checkpoint: callbacks, which every rank calls with a
+            `Moment`. If a callback returns False, all ranks stop after this iteration.
         settings: values of flags, by flag name. True and False become true and false, None is
             skipped, and a mapping becomes JSON.
 
@@ -265,7 +265,7 @@ class SeedsResult:
 
     run_dir: str  # the run with seed N is in its folder seed_N
     metric: str  # name of the score
-    scores: dict[int, float]  # result of the final evaluation, by seed
+    scores: dict[int, float]  # score in the final evaluation, by seed
     interval: Interval  # mean score, and lower and upper bound of its 95 % interval
 
 

@@ -200,7 +200,7 @@ class TrainConfig:
 
     @property
     def named_metrics(self) -> dict[str, str]:
-        """Return the metrics that stop_at and keep_best name, by flag."""
+        """Return the names of the metrics given to stop_at and keep_best, by flag."""
         named = {"stop_at": self.stop[0], "keep_best": self.keep_best}
         return {flag: name for flag, name in named.items() if name not in ("", "auto", "off")}
 
@@ -323,7 +323,7 @@ def probe(task: TradingTask | GymTask) -> TorchEnv:
 
 
 def empty_policy(config: RunConfig, layout: Layout, action_space: spaces.Space) -> Policy:
-    """Build the policy of a run on the meta device, without values of weights.
+    """Build the policy of a run on the meta device, without allocating weights.
 
     Raises a UserError if the policy settings do not fit the spaces.
     """

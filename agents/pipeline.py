@@ -1,4 +1,4 @@
-"""PPO on pairs of ranks that share the cascade of LSTMs: --hybrid_form pipeline.
+"""PPO on pairs of ranks, each with half of the cascade: --hybrid_form pipeline.
 
 The first rank of a pair trains the feature LSTM (stage 0), the second rank trains actor and critic
 (stage 1). Together they process the sequences of both ranks, divided into parts. The first rank

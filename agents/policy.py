@@ -72,7 +72,7 @@ class PolicyConfig:
 
     @property
     def stateless(self) -> bool:
-        """Return True if a step does not depend on earlier steps."""
+        """Return True if the policy's outputs do not depend on earlier steps."""
         return self.policy == "mlp" or not self.memory
 
 
@@ -101,14 +101,14 @@ class Policy(nn.Module):
     """
 
     low_precision: torch.dtype | None = None
-    BATCH_AXES = (1, 1, 0, 1)  # axis of the sequences in each input of `forward`; all outputs: 1
+    BATCH_AXES = (1, 1, 0, 1)  # axis of the sequences in each input of `forward`; 1 in all outputs
 
     def __init__(self, config: PolicyConfig, layout: Layout, action_space: spaces.Space) -> None:
         super().__init__()
         self.config = config
         self.layout = layout
         self.num_obs = self.layout.size
-        self.mask_columns = self.layout.columns("mask")  # consecutive; empty if there is no mask
+        self.mask_columns = self.layout.columns("mask")  # consecutive columns; empty without a mask
 
         # the actor returns logits of all discrete choices, or means of continuous actions
         self.num_actions = spaces.utils.flatdim(action_space)
@@ -125,7 +125,7 @@ class Policy(nn.Module):
         new_core: Any = partial(make_core, config.core) if config.core else CORES[config.policy]
         self.feature_encoder = Encoder(self.layout, size)
         width = self.feature_encoder.num_outputs
-        self.feature_core: Any = TanhCore(width, width, 0)  # has no layers, returns its inputs
+        self.feature_core: Any = TanhCore(width, width, 0)  # without layers, it returns its inputs
         self.feature_mlp: nn.Module = nn.Identity()
         self.actor_core: Any = self.feature_core
         self.critic_core: Any = self.feature_core
@@ -198,7 +198,7 @@ class Policy(nn.Module):
         return self.critic_head.weight.new_zeros(num_envs, num_states, self.config.hidden_size)
 
     def empty_history(self, num_envs: int) -> Tensor:
-        """Return zeros [num_envs, n-1, F], the window of past observations at a start."""
+        """Return zeros [num_envs, n-1, F]: the history of an episode that begins."""
         window = max(self.config.feature_window - 1, 0)
         return self.critic_head.weight.new_zeros(num_envs, window, self.num_obs)
 
@@ -330,7 +330,7 @@ class Policy(nn.Module):
         `plan` for these starts.
         """
         with weights_cast_once(self.low_precision, obs.device):
-            if self.config.stateless:  # every step is a sequence
+            if self.config.stateless:  # run every step as a sequence
                 steps = obs.flatten(0, 1)[None]
                 outputs = self.network(steps, self.initial_state(steps.shape[1]))[0]
                 actor, values = (output[0].unflatten(0, obs.shape[:2]) for output in outputs)
@@ -351,7 +351,7 @@ class Policy(nn.Module):
 
 
 def split_choices(logits: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Split logits [..., A] into rows [..., D, K] per action, padded with FORBIDDEN."""
+    """Split logits [..., A] into one row per action [..., D, K]; pad with FORBIDDEN."""
     rows = logits.split(sizes, -1)
     padded = [
         nn.functional.pad(row, (0, max(sizes) - row.shape[-1]), value=FORBIDDEN) for row in rows

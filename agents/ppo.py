@@ -154,7 +154,7 @@ class Batch:
     sequences: Minibatch  # [L, K * B, ...]
     starts: np.ndarray  # [L, K * B] episode starts, on the host
     order: np.ndarray  # [epochs, minibatches, sequences], see `network.noise.sequence_orders`
-    num_envs: int  # B
+    num_envs: int  # number B of environments on this rank
     explained_variance: Tensor  # [] fraction of the returns' variance that the critic explains
     statistics: dict[str, Tensor]  # sums over all ranks, for updating the normalisers
 
@@ -198,7 +198,7 @@ class PPO:
         policy: Policy,
         config: PPOConfig,
         strategy: Strategy,
-        num_microbatches: int,  # per minibatch
+        num_microbatches: int,  # microbatches per minibatch
     ) -> None:
         self.policy = policy
         self.config = config
@@ -208,7 +208,7 @@ class PPO:
         policy.low_precision = autocast_dtype(strategy.config.precision)
         self.wrapped = strategy.wrap(policy)
         self.iteration = 0
-        self.bad_in_a_row = 0  # NaN or inf steps since the last step that was taken
+        self.bad_in_a_row = 0  # steps with NaN or inf since the last step that was taken
         self.clock = StepClock(self.world.device)
         self.optimizer = EagerAdam(
             strategy.parameters, lr=config.learning_rate, eps=1e-5, fused=True

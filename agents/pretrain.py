@@ -318,7 +318,7 @@ def main() -> int:
     configs = parse(sections).configs
     flags = configs.pop("run")
     run = RunDir(flags.resume or flags.run_dir or RUNS)
-    if flags.resume:  # saved settings are the defaults; `fit` refuses some changes
+    if flags.resume:  # use the saved settings as defaults; `fit` refuses some changes
         configs = parse(sections | read_sections(SECTIONS, run.config())).configs
         configs.pop("run")
     config = PretrainRunConfig(**configs)

@@ -191,7 +191,7 @@ class Training:
         }
 
     def checked_state(self) -> dict[str, Any]:
-        """Check that the state shared by all ranks is the same on all of them; return it.
+        """Check that all ranks have the same shared state; return that state.
 
         Every rank must call this.
         """
@@ -307,7 +307,7 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
             training.checked_state()
     if reason:
         writer.say(f"stopped at iteration {training.iteration}: {reason}")
-    stop.notice = ""  # a signal after this line does not cause another save
+    stop.notice = ""  # from this line on, a signal does not cause another save
     # a signal may have arrived during the last save
     return signum or all_reduce_max(stop.signum, world)
 

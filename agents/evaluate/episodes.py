@@ -43,7 +43,7 @@ def _stop(signum: int, frame: Any) -> None:
 
 
 def until_stopped(evaluate: Callable[[], None], world: World, run_dir: Path | None = None) -> int:
-    """Call `evaluate` until it ends or a stop signal arrives; return the exit code.
+    """Call `evaluate`, and end it if a stop signal arrives; return the exit code.
 
     With several ranks, a signal ends each process immediately, because a rank may be waiting for
     others in code that Python signal handlers cannot interrupt. The launcher then prints the
@@ -130,7 +130,7 @@ def evaluate_episodes(
         shape = 3, len(numbers)
         total, length, repeats = torch.zeros(shape, dtype=torch.float64, device=obs.device)
         alive = start = length == 0  # [B], all True
-        restarts = repeats  # counts per environment
+        restarts = repeats  # restarts of each environment
         for _ in range(MAX_EPISODE_STEPS):
             if not alive.any():
                 break

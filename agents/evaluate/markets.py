@@ -1,4 +1,4 @@
-"""Run policies and trading rules on markets; compare them with equal weight."""
+"""Run policies and rules on markets; compare them with an equal-weight portfolio."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rl_dist.files import path_to_write, write_whole
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 
-TRADING_DAYS = 252  # per year
+TRADING_DAYS = 252  # trading days per year
 MIN_ANNUAL_DAYS = 60  # results on shorter spans are not annualised
 # The bootstrap resamples blocks of one month, because volatility is autocorrelated for that long.
 BLOCK_DAYS = 21
@@ -62,7 +62,7 @@ Record = dict[str, np.ndarray]
 
 
 def run_markets(env: Any, controller: Controller, world: World) -> dict[str, list]:
-    """Trade once through all markets of `env`; ruined portfolios keep their value.
+    """Trade once through all markets; ruined portfolios keep their last value.
 
     Returns:
         The record of these markets, as lists.
@@ -92,7 +92,7 @@ def evaluate_markets(
     traders: dict[str, Controller],
     world: World,
 ) -> dict[str, Record]:
-    """Let each trader trade once through all markets, which the ranks share.
+    """Let each trader trade once through all markets, divided among the ranks.
 
     Returns:
         The record of each trader over all M markets, in their order; the same on every rank.
@@ -207,7 +207,7 @@ def difference(record: Record, baseline: Record, name: str) -> Interval:
 
 
 def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
-    """Average the statistics of each record over markets; compare with equal weight."""
+    """Average the statistics of each record over markets; compare with equal weights."""
     policies: dict[str, dict[str, Any]] = {}
     for name, record in records.items():
         policies[name] = {key: float(value.mean()) for key, value in performance(record).items()}
@@ -288,7 +288,7 @@ def report(
         f"daily figures: {run_dir / 'evaluation'}\nequity curves: {picture}"
     )
     if "test" not in spans:
-        text += "\nThe test span stays closed until all choices are made. To open it:\n"
+        text += "\nThe test span was not evaluated. After all choices are made, evaluate it with:\n"
         text += f"  python -m agents.evaluate {run_dir} --open_test"
     return summaries, text
 
@@ -296,7 +296,7 @@ def report(
 def text_table(summary: dict[str, Any], simulated: bool) -> str:
     """Format the summary of a span as a table to print."""
     entries = summary["policies"]
-    # Returns on simulated markets are caused by a planted drift: the table does not show them.
+    # Returns on simulated markets are caused by a planted drift, so the table omits them.
     columns = COLUMNS[:5] if simulated else COLUMNS[1:]
     table = pd.DataFrame.from_dict(entries, orient="index").reindex(columns=columns)
     table["Sharpe above equal weight"] = [

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 State = Tensor | list[Tensor]
-SHUT = -1e4  # added to the input of a gate, makes the gate and its gradient exactly 0
+SHUT = -1e4  # adding this to the input of a gate makes the gate and its gradient exactly 0
 
 
 class RememberingCore(nn.RNNBase):

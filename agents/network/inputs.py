@@ -120,7 +120,7 @@ class Normalizers(nn.Module):
         self.rewards.moments.count.zero_()
 
     def return_deviation(self) -> Tensor | float:
-        """Return the standard deviation of discounted returns of the scaled rewards."""
+        """Return the standard deviation of discounted returns, after any reward scaling."""
         if self.rewards.enabled:
             return 1.0
         moments = self.rewards.moments

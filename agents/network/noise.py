@@ -1,9 +1,10 @@
 """Counter-based random numbers for action noise and the order of sequences.
 
-Each number is computed from its indices, such as (seed, global environment, lifetime step). So the
-numbers do not depend on the distribution of environments over ranks, and there is no generator
-state to save. Integer operations compute the numbers of all environments in one call, on CPU and
-GPU. Source: Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+Each number is computed from its indices, such as the seed, the environment (counted over all ranks)
+and the step (counted since the start of the run). So the numbers do not depend on the distribution
+of environments over ranks, and there is no generator state to save. Integer operations compute the
+numbers of all environments in one call, on CPU and GPU. Source: Philox 4x32-10 (Salmon et al.,
+"Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from agents.network.seeds import NOISE_STREAM, SHUFFLE_STREAM
 MASK = 2**32 - 1
 FACTORS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
-# largest number of counters per call, so that they fit into a CPU cache or save GPU memory
+# largest number of counters per call, chosen for the cache of a CPU core and for GPU memory
 CELLS = {"cpu": 2**15, "cuda": 2**22}
 
 
@@ -51,7 +52,7 @@ def action_noise(
     seed: int,
     env_offset: int,  # global index of the first environment
     num_envs: int,
-    first_step: int,  # first lifetime step of the environments
+    first_step: int,  # first step, counted since the start of the run
     num_steps: int,
     device: torch.device | str = "cpu",
     color: float = 0.0,
@@ -86,7 +87,7 @@ def action_noise(
 
 def gumbel(high: Tensor, low: Tensor) -> Tensor:
     """Return standard Gumbel numbers, each computed from 52 random bits."""
-    bits = high << 20 | low >> 12  # 52 bits
+    bits = high << 20 | low >> 12  # the upper 52 of 64 bits
     return bits.double().add_(0.5).mul_(2.0**-52).log_().neg_().log_().neg_()
 
 

@@ -40,7 +40,7 @@ def try_core(name: str, core: Any, num_inputs: int, size: int) -> None:
 
 @torch.no_grad()
 def _problem(core: Any, num_inputs: int, size: int) -> str:
-    """Compare a core on sequences and on single steps; return the problem, or ''."""
+    """Run a core on sequences and on single steps; return the first problem, or ''."""
     generator = torch.Generator().manual_seed(0)
     like = next(core.parameters(), torch.zeros(()))
     inputs = torch.randn(STEPS, ROWS, num_inputs, generator=generator).to(like)

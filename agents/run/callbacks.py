@@ -1,4 +1,4 @@
-"""Call the user's callbacks; stop training if one or --stop_at requires it."""
+"""Call the user's callbacks; stop training if a callback or --stop_at says so."""
 
 from __future__ import annotations
 

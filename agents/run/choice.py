@@ -65,7 +65,7 @@ CHANGEABLE = {
     "stop_at", "callback",
     "on_event", "sync_check_every", "monitor_every", "profile",
 }  # fmt: skip
-# If a resumed run is given one of these values, it keeps what was measured when the run began.
+# If a run is resumed with one of these values, it keeps the value measured when it began.
 KEPT_CHOICES = (("batch_size", "auto"), ("precision", "auto"))
 # For each section: the field that names a module to import, and the fields passed to that module.
 NAMED_MODULES = {"task": ("env", "env_kwargs"), "policy": ("core",), "train": ("callback",)}
@@ -290,7 +290,7 @@ def ask_user(parsed: ParsedFlags, words: list[str]) -> ParsedFlags:
     try:
         for flag in QUESTIONS:
             words = _ask(flag, words)
-        print(f"\nThe same without questions:\n  python train_distributed.py {shlex.join(words)}")
+        print(f"\nEquivalent command:\n  python train_distributed.py {shlex.join(words)}")
         input("Press Enter to start, or Ctrl-C to cancel.")
     except (EOFError, KeyboardInterrupt):
         print("\nCancelled; nothing was started.")

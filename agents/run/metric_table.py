@@ -49,7 +49,7 @@ ROWS = {
  optim/learning_rate learning rate after scaling, warm-up and annealing
  optim/steps [steps] gradient steps taken
  optim/skipped_steps [steps] gradient steps skipped, because loss or gradient was not finite
-*time/collect_s [s] time of the rollout; the record has the maximum over ranks of most times
+*time/collect_s [s] time of the rollout; most times in the record are maxima over ranks
 *time/update_s [s] time of the update: all epochs, with reductions and waiting
 *time/update_own_s [s] time of the update without waiting for other ranks
 *time/forward_s [s] time of the forward passes of the update

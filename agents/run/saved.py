@@ -85,7 +85,7 @@ def load_newest(run_dir: Path) -> LoadedCheckpoint | None:
 def share_checkpoint(directory: RunDir, offers: list[str], world: World) -> str:
     """Choose the newest checkpoint of all ranks; copy it to hosts that lack it.
 
-    Every rank must call this. A checkpoint offered by another rank than 0 counts only if rank 0 has
+    Every rank must call this. A checkpoint offered by a rank other than 0 counts only if rank 0 has
     no file of that name: if rank 0 has the file but does not offer it, rank 0's copy is damaged.
 
     Args:
@@ -98,7 +98,7 @@ def share_checkpoint(directory: RunDir, offers: list[str], world: World) -> str:
     def newness(rank: int) -> int:
         path = Path(offers[rank])
         counts = path.parent == directory.checkpoints and (rank == 0 or not path.exists())
-        # -2 excludes a file. best.pt has no iteration in its name; its -1 ranks it as the oldest.
+        # -2 excludes a checkpoint. best.pt, which has no iteration in its name, counts as -1.
         return iteration_in_name(path) if counts else -2
 
     owner = all_gather_json(max(range(world.size), key=newness), world)[0]
@@ -124,7 +124,7 @@ class LoadedAgent:
     iteration: int
     path: Path
     run_dir: Path  # run directory; for a copied checkpoint, the folder that contains it
-    spaces_json: str  # the environment's spaces; "" for the trading environment
+    spaces_json: str  # the environment's spaces as JSON; "" for the trading environment
 
     @property
     def spaces(self) -> tuple[spaces.Space, spaces.Space]:
