@@ -36,7 +36,7 @@ NUM_STEPS = 16
 ITERATIONS = 6
 STEPS_PER_ITERATION = NUM_ENVS * NUM_STEPS
 NUM_DAYS = 120
-WITH_FILES = {"trading, clstm": 3, "weak": 2}  # two ranks save checkpoints: their interval
+WITH_FILES = {"trading, clstm": 3, "weak": 2}  # checkpoint_every of cases that two ranks save
 # The norm limit is so small that every gradient is clipped: a strategy that clips gradients before
 # it reduces them over ranks would end with other parameters.
 CLIPPED = PPOConfig(max_grad_norm=0.05, ent_coef=0.01, update_epochs=2, learning_rate=3e-3)
@@ -215,7 +215,7 @@ def make_env(task, num_envs, env_offset):
 
 @functools.cache
 def scratch():
-    """Return a directory for output that no test reads; process exit removes it."""
+    """Return a directory for output that no test reads; it is deleted at exit."""
     return tempfile.TemporaryDirectory(prefix="ranks_")
 
 
@@ -235,7 +235,7 @@ def make_job(name, run_dir="", *, dtype=None, iterations=0, ppo=None, **train_op
         **case.options,
         **train_options,
     }
-    # Under weak scaling num_envs counts the environments of each rank; two ranks train that case.
+    # Under weak scaling, num_envs is per rank; the case with weak scaling is trained by two ranks.
     num_envs = options["num_envs"] * (2 if options.get("scaling") == "weak" else 1)
     steps = (iterations or case.iterations) * num_envs * options["num_steps"]
     options.setdefault("total_steps", steps)
@@ -266,7 +266,7 @@ class Recording(Training):
         self.rollouts = []
         self.parameters = []
         self.losses = []
-        self.firsts = {}  # iteration -> KL, clip fraction and sample count at its first step
+        self.firsts = {}  # iteration -> KL, clip fraction, sample count in its first step
         self.hashes: list[str] = []
         self.ppo.optimizer.register_step_post_hook(
             lambda *_: self.hashes.append(parameter_hash(self.policy))
@@ -311,7 +311,7 @@ class Recording(Training):
 
 
 def finish(training, resume_from=""):
-    """Load the checkpoint at a path, if one is given; train to the end; return `training`."""
+    """Train to the end, optionally from a checkpoint; return `training`."""
     if resume_from:
         training.restore(load_checkpoint(resume_from))
     train(training, NullWriter(), StopFlag())
@@ -376,7 +376,7 @@ def parameters_of(training):
 
 
 def count_small_collectives(out_dir):
-    """Save the numbers of collective calls and gradient steps of one iteration."""
+    """Save how many collective calls and gradient steps one iteration has."""
     quiet = {"sync_check_every": 0, "checkpoint_every": 100, "keep_best": "off"}
     job = make_job("recall, clstm", out_dir, iterations=3, dtype=torch.float32, **quiet)
     world = open_world("cpu", timeout_s=60)

@@ -8,19 +8,19 @@ import signal
 import subprocess
 import sys
 
-# numpy reads this variable on import. On a busy machine a second thread slows numpy 10 times.
+# NumPy reads this variable on import. On a busy machine, a second thread makes it 10 times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
 from filelock import FileLock
 
-# The tests' tensors are tiny: a second thread only adds waiting. Training processes in tests also
-# inherit OMP_NUM_THREADS.
+# The tensors in tests are tiny: a second thread would only add waiting. Training processes that
+# tests start inherit OMP_NUM_THREADS.
 torch.set_num_threads(1)
 # Let processes share compiled modules (.pyc files), which saves each process 0.2 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# A shell starts background jobs with SIGINT ignored. Training in tests must not inherit that.
+# Shells start background jobs with SIGINT ignored. Training in tests must not ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -43,14 +43,14 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Freeze all objects of imported modules, so that garbage collection skips them."""
+    """Freeze all existing objects, so that garbage collection skips them in tests."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def all_of_two_ranks(request, tmp_path_factory):
-    """Run the exercises of all collected test files on two ranks, in one launch."""
+    """Run the exercises of all collected test files on two ranks, in a single launch."""
     from two_ranks import EXERCISES, exercise_in_turn
 
     from rl_dist.launch.ranks import launch
@@ -75,16 +75,16 @@ def all_of_two_ranks(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks_folder(all_of_two_ranks, request):
-    """Return the folder where two ranks have saved their results for this file."""
+    """Return the folder where two ranks have saved their results for this test file."""
     folder = all_of_two_ranks / request.path.stem
     done = list(folder.glob("done_*"))
-    assert len(done) == 2, "this exercise or an earlier one failed: run this file alone"
+    assert len(done) == 2, "this exercise or an earlier one failed: run this test file alone"
     return folder
 
 
 @pytest.fixture(scope="module")
 def ranks(ranks_folder):
-    """Return the results of rank 0 and rank 1 for this file."""
+    """Return the results that rank 0 and rank 1 saved for this test file."""
     return [torch.load(ranks_folder / f"rank_{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
@@ -111,7 +111,7 @@ def untraced(monkeypatch):
 def limits():
     """Return a function that limits the size of written files; None lifts the limit.
 
-    It imitates a full disk without root rights.
+    This imitates a full disk without root privileges.
     """
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 
@@ -119,7 +119,7 @@ def limits():
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard if num_bytes is None else num_bytes, hard))
         faulthandler.cancel_dump_traceback_later()
         if num_bytes is not None:
-            # Under the limit pytest-timeout cannot write its report and would not end the test.
+            # Under this limit pytest-timeout cannot write its report, so it would not end the test.
             faulthandler.dump_traceback_later(100, exit=True, file=sys.__stderr__)
 
     yield limit

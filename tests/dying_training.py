@@ -1,4 +1,4 @@
-"""train_distributed.py in which one rank ends at a chosen point.
+"""train_distributed.py with one rank that dies at a chosen point.
 
 This happens only in the first start; restarted ranks train normally. The changes below also apply
 to spawned ranks, because they import this script again. The environment variable DIE holds the
@@ -39,18 +39,18 @@ def die(*_):
 
 
 def dying(where):
-    """Return a substitute for a method of Training that ends the rank while it runs."""
+    """Return a replacement for a Training method, in which the chosen rank dies."""
 
     def method(training, *args, **kwargs):
         now = f"{where} {training.world.rank} {training.iteration} {WAY}"
         if now == os.environ["DIE"] and restart_count() == 0:
             if where == "rollout":
                 training.env.step = die
-            elif where == "update":  # after gradients were reduced over the ranks
+            elif where == "update":  # after the ranks have reduced their gradients
                 training.ppo.strategy.step = die
             elif training.world.is_main_process:  # the file is written but not yet renamed
                 os.fsync = die
-            else:  # before the ranks gather their state
+            else:  # before the ranks gather the state to save
                 die()
         return real[where](training, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Fake torch GPUs, for tests on machines without a GPU."""
+"""Fake GPUs in torch, for tests on machines without a GPU."""
 
 from types import SimpleNamespace
 
@@ -14,8 +14,8 @@ HELD = {  # memory statistics of torch's allocator
 def pretend_gpus(monkeypatch, count=2, **answers):
     """Replace functions of torch.cuda by fakes that return fixed values.
 
-    `answers` maps function names to return values. A list holds one value for each GPU. An
-    exception is raised instead of returned.
+    `answers` maps function names to return values. A list has one value for each GPU. If a value
+    is an exception, the fake raises it.
     """
     answers = {
         "utilization": 50,

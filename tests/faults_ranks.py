@@ -40,7 +40,7 @@ class Keeping(NullWriter):
 
 
 def run(job, world, losses=None, **hooks):
-    """Train with replaced methods and losses; return the Training, records and error."""
+    """Train with changed methods and losses; return the Training, records and error."""
     training, writer, error = type("Odd", (Recording,), hooks)(job, world), Keeping(), ""
     with losses or nullcontext():
         try:
@@ -55,7 +55,7 @@ def log_of(folder, rank):
 
 
 def restarts(world, folder):
-    """Let 5 environments fail in step 20 (step 4 of iteration 2) and be restarted."""
+    """Train while 5 environments fail in step 20 (step 4 of iteration 2) and restart."""
 
     def make_env(num_envs, env_offset):
         return make_vector_env(
@@ -69,7 +69,7 @@ def restarts(world, folder):
 
     job = replace(make_job(JOB, folder, iterations=3), make_env=make_env)
     training, records, _ = run(job, world)
-    rollout = training.rollouts[2]  # iteration 2; rollout 0 is the warm-up
+    rollout = training.rollouts[2]  # of iteration 2, since rollout 0 is the warm-up
     return training.record() | {
         "truncated": rollout.truncated,
         "plain rewards": rollout.rewards,
@@ -78,13 +78,13 @@ def restarts(world, folder):
 
 
 def bad_steps(world, folder, bad, **options):
-    """Train with NaN losses on rank 1 in the gradient steps `bad`."""
+    """Train with a NaN loss on rank 1 in each gradient step in `bad`."""
     losses = bad_losses(bad if world.rank == 1 else ())
     return run(make_job(JOB, folder, **options), world, losses)
 
 
 def one_bad_step(world, folder):
-    """Check that all ranks skip a bad gradient step: step 2 of 4 in iteration 2."""
+    """Check that all ranks skip one bad gradient step: step 2 of 4 in iteration 2."""
     training, records, error = bad_steps(world, folder, [6], iterations=3)
     assert error == "" and [record["optim/skipped_steps"] for record in records] == [0, 1, 0]
     assert all(torch.tensor(record["loss/policy"]).isfinite() for record in records)
@@ -96,8 +96,8 @@ def one_bad_step(world, folder):
 def many_bad_steps(world, folder):
     """Check that more than 3 bad steps in a row end the run.
 
-    All gradient steps from the seventh on are bad. The newest checkpoint comes from iteration 2,
-    the last one that ended before the limit was exceeded.
+    All gradient steps from number 7 on are bad. The newest checkpoint is that of iteration 2, the
+    last iteration that ended before the limit was exceeded.
     """
     ppo = PPOConfig(update_epochs=2, max_bad_steps=3)
     options = {"iterations": 5, "checkpoint_every": 1, "ppo": ppo}
@@ -110,7 +110,7 @@ def many_bad_steps(world, folder):
 
 
 def drift(world, folder, iteration, **options):
-    """Change 3 tensors by 1e-12 on rank 1 in iteration 1; a check must name them all."""
+    """Change 3 tensors by 1e-12 on rank 1 in iteration 1; a check must name all 3."""
 
     def update(training, rollout):
         losses = Recording.update(training, rollout)
@@ -129,7 +129,7 @@ def drift(world, folder, iteration, **options):
 
 
 def slow(world, folder):
-    """Add 10 s per gradient step to rank 0's clock; the log must call it a straggler."""
+    """Add 10 s per gradient step to rank 0's clock; the log must name it a straggler."""
     ahead_s = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead_s[0])
 
@@ -158,7 +158,7 @@ def other_call(world, folder):
     error = run(make_job(JOB, folder, iterations=5), world, changed_losses(call))[2]
     assert "rank 0 in 'gradient reduction" in error, error
     assert "rank 1 in 'gather of bytes' (collective " in error, error
-    world.doing.calls = 0  # make the ranks' call counts equal again for the next scenario
+    world.doing.calls = 0  # ranks must start the next scenario with equal call counts
 
 
 SCENARIOS = {
@@ -181,6 +181,6 @@ def survived(out_dir):
         if result := scenario(world, folder):
             torch.save(result, Path(out_dir, f"rank_{world.rank}.pt"))
     close_logging()
-    all_reduce_max(0, world)  # no rank exits before the others read its message
+    all_reduce_max(0, world)  # no rank exits before the others have read its message
     close_world()
     return 0

@@ -39,7 +39,7 @@ def world_on(device):
 
 
 def make_env_on(device, task, num_envs, env_offset=0):
-    """Return the trading environment on the device, or another task's on the CPU."""
+    """Return the environment of a task; only trading runs on the device itself."""
     if task == "trading":
         markets, span = tiny_markets()
         config = TradingConfig(episode_days=7)
@@ -89,7 +89,7 @@ def train_rank(out_dir, strategy):
 
 
 def fail():
-    """Raise an error on rank 1 while rank 0 waits for it in a collective call."""
+    """Raise an error on rank 1 while rank 0 waits for rank 1 in a collective call."""
     world = open_world(DEVICE, timeout_s=60)
     all_reduce_max(0, world)
     if world.rank == 1:
@@ -98,7 +98,7 @@ def fail():
 
 
 def hang():
-    """Let rank 1 sleep while rank 0 waits for it in a collective call."""
+    """Let rank 1 sleep while rank 0 waits for rank 1 in a collective call."""
     world = open_world(DEVICE, timeout_s=6)
     world.set_phase("update")
     all_reduce_max(0, world)

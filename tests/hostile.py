@@ -1,4 +1,4 @@
-"""Table of hostile, damaged and odd run directories and the expected messages.
+"""Table of hostile, damaged and unusual run directories with expected messages.
 
 A case changes a copy of a small finished run and runs one command in this process. In every case
 the command prints no traceback and at most one error line, runs no foreign code, and leaves no
@@ -41,7 +41,7 @@ PROGRAMS = {
 TINY = " ".join(map(str, [*RECALL, "--eval_episodes 2 --total_steps 128"]))
 
 
-# ---- odd things at the path of a file
+# ---- special files, links and folders in place of a normal file
 
 
 def sparse(path):
@@ -51,7 +51,7 @@ def sparse(path):
 
 def bound_socket(path):
     here = Path.cwd()
-    os.chdir(path.parent)  # a socket's path has at most 107 bytes
+    os.chdir(path.parent)  # the path of a socket is limited to 107 bytes
     try:
         socket.socket(socket.AF_UNIX).bind(path.name)
     finally:
@@ -125,10 +125,10 @@ def newest(*keys, change):
 
 
 def put_in_place(run, name, kind):
-    """Replace a file or folder by another kind; the original moves to `target`."""
+    """Replace a path by a file of another kind; move the original to `target`."""
     path, target = run / name, run.parent / "target"
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():  # do not delete a real file
+    if path.exists():  # keep the original
         path.rename(target)
     elif kind == "link to a folder":
         target.mkdir()
@@ -152,7 +152,7 @@ class Case:
     alter: Callable[[Path], None] = lambda run: None
     code: int = 2
     says: str = "{run}"  # regular expression that the output must contain
-    starts: bool = False  # False: the launch of ranks is replaced by a function that does nothing
+    starts: bool = False  # False: replace the launch of ranks by a function that does nothing
     patches: dict = field(default_factory=dict)  # full attribute name -> new value
 
 
@@ -175,7 +175,7 @@ WITH_NAMES += ["status", "checkpoint verify"]
 LAST = "{run}/checkpoints/iteration_00000003.pt"
 
 CASES = {
-    # foreign code: modules, callbacks, cores and commands that a run directory names
+    # Untrusted code: modules, callbacks, cores and commands that are named in a run directory.
     **{
         f"module, {why}: {command}": Case(
             command,
@@ -215,7 +215,7 @@ CASES = {
         )
         for command in (RESUME, EVALUATE)
     },
-    # damaged or unexpected contents of checkpoints
+    # Damaged or unexpected contents of checkpoints.
     **{
         f"NaN in {keys[0]}: {command}": Case(
             command, newest(*keys, change=lambda old: old * torch.nan), code, says, starts=True
@@ -251,12 +251,12 @@ CASES = {
         newest("config", change=lambda text: re.sub('"hidden_size": 8', r"\g<0>192", text)),
         says="damaged",
     ),
-    "a carry of the wrong width": Case(
+    "a recurrent state of the wrong width": Case(
         RESUME,
         newest("carry", "lstm_state", change=lambda state: state[:, :, :-1].clone()),
         says="lstm_state",
     ),
-    # odd files and folders in the run directory
+    # Special files, links and folders in the run directory.
     **{
         f"{name} is a {kind}": Case(
             EXPORT if name.startswith("export") else RESUME,
@@ -265,7 +265,7 @@ CASES = {
         )
         for name, kind in PLACES
     },
-    # bad values of flags
+    # Invalid values of flags.
     **{
         f"no module: {env}": Case(f"train {TINY} --env {env} --run_dir new", says="env")
         for env in (".x:Id", "a..b:Id", "os$:Id")

@@ -1,4 +1,4 @@
-"""Search for the largest batch while this process's address space is limited.
+"""Search for the largest batch while the address space of the process is limited.
 
 The limit is set relative to the size of the process after all imports.
 """
@@ -31,15 +31,16 @@ def search():
 
     step(1)
     limit_memory(128)
-    # The address space limit belongs to this process alone: it is not divided by `sharers`.
+    # This limit is for this process alone, so `sharers` does not divide the free memory.
     print(free_memory_bytes(torch.device("cpu"), sharers=2), end=" ")
-    measure.USABLE_SHARE = 0.7  # allocator and oneDNN also need memory
-    clock = itertools.count()  # every step takes 1 s by this clock: the largest batch is fastest
+    measure.USABLE_SHARE = 0.7  # leave memory for the allocator and oneDNN
+    clock = itertools.count()  # every step seems to take 1 s, so the largest batch is fastest
     measure.time = SimpleNamespace(perf_counter=lambda: next(clock))
     largest = measure.fastest_batch_size(step, range(8, 100_000, 8))
     step(largest)
     try:
-        # The search doubles sizes and keeps a reserve: twice the size may fit, 4 times cannot.
+        # The search doubles sizes and keeps a reserve. So twice the largest size may still fit, but
+        # 4 times that size cannot.
         step(4 * largest)
     except RuntimeError as error:
         print(type(error).__name__, end=" ")

@@ -26,14 +26,14 @@ def speak():
     os.write(1, b"and from its library\n")
 
 
-# actions of a misbehaving step, by name
+# misdeed: function that a misbehaving step calls
 DEEDS = {
     "speak": speak,
     "close descriptors": lambda: os.closerange(3, 256),
     "exit 77": lambda: os._exit(77),
     "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
 }
-# wrong results of a step: index in the step tuple, and value
+# misdeed: (index in the result of a step, wrong value)
 RETURNS = {
     "nan": (0, np.full(2, np.nan, np.float32)),
     "shape": (0, np.zeros(3, np.float32)),
@@ -85,7 +85,7 @@ class Misbehaving(gymnasium.Env):
             while True:
                 time.sleep(0.01)
         if misdeed == "hang in C":
-            guards.GRACE_S = 0.5  # its guard will end this worker process
+            guards.GRACE_S = 0.5  # after this time the guard ends the process
             lock_twice(ctypes.CDLL(None))  # CDLL releases the GIL, so other threads run
         if misdeed == "hang in C, holding the interpreter":
             lock_twice(ctypes.PyDLL(None))

@@ -1,7 +1,7 @@
 """train_distributed.py with a callback, core or logger that exits or hangs.
 
-The environment variable ODD names the part, its misdeed and the rank, such as "callback exit 1";
-rank -1 means every rank. Ranks import this script again and so also get the changed logger.
+The environment variable ODD says what misbehaves, how, and on which rank, such as "callback exit
+1"; rank -1 means every rank. Ranks import this script again, so they also get the changed logger.
 """
 
 if __name__ == "__main__":  # the supervisor must start before torch is imported
@@ -37,7 +37,7 @@ def call(moment):
 
 class Core(Decay):
     def forward(self, inputs, state):
-        if torch.is_grad_enabled():  # only in gradient steps, not when the core is checked
+        if torch.is_grad_enabled():  # in gradient steps, but not in the check of the core
             act("core")
         return super().forward(inputs, state)
 

@@ -19,7 +19,7 @@ TRAININGS = FORMS | {"hybrid": StrategyConfig(mode="hybrid")}
 
 @saves_results
 def exercise(world, out):
-    """Return final parameters of training runs and a fit, uninterrupted and resumed."""
+    """Train and fit, uninterrupted and resumed; return the final parameters of each."""
     results = {}
     for name, strategy in TRAININGS.items():
         if name == "pipeline" and world.size % 2:

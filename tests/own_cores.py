@@ -1,4 +1,4 @@
-"""User-defined cores: Decay meets the contract of a core; the others break it."""
+"""User-defined cores: Decay fulfils the contract of a core; the others break it."""
 
 import torch
 from torch import nn
@@ -59,7 +59,7 @@ class Broken(Decay):
 
 
 class Stateless(nn.Linear):
-    """Core that does not declare num_states."""
+    """Core without the attribute num_states."""
 
     def __init__(self, num_inputs, hidden_size, num_layers):
         super().__init__(num_inputs, hidden_size)

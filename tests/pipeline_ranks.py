@@ -42,14 +42,14 @@ def trained(training, resume_from=""):
 
 
 def resumed(before, after, world, out_dir):
-    """Train the second iteration as form `after`, from a checkpoint of form `before`."""
+    """Resume a run of form `before` at iteration 2, and train on in form `after`."""
     training = training_of(BRIEFLY[0], after, world, out_dir / f"{before}, then {after}")
     saved = out_dir / f"{BRIEFLY[0]}, {before}" / "checkpoints" / "iteration_00000001.pt"
     return trained(training, saved)["parameters"]
 
 
 def poisoned(world, run_dir):
-    """Train with an infinite loss in rank 0's first step."""
+    """Train with an infinite loss in the first gradient step of rank 0."""
     training = training_of(BRIEFLY[0], "pipeline", world, run_dir)
     step, calls = training.ppo.step, itertools.count()
 

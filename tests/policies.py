@@ -42,12 +42,12 @@ ROWS = {  # name -> configuration, action space, and layout of an observation ro
 def make_policy(config, space=BOX, layout=VECTOR):
     torch.manual_seed(0)
     policy = Policy(config, layout, space).double()
-    torch.nn.init.normal_(policy.actor_head.weight, std=1.0)  # so that actions clearly differ
+    torch.nn.init.normal_(policy.actor_head.weight, std=1.0)  # actions clearly differ
     return policy
 
 
 def make_inputs(policy, num_steps=11, num_envs=5):
-    """Return random observations, states, episode starts and noise."""
+    """Return random observations, states, episode starts and action noise."""
     generator = torch.Generator().manual_seed(3)
 
     def normal(*shape):
@@ -57,7 +57,7 @@ def make_inputs(policy, num_steps=11, num_envs=5):
     if columns := policy.mask_columns:
         obs[..., columns] = (obs[..., columns] > 0).double()
         first = np.cumsum([0, *policy.action_sizes[:-1]])
-        obs[..., np.array(columns)[first]] = 1.0  # allow at least one action of every choice
+        obs[..., np.array(columns)[first]] = 1.0  # at least one option of every choice is allowed
     starts = torch.rand(num_steps, num_envs, generator=generator) < 0.25
     state = normal(*policy.initial_state(num_envs).shape)
     return obs.flatten(2), state, starts, normal(num_steps, num_envs, policy.num_actions)
@@ -80,7 +80,7 @@ def act_stepwise(policy, obs, state, starts, noise):
 
 
 def run_stepwise(network, obs, state, episode_start):
-    """Run single steps to check `run_sequence`; clear the state at episode starts."""
+    """Run the network step by step, with zero state at episode starts."""
     steps = []
     for step_obs, starts in zip(obs, episode_start, strict=True):
         outputs, state = network(step_obs[None], state * ~starts[:, None, None])
@@ -93,7 +93,7 @@ def planned(starts, call_steps, resets_inside=False):
 
 
 def plans_of(policy, starts):
-    """Return [None], and also a packed plan if the policy can reset inside a call."""
+    """Return [None], or [None, packed plan] if the policy can reset inside a call."""
     if not policy.resets_inside or policy.config.stateless:
         return [None]
     plan = planned(starts, 1e9, True)

@@ -32,7 +32,7 @@ from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry.metrics import setup_logging
 
-# Signals that are blocked during the import, before the rank has signal handlers.
+# The signals that are blocked during this import, before the rank has signal handlers.
 BLOCKED = signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
@@ -42,7 +42,7 @@ def make_module(seed):
 
 
 def exercise(out_dir):
-    """Run all checks on both ranks."""
+    """Run all checks; both ranks call this function."""
     world = open_world("cpu", timeout_s=30)
     check_process(world)
     check_collectives(world)
@@ -53,12 +53,12 @@ def exercise(out_dir):
 
 
 def check_process(world):
-    """Check process ids, threads, the loopback interface and the store in memory."""
+    """Check process ids, threads, the loopback interface and the in-memory store."""
     assert (world.size, world.rank) == (2, int(os.environ["RANK"]))
     assert len(set(all_gather_json(os.getpid(), world))) == 2
     assert torch.get_num_threads() == 1 == int(os.environ["OMP_NUM_THREADS"])
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    # The store lives in memory, because a file on a full disk may be truncated.
+    # The store is a file in memory, because a file on a full disk may be truncated.
     assert os.path.realpath(f"{os.environ['RL_DIST_JOB_DIR']}/store_0").startswith("/memfd:")
 
 
@@ -101,14 +101,14 @@ def check_errors(world):
     ):
         with pytest.raises(UserError, match=says):
             call(values, world)
-    world.backend = "without announcements"  # as with NCCL, where ranks do not compare their calls
+    world.backend = "without announcements"  # like NCCL: ranks do not compare their calls
     with pytest.raises(UserError, match="other names"):
         all_reduce_sum(name, world)
     world.backend = "gloo"
 
 
 def check_threads(world):
-    """Check that large gathers start no second OpenMP team, which slows all kernels."""
+    """Check that large gathers start no second OpenMP team, which would slow kernels."""
     torch.set_num_threads(2)
     torch.ones(10**6).exp_().sum()  # start the thread pool
     before = psutil.Process().num_threads()
@@ -133,7 +133,7 @@ def check_wrapping(world):
 
 
 def started(out_dir):
-    """Open the world and write the process id of this rank to a file for the test."""
+    """Open the world; write the process id of this rank to a file for the test."""
     world = open_world("cpu", timeout_s=30)
     setup_logging(out_dir, world.rank)
     Path(out_dir, f"pid_{world.rank}").write_text(str(os.getpid()))
@@ -141,13 +141,13 @@ def started(out_dir):
 
 
 def loop(out_dir, way=""):
-    """Loop until all ranks agree to stop; `way` may let rank 1 fail, exit or hang."""
-    assert set(STOP_SIGNALS) <= BLOCKED, "a signal could arrive before a rank has set its handlers"
+    """Loop until all ranks agree to stop; `way` may make rank 1 fail, exit or hang."""
+    assert set(STOP_SIGNALS) <= BLOCKED, "stop signals must be blocked until their handlers are set"
     if way == "start":  # the launcher dies before this rank opens the store
         Path(out_dir, f"pid_{os.environ['RANK']}").write_text(str(os.getpid()))
         time.sleep(3.0)
     world = started(out_dir)
-    if way == "evaluation":  # the run is already saved: stop signals have their default action
+    if way == "evaluation":  # the run is saved, so stop signals may have their default action
         stop_flag.replace(signal.SIG_DFL)
     while True:
         if world.rank == 1 or way.endswith("while others hang"):
@@ -167,16 +167,16 @@ def end_this_rank(way, rank):
         raise RuntimeError("the roof is on fire")
     if way == "mistake":
         raise UserError("num_envs must be at least 1, got 0")
-    if way == "fail slowly":  # the other rank reports first, because its connection is closed
+    if way == "fail slowly":  # rank 0 loses its connection and reports first
         dist.destroy_process_group()
         time.sleep(1.0)
-        raise RuntimeError("the roof is on fire" + "\0" * 10**6)  # longer than a report may be
+        raise RuntimeError("the roof is on fire" + "\0" * 10**6)  # exceeds the report limit
     if way == "exit while others hang":
         os._exit(0)
 
 
 def halt(out_dir):
-    """Halt rank 2; rank 1 times out first, then rank 0 loses its connection to it."""
+    """Halt rank 2: rank 1 times out first, then rank 0 loses its link to rank 1."""
     world = open_world("cpu", timeout_s=4 if os.environ["RANK"] == "1" else 15)
     setup_logging(out_dir, world.rank)
     world.set_phase("work")
@@ -187,7 +187,7 @@ def halt(out_dir):
 
 
 def end_slowly(out_dir):
-    """Let rank 0 hang after it reports its own end, while rank 1 exits."""
+    """Let rank 0 report an error and then hang, while rank 1 exits."""
     if os.environ["RANK"] == "1":
         time.sleep(1.0)
         return

@@ -1,4 +1,4 @@
-"""Vector environment with scripted episodes: tests know every number in advance."""
+"""Vector environment with scripted episodes, so that tests know every number."""
 
 import numpy as np
 import torch
@@ -16,8 +16,8 @@ class ScriptedEnv(TorchEnv):
 
     Script b is a list of (length, (terminated, truncated)) for the episodes of environment b. The
     observation is (environment number, episode number, age, 1). The reward of a step is
-    100 * environment + 10 * episode + age before the step; the plain reward is twice as large.
-    `received` collects the actions.
+    100 * environment + 10 * episode + age, with the age before the step; info["raw_rewards"] is
+    twice as large. `received` collects the actions.
     """
 
     def __init__(self, scripts):

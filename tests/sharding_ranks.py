@@ -56,7 +56,7 @@ def run(job, world, resume_from=""):
 
 @saves_results
 def probe(world, out, shard_size=0):
-    """Train and resume in modes hybrid and ddp, for the tests to compare."""
+    """Train and resume in modes hybrid and ddp; return the results of every run."""
     hybrid, ddp = {"shard_size": shard_size}, {"mode": "ddp"}
     half = f"checkpoints/{HALF}"
     results = {
@@ -70,12 +70,12 @@ def probe(world, out, shard_size=0):
             ("ddp, resumed as hybrid", hybrid, out / "ddp" / half),
         )
     }
-    results["refusals"] = refusals(world)  # must be last: it leaves a reduction unfinished
+    results["refusals"] = refusals(world)  # must be last: a reduction stays unfinished
     return results
 
 
 def refusals(world):
-    """Try a NaN on one rank, an optimizer made before `wrap`, and unequal calls."""
+    """Provoke a NaN on one rank, an optimizer older than `wrap`, and unequal calls."""
     module = make_module(seed=world.rank)
     early = torch.optim.SGD(module.parameters(), lr=1.0)
     strategy = Strategy(StrategyConfig(mode="hybrid"), world)

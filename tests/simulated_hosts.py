@@ -48,7 +48,7 @@ class Host:
     number: int
     network: "Network"
     unshare: subprocess.Popen
-    pid: int  # first process of the host; all others end with it
+    pid: int  # first process of the host; when it ends, all others end
 
     def command(self, *argv, cwd=REPO):
         spaces = ["--net", "--uts", "--mount", "--pid"]
@@ -60,7 +60,7 @@ class Host:
         subprocess.check_output(self.command(*argv))
 
     def start(self, *argv, cwd=REPO, **environment):
-        """Start a command on 1 core, with a separate log file."""
+        """Start a command on one core; write its output to a new log file."""
         log = self.network.folder / f"host{self.number}_{time.monotonic_ns()}.log"
         cores = sorted(os.sched_getaffinity(0))
         core = str(cores[self.number % len(cores)])
@@ -78,10 +78,10 @@ class Host:
         return Job(process, log)
 
     def kill(self):
-        """Remove the network link, then kill all processes: no other host gets a message."""
+        """Remove the network link, then kill all processes, so that no message gets out."""
         if self.number:
             argv = self.network.switch.command("ip", "link", "delete", f"port{self.number}")
-            subprocess.run(argv, capture_output=True)  # fails if the host never started
+            subprocess.run(argv, capture_output=True)  # fails if the host has no link yet
         self.unshare.kill()
         self.unshare.communicate()
         wait_until(lambda: not lives(self.pid))
@@ -93,7 +93,7 @@ class Host:
 
 @dataclass
 class Network:
-    """Network switch and its hosts, numbered from 1: host 1 has the address 10.9.0.1.
+    """Network switch with hosts, numbered from 1; host 1 has the address 10.9.0.1.
 
     An entry of `names` may hold several names, separated by spaces; the last one is the hostname.
     """
@@ -119,7 +119,7 @@ class Network:
         own = f"mount --bind {self.folder}/etc_hosts /etc/hosts && {setup}"
         host = self.hosts[name] = self._unshare(name, number, own)
         port = f"port{number}"
-        # Run this from outside the switch: the process id is only valid in this namespace.
+        # Run this outside the namespaces of the switch, because the process id is not valid there.
         switch = ["nsenter", "--target", str(self.switch.pid), "--net"]
         pair = [port, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid)]
         subprocess.check_call([*switch, "ip", "link", "add", *pair])

@@ -12,7 +12,7 @@ from on_ranks import saves_results
 from rl_dist.strategies.config import StrategyConfig
 
 SINGLE = torch.float32
-NAME = "trading, clstm"  # Box actions, episodes shorter than rollouts
+NAME = "trading, clstm"  # continuous actions, and episodes shorter than a rollout
 CASES = {
     "two parts": {"batch_size": 8, "grad_accumulation": 2},
     "single": {"dtype": SINGLE},
@@ -35,7 +35,7 @@ def trained(world, *args, **options):
 
 @contextmanager
 def counted_reductions():
-    """Count calls and bytes of gradient reductions, the only async all-reduces."""
+    """Count the calls and bytes of gradient reductions: all asynchronous all-reduces."""
     sent, all_reduce = Counter(), torch.distributed.all_reduce
 
     def counted(tensor, *args, **kwargs):

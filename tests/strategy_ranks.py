@@ -21,7 +21,7 @@ BROKEN = UserError("shard_size 3 does not divide 2 ranks")
 
 
 def sleeping(seconds):
-    """Yield after each step; every step but the first sleeps for `seconds`."""
+    """Simulate steps, with a yield after each; all but the first sleep for `seconds`."""
     for number in itertools.count():
         time.sleep(seconds if number else 0)
         yield
@@ -42,7 +42,7 @@ def ddp_steps(world, error=None):
 
 
 def batch_step(size):
-    """Simulate a step with a batch; rank 1 runs out of memory above 300 samples."""
+    """Simulate a step with `size` samples; rank 1 has memory for at most 300."""
     if int(os.environ["RANK"]) == 1 and size > 300:
         raise FULL
     time.sleep(0.02)
@@ -50,7 +50,7 @@ def batch_step(size):
 
 @saves_results
 def choose(world, _):
-    """Choose the fastest candidate and batch size when some fail on one rank only."""
+    """Choose the fastest candidate and batch size; some fail on one rank only."""
     slow = 0.001 if world.rank else 0.08
     steps = {
         "ddp, full": lambda: ddp_steps(world, FULL if world.rank == 1 else None),
@@ -72,9 +72,10 @@ def norm_of_another_device(*args):
 
 @saves_results
 def train_on_unequal_devices(world, _):
-    """Train with a different gradient norm on rank 1, while all CPUs seem to differ.
+    """Train with a different gradient norm on rank 1; all CPUs seem to differ.
 
-    Return two parameter hashes: one where the ranks agree on the norm, and one where they do not.
+    Return two parameter hashes: one of a training in which the ranks agree on the norm, and one of
+    a training in which they do not.
     """
     norm_of = norm_of_another_device if world.rank == 1 else get_total_norm
     hashes = {}

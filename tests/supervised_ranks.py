@@ -1,4 +1,4 @@
-"""Small supervised jobs, and the exercise that two ranks run with them."""
+"""Small supervised jobs, and a function in which two ranks run them."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ CRITERION = nn.CrossEntropyLoss()
 
 
 def blobs(count, seed=0, flipped=False):
-    """Return float64 points around one centre per class; `flipped` falsifies labels."""
+    """Return float64 points around a centre per class; `flipped` makes labels wrong."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=generator)
     points = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)
@@ -36,7 +36,7 @@ def make_net(dropout=0.0, batch_norm=False):
 
 
 def nan_once(world, call):
-    """Return a criterion that is NaN in one call (counted from 1) on the last rank."""
+    """Return a loss that is NaN on the last rank in one call; calls count from 1."""
     calls = itertools.count(1 if world.rank == world.size - 1 else call + 1)
     return lambda outputs, targets: (
         CRITERION(outputs, targets) * (math.nan if next(calls) == call else 1.0)
@@ -44,7 +44,7 @@ def nan_once(world, call):
 
 
 class Fitted:
-    """Fit with Adam, a learning-rate scheduler and metrics; keeps its result."""
+    """A fit with Adam, a learning-rate scheduler and metrics, and its result."""
 
     def __init__(self, world, run_dir=None, *, epochs=3, batch_size=12, net=None, train=None,
                  criterion=CRITERION, config=None, strategy=None, optimizer=torch.optim.Adam,
@@ -85,15 +85,15 @@ def exercise(world, out_dir):
         "test": evaluate(plain.module, test, CRITERION, plain.strategy, METRICS),
     }
 
-    # Train one fit in one go; stop another after an epoch and resume it. Saving also compares
-    # BatchNorm between ranks.
+    # Fit without a stop, then fit again with a stop after one epoch and a resume. A save fails if
+    # BatchNorm statistics differ between the ranks.
     for name, lengths in (("whole", [3]), ("resumed", [1, 3])):
         for epochs in lengths:
             net = make_net(dropout=0.3, batch_norm=True)
             job = Fitted(world, out_dir / name, net=net, epochs=epochs, resume=True)
         results[name] = {"weights": job.weights, "history": job.history}
 
-    # Resume with other strategies. Then use loader workers with a lambda, which cannot be pickled.
+    # Resume with other strategies. Then use loader workers and a lambda, which cannot be pickled.
     sharded = {"mode": "hybrid" if world.size > 1 else "none"}
     for strategy, epochs in (({}, 1), (sharded, 2), ({}, 3)):
         job = Fitted(world, out_dir / "across", epochs=epochs, strategy=strategy, resume=True)

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_UNITS, MAX_MODULES, MAX_FILE, MAX_FUNCTION = 15, 10, 400, 80
-MAX_LEARNER = 65  # lines of the methods `update` and `collect` in agents/
+MAX_LEARNER = 65  # total lines of the methods `update` and `collect` in agents/
 # Lower these totals when you can; never raise them. Source is counted in tokens, because longer
 # lines do not lower that count.
 MAX_SIZES = {
@@ -27,12 +27,12 @@ MAX_SIZES = {
     "lines of README.md": 150,
     "tokens of the path to loss.backward()": 18_390,
 }
-# files that a reader meets between the main function of a rank and loss.backward()
+# The files that one has to read to get from the main function of a rank to loss.backward().
 READING_PATH = (
     r"agents/(rank|trainer|recorder|rollout|advantages|ppo|policy)\.py|rl_dist/strategies/strategy\.py"
     r"|agents/network/(sequences|cores|inputs|noise)\.py"
 )
-FILES = {  # name of a total -> pattern of the files that it counts
+FILES = {  # name of a total in MAX_SIZES -> pattern of the files that it counts
     "tokens of source": r"(rl_dist|envs|agents|examples)/.*\.py|\w+\.py",
     "tokens of tests": r"tests/.*\.py",
     "tokens of benchmarks": r"benchmarks/.*\.py",
@@ -46,7 +46,7 @@ FORBIDDEN = (
     (
         r"envs/.*",
         r"(agents|rl_dist|torch\.distributed)\b",
-        # these modules do not import torch
+        # These modules of rl_dist do not import torch.
         r"rl_dist\.(errors|flags|files|process_group\.process_ends)\b",
     ),
     (
@@ -75,7 +75,7 @@ parse = cache(ast.parse)
 
 
 def read(root):
-    """Return {path: text} of a clone, without the files that git ignores."""
+    """Return {path: text} of a git checkout, without the files that git ignores."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     paths = [root / name for name in listed.stdout.splitlines()]
@@ -84,7 +84,7 @@ def read(root):
 
 
 def nodes(sources, files, *kinds):
-    """Yield (path, node) for syntax nodes of these kinds in matching Python files."""
+    """Yield (path, node) of all syntax nodes of these kinds in matching Python files."""
     for path, text in sources.items():
         if path.endswith(".py") and re.fullmatch(files, path):
             yield from ((path, node) for node in ast.walk(parse(text)) if isinstance(node, kinds))
@@ -203,7 +203,7 @@ MANY = "x = 1\n" * 70_000
 
 
 def lines(count, name):
-    """Return the text of a file with one function of `count` lines."""
+    """Return the text of a file that contains one function of `count` lines."""
     return f"def {name}():\n" + "    x = 1\n" * (count - 1)
 
 
@@ -250,7 +250,7 @@ RULES = pytest.mark.parametrize("rule", PLANTED, ids=lambda rule: rule.__name__)
 
 
 @RULES
-def test_the_checkout_keeps_the_rule(rule, checkout):
+def test_the_checkout_follows_the_rule(rule, checkout):
     violations = list(rule(checkout))
     assert not violations, f"{rule.__doc__} Found:\n" + "\n".join(violations)
 

@@ -64,7 +64,7 @@ def test_commands_have_flags_that_exist(words):
         assert all(re.match(r"(ARGS|VENV|PYTHON)=", word) for word in words[2:])
         words = [TRAINING, *shlex.split(words[-1].partition("ARGS=")[2])] * (words[1] == "train")
     if TRAINING in words:
-        parse_training(words[words.index(TRAINING) + 1 :])  # exits if a flag is wrong
+        parse_training(words[words.index(TRAINING) + 1 :])  # exits if a flag is invalid
     elif words and words[1] != "-c":
         command = words[: 3 if words[1] == "-m" else 2]
         flags = {word.partition("=")[0] for word in words if word.startswith("--")}
@@ -73,7 +73,7 @@ def test_commands_have_flags_that_exist(words):
 
 @cache
 def flags_of(command):
-    """Return the flags of a program, with the training flags if it passes them on."""
+    """Return the flags of a program, including the training flags if it accepts them."""
     if command in generated().COMMANDS:
         text = generated().help_of(command)
     else:
@@ -89,7 +89,7 @@ def test_the_migration_page_names_flags_that_exist():
     assert len(named) > 30 and named - OWNERS.keys() == {"preset", "run_dir", "resume"}
 
 
-def test_the_tree_of_the_readme_is_that_of_the_source():
+def test_the_tree_in_the_readme_matches_the_source():
     folder, listed = ROOT, set()
     tree = page("README.md").partition("## Where things are\n```\n")[2].partition("```")[0]
     for line in tree.splitlines():
@@ -101,7 +101,7 @@ def test_the_tree_of_the_readme_is_that_of_the_source():
     assert sorted({path for path in listed if not path.exists()} | units - listed) == []
 
 
-def test_every_mark_of_the_pages_becomes_text():
+def test_generated_parts_of_the_pages_are_up_to_date():
     for text in (path.read_text() for path in PAGES):
         assert generated().filled(text) == text, "run python docs/generated.py"
         assert all(generated().generate(mark).strip() for mark in MARK.findall(text))
@@ -109,13 +109,13 @@ def test_every_mark_of_the_pages_becomes_text():
     assert [flag for flag in flags if f"`--{flag}`" not in page("docs/reference.md")] == []
 
 
-def test_every_promise_names_its_tests():
+def test_every_guarantee_names_its_tests():
     rows = re.findall(r"^\| \w.* \|$", page("docs/guarantees.md"), re.M)
     assert len(rows) > 40 and [row for row in rows[1:] if "`tests/" not in row] == []
 
 
 def test_messages_that_troubleshooting_quotes_exist():
-    texts = ""  # strings of the source, with "..." for each inserted value
+    texts = ""  # all strings of the source, with "..." in place of inserted values
     for path in sorted(path for name in PACKAGES for path in ROOT.glob(f"{name}/**/*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             parts = getattr(node, "values", [node])

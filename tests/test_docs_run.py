@@ -1,7 +1,7 @@
 """Run the Python blocks and commands of the docs, with shorter training.
 
-Blocks run by default, in this process. Commands run only with `-m slow`, as a reader starts them,
-in a copy of the checkout that also contains the files that the pages mention.
+Blocks run by default, in this process. Commands run only with `-m slow`, as a reader would
+start them, in a copy of the checkout that also contains the files that the pages mention.
 """
 
 import os
@@ -65,7 +65,7 @@ def all_blocks():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Return a folder with the runs, exported files and module named in the pages."""
+    """Return a folder with the runs, exported files and module that pages mention."""
     folder = tmp_path_factory.mktemp("reader")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -100,28 +100,28 @@ def test_python_blocks_run(text, runs, monkeypatch):
         torch.set_num_threads(1)
 
 
-# Replacements for words of commands, and flags that make training short.
+# Replacements for words in commands, and flags that shorten training.
 SMALL = {"RUN_DIR": "runs/trading", "DIR": "out", "runs/pretrain/DATE_TIME": "runs/pretrained"}
 LENGTHS = {"--total_steps": "1024", "--num_episodes": "1", "--epochs": "1"}
 OF_ENV = "--total_steps 1024 --eval_episodes 2"
 OF_BARS = "--num_episodes 1 --threads 1 --hidden_size 16"
 OF_MARKETS = f"{OF_BARS} --num_worlds 2 --test_start 2019-06-03 --test_end 2019-08-30"
 OF_PRETRAINING = "--epochs 1 --num_worlds 2 --hidden_size 16"
-ELSEWHERE = {  # first words of a command -> why it is not run here
-    "make test": "it runs this test",
+ELSEWHERE = {  # first words of a command -> reason why this test does not run it
+    "make test": "runs this test itself",
     "make train$": "the main job takes five minutes; other tests train it briefly",
     "make docs": "continuous integration runs it",
     "torchrun --nnodes 2": "needs two machines; tests/hosts tests it",
     "python examples/ray_train.py": "needs Ray; tests/hosts/test_ray_train.py tests it",
     "python benchmarks/memory_table.py": "takes half an hour; see tests/test_memory_table.py",
 }
-REFUSED = {"--interactive": "terminal"}  # flag -> a word of the expected error message
+REFUSED = {"--interactive": "terminal"}  # flag -> a word in the expected error
 if not torch.cuda.is_available():
     REFUSED["--gpu_ids"] = "CUDA"
 
 
 def small(words):
-    """Return the command with flags for a short run; flags that it already has win."""
+    """Return the command with flags for a short run; its own flags take precedence."""
     words = [SMALL.get(word, word) for word in words]
     for flag in LENGTHS.keys() & set(words):
         words[words.index(flag) + 1] = LENGTHS[flag]

@@ -1,4 +1,4 @@
-"""Test that flags, files and arguments give valid settings or a one-line error."""
+"""Test that flags, files and arguments yield valid settings or a one-line error."""
 
 import json
 import math
@@ -57,7 +57,7 @@ def parse(*argv, sections=SECTIONS, **options):
     ("argv", "values"),
     [
         ([], {}),
-        (["--num_envs", "64"], {"num_envs": 64}),  # equal to the default, but still counts as given
+        (["--num_envs", "64"], {"num_envs": 64}),  # counts as given, although it is the default
         (["--num-envs", "8", "--learning_rate=-1e-3"], {"num_envs": 8, "learning_rate": -1e-3}),
         (["--num_envs", "auto"], {"num_envs": 1}),
         (["--no_anneal-lr"], {"anneal_lr": False}),
@@ -65,7 +65,7 @@ def parse(*argv, sections=SECTIONS, **options):
         (["--run-dir", "a-b/--c", "d"], {"run_dir": "a-b/--c d"}),
     ],
 )
-def test_flags_go_to_their_section_and_can_be_given_again(argv, values):
+def test_flags_set_fields_of_their_section_and_parsed_flags_can_be_parsed_again(argv, values):
     parsed = parse(*argv)
     assert parsed.configs == flags.changed(SECTIONS, values) and parsed.given.keys() == set(values)
     held = {k: v for section in parsed.configs.values() for k, v in vars(section).items()}
@@ -104,7 +104,7 @@ def test_help_shows_the_main_flags_and_help_all_the_rest(capsys):
     assert "fall (default: on" in whole and "output (default: none" in whole
 
 
-def test_a_section_is_a_frozen_value_that_other_processes_can_have():
+def test_a_section_is_immutable_and_can_be_pickled():
     other = Learning(num_envs=3)
     assert pickle.loads(pickle.dumps(other)) == other == replace(Learning(), num_envs=3)
     with pytest.raises(AttributeError):
@@ -114,7 +114,7 @@ def test_a_section_is_a_frozen_value_that_other_processes_can_have():
             change()
 
 
-def test_what_files_hold_is_read_back_without_what_is_not_stored():
+def test_saved_settings_are_read_back_without_fields_that_are_not_saved():
     run = Run(Learning(num_envs=1), Place(command="echo secret", chosen="cpu"))
     saved = json.loads(json.dumps(flags.saved_form(run)))
     assert "secret" not in str(saved)
@@ -134,6 +134,6 @@ def test_what_files_hold_is_read_back_without_what_is_not_stored():
         ({"elsewhere": {}}, "elsewhere"),
     ],
 )
-def test_a_damaged_saved_form_is_one_line(saved, problem):
+def test_damaged_saved_settings_are_a_one_line_error(saved, problem):
     with pytest.raises(ValueError, match=f"^[^\n]*does not fit this version[^\n]*{problem}[^\n]*$"):
         flags.read_sections(SECTIONS, saved)

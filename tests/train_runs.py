@@ -19,7 +19,7 @@ from agents.evaluate import command as evaluate
 from rl_dist.telemetry.metrics import close_logging
 
 REPO = Path(__file__).parents[1]
-PATIENCE_S = 120.0  # longest wait for a quick event on a busy machine
+PATIENCE_S = 120.0  # how long a usually quick event may take on a busy machine
 RECALL = shlex.split(
     "--env Recall-v0 --num_envs 4 --num_steps 16 --bptt_steps 8 --batch_size 4 --hidden_size 8 "
     "--device cpu"
@@ -81,7 +81,7 @@ def start(*argv, **options):
 
 
 def run_benchmark(name, *flags):
-    """Run a benchmark; return the lines of its output, with JSON lines parsed."""
+    """Run a benchmark; return the lines of its output, JSON lines as objects."""
     job = start(REPO / "benchmarks" / name, *flags)
     printed, errors = job.communicate(timeout=900)
     assert job.returncode == 0, errors
@@ -132,7 +132,7 @@ def lives(pid):
 
 
 def session(leader):
-    """Return the running processes in the session of `leader`, started by `start`."""
+    """Return the running processes in the session that `start` created for `leader`."""
 
     def inside(process):
         try:
@@ -158,7 +158,7 @@ def end_of(job, code=0):
 def wait_until(true, job=None, within_s=PATIENCE_S):
     """Wait until the function returns a true value, and return that value.
 
-    With `job`, fail if this process ends first.
+    If the process `job` ends before that, fail.
     """
     deadline_s = time.monotonic() + within_s
     while not (found := true()):

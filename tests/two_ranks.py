@@ -24,14 +24,14 @@ from rl_dist.supervised.fit import FitConfig
 
 
 def classify_images(out_dir):
-    """Run the image example; write each rank's output to its own file."""
+    """Run the image example; write the output of each rank to a separate file."""
     fitting = FitConfig(epochs=2, progress=False)
     path = Path(out_dir, f"figures_{os.environ['RANK']}.json")
     with path.open("w") as file, redirect_stdout(file):
         assert image_classification.run_rank(fitting, LaunchConfig(), "cpu") == 0
 
 
-# Test file -> exercise. An exercise is called with a folder, and opens and closes its own world.
+# Test file -> exercise: a function of an output folder that opens and closes its own world.
 EXERCISES: dict[str, Callable[[str], Any]] = {
     "test_estimate": agents_ranks.count_small_collectives,
     "test_example_images": classify_images,
@@ -42,14 +42,15 @@ EXERCISES: dict[str, Callable[[str], Any]] = {
     "test_measure": strategy_ranks.choose,
     "test_supervised": supervised_ranks.exercise,
     "test_replicas": strategy_ranks.train_on_unequal_devices,
-    "test_sharding": sharding_ranks.probe,  # must be last: it leaves a reduction unfinished
+    "test_sharding": sharding_ranks.probe,  # must be last: a reduction stays unfinished
 }
 
 
 def exercise_in_turn(out_dir, names):
     """Run the named exercises in turn, each in a new folder and a new world.
 
-    The restart count is part of the name of the rendezvous file, so every world gets a new file.
+    Each exercise has another restart count. It is part of the name of the rendezvous file, so every
+    world gets a new file.
     """
     rank = os.environ["RANK"]
     for number, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""Test flags set to auto in real runs, and runs that do not have enough memory."""
+"""Test flags with the value auto in real runs, and runs that run out of memory."""
 
 import itertools
 import shlex
@@ -42,7 +42,7 @@ def fail():
 @pytest.mark.parametrize("scaling", ["strong", "weak"])
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.parametrize("options", [{}, {"num_envs": 48}, {"grad_accumulation": 3}], ids=str)
-def test_every_size_that_auto_may_choose_shares_out_over_the_ranks(scaling, num_ranks, options):
+def test_every_size_that_auto_may_choose_divides_over_the_ranks(scaling, num_ranks, options):
     config = TrainConfig(scaling=scaling, batch_size=0, **options)
     with pytest.raises(UserError, match="batch_size auto"):
         shard_sizes(config, 0, num_ranks)
@@ -62,12 +62,12 @@ def test_every_size_that_auto_may_choose_shares_out_over_the_ranks(scaling, num_
         ("env_workers", "task.env_workers", (2, 8), "--batch_size 8 " + SLOW),
     ],
 )
-def test_auto_trains_as_its_value_would_writes_it_down_and_resumes_with_it(
+def test_auto_trains_like_the_value_it_chooses_and_a_resume_keeps_that_value(
     flag, field, allowed, others, tmp_path, monkeypatch, capsys
 ):
     section, name = field.split(".")
     monkeypatch.setattr(auto, "available_cores", lambda: 2)
-    # offer two strategies that both work on one rank
+    # Offer auto two strategies that both work on one rank.
     monkeypatch.setattr(auto, "strategy_modes", lambda *_: ("none", "ddp"))
     run_dir = tmp_path / "auto"
 
@@ -81,13 +81,13 @@ def test_auto_trains_as_its_value_would_writes_it_down_and_resumes_with_it(
     assert differences(result_of(tmp_path / "named"), result_of(run_dir)) == []
     if flag == "precision":
         assert read_object(run_dir / "state.json")["precision"] == value
-    again = [] if flag == "env_workers" else [f"--{flag}", "auto"]  # workers may change on resume
+    again = [] if flag == "env_workers" else [f"--{flag}", "auto"]  # a resume may change it
     capsys.readouterr()
     assert train_here(monkeypatch, "--resume", run_dir, *again, "--total_steps", "1024") == 0
     assert f"{flag} auto" not in capsys.readouterr().out and chosen() == value
 
 
-def test_auto_takes_only_sizes_that_fit_and_ends_where_none_does(tmp_path, monkeypatch, capsys):
+def test_auto_chooses_only_sizes_that_fit_and_fails_if_none_does(tmp_path, monkeypatch, capsys):
     def on_a_small_gpu(ppo, minibatch, *plans, step=PPO.step):
         return fail() if minibatch.obs.shape[1] > 10 else step(ppo, minibatch, *plans)
 
@@ -119,7 +119,9 @@ def test_cpu_ranks_share_the_memory_in_which_their_rollouts_must_fit(ranks, monk
         auto.check_rollouts(RunConfig(train=train), world)
 
 
-def test_out_of_memory_names_the_phase_and_flags_that_a_resume_takes(tmp_path, monkeypatch, capsys):
+def test_an_out_of_memory_error_names_the_phase_and_flags_that_a_resume_accepts(
+    tmp_path, monkeypatch, capsys
+):
     run_dir = tmp_path / "run"
     calls = itertools.count(1)
 

@@ -1,4 +1,4 @@
-"""Test that scans equal step-by-step recurrences, and that cores are checked."""
+"""Test that a scan equals its recurrence, and test the checks of users' cores."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def recurrence(keep, add, hidden):
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 33])
-def test_a_scan_is_the_recurrence_and_so_are_its_gradients(length):
+def test_a_scan_and_its_gradients_equal_the_recurrence(length):
     generator = torch.Generator().manual_seed(length)
     inputs = [
         torch.rand(shape, generator=generator, dtype=torch.float64)
@@ -50,10 +50,10 @@ def test_a_core_that_breaks_the_contract_is_refused_in_one_line(core, problem):
     assert "\n" not in str(error.value) and core in str(error.value)
 
 
-def test_a_core_that_keeps_the_contract_passes_and_initialises_itself():
+def test_a_core_that_meets_the_contract_passes_and_keeps_its_initial_weights():
     policy = make_policy(FORMS["own"])
     try_core("own_cores:Decay", policy.feature_core, 4, 8)
-    assert policy.feature_core.layer.bias.any(), "torch's own initialisation is kept"
+    assert policy.feature_core.layer.bias.any(), "the core must keep torch's initial weights"
 
 
 @pytest.mark.parametrize(

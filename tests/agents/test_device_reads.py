@@ -17,7 +17,7 @@ READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select")
 
 @contextmanager
 def counted_reads():
-    """Count reads that would wait for a GPU, by operator or tensor method."""
+    """Count the reads that would wait for a GPU, per operator or tensor method."""
     counts = Counter()
 
     class Mode(TorchDispatchMode):
@@ -42,7 +42,7 @@ def test_the_host_reads_once_after_a_rollout_and_once_after_an_update(name, worl
     """No vector step and no gradient step reads a device value."""
     training = Training(make_job(name), world)
     training.warm_up_normalizers()
-    # Switch off the branches for the CPU, which may read values.
+    # Switch off the branches for CPU training: only they may read values in every step.
     training.env.reads_steps = False
     with mock.patch.object(strategy, "step_if", lambda finite, optimizer: optimizer.step()):
         with counted_reads() as collecting:

@@ -1,4 +1,4 @@
-"""Test that environment workers, in 1 or 2 groups, do not change training."""
+"""Test that environment workers, in 1 or 2 groups, do not change the results."""
 
 from dataclasses import replace
 
@@ -12,7 +12,10 @@ from rl_dist.resume_check import differences
 
 
 def trained(job, world, workers, groups=1, **options):
-    """Train with environments in workers (0: in this process); also return the state."""
+    """Train with this many environment workers; return the Training and its state.
+
+    With 0 workers the environments run in this process.
+    """
 
     def make_env(num_envs, env_offset):
         env = {"env_id": "Recall-v0", "env_offset": env_offset}
@@ -24,7 +27,7 @@ def trained(job, world, workers, groups=1, **options):
     return training, state
 
 
-def test_training_is_the_same_on_any_number_of_workers_also_through_a_resume(world, tmp_path):
+def test_training_is_the_same_with_any_number_of_workers_also_after_a_resume(world, tmp_path):
     job = make_job("recall, clstm", tmp_path / "in place", iterations=4, dtype=torch.float32)
     _, wanted = trained(job, world, 0)
     for number, (first, then) in enumerate([(1, 3), (3, 0), (0, 2)]):
@@ -35,9 +38,7 @@ def test_training_is_the_same_on_any_number_of_workers_also_through_a_resume(wor
 
 
 @pytest.mark.parametrize("name", ["recall, clstm", "recall, window, strata of 2"])
-def test_two_groups_train_as_one_to_rounding_and_the_same_on_any_number_of_workers(
-    name, world, tmp_path
-):
+def test_two_groups_train_like_one_up_to_rounding_with_any_number_of_workers(name, world, tmp_path):
     job = make_job(name, tmp_path, iterations=3)
     one, _ = trained(job, world, 0)
     two, state = trained(job, world, 3, groups=2)

@@ -87,7 +87,7 @@ def summary_of(run_dir):
     return read_object(run_dir / "summary.json")
 
 
-def test_worlds_never_seen_compare_the_policy_with_rules_and_its_zeroed_state(runs, evaluated):
+def test_the_policy_is_compared_with_rules_and_its_zeroed_state_in_unseen_worlds(runs, evaluated):
     text, figures = evaluated("simulated", "--num_worlds", "3")
     summary = figures["test"]
     policies = summary["policies"]
@@ -101,7 +101,7 @@ def test_worlds_never_seen_compare_the_policy_with_rules_and_its_zeroed_state(ru
     assert (runs / "simulated" / "plots" / "evaluation.png").stat().st_size > 1000
 
 
-def test_the_command_repeats_the_figures_at_the_end_of_training_on_two_ranks_too(
+def test_the_command_repeats_the_figures_of_the_training_also_on_two_ranks(
     runs, evaluated, tmp_path
 ):
     spans = {"csv": ["train", "valid"], "csv_mlp": ["train"], "simulated": ["test"]}
@@ -118,11 +118,13 @@ def test_the_command_repeats_the_figures_at_the_end_of_training_on_two_ranks_too
     assert json.loads(path.read_text()) == figures
 
 
-def test_every_look_at_the_test_span_of_real_prices_is_kept(runs, evaluated, monkeypatch, capsys):
+def test_every_evaluation_on_the_test_span_of_real_prices_is_recorded(
+    runs, evaluated, monkeypatch, capsys
+):
     path, config = runs / "csv" / LOOKS, read_object(runs / "csv" / "config.json")
     assert (runs / "csv" / "checkpoints" / "best.pt").exists()
     text, figures = evaluated("csv", "--open_test")
-    assert "/iteration_" in text.splitlines()[0]  # the last checkpoint, not the best
+    assert "/iteration_" in text.splitlines()[0]  # the last checkpoint, not best.pt
     assert "evaluation 1 on the test span" in text and list(figures) == ["test"]
     monkeypatch.setattr(markets, "evaluate_markets", None)
     assert evaluate_here(monkeypatch, runs / "csv", "--open_test") == 1
@@ -132,7 +134,7 @@ def test_every_look_at_the_test_span_of_real_prices_is_kept(runs, evaluated, mon
         assert look["data_digest"] == config["data"]["data_digest"]
     assert "evaluation 2 on the test span" in capsys.readouterr().out
 
-    # The command refuses to open the test span if it cannot record that it did.
+    # The command refuses to evaluate on the test span if it cannot record the evaluation.
     path.unlink()
     path.mkdir()
     assert evaluate_here(monkeypatch, runs / "csv", "--open_test") == 2
@@ -140,7 +142,7 @@ def test_every_look_at_the_test_span_of_real_prices_is_kept(runs, evaluated, mon
     path.rmdir()
 
 
-def test_daily_figures_on_real_bars_give_those_of_the_table_and_equal_weight_the_known_ones(runs):
+def test_daily_figures_on_real_bars_add_up_to_the_table_and_equal_weight_is_known(runs):
     summary = summary_of(runs / "csv")["valid"]
     table = pd.read_csv(runs / "csv" / "evaluation" / "valid.csv")
     for name, days in table.groupby("strategy"):
@@ -153,17 +155,17 @@ def test_daily_figures_on_real_bars_give_those_of_the_table_and_equal_weight_the
     assert weights.sum(1).mean() == pytest.approx(figures["exposure"], rel=1e-5)
     assert (usd != 0).sum() == figures["num_trades"]
     assert abs(usd).sum() * 1e-3 == pytest.approx(figures["fees_usd"], rel=1e-4)
-    # Equal weight buys at the first open price and pays a fee of 0.1 %.
+    # The equal-weight strategy buys at the first open price and pays a fee of 0.1 %.
     bars = pd.read_csv(runs / "five.csv")
     stocks = bars[bars["date"].between(days["date"].iloc[0], summary["days"][1])].groupby("tic")
     expected = (stocks["close"].last() / stocks["open"].first()).mean() / 1.001 - 1
     assert held["cumulative_return"] == pytest.approx(expected, abs=1e-3)
 
 
-def test_a_run_does_not_continue_with_prices_that_have_changed(runs, monkeypatch, capsys):
+def test_a_run_does_not_continue_with_changed_prices(runs, monkeypatch, capsys):
     prices = runs / "five.csv"
     before = prices.read_text()
-    prices.write_text(before.rsplit("\n", 6)[0] + "\n")  # remove the last day
+    prices.write_text(before.rsplit("\n", 6)[0] + "\n")  # remove the bars of the last day
     try:
         assert train_here(monkeypatch, "--resume", runs / "csv") == 2
     finally:
@@ -171,9 +173,7 @@ def test_a_run_does_not_continue_with_prices_that_have_changed(runs, monkeypatch
     assert str(prices) in only_error(capsys.readouterr().err)
 
 
-def test_policies_are_compared_and_a_copied_checkpoint_is_drawn_where_it_lies(
-    runs, evaluated, tmp_path
-):
+def test_policies_are_compared_and_a_copied_checkpoint_can_be_plotted(runs, evaluated, tmp_path):
     copy = shutil.copy(latest_checkpoint(runs / "csv"), tmp_path / "best.pt")
     mlp, original = str(runs / "csv_mlp"), str(runs / "csv")
     policies = evaluated(copy, "--compare", mlp, original)[1]["valid"]["policies"]
@@ -183,9 +183,7 @@ def test_policies_are_compared_and_a_copied_checkpoint_is_drawn_where_it_lies(
     assert (tmp_path / "mine.png").exists()
 
 
-def test_a_film_shows_every_step_of_the_first_episode_that_is_evaluated(
-    evaluated, tmp_path, monkeypatch
-):
+def test_a_video_shows_every_step_of_the_first_evaluated_episode(evaluated, tmp_path, monkeypatch):
     folder = tmp_path / "new" / "films"
     figures = evaluated("fading", "--episodes", "1", "--video", folder)[1]["policy"]
     (path,) = folder.iterdir()
@@ -208,7 +206,9 @@ def test_a_film_shows_every_step_of_the_first_episode_that_is_evaluated(
         ("nan.pt", "--env FadingNan-v0", "FadingNan-v0 number 0 at its step 2"),
     ],
 )
-def test_what_cannot_be_evaluated_is_one_line(run, flags, expected, runs, monkeypatch, capsys):
+def test_a_run_that_cannot_be_evaluated_is_a_one_line_error(
+    run, flags, expected, runs, monkeypatch, capsys
+):
     state = load_checkpoint(latest_checkpoint(runs / "fading"))
     state["config"] = state["config"].replace("Fading-v0", "FadingNan-v0")
     save_checkpoint(runs, state, iteration=1, keep=1).rename(runs / "nan.pt")

@@ -1,4 +1,4 @@
-"""Compare evaluation with hand-made cases: each market and episode counts once.
+"""Test evaluation on hand-made cases: each market and each episode counts once.
 
 Also test performance figures and their confidence intervals.
 """
@@ -32,8 +32,8 @@ from rl_dist.process_group.world import World
 class Paths:
     """Market environments with given paths of portfolio values, [markets, days].
 
-    All other account figures equal the number of the day. A value below 10 terminates the episode;
-    the next value of the path belongs to a new episode.
+    All other account figures equal the day number. A value below 10 terminates the episode; the
+    next value of the path belongs to a new episode.
     """
 
     def __init__(self, paths):
@@ -60,7 +60,7 @@ def idle(env, obs, episode_start):
 
 
 def over_ranks(call, size, monkeypatch):
-    """Return the results of `call(world)` on `size` ranks, each in a thread."""
+    """Run `call(world)` on `size` ranks, one thread each; return their results."""
     worlds = [World(rank, rank, size, torch.device("cpu"), "gloo") for rank in range(size)]
     sent, meeting = {}, threading.Barrier(size)
 
@@ -87,15 +87,15 @@ def test_every_market_counts_once_on_any_number_of_ranks_and_ruin_ends_trading(s
         assert list(records) == ["one", "two"]
         for record in records.values():
             assert record["values"].tolist() == [[100, 5, 5, 5], *paths[1:]]
-            for account in ACCOUNTS:  # the day of the ruin still counts
+            for account in ACCOUNTS:  # the day of ruin still counts
                 assert record[account].tolist() == [[1, 0, 0], *[[1, 2, 3]] * 4]
 
 
 class Numbered(ScriptedEnv):
-    """Environments whose plain reward is their global number.
+    """Environments whose unnormalised reward is their global number.
 
-    Environment 1 is restarted in step 2, during its episode; environment 3 is restarted in step 5,
-    after its episode.
+    Environment 1 is restarted in step 2, in the middle of its episode; environment 3 is restarted
+    in step 5, after the end of its episode.
     """
 
     restarts = ()
@@ -121,8 +121,8 @@ class Numbered(ScriptedEnv):
 
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_every_episode_counts_once_and_is_repeated_after_a_restart(size, monkeypatch):
-    # (return, length, restarts) per episode. Row 1 counts only the last 3 of 5 steps: the restart
-    # discards the first 2.
+    # Each row is (return, length, restarts) of an episode. Row 1 counts 3 of 5 steps, because the
+    # restart discards the first 2.
     expected = [[0, 3, 0], [3, 3, 1], [2, 1, 0], [12, 4, 0], [8, 2, 0]]
     task = SimpleNamespace(evaluation_env=Numbered, config=TaskConfig(eval_episodes=5))
     call = functools.partial(evaluate_episodes, task, idle, 1)
@@ -131,7 +131,7 @@ def test_every_episode_counts_once_and_is_repeated_after_a_restart(size, monkeyp
 
 
 @pytest.mark.parametrize("window", [0, 3])
-def test_a_controller_forgets_where_an_episode_starts_and_with_zeroed_state_always(window):
+def test_a_controller_clears_its_state_at_episode_starts_or_if_zeroed_in_every_step(window):
     policy = make_policy(small(feature_window=window)).float()
     observations = torch.randn(6, 2, 4)
     no_starts = torch.zeros(6, 2, dtype=torch.bool)
@@ -151,13 +151,16 @@ def test_a_controller_forgets_where_an_episode_starts_and_with_zeroed_state_alwa
 
 
 def record_of(returns, account=0.0):
-    """Return the record of daily returns [M, D]; all account figures equal `account`."""
+    """Return an evaluation record with these daily returns, an array [M, D].
+
+    All account figures equal `account`.
+    """
     values = 100.0 * np.cumprod(np.insert(1.0 + returns, 0, 1.0, axis=1), axis=1)
     return {"values": values} | dict.fromkeys(ACCOUNTS, np.full_like(returns, account))
 
 
 @pytest.mark.parametrize(("repeats", "period"), [(1, 3), (19, 57), (20, 252)])
-def test_figures_are_those_of_a_year_or_of_a_span_below_60_days(repeats, period):
+def test_figures_are_annual_or_below_60_days_those_of_the_span(repeats, period):
     """The daily returns are 10 %, -10 % and 6 %, so their mean is 2 %."""
     returns = np.tile([0.1, -0.1, 0.06], repeats)
     deviation, days, growth = returns.std(ddof=1), 3 * repeats, 1.0494**repeats
@@ -175,11 +178,11 @@ def test_figures_are_those_of_a_year_or_of_a_span_below_60_days(repeats, period)
     }
     figures = {name: value.item() for name, value in performance(record).items()}
     assert figures == pytest.approx(expected)
-    assert performance(record_of(np.full((1, days), 2.0**-10)))["sharpe"] == 0.0  # no risk
+    assert performance(record_of(np.full((1, days), 2.0**-10)))["sharpe"] == 0.0  # constant returns
 
 
 @pytest.mark.parametrize("num_markets", [1, 9])
-def test_intervals_hold_the_differences_and_repeat(num_markets):
+def test_intervals_contain_the_differences_and_are_reproducible(num_markets):
     rng = np.random.default_rng(1)
     baseline = 0.01 * rng.standard_normal((num_markets, 500))
     policy = baseline + 0.001 + 0.002 * rng.standard_normal(baseline.shape)

@@ -1,4 +1,4 @@
-"""Run examples with small budgets; some other examples have separate test files."""
+"""Run some examples with small budgets; other examples have separate test files."""
 
 import matplotlib
 import pytest
@@ -29,12 +29,12 @@ def test_the_quick_start_notebook_runs_from_its_first_cell_to_its_last(capsys):
     assert "return of one episode:" in capsys.readouterr().out
 
 
-def test_the_core_of_phases_keeps_the_contract_of_a_core():
+def test_the_example_core_meets_the_contract():
     try_core("examples.phase_core:PhaseCore", PhaseCore(5, 16, 1), 5, 16)
 
 
 @pytest.mark.parametrize(("lower", "state", "count"), [(-1.0, "COMPLETE", 4), (1e9, "PRUNED", 1)])
-def test_a_search_ends_trials_that_the_pruner_gives_up(lower, state, count):
+def test_a_search_ends_the_trials_that_its_pruner_stops(lower, state, count):
     optuna = pytest.importorskip("optuna", reason="optuna is not installed")
     from examples import optuna_search
 

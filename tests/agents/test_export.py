@@ -1,4 +1,4 @@
-"""Test that exported policies equal the trained ones, for all kinds and spaces."""
+"""Test that exported policies act like trained ones, for all kinds and spaces."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ from envs.vector.layout import Layout, Part
 from envs.vector.spaces import ActionDecoder, ObservationEncoder, to_json
 
 VECTOR = spaces.Box(-np.inf, np.inf, (4,), np.float32)
-IMAGES = spaces.Dict(  # a list keeps this order; keys of a dict are sorted
+IMAGES = spaces.Dict(  # a list keeps its order; Gymnasium sorts the keys of a dict
     [
         ("camera", spaces.Box(0, 255, (2, 13, 12, 3), np.uint8)),
         ("speed", VECTOR),
@@ -40,7 +40,7 @@ ALL = {name: (config, VECTOR, BOUNDED) for name, config in FORMS.items()} | {
     "images": (small(policy="gru"), IMAGES, spaces.Discrete(4)),
     "windows of images": (small(feature_window=3), IMAGES, BOUNDED),
 }
-QUICK = ("clstm", "own")  # tracing takes seconds, so all other forms are slow tests
+QUICK = ("clstm", "own")  # tracing takes seconds, so the tests of all others are slow
 TRACED = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ALL]
 
 
@@ -50,7 +50,8 @@ def make_agent(config, observation, action, folder, extras=()):
     decoder = ActionDecoder(action, "here")
     parts = ObservationEncoder(observation, "here", decoder.sizes).parts
     policy = Policy(config, Layout((*parts, *extras)), decoder.space)
-    torch.nn.init.normal_(policy.actor_head.weight, std=1.0)  # makes actions clearly differ
+    # With large weights, actions for different observations clearly differ.
+    torch.nn.init.normal_(policy.actor_head.weight, std=1.0)
     normalizer = Normalizers(policy.layout, scale_obs=True, scale_rewards=False).obs
     columns = policy.layout.columns("vector")
     normalizer.moments.mean[columns] = 3.0 * torch.randn(len(columns), dtype=torch.float64)
@@ -66,9 +67,10 @@ def agent_of(form, folder, extras=()):
 
 
 def difference(agent, change=lambda *inputs: inputs):
-    """Return the largest difference between an agent and its export, run in torch.
+    """Return the largest difference between an agent and its exported step in torch.
 
-    `change` alters the inputs of the exported step. It does not trace to ONNX, which takes seconds.
+    `change` alters the inputs of the exported step. The step is not traced to ONNX, because that
+    takes seconds.
     """
     step = export.ExportedStep(agent)
 
@@ -80,12 +82,12 @@ def difference(agent, change=lambda *inputs: inputs):
 
 
 @pytest.mark.parametrize("form", ALL)
-def test_the_step_computes_every_form(form, tmp_path):
+def test_the_exported_step_equals_every_kind_of_policy(form, tmp_path):
     assert difference(agent_of(form, tmp_path)) <= export.TOLERANCE
 
 
 @pytest.mark.parametrize("form", TRACED)
-def test_onnx_runtime_computes_every_form(form, tmp_path):
+def test_onnx_runtime_equals_every_kind_of_policy(form, tmp_path):
     onnx = pytest.importorskip("onnx", reason="the extra export is not installed")
     path, contract = export.export(agent_of(form, tmp_path), tmp_path / "out")
     assert contract["check"]["max_difference"] <= export.TOLERANCE
@@ -103,12 +105,12 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_faulty_step_differs(fault, tmp_path):
+def test_the_check_detects_a_faulty_step(fault, tmp_path):
     assert difference(agent_of("clstm", tmp_path), FAULTS[fault]) > export.TOLERANCE
 
 
-def test_the_contract_says_how_values_become_rows(tmp_path):
-    """Rows built only from the contract equal the rows of the training encoder."""
+def test_the_contract_describes_how_values_become_rows(tmp_path):
+    """Rows built from the contract alone equal the rows of the training encoder."""
     agent = agent_of("images", tmp_path, [Part("previous_reward", "vector", (1,))])
     contract = export.make_contract(agent, export.ExportedStep(agent))
     values = IMAGES.sample()
@@ -127,7 +129,10 @@ def test_the_contract_says_how_values_become_rows(tmp_path):
 
 
 def test_a_run_is_exported_by_the_command(tmp_path, monkeypatch, untraced, capsys):
-    """A model that differs is removed; a missing runtime gives a one-line error."""
+    """Test the command, a model that differs from its policy, and a missing runtime.
+
+    The command deletes a model that differs; without ONNX Runtime it prints a one-line error.
+    """
     flags = ["--env", "Pendulum-v1", "--total_steps", "128", "--eval_episodes", "2"]
     run_dir, folder = tmp_path / "run", tmp_path / "run" / "export" / "onnx"
     assert train_here(monkeypatch, *RECALL, *flags, "--run_dir", run_dir) == 0

@@ -1,4 +1,4 @@
-"""Compare heads with known distributions: choices and masks."""
+"""Compare action heads with known distributions: choices and masks."""
 
 import math
 
@@ -18,7 +18,10 @@ COUNTS = [3, 2, 4]  # number of options of each choice in SEVERAL
 
 
 def one_step(policy, mask, num_envs=1):
-    """Return observations with a mask, states and starts, equal in all environments."""
+    """Return the inputs of a step: observations with a mask, states, episode starts.
+
+    All environments have the same values.
+    """
     torch.manual_seed(1)
     row = torch.cat([torch.randn(1, policy.num_obs - len(mask)), torch.tensor([mask])], dim=1)
     start = torch.zeros(num_envs, dtype=torch.bool)
@@ -26,7 +29,7 @@ def one_step(policy, mask, num_envs=1):
 
 
 @pytest.mark.parametrize("mask", [[], MASK], ids=len)
-def test_several_choices_are_drawn_and_rated_as_independent_softmaxes_of_the_allowed(mask):
+def test_several_choices_are_independent_softmaxes_over_the_allowed_options(mask):
     policy = make_policy(small(), SEVERAL, MASKED if mask else VECTOR)
     obs, state, start = one_step(policy, mask, 50_000)
     logits = policy.network(obs[None, :1], state[:1])[0][0][0, 0].detach().split(COUNTS)
@@ -50,7 +53,7 @@ def test_several_choices_are_drawn_and_rated_as_independent_softmaxes_of_the_all
         assert policy(obs[None, :1], forbidden, state[:1], start[None, :1]).logprobs.exp() == 0.0
 
 
-def test_the_largest_entropy_is_that_of_equally_likely_allowed_actions():
+def test_the_entropy_is_largest_if_all_allowed_actions_are_equally_likely():
     policy = make_policy(WINDOWS, SEVERAL, MASKED)
     obs, state, _ = one_step(policy, MASK)
     obs = obs.repeat(1, 2)

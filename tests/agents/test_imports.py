@@ -8,7 +8,7 @@ import sys
 import pytest
 from train_runs import RECALL, REPO, records
 
-# Modules that only other flags or other tasks need.
+# Modules that a plain run does not need: they serve other flags or other tasks.
 NOT_LOADED = (
     "agents.export",
     "agents.pretrain",
@@ -43,13 +43,13 @@ def trained(tmp_path_factory):
 
 
 def test_an_environment_in_the_current_directory_is_found_by_all_ranks(trained):
-    (line,) = records(trained / "run")  # a metric of the environment stopped it after one iteration
+    (line,) = records(trained / "run")  # --stop_at ended the run after one iteration
     assert len(line["ranks"]) == 2
-    # The metric covers all ranks. In this task each episode has exactly one answer.
+    # The metric covers all ranks. The two values are equal because an episode has one answer.
     assert line["env/right_answers"] == pytest.approx(line["episode/return"])
 
 
-def test_a_plain_training_loads_nothing_that_it_does_not_need(trained):
+def test_a_plain_training_loads_no_module_that_it_does_not_need(trained):
     # each process wrote a list of its imports
     lists = [path.read_text().split() for path in trained.glob("[0-9]*")]
     assert len(lists) == 4

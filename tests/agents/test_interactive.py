@@ -46,7 +46,7 @@ def test_answers_with_mistakes_become_a_command_line_and_a_training(monkeypatch,
 
 
 @pytest.mark.parametrize("num_lines", [1, 8])
-def test_a_dialogue_that_is_left_writes_nothing(monkeypatch, tmp_path, num_lines):
+def test_a_cancelled_dialogue_writes_nothing(monkeypatch, tmp_path, num_lines):
     flags = [*CARTPOLE, "--run_dir", tmp_path / "run"]
     assert converse(monkeypatch, [""] * num_lines, *flags) == 128 + signal.SIGINT
     assert list(tmp_path.iterdir()) == []

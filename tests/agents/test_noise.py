@@ -22,8 +22,8 @@ KINDS = {  # name: (action space, noise colour)
 }
 
 
-def test_words_are_those_of_the_known_answers():
-    """The answers are the lines `philox4x32 10` of Random123's file kat_vectors."""
+def test_random_words_equal_the_known_answers():
+    """Compare with the known answers for `philox4x32 10` in Random123's kat_vectors."""
     pi = "243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0"
     known = {
         "00000000 " * 6: "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
@@ -36,8 +36,8 @@ def test_words_are_those_of_the_known_answers():
         assert " ".join(f"{int(word):08x}" for word in words) == wanted
 
 
-def test_no_number_comes_twice():
-    numbers = action_noise(spaces.Discrete(5), 7, 0, 64, 2**32 - 50, 100)  # step numbers pass 2**32
+def test_no_random_number_occurs_twice():
+    numbers = action_noise(spaces.Discrete(5), 7, 0, 64, 2**32 - 50, 100)  # steps exceed 2**32
     assert len(numbers.unique()) == numbers.numel() == 64 * 100 * 5
 
 
@@ -50,14 +50,15 @@ def test_noise_does_not_depend_on_how_environments_and_steps_are_grouped(kind):
     white = action_noise(space, 3, 0, 8, 32, 16)
     parts = [action_noise(space, 3, 0, 8, t, length) for t, length in ((32, 13), (45, 3))]
     assert torch.equal(torch.cat(parts), white)
-    assert torch.equal(together, white) == (kind != "pink")  # colour does not affect choices
+    assert torch.equal(together, white) == (kind != "pink")  # choices ignore the colour
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 2.0])
-def test_noise_of_boxes_is_standard_normal_with_the_spectrum_asked_for(exponent):
+def test_noise_of_boxes_is_standard_normal_with_the_requested_spectrum(exponent):
     pairs = action_noise(box(2), 7, 0, 2000, 0, 64, color=exponent).numpy()  # [64, 2000, 2]
     numbers = pairs.reshape(64, -1)
-    assert abs(numbers.var(axis=1) - 1.0).max() < 0.12  # standard error for 4000 numbers: 0.022
+    # The variance of 4000 numbers has a standard error of 0.022.
+    assert abs(numbers.var(axis=1) - 1.0).max() < 0.12
     assert abs(numbers.mean()) < 0.03 and abs((numbers**4).mean() - 3.0) < 0.3
     power = (abs(np.fft.rfft(numbers, axis=0)) ** 2).mean(axis=1)[1:-1]  # mean power per frequency
     slope = np.polyfit(np.log(np.arange(1, 32)), np.log(power), 1)[0]
@@ -71,10 +72,10 @@ def test_noise_is_finite_for_every_random_word(monkeypatch, space):
     assert torch.isfinite(action_noise(space, 1, 0, 2, 0, 2)).all()
 
 
-def test_runs_streams_environments_and_lives_share_no_seed():
+def test_runs_streams_environments_and_resumes_share_no_seed():
     seeds = []
     for seed in range(20):
-        for stream in range(EVALUATION_STREAM + 1):  # the last of all streams
+        for stream in range(EVALUATION_STREAM + 1):  # it has the highest number
             seeds += stream_seeds(seed, stream, 0, 50)
         seeds += stream_seeds(seed, ENVIRONMENT_STREAM, 0, 50, resumed_at=3)
     assert len(set(seeds)) == len(seeds) == 20 * 8 * 50
@@ -98,7 +99,8 @@ def test_statistics_of_all_ranks_and_rollouts_equal_one_pass():
     samples = torch.from_numpy(normal * [50.0, 0.1, 300.0] + [3.0, 1e6, 3e4]).float()
     warm_up, *rollouts = samples.split(32)
     moments = RunningMoments(3)
-    for part in (warm_up, warm_up, *rollouts):  # the second pass sums around the first pass's mean
+    # The warm-up is summed twice: the second pass sums deviations from the mean of the first pass.
+    for part in (warm_up, warm_up, *rollouts):
         if part is warm_up:
             moments.count.zero_()
         moments.merge(sum(map(moments.sums, part.chunk(3, dim=1))))
@@ -111,9 +113,10 @@ def test_statistics_of_all_ranks_and_rollouts_equal_one_pass():
 @pytest.mark.parametrize(
     ("seen", "center", "given", "expected"),
     [
-        ([2.0, 6.0], False, [0.0, 3.0], [0.0, 1.5]),  # not centred, like rewards; the variance is 4
+        ([2.0, 6.0], False, [0.0, 3.0], [0.0, 1.5]),  # not centred, as for rewards; variance 4
         ([-1.0, 1.0], True, [1e6, -1e6], [10.0, -10.0]),  # outliers are clipped
-        ([1e6 / 3] * 100, True, [1e6 / 3 + 1000.0], [10.0]),  # constant: variance must not be < 0
+        # Rounding must not make the variance of constant values negative.
+        ([1e6 / 3] * 100, True, [1e6 / 3 + 1000.0], [10.0]),
     ],
 )
 def test_values_are_shifted_scaled_and_clipped(seen, center, given, expected):

@@ -24,13 +24,13 @@ def check_curve(ranks, label):
 
 
 @pytest.mark.parametrize("label", BRIEFLY)
-def test_two_stages_train_as_two_replicas_do(ranks, label):
+def test_two_stages_train_like_two_replicas(ranks, label):
     check_curve(ranks, label)
 
 
-@pytest.mark.slow  # starts further processes
+@pytest.mark.slow  # launches more ranks
 @pytest.mark.parametrize(("num_ranks", "labels"), [(2, REST), (4, BRIEFLY)])
-def test_pairs_of_stages_train_as_replicas_do_in_every_form(num_ranks, labels, tmp_path):
+def test_pairs_of_stages_train_like_replicas_in_all_other_cases(num_ranks, labels, tmp_path):
     assert launch(exercise, (str(tmp_path), labels), num_ranks) == 0
     files = [tmp_path / f"rank_{rank}.pt" for rank in range(num_ranks)]
     for label in labels:
@@ -45,7 +45,7 @@ def test_a_run_resumes_bit_for_bit_and_checkpoints_pass_between_ddp_and_pipeline
             torch.testing.assert_close(rank["resumed", *change], whole, rtol=0, atol=1e-12)
 
 
-def test_a_loss_that_is_not_finite_on_one_rank_holds_back_both_stages(ranks):
+def test_an_infinite_loss_on_one_rank_makes_both_stages_skip_the_step(ranks):
     for rank in ranks:
         skipped = [losses["optim/skipped_steps"] for losses in rank["poisoned"]["losses"]]
         assert skipped == [1, 0] and rank["poisoned"]["parameters"].isfinite().all()
@@ -59,14 +59,14 @@ def test_a_loss_that_is_not_finite_on_one_rank_holds_back_both_stages(ranks):
         (["--strategy", "ddp"], ("ddp", "shard", 0)),
     ],
 )
-def test_the_form_of_a_resumed_hybrid_run_changes_without_naming_hybrid_again(given, form):
+def test_a_resume_can_change_the_form_of_a_hybrid_run_by_one_flag(given, form):
     saved = LaunchConfig(num_gpus=4, device="cpu", strategy="hybrid", shard_size=2)
     resumed = resumed_config(RunConfig(launch=saved), parse_training(given).given).launch
     assert (resumed.strategy, resumed.hybrid_form, resumed.shard_size) == form
     assert resolve(resumed).num_ranks == 4
 
 
-def test_a_policy_without_a_cascade_and_one_rank_are_refused():
+def test_a_policy_without_a_cascade_and_a_single_rank_are_refused():
     settings = {"launch": {"strategy": "hybrid", "hybrid_form": "pipeline"}}
     with pytest.raises(UserError, match="--policy clstm"):
         RunConfig.from_dict(RunConfig().to_dict() | settings | {"policy": {"policy": "mlp"}})

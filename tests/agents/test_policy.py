@@ -1,4 +1,4 @@
-"""Test the policy: sequences equal single steps, windows, and known densities."""
+"""Test the policy: sequences against single steps, windows, and known densities."""
 
 import math
 
@@ -64,7 +64,7 @@ def test_log_probability_and_entropy_are_those_of_the_unclipped_normal():
     assert entropy[0].tolist() == pytest.approx([math.log(2 * math.pi)] * 5)
 
 
-def test_a_window_is_read_from_its_oldest_observation_to_its_newest_from_zero_state():
+def test_a_window_is_read_from_oldest_to_newest_observation_starting_with_zero_state():
     policy = make_policy(FORMS["window of 4"])
     window = torch.randn(1, 1, 4 * VECTOR.size, dtype=torch.float64)
     state = torch.zeros(2, 1, 8, dtype=torch.float64)

@@ -21,14 +21,15 @@ from rl_dist.telemetry import events
 @pytest.mark.parametrize(
     ("next_values", "ends", "advantages"),
     [
-        # deltas: 1 + 0.9 - 0.5 = 1.4; 2 + 1.35 - 1 = 2.35; 3 + 1.8 - 1.5 = 3.3; decay 0.72
+        # TD errors: 1 + 0.9 - 0.5 = 1.4; 2 + 1.35 - 1 = 2.35; 3 + 1.8 - 1.5 = 3.3. Going back one
+        # step multiplies an error by 0.9 * 0.8 = 0.72.
         ([1.0, 1.5, 2.0], [0, 0, 0], [4.80272, 4.726, 3.3]),
         # An episode ends in the second step: truncated (next value 5) or terminated (next value 0).
         ([1.0, 5.0, 2.0], [0, 1, 0], [1.4 + 0.72 * 5.5, 5.5, 3.3]),
         ([1.0, 0.0, 2.0], [0, 1, 0], [1.4 + 0.72 * 1.0, 1.0, 3.3]),
     ],
 )
-def test_advantages_are_those_computed_by_hand_and_environments_do_not_mix(
+def test_advantages_equal_those_computed_by_hand_and_environments_do_not_mix(
     next_values, ends, advantages
 ):
     rows = torch.tensor([[1.0, 2.0, 3.0], [0.5, 1.0, 1.5], next_values], dtype=torch.float64)
@@ -41,7 +42,7 @@ def test_advantages_are_those_computed_by_hand_and_environments_do_not_mix(
 
 
 @pytest.mark.parametrize(("least", "deviation"), [(0.0, 3.5**0.5), (7.0, 7.0)])
-def test_advantages_are_normalised_by_their_deviation_or_by_the_least(least, deviation):
+def test_advantages_are_normalised_by_their_deviation_or_its_lower_bound(least, deviation):
     advantages, zeros = torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.zeros(2, 2)
     # The deviation uses the population variance: (4 + 1 + 0 + 9) / 4.
     found = normalize_advantages(advantages, rollout_sums(advantages, zeros, zeros), least)
@@ -50,7 +51,7 @@ def test_advantages_are_normalised_by_their_deviation_or_by_the_least(least, dev
     assert normalize_advantages(equal, rollout_sums(equal, zeros, zeros), 0.0).abs().max() == 0
 
 
-def test_a_constant_error_leaves_all_variance_explained():
+def test_values_with_a_constant_error_explain_all_variance():
     returns = torch.tensor([1.0, 2.0, 3.0, 6.0])
     assert float(explained_variance(rollout_sums(returns, returns - 5, returns))) == 1.0
 
@@ -86,9 +87,9 @@ MANY = (1.0, 1.5, 0.7, 1.1)
     ("ratio", "advantage", "loss"),
     [
         (1.1, 2.0, -2.2),
-        (1.5, 2.0, -2.4),  # gain clipped at ratio 1.2
+        (1.5, 2.0, -2.4),  # a gain is clipped at ratio 1.2
         (0.5, 2.0, -1.0),  # a loss is not clipped
-        (0.5, -2.0, 1.6),  # gain clipped at ratio 0.8
+        (0.5, -2.0, 1.6),  # a gain is clipped at ratio 0.8
         (1.5, -2.0, 3.0),
     ],
 )
@@ -100,7 +101,7 @@ def test_gains_are_clipped_and_losses_are_not(ratio, advantage, loss):
 @pytest.mark.parametrize(
     ("given", "part", "expected"),
     [
-        # A change towards the return is clipped to 0.2; a change away from it is not clipped.
+        # A value change towards the return is clipped to 0.2; a change away from it is not.
         ({"values": (1.0,), "returns": (2.0,), "clip_vloss": True}, "value", 0.5 * 1.8**2),
         ({"values": (-1.0,), "returns": (2.0,), "clip_vloss": True}, "value", 0.5 * 9.0),
         ({"ratios": MANY}, "clip_fraction", 0.5),
@@ -113,7 +114,7 @@ def test_gains_are_clipped_and_losses_are_not(ratio, advantage, loss):
         ),
     ],
 )
-def test_losses_are_those_computed_by_hand(given, part, expected):
+def test_losses_equal_those_computed_by_hand(given, part, expected):
     assert getattr(loss_of(**given), part).item() == pytest.approx(expected)
 
 
@@ -125,7 +126,7 @@ def test_losses_are_those_computed_by_hand(given, part, expected):
         ({"warmup": 4}, 4, 0.6, 3.0, 0.18),
     ],
 )
-def test_the_learning_rate_rises_falls_and_scales(
+def test_the_learning_rate_warms_up_decays_and_scales(
     config, iteration, remaining, factor, rate, world
 ):
     ppo = training_of(world, learning_rate=0.1, **config).ppo
@@ -137,7 +138,7 @@ def test_the_learning_rate_rises_falls_and_scales(
 
 
 def bad_at(calls):
-    """Make the total loss NaN in these calls, and approx_kl 0.03 in every call."""
+    """Make the total loss NaN in these calls of `ppo_loss`; approx_kl is always 0.03."""
 
     def change(number, parts):
         total = parts.total * (math.nan if number in calls else 1.0)
@@ -147,7 +148,7 @@ def bad_at(calls):
 
 
 def training_of(world, iterations=1, batch_size=16, **ppo):
-    """Return a Recording with, by default, two minibatches per epoch."""
+    """Return a Recording of a small job; by default an epoch has two minibatches."""
     sizes = {"iterations": iterations, "batch_size": batch_size}
     return Recording(make_job("recall, clstm", ppo=PPOConfig(**ppo), **sizes), world)
 
@@ -189,8 +190,8 @@ def test_bad_steps_are_skipped_and_counted_until_there_are_too_many(world, tmp_p
     assert torch.equal(before, start) and not torch.equal(after, start)
 
 
-def test_bad_steps_in_a_row_are_counted_on_after_a_resume(world):
-    """A resumed run that already exceeds its limit ends only at its next bad step."""
+def test_the_count_of_bad_steps_in_a_row_continues_after_a_resume(world):
+    """A resumed run that already exceeds max_bad_steps ends at its next bad step."""
     training = training_of(world, update_epochs=2, max_bad_steps=3)
     with bad_at((2, 3, 4)):  # the last three of four steps
         trained(training)
@@ -208,14 +209,14 @@ def test_a_loss_that_is_not_finite_is_bad_even_if_its_gradient_is_finite(world):
         assert trained(training)[0]["optim/skipped_steps"] == 2
 
 
-def test_the_kl_estimate_is_that_of_the_steps_taken_and_an_epoch_without_any_does_not_stop(world):
+def test_skipped_steps_do_not_count_for_the_kl_stop(world):
     training = training_of(world, update_epochs=3, target_kl=0.02)
     with bad_at((1, 2, 4)):
         (losses,) = trained(training)
     assert (losses["optim/steps"], losses["optim/skipped_steps"]) == (1, 3)
 
 
-def test_from_the_second_epoch_on_sequences_begin_at_states_of_the_network_of_now(world):
+def test_refreshed_states_are_used_from_the_second_epoch_on(world):
     training = training_of(world, update_epochs=3, learning_rate=1e-2, refresh_states=True)
     step, used, refreshed, stored = training.ppo.step, [], [], []
 

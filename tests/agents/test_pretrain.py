@@ -1,4 +1,4 @@
-"""Test pre-training of the feature LSTM: targets, inputs, and PPO after it."""
+"""Test pre-training of the feature LSTM: targets, inputs, and PPO afterwards."""
 
 from copy import deepcopy
 from unittest import mock
@@ -51,10 +51,10 @@ def trained(tmp_path_factory):
     return run_dir
 
 
-def test_targets_are_the_moves_of_the_days_after_each_day():
+def test_targets_describe_the_days_after_each_day():
     inputs, targets = windows(scale=(0.0, 1.0))
     assert inputs.shape == (8, 20, 17) and targets.shape == (8, 20, 2, 2)
-    returns = np.diff(np.log(MARKETS[1].close), axis=0)  # row k: return from day k to k + 1
+    returns = np.diff(np.log(MARKETS[1].close), axis=0)  # row k: from day k to k + 1
     for day in (0, 7, 19):
         today = SPAN.first + 10 + day  # window 5 is window 1 of market 1
         coming = returns[today : today + VOLATILITY_DAYS]
@@ -65,7 +65,7 @@ def test_targets_are_the_moves_of_the_days_after_each_day():
 
 
 @pytest.mark.parametrize("observation", ["relative", "paper"])
-def test_windows_see_nothing_after_the_span_and_hold_whole_portfolios(observation):
+def test_windows_contain_no_later_bars_and_only_complete_portfolios(observation):
     changed = deepcopy(MARKETS)
     for market in changed:
         for name in ("open", "high", "low", "close", "volume"):
@@ -127,7 +127,7 @@ def test_ppo_starts_with_the_features_and_the_statistics_of_observations(
         assert torch.equal(states[0][name], module[name]), name
 
 
-def test_a_validation_that_is_never_finite_is_a_failure(tmp_path, monkeypatch, capsys):
+def test_a_pre_training_whose_validation_is_never_finite_fails(tmp_path, monkeypatch, capsys):
     figures = dict.fromkeys(("loss", "sign_accuracy"), np.nan)
     monkeypatch.setattr("rl_dist.supervised.fit.evaluate", lambda *_: figures)
     assert run(monkeypatch, tmp_path / "run", "--epochs", "1") == 1
@@ -147,7 +147,7 @@ def test_a_validation_that_is_never_finite_is_a_failure(tmp_path, monkeypatch, c
         (pretrain, "--window 100000", "--window"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_leaves_nothing(
+def test_flags_that_do_not_fit_are_refused_and_leave_no_files(
     command, flags, problem, trained, tmp_path, monkeypatch, capfd
 ):
     new = [*(TINY if command is pretrain else PPO), "--run_dir", tmp_path / "run"]

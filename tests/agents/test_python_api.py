@@ -59,14 +59,14 @@ def handlers():
 
 @pytest.fixture(scope="module")
 def pendulum(tmp_path_factory):
-    """Train on Pendulum-v1, which has bounded actions, from Python."""
+    """Train from Python on Pendulum-v1, whose actions are bounded."""
     run_dir, before = tmp_path_factory.mktemp("api") / "pendulum", handlers()
     run = train("Pendulum-v1", total_steps=256, run_dir=run_dir, **TINY)
     assert handlers() == before
     return run
 
 
-def test_python_trains_what_the_command_trains_also_in_a_thread(pendulum, tmp_path, monkeypatch):
+def test_training_from_python_equals_the_command_also_in_a_thread(pendulum, tmp_path, monkeypatch):
     flags = [*FLAGS, "--env=Pendulum-v1", "--total_steps=256", "--run_dir", tmp_path / "run"]
     codes = []
     thread = threading.Thread(target=lambda: codes.append(train_here(monkeypatch, *flags)))
@@ -99,13 +99,13 @@ def test_a_script_that_calls_train_without_a_guard_fails_with_one_line(tmp_path)
     err = start(script).communicate()[1]
     (line,) = re.findall("^error: .*", err, re.MULTILINE)
     assert '`if __name__ == "__main__":`' in line and not run_dir.exists()
-    assert err.count("Traceback") == 1  # from the script's own call of train, not from ranks
+    assert err.count("Traceback") == 1  # raised by the script's call of train; ranks print none
 
 
 # ---- policies
 
 
-def test_a_batch_acts_as_single_observations_and_an_episode_start_forgets(pendulum):
+def test_a_batch_acts_like_single_observations_and_an_episode_start_clears_the_state(pendulum):
     policy = load_policy(pendulum.run_dir)
     fresh, state = policy.predict(np.zeros((2, 3), np.float32))
     first, single = policy.predict(np.zeros(3, np.float32))
@@ -125,8 +125,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("env_id", "kind", "inputs"), CASES)
-def test_a_loaded_policy_acts_as_the_evaluation_does(env_id, kind, inputs, tmp_path):
-    """Masks, last actions and last rewards reach the policy as in training."""
+def test_a_loaded_policy_acts_as_in_the_evaluation(env_id, kind, inputs, tmp_path):
+    """The policy sees masks, last actions and last rewards as in training."""
     rows, single = make_vector_env(env_id, 1, **inputs), gymnasium.make(env_id)
     num_observed = len(make_vector_env(env_id, 1).layout.parts)
     extras = rows.layout.parts[num_observed:]
@@ -168,7 +168,9 @@ def test_stable_baselines3_evaluates_a_policy(pendulum):
         (MASKED, {"action_mask": MASK, "place": PLACE}, None, "allow an option"),
     ],
 )
-def test_what_does_not_fit_is_refused(form, observation, state, problem, tmp_path):
+def test_observations_and_states_that_do_not_fit_are_refused(
+    form, observation, state, problem, tmp_path
+):
     policy = LoadedPolicy(agent_of(form, tmp_path))
     with pytest.raises((ValueError, KeyError), match=problem):
         policy.predict(observation, state)
@@ -177,7 +179,7 @@ def test_what_does_not_fit_is_refused(form, observation, state, problem, tmp_pat
 ALLOWED = [1, 0, 0], [0, 1]  # one mask per choice; each allows a single option
 
 
-def test_masks_come_in_every_form_of_training(tmp_path):
+def test_masks_are_accepted_in_every_form(tmp_path):
     kind = small(), VECTOR, spaces.MultiDiscrete([3, 2])
     policy = LoadedPolicy(make_agent(*kind, tmp_path, (Part("action_mask", "mask", (5,)),)))
     for shape, masks in (((4,), ALLOWED), ((1, 4), [1, 0, 0, 0, 1]), ((2, 4), [ALLOWED] * 2)):
@@ -187,11 +189,12 @@ def test_masks_come_in_every_form_of_training(tmp_path):
             policy.predict(np.zeros((3, 4)), action_masks=masks)
 
 
-def test_sampled_actions_are_white_noise_of_no_training(tmp_path):
-    """Training with the same seed draws different noise in its first environment."""
+def test_noise_of_sampled_actions_is_white_and_differs_from_that_of_training(tmp_path):
+    """The noise differs from that of a training run with the same seed."""
     agent = agent_of("clstm", tmp_path)
     policy = LoadedPolicy(agent, seed=7)
-    with torch.no_grad():  # mean: middle of the bounds; standard deviation: a tenth of their width
+    # Actions have the middle of the bounds as mean and a tenth of their width as deviation.
+    with torch.no_grad():
         agent.policy.actor_head.weight.zero_()
         agent.policy.log_std.fill_(np.log(0.2))
     obs = np.zeros((1, 4))
@@ -208,7 +211,7 @@ def test_sampled_actions_are_white_noise_of_no_training(tmp_path):
 # ---- callbacks and early stops
 
 
-def test_callbacks_see_a_training_that_stops_when_a_metric_is_reached(tmp_path):
+def test_callbacks_follow_a_training_that_stops_at_a_metric(tmp_path):
     seen = []
     run = train(
         "CartPole-v1",
@@ -225,9 +228,7 @@ def test_callbacks_see_a_training_that_stops_when_a_metric_is_reached(tmp_path):
     assert len(run.metrics) == 2 and run.test
 
 
-def test_an_error_in_a_callback_is_a_failure_in_one_line_with_its_traceback_in_the_log(
-    tmp_path, capsys
-):
+def test_an_error_in_a_callback_is_one_line_and_its_traceback_is_in_the_log(tmp_path, capsys):
     with pytest.raises(UserError) as failed:
         train("CartPole-v1", run_dir=tmp_path / "run", on_iteration=raise_value_error, **TINY)
     progress, error = capsys.readouterr().err.splitlines()
@@ -238,7 +239,7 @@ def test_an_error_in_a_callback_is_a_failure_in_one_line_with_its_traceback_in_t
     assert "in raise_value_error" in log.read_text()
 
 
-def test_a_callback_of_the_command_stops_training_which_still_ends_in_order(tmp_path):
+def test_a_callback_given_by_flag_stops_training_which_still_ends_regularly(tmp_path):
     run = train(
         "CartPole-v1",
         total_steps=10**6,
@@ -267,7 +268,7 @@ def test_several_seeds_are_trained_and_reported(tmp_path, monkeypatch, capfd):
     assert train_here(monkeypatch, *flags, "--seeds", 1) == 2
 
 
-def test_the_package_offers_its_names_and_importing_it_loads_next_to_nothing():
+def test_the_package_offers_its_names_and_its_import_is_light():
     assert all(getattr(agents, name) for name in agents.__all__)
     code = "import agents, sys; sys.exit('torch' in sys.modules or len(sys.modules) > 200)"
     assert not subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode

@@ -10,8 +10,8 @@ from agents.rollout import collect, fresh_carry
 
 SCRIPTS = [
     [(3, TERMINATED), (5, TRUNCATED)],
-    [(8, TRUNCATED)],  # the episode ends at the end of the rollout
-    [(1, TRUNCATED), (1, TERMINATED), (1, BOTH)],  # an episode ends in every step
+    [(8, TRUNCATED)],  # episodes end together with rollouts
+    [(1, TRUNCATED), (1, TERMINATED), (1, BOTH)],  # every step ends an episode
     [(100, TERMINATED)],
 ]
 GAMMA = 0.5
@@ -25,7 +25,10 @@ def normalizer():
 
 
 def collected(policy, normalizer, num_steps=8):
-    """Collect 16 steps; return the rollouts, the last carry and the environment."""
+    """Collect 16 steps in rollouts of `num_steps`.
+
+    Return the rollouts, the carry after the last one, and the environment.
+    """
     env = ScriptedEnv(SCRIPTS)
     carry = fresh_carry(policy, env.reset()[0])
     generator = torch.Generator().manual_seed(5)
@@ -43,41 +46,41 @@ def steps_of(flags):
     return flags.nonzero().flatten().tolist()
 
 
-def test_episode_starts_are_about_inputs_and_ends_about_steps(rollouts, normalizer):
+def test_episode_starts_belong_to_inputs_and_episode_ends_to_steps(rollouts, normalizer):
     (first, second), _, env = rollouts
     assert steps_of(first.episode_start[:, 0]) == steps_of(second.episode_start[:, 0]) == [0, 3]
     assert (steps_of(first.terminated[:, 0]), steps_of(first.truncated[:, 0])) == ([2], [7])
-    # In environment 3, an episode continues over the start of the second rollout.
+    # In environment 3, an episode of the first rollout continues in the second one.
     assert second.episode_start[0].tolist() == [True, True, True, False]
     assert steps_of(first.terminated[:, 2]) == [1, 2, 4, 5, 7] and first.episode_start[:, 2].all()
     assert steps_of(first.truncated[:, 2]) == [0, 2, 3, 5, 6]
-    # Observations and rewards are stored with the action that they belong to.
+    # Row t holds an observation, the action taken on it, and the reward of that action.
     ages, episodes = [0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 0, 1, 1, 1, 1, 1]
     assert first.raw_obs[:, 0, 1:3].T.tolist() == [episodes, ages]
     rewards = [10.0 * episode + age for episode, age in zip(episodes, ages, strict=True)]
     assert first.rewards[:, 0].tolist() == rewards
     assert torch.equal(first.actions, torch.stack(env.received[:8]))
     torch.testing.assert_close(first.obs, normalizer(first.raw_obs.double()))
-    # The next value is the value of the step that really follows.
+    # Within an episode, the next value of a step equals the value of the following step.
     continuing = ~first.episode_end[:-1]
     assert torch.equal(first.next_values[:-1][continuing], first.values[1:][continuing])
     assert torch.equal(first.next_values == 0, first.terminated)
 
 
-def test_sums_of_episodes_go_on_over_rollouts_and_stop_at_their_ends(rollouts):
+def test_episode_sums_continue_over_rollouts_and_restart_with_each_episode(rollouts):
     (first, second), carry, _ = rollouts
     assert carry.episode_length.tolist() == [0, 0, 0, 16]
     assert float(carry.episode_return[3]) == 2 * sum(300 + age for age in range(16))
     discounted = torch.cat([first.discounted_returns, second.discounted_returns])
     assert discounted[:5, 0].tolist() == [0, 1, 2.5, 10, 16]
     total = 0.0
-    for age, value in enumerate(discounted[:, 3].tolist()):  # environment 3's episode does not end
+    for age, value in enumerate(discounted[:, 3].tolist()):  # its episode never ends
         total = GAMMA * total + 300.0 + age
         assert value == pytest.approx(total)
 
 
 def states_after(policy, rollout, column):
-    """Return the state after every step of a column; act again from the start."""
+    """Replay a column of a rollout from its start; return the state after each step."""
     state, states = policy.initial_state(1), []
     for obs, start in zip(rollout.obs[:, column], rollout.episode_start[:, column], strict=True):
         state = policy.act(obs[None], state, start[None])[3]
@@ -88,13 +91,16 @@ def states_after(policy, rollout, column):
 @pytest.mark.parametrize(
     ("window", "column", "step", "rows"),
     [
-        # The value uses the ended episode's final observation and state, not the next episode's.
+        # The bootstrap value uses the final observation and state of the ended episode, not those
+        # of the next episode.
         (0, 1, 7, [[1.0, 0.0, 8.0, 1.0]]),
         (0, 2, 3, [[2.0, 3.0, 1.0, 1.0]]),
         (3, 1, 7, [[1.0, 0, 6, 1], [1.0, 0, 7, 1], [1.0, 0, 8, 1]]),
     ],
 )
-def test_a_truncated_step_looks_at_its_final_observation(normalizer, window, column, step, rows):
+def test_a_truncated_step_uses_the_value_of_its_final_observation(
+    normalizer, window, column, step, rows
+):
     policy = make_policy(small(feature_window=window))
     (rollout, _), _, _ = collected(policy, normalizer)
     state = states_after(policy, rollout, column)[step]
@@ -104,8 +110,8 @@ def test_a_truncated_step_looks_at_its_final_observation(normalizer, window, col
 
 
 @pytest.mark.parametrize("window", [0, 3])
-def test_bootstrap_values_leave_no_trace_in_states_and_windows(normalizer, window):
-    """Two rollouts of 8 steps, with bootstrap values between, equal one of 16 steps."""
+def test_bootstrap_values_change_neither_states_nor_windows(normalizer, window):
+    """Two rollouts of 8 steps, with bootstrap values between them, equal one of 16."""
     policy = make_policy(small(feature_window=window))
     halves, carry, _ = collected(policy, normalizer)
     (whole,), whole_carry, _ = collected(policy, normalizer, num_steps=16)
@@ -114,7 +120,7 @@ def test_bootstrap_values_leave_no_trace_in_states_and_windows(normalizer, windo
         assert torch.equal(torch.cat(parts), getattr(whole, name))
     for name, tensor in vars(carry).items():
         assert torch.equal(tensor, getattr(whole_carry, name)), name
-    if window:  # windows hold this episode's last observations, and zeros before its start
+    if window:  # it holds the latest observations of the episode, and zeros before its start
         days, age = normalizer(whole.raw_obs.double()), whole.raw_obs[..., 2:3]
         for back in range(3):
             expected = days.roll(back, 0) * (age >= back)

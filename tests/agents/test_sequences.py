@@ -38,7 +38,7 @@ def run_packed(*given):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_sequence_equals_its_single_steps_for_any_pattern_of_resets(shape):
-    """Compare outputs, gradients (none may cross an episode start) and last state."""
+    """Compare outputs, last state and gradients; none crosses an episode start."""
     policy = make_policy(FORMS["clstm"], SEVERAL)
     inputs = [tensor.requires_grad_() for tensor in make_inputs(policy, *shape)[:2]]
     for name, starts in patterns(*shape).items():
@@ -60,7 +60,7 @@ def test_a_sequence_equals_its_single_steps_for_any_pattern_of_resets(shape):
             torch.testing.assert_close(reached, after, rtol=1e-11, atol=1e-12, msg=name)
 
 
-def test_a_reset_shuts_the_gates_whatever_is_observed():
+def test_a_reset_clears_the_state_whatever_is_observed():
     policy = make_policy(FORMS["clstm"], SEVERAL).float()
     obs, state = (tensor.float() for tensor in make_inputs(policy, 17, 3)[:2])
     starts = patterns(17, 3)["random 0.2"]

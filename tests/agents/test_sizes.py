@@ -1,4 +1,4 @@
-"""Test that sizes divide over ranks, and that sizes proposed in errors work."""
+"""Test how ranks divide sizes, and that sizes proposed by error messages work."""
 
 import contextlib
 import math
@@ -22,7 +22,7 @@ def sizes_of(num_ranks, saved_num_envs=0, **options):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4, 16])
-def test_totals_are_shared_out_and_weak_scaling_multiplies_them(num_ranks):
+def test_totals_are_divided_among_ranks_and_weak_scaling_multiplies_them(num_ranks):
     share = Sizes(64 // num_ranks, 0, 128 // num_ranks, 4, 2, 64, 128)
     expected = [replace(share, env_offset=rank * share.num_envs) for rank in range(num_ranks)]
     assert sizes_of(num_ranks) == expected
@@ -38,7 +38,7 @@ def test_totals_are_shared_out_and_weak_scaling_multiplies_them(num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 6, 7, 12])
-def test_random_sizes_work_or_every_proposal_does(num_ranks):
+def test_random_sizes_work_or_all_proposed_sizes_do(num_ranks):
     rng = np.random.default_rng(num_ranks)
     outcomes = []
     for _ in range(300):
@@ -65,7 +65,7 @@ def test_random_sizes_work_or_every_proposal_does(num_ranks):
     assert [{}] in outcomes and any(map(any, outcomes))
 
 
-def test_minibatches_of_all_ranks_together_are_those_of_one_rank():
+def test_minibatches_of_all_ranks_together_equal_those_of_one_rank():
     """Check 400 random choices of sizes that several ranks accept."""
     rng = np.random.default_rng(5)
     strata = []
@@ -81,20 +81,20 @@ def test_minibatches_of_all_ranks_together_are_those_of_one_rank():
             whole = global_sequences(alone, key)
             together = np.concatenate([global_sequences(rank, key) for rank in ranks], axis=1)
             assert np.array_equal(np.sort(together), np.sort(whole))
-            assert sorted(whole.ravel()) == list(range(num_envs * steps))  # each sequence once
+            assert sorted(whole.ravel()) == list(range(num_envs * steps))  # each is used once
             strata.append(alone.num_minibatches // math.gcd(alone.num_minibatches, steps))
     assert len(set(strata)) > 4
 
 
 def global_sequences(rank, key):
-    """Return global numbers of this rank's sequences, [num_minibatches, sequences]."""
+    """Return the global numbers of a rank's sequences, [num_minibatches, sequences]."""
     share = (rank.env_offset, rank.num_envs, rank.sequences_per_env, rank.num_minibatches)
     time, env = np.divmod(sequence_orders(key, 3, *share)[2], rank.num_envs)
     return time * rank.global_num_envs + rank.env_offset + env
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
-def test_a_resumed_weak_run_keeps_the_totals_and_the_learning_rate_it_began_with(num_ranks):
+def test_a_resumed_run_with_weak_scaling_keeps_its_totals_and_learning_rate(num_ranks):
     options = WEAK | {"lr_scaling": "linear"}
     begun, share = sizes_of(4, **options)[0], sizes_of(num_ranks, 32, **options)[0]
     assert share.num_envs * num_ranks == begun.global_num_envs == 32
@@ -109,7 +109,7 @@ def test_a_resumed_run_that_does_not_divide_names_the_nearest_numbers_of_ranks(n
     assert [int(number) for number in re.findall(r"--num_gpus (\d+)", str(caught.value))] == near
 
 
-def test_a_small_network_takes_one_thread_and_a_resumed_run_keeps_its_threads():
+def test_a_small_network_uses_one_thread_and_a_resume_keeps_the_number_of_threads():
     for batch_size, threads, expected in ((8, 0, 1), (8, 3, 3), (512, 0, 0), (AUTO, 0, 0)):
         values = {"batch_size": batch_size, "threads": threads, "hidden_size": 64}
         assert with_threads(RunConfig().changed(values)).launch.threads == expected

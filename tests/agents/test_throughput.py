@@ -8,7 +8,7 @@ import pytest
 from time_to_solve import Goal, Moment, solved_at
 from train_runs import run_benchmark as run
 
-PEERS = os.environ.get("PEERS_PYTHON", sys.executable)  # Python that has other trainers
+PEERS = os.environ.get("PEERS_PYTHON", sys.executable)  # has other trainers installed
 pytestmark = pytest.mark.timeout(1000)
 
 
@@ -25,7 +25,7 @@ def test_each_task_is_measured_and_compared_with_the_newest_file_of_this_machine
 
 
 @pytest.mark.slow
-def test_every_trainer_at_hand_takes_turns_with_ours():
+def test_every_installed_trainer_is_compared_with_ours():
     flags = ["--python", PEERS, "--tasks", "cartpole", "--threads", 2, "--ranks", 2]
     _, *rows = run("against_peers.py", *flags, "--minutes", 0, "--fewest", 1, "--warm_up", 0)
     ours, *peers = [row for row in rows if "skipped" not in row]
@@ -33,11 +33,11 @@ def test_every_trainer_at_hand_takes_turns_with_ours():
     assert all(row["steps_per_s"] > 0 and row["ours is faster"][0] > 0 for row in peers)
 
 
-def test_a_task_is_solved_when_its_mean_comes_to_the_goal_to_stay():
-    def solved(*means):  # mean return of two new episodes; None: no episodes
+def test_a_task_is_solved_when_its_mean_reaches_the_goal_and_stays_there():
+    def solved(*means):  # mean return of 2 new episodes; None if no episode ended
         moments = [Moment(0.0, n, mean, 2 * bool(mean)) for n, mean in enumerate(means)]
         return solved_at(moments, Goal(475.0, 4))
 
-    assert solved(500, 500, 500) is None  # 4 more episodes are needed
+    assert solved(500, 500, 500) is None  # the goal must hold for 4 more episodes
     assert solved(500, None, 500, 500, None, 500).steps == 2
-    assert solved(500, 500, 400, 500, 500, 490, 490).steps == 4  # the mean fell to 400 before
+    assert solved(500, 500, 400, 500, 500, 490, 490).steps == 4  # the dip to 400 resets the count

@@ -40,7 +40,7 @@ CARTPOLE = [*SIZES[2:], "--env", "CartPole-v1", "--eval_episodes", "2"]
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Train on one rank and on two; return {ranks: (run directory, stdout, stderr)}."""
+    """Train on 1 rank and on 2; return {num_ranks: (run directory, stdout, stderr)}."""
     folder = tmp_path_factory.mktemp("finished")
     flags = [*SMALL, *OFTEN, "--precision", "fp64", "--device", "cpu"]
     ended = {}
@@ -72,7 +72,7 @@ def read(run_dir, name):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_leaves_all_that_is_promised(finished, ranks):
+def test_a_run_writes_all_promised_files(finished, ranks):
     run_dir, out, err = finished[ranks]
     assert "error" not in err.lower() and "Traceback" not in err, err
     assert out.count("data: ") == 1 and "SIMULATED" in out and str(run_dir) in out
@@ -113,9 +113,7 @@ def test_two_ranks_train_and_evaluate_as_one(finished):
     assert differences(*results, 1e-6) == []
 
 
-def test_a_core_and_a_callback_lie_in_the_current_directory_as_an_environment_may(
-    tmp_path, monkeypatch
-):
+def test_a_core_and_a_callback_can_be_in_the_current_directory(tmp_path, monkeypatch):
     shutil.copy(REPO / "tests/own_cores.py", tmp_path / "cores_here.py")
     (tmp_path / "calls_here.py").write_text("def stop(moment):\n    return False\n")
     monkeypatch.chdir(tmp_path)
@@ -144,14 +142,12 @@ def test_the_last_policy_and_the_best_are_evaluated_in_episodes_that_chose_neith
     assert evaluated() == best != last
     assert "checkpoints/best.pt" in capsys.readouterr().out
     assert evaluated("--which", "last") == last
-    # Another seed gives other episodes. Validation uses other episodes than the final evaluation.
+    # Another seed gives other episodes. Validation and final evaluation have different episodes.
     assert evaluated("--seed", 2) != best
     assert any(chosen_by[f"valid/{name}"] != last[name] for name in ("return", "return_std"))
 
 
-def test_a_damaged_best_checkpoint_does_not_keep_a_run_from_its_end(
-    cartpole, tmp_path, monkeypatch, capsys
-):
+def test_a_run_with_a_damaged_best_checkpoint_still_ends(cartpole, tmp_path, monkeypatch, capsys):
     run_dir = shutil.copytree(cartpole, tmp_path / "run")
     damage(run_dir / "checkpoints" / "best.pt")
     assert train_here(monkeypatch, "--resume", run_dir) == 0
@@ -195,7 +191,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     assert (whole / "summary.json").read_text() == (again / "summary.json").read_text()
 
 
-def test_the_first_stop_signal_is_answered_before_the_iteration_ends(tmp_path, monkeypatch, capfd):
+def test_the_first_stop_signal_is_acknowledged_before_the_iteration_ends(
+    tmp_path, monkeypatch, capfd
+):
     update = Training.update
 
     def interrupted(training, rollout):
@@ -248,7 +246,9 @@ REFUSED = [  # (flags; parts of the error line, such as the field, the value and
 
 
 @pytest.mark.parametrize(("flags", "named"), REFUSED, ids=[flags for flags, _ in REFUSED])
-def test_bad_input_is_one_line_and_leaves_nothing(flags, named, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_a_one_line_error_and_leaves_no_files(
+    flags, named, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     words = shlex.split(flags.replace("CARTPOLE", "--env CartPole-v1"))
     assert train_here(monkeypatch, *SIZES[:2], *SIZES[-2:], *words) == 2
@@ -271,7 +271,7 @@ def test_the_users_own_files_in_a_run_directory_are_left_alone(tmp_path, monkeyp
         assert mine.read_text() == "mine" and names(tmp_path) == ["logs"]
 
 
-def test_a_fault_of_an_environment_is_named_and_leaves_its_traceback_in_a_free_directory(
+def test_a_fault_of_an_environment_is_named_and_its_traceback_is_logged(
     tmp_path, monkeypatch, capsys
 ):
     run_dir = tmp_path / "run"
@@ -332,7 +332,7 @@ def test_help_shows_the_fifteen_flags_that_matter(capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "kind", "changes"),  # kind: name of the preset; changes: values that differ from it
+    ("flags", "kind", "changes"),  # kind: name of a preset; changes: values that differ from it
     [
         ("", "trading", {}),
         ("--preset paper --quick", "paper", QUICK),
@@ -343,11 +343,11 @@ def test_help_shows_the_fifteen_flags_that_matter(capsys):
         ("--env CartPole-v1 --batch_size 9", "small", {"batch_size": 9, "num_envs": 0}),
     ],
 )
-def test_a_preset_follows_from_the_task_and_flags_win(flags, kind, changes):
+def test_the_task_selects_the_preset_and_flags_take_precedence(flags, kind, changes):
     config = fresh_config(parse_training(flags.split()))
     values = config.values
     expected = PRESETS[kind] | {"chosen_preset": kind} | changes
     if "env" in flags:
-        expected.pop("num_worlds", None)  # has no effect with --env
+        expected.pop("num_worlds", None)  # num_worlds has no effect with --env
     assert {name: values[name] for name in expected} == expected
     shard_sizes(config.train, 0, 1)

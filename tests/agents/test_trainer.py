@@ -24,7 +24,7 @@ from rl_dist.telemetry.metrics import NullWriter
 
 
 class Listening(NullWriter):
-    """Writer that keeps all records; sets a stop signal during iteration `stop_at`."""
+    """Writer that keeps all records; sets the stop flag during iteration `stop_at`."""
 
     def __init__(self, stop_at=0):
         self.stop, self.stop_at = StopFlag(), stop_at
@@ -52,7 +52,7 @@ def scripted(job, scripts, env=ScriptedEnv):
     return replace(job, make_env=lambda num_envs, env_offset: env(scripts))
 
 
-def test_a_training_times_its_phases_and_validates(world, tmp_path):
+def test_training_times_its_phases_and_validates(world, tmp_path):
     def validate(policy, normalizer):
         return {"valid/sharpe": float(normalizer.moments.count)}
 
@@ -62,16 +62,14 @@ def test_a_training_times_its_phases_and_validates(world, tmp_path):
         phases = [record[f"time/{name}_s"] for name in ("forward", "backward", "optimizer")]
         assert min(phases) > 0 and sum(phases) <= record["time/update_s"]
     assert [record["global_step"] for record in writer.records] == [128, 256, 384] == writer.done
-    # Validation runs every second iteration and in the last one. Its figure is the sample count of
-    # the normaliser, which includes the warm-up.
+    # Validation runs in every second iteration and in the last one. This job's valid/sharpe is the
+    # sample count of the normaliser, which includes the warm-up.
     figures = [record.get("valid/sharpe") for record in writer.records]
     assert figures == [None, 3.0 * 128, 4.0 * 128]
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_run_that_was_stopped_and_resumed_equals_one_that_was_not_bit_for_bit(
-    name, world, tmp_path
-):
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(name, world, tmp_path):
     whole, _ = run(make_job(name, tmp_path / "whole", iterations=4, dtype=torch.float32), world)
     job = make_job(name, tmp_path / "parts", iterations=4, dtype=torch.float32)
     first, _ = run(job, world, stop_at=2)
@@ -101,7 +99,7 @@ def test_the_warm_up_is_not_counted_and_all_environments_reset_after_it(world):
 
 
 def advantages_of(world, steps, norm_adv=True, **options):
-    """Return the advantages of each update and the warm-up's deviation of returns."""
+    """Return the advantages of each update and the deviation of warm-up returns."""
     ppo = PPOConfig(min_adv_std=100.0, norm_adv=norm_adv)
     training = Training(make_job("trading, mlp", ppo=ppo, **options), world)
     training.warm_up_normalizers()
@@ -112,34 +110,34 @@ def advantages_of(world, steps, norm_adv=True, **options):
     return advantages, deviation
 
 
-def test_the_least_deviation_of_advantages_is_a_part_of_that_of_returns(world):
+def test_the_lower_bound_of_the_advantage_deviation_is_a_multiple_of_that_of_returns(world):
     (raw,), _ = advantages_of(world, 1, norm_adv=False)
     (divided,), deviation = advantages_of(world, 1)
     torch.testing.assert_close(divided, (raw - raw.mean()) / (100.0 * deviation))
 
-    # Without normalisers no returns are known in update 1: it divides by the advantages' deviation.
+    # Without normalisers, update 1 knows no returns: it divides by the deviation of the advantages.
     nothing = {"normalize_obs": False, "normalize_rewards": False}
     (first, second), _ = advantages_of(world, 2, **nothing)
     assert first.std(correction=0) == pytest.approx(1.0) and second.std(correction=0) < 0.1
 
 
-def test_plain_rewards_and_episodes_are_counted_until_there_are_enough(world, tmp_path):
+def test_unnormalised_rewards_and_episodes_are_counted_until_there_are_enough(world, tmp_path):
     job = make_job("trading, clstm", tmp_path, total_steps=0, num_episodes=5)
     scripts = [[(5, TERMINATED)], [(16, TRUNCATED)], *[[(100, TERMINATED)]] * (NUM_ENVS - 2)]
     _, writer = run(scripted(job, scripts), world)
     first, second = writer.records
-    # Environment 0 has episodes of 5 steps; a plain reward is 2 * (10 * episode + age).
+    # Environment 0 has episodes of 5 steps; an unnormalised reward is 2 * (10 * episode + age).
     returns = [2 * (5 * 10 * episode + 10) for episode in (0, 1, 2)]
     returns.append(2 * (16 * 100 + 120))  # environment 1 has one episode of 16 steps
     assert first["episode/return"] == pytest.approx(sum(returns) / 4)
-    for record in (first, second):  # an episode that began in rollout 1 counts in rollout 2
+    for record in (first, second):  # an episode counts in the rollout in which it ends
         assert record["episode/count"] == 4
         assert record["episode/length"] == pytest.approx((3 * 5 + 16) / 4)
     assert writer.done == [first["episode/total"], second["episode/total"]] == [4, 8]
 
 
-def test_learning_learns(world, tmp_path):
-    """Training finds within 12 iterations that a larger action gives a larger reward."""
+def test_training_improves_the_policy(world, tmp_path):
+    """Within 12 iterations the policy learns that larger actions earn larger rewards."""
 
     class Sign(ScriptedEnv):
         def step(self, actions):

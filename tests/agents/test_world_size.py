@@ -24,7 +24,7 @@ from agents_ranks import (
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.launch.ranks import launch
 
-pytestmark = pytest.mark.timeout(600)  # the first test of a plan waits until all ranks have trained
+pytestmark = pytest.mark.timeout(600)  # the first test of a plan waits for its whole launch
 ALWAYS = [*JOBS, *MORE_JOBS]
 STOPS = "recall, mlp, KL stop"
 ON_FOUR = ["trading, clstm", STOPS]
@@ -85,7 +85,7 @@ def together(ranks, name, what):
 
 
 @pytest.mark.parametrize(("plan", "name", "num_ranks"), TRAINED)
-def test_a_training_is_that_of_one_rank(plan, name, num_ranks, one_rank, ranks_of):
+def test_training_equals_that_of_one_rank(plan, name, num_ranks, one_rank, ranks_of):
     """Compare data, losses, learning rates, statistics and parameters.
 
     Parameters must have the same hash on all ranks after every gradient step.
@@ -113,9 +113,9 @@ def test_a_training_is_that_of_one_rank(plan, name, num_ranks, one_rank, ranks_o
     if single:
         return
 
-    # The ratio is 1 before the first gradient step of every iteration: normalisers, states and
-    # inputs are still the same as in the rollout. An update ends by adding the samples of its
-    # rollout to the normalisers.
+    # In every iteration the probability ratio is 1 before the first gradient step, because inputs,
+    # states and normalisers are still the same as in the rollout. The normalisers only add the
+    # samples of the rollout at the end of the update.
     samples = alone["obs"][0, :, :, 0].numel()
     for iteration, (kl, clip_fraction, count) in alone["firsts"].items():
         assert abs(kl) < 1e-14 and clip_fraction == 0.0
@@ -161,7 +161,7 @@ def test_a_run_of_two_ranks_continues_on_one_with_its_totals_and_learning_rate(
 
 def test_weak_scaling_on_two_ranks_is_one_rank_with_twice_the_sizes_and_the_scaled_rate(two, world):
     rates = rates_of(two[0]["weak"])
-    # linear scaling doubles the rate 3e-3; annealing then lowers it
+    # Linear scaling doubles the learning rate of 3e-3; annealing then lowers it.
     assert rates == pytest.approx([6e-3, 4.5e-3, 3e-3, 1.5e-3])
     sizes = {"scaling": "strong", "lr_scaling": "none", "num_envs": NUM_ENVS, "batch_size": 16}
     twice = replace(CLIPPED, learning_rate=6e-3)

@@ -14,7 +14,7 @@ def secret():
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory, secret):
-    """Train and evaluate a run of 3 iterations, all validated and saved."""
+    """Train and evaluate a run of 3 iterations; validate and save in each of them."""
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     flags = [*RECALL, "--total_steps", 192, "--validate_every", 1, "--checkpoint_every", 1]
     flags += ["--eval_episodes", 2, "--on_event", f": {secret}", "--run_dir", run_dir]

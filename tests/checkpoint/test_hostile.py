@@ -1,4 +1,4 @@
-"""A foreign run directory executes no code, and bad content is a one-line error."""
+"""Foreign run directories execute no code, and bad content is a one-line error."""
 
 import copy as copies
 import dataclasses
@@ -38,7 +38,7 @@ WRONG += [{"a": NESTED}, NESTED, *HUGE]
 
 @pytest.fixture
 def canary(tmp_path, monkeypatch):
-    """Return the path of a file that exists only if a foreign run's code has run.
+    """Return the path of a file that exists only if an untrusted run executed code.
 
     Modules on the import path create it when they are imported; commands create it with `touch`.
     """
@@ -49,9 +49,9 @@ def canary(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-@pytest.mark.timeout(60)  # opening a pipe would block forever
+@pytest.mark.timeout(60)  # a command that opens a pipe would block forever
 @pytest.mark.parametrize("name", CASES)
-def test_a_hostile_run_or_command_is_one_line_or_does_no_harm(
+def test_a_hostile_run_or_command_is_refused_in_one_line_or_harmless(
     name, copy, canary, untraced, monkeypatch, capsys
 ):
     check(CASES[name], copy, canary, monkeypatch, capsys)
@@ -61,10 +61,8 @@ def test_a_hostile_run_or_command_is_one_line_or_does_no_harm(
 
 
 @pytest.mark.parametrize("module", ["foreign_envs", "lab.inner.foreign_envs"])
-def test_the_users_own_run_and_a_named_module_are_imported(
-    module, copy, canary, tmp_path, monkeypatch
-):
-    write_module(tmp_path / "modules" / "lab" / "inner", canary)  # the folders need no __init__.py
+def test_modules_of_the_users_own_run_are_imported(module, copy, canary, tmp_path, monkeypatch):
+    write_module(tmp_path / "modules" / "lab" / "inner", canary)  # no __init__.py is needed
     env = f"{module}:Foreign-v0"
     setting(copy, "task", "env", env)
     assert train_here(monkeypatch, "--resume", copy) == evaluate_here(monkeypatch, copy) == 0
@@ -103,7 +101,7 @@ def test_no_module_is_imported_from_the_run_directory(
 # ---- event commands, and text that is printed for people
 
 
-def test_the_command_for_events_is_in_no_file_and_has_to_be_given_again(
+def test_the_event_command_is_in_no_file_and_must_be_given_again(
     copy, secret, monkeypatch, capsys, canary
 ):
     files = [path for path in copy.rglob("*") if path.is_file()]
@@ -114,7 +112,7 @@ def test_the_command_for_events_is_in_no_file_and_has_to_be_given_again(
     assert canary.exists()
 
 
-def test_text_of_a_run_is_escaped_for_people(copy, untraced, monkeypatch, capsys):
+def test_text_from_a_run_is_escaped_when_printed(copy, untraced, monkeypatch, capsys):
     for path in (copy / "checkpoints").glob("*.pt"):
         state = load_checkpoint(path) | {"measured": {"valid\x1b[2J\nINJECTED": 1.0}}
         write_atomically(path, pack(state))
@@ -128,13 +126,13 @@ def test_text_of_a_run_is_escaped_for_people(copy, untraced, monkeypatch, capsys
         assert "\x1b" not in shown and "\nINJECTED" not in shown
 
 
-# ---- odd values in every configuration field and every checkpoint entry
+# ---- invalid values in every configuration field and every checkpoint entry
 
 FIELDS = [(name, item.name) for name, one in SECTIONS.items() for item in dataclasses.fields(one)]
 
 
 @pytest.mark.parametrize(("section", "name"), FIELDS)
-def test_whatever_a_field_holds_the_run_continues_or_one_line_says_why_not(
+def test_a_run_with_any_field_value_continues_or_is_refused_in_one_line(
     section, name, copy, canary, monkeypatch, capsys, tmp_path
 ):
     os.mkfifo(tmp_path / "pipe")
@@ -142,7 +140,7 @@ def test_whatever_a_field_holds_the_run_continues_or_one_line_says_why_not(
     values = [*WRONG, *places, f"$(touch {canary})", FOREIGN, "foreign_envs"]
     saved = load_checkpoint(latest_checkpoint(copy))
     monkeypatch.setattr(start, "launch", lambda *_, **__: 0)
-    # to save time, each field tries every eighth value; eight neighbouring fields cover them all
+    # To save time, each field tries only every eighth value; 8 consecutive fields try all values.
     for value in values[FIELDS.index((section, name)) % 8 :: 8]:
         config = json.loads(saved["config"])
         if section in ("data", "market", "trading"):
@@ -187,7 +185,9 @@ def odd_states(state, path=()):
             yield way, changed
 
 
-def test_every_odd_entry_is_refused_in_one_line_or_the_run_continues(copy, monkeypatch, capsys):
+def test_a_run_with_an_odd_checkpoint_entry_continues_or_is_refused_in_one_line(
+    copy, monkeypatch, capsys
+):
     folder = copy / "checkpoints"
     for name in ("iteration_00000003.pt", "best.pt"):
         (folder / name).unlink()
@@ -209,7 +209,7 @@ def test_every_odd_entry_is_refused_in_one_line_or_the_run_continues(copy, monke
         assert (code == 0 and not errors) or (code in (1, 2) and len(errors) == 1), (name, errors)
 
 
-def test_every_odd_entry_of_a_fit_is_one_line_or_is_taken(world, tmp_path):
+def test_a_fit_with_an_odd_checkpoint_entry_continues_or_is_refused_in_one_line(world, tmp_path):
     def fit_again():
         Fitted(world, tmp_path, epochs=1, net=torch.nn.Linear(6, 3).double(), resume=True)
 

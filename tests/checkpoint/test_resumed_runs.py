@@ -7,7 +7,7 @@ from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.telemetry.metrics import MetricsWriter
 
 
-def test_the_best_is_the_last_resort(copy, monkeypatch, capsys):
+def test_the_best_checkpoint_is_loaded_if_all_others_are_damaged(copy, monkeypatch, capsys):
     for path in copy.glob("checkpoints/iteration_*.pt"):
         damage(path)
     best = copy / "checkpoints" / "best.pt"
@@ -18,9 +18,7 @@ def test_the_best_is_the_last_resort(copy, monkeypatch, capsys):
     assert str(copy) in only_error(capsys.readouterr().err)
 
 
-def test_a_run_that_begins_in_place_of_a_deleted_one_is_not_cleared_away_as_a_failed_start(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_failed_run_does_not_delete_a_new_run_in_its_directory(tmp_path, monkeypatch, capsys):
     run_dir = tmp_path / "run"
     write = MetricsWriter.write
 
@@ -38,15 +36,15 @@ def test_a_run_that_begins_in_place_of_a_deleted_one_is_not_cleared_away_as_a_fa
 
 
 def test_a_run_on_a_full_disk_continues_without_a_traceback(small_disk, monkeypatch, capsys):
-    """The full disk holds the whole run directory, not only the checkpoints."""
+    """The whole run directory is on the full disk, not only the checkpoints."""
     run_dir = small_disk("140k") / "run"
     flags = [*RECALL, "--checkpoint_every", 1, "--eval_episodes", 2, "--total_steps", 64 * 8]
     flags += ["--validate_every", 0, "--on_save_error", "continue", "--run_dir", run_dir]
     code = train_here(monkeypatch, *flags)
     err = capsys.readouterr().err
     assert code == 1 and "Traceback" not in err and "Logging error" not in err, err
-    # all saves from iteration 3 to 8 fail; only the last failure is an error, because no later save
-    # can replace it
+    # All saves from iteration 3 to 8 fail. Each failure is a warning, except the last one: it is an
+    # error, because no later save can make up for it.
     assert err.count("cannot write checkpoint") == 6
     assert err.splitlines()[-1].startswith("error: cannot write checkpoint "), err
     assert load_checkpoint(latest_checkpoint(run_dir))["iteration"] == 2

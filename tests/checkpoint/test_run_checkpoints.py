@@ -29,10 +29,7 @@ CONTINUE = EACH | {"on_save_error": "continue"}
 
 
 class Acting(NullWriter):
-    """Calls `act(iteration)` when metrics are written.
-
-    The checkpoint of that iteration is saved later.
-    """
+    """Call `act(iteration)` when metrics are written, before the checkpoint is saved."""
 
     def __init__(self, act):
         self.act = act
@@ -72,12 +69,12 @@ def best_of(run_dir):
 @pytest.mark.parametrize(
     ("values", "later", "best"),
     [
-        ([1.0, float("nan"), 3.0, 3.0, 2.0, 2.5], [], (3, 3.0)),  # the earlier of equal scores wins
+        ([1.0, float("nan"), 3.0, 3.0, 2.0, 2.5], [], (3, 3.0)),  # of equal scores the first wins
         ([1.0, 9.0, 2.0], [3.0], (2, 9.0)),
         ([1.0, 9.0, 2.0], [10.0], (4, 10.0)),
     ],
 )
-def test_the_best_is_kept_however_many_follow_and_through_a_resume(
+def test_the_best_checkpoint_is_kept_after_many_iterations_and_a_resume(
     values, later, best, world, tmp_path
 ):
     run(world, tmp_path, values, **BEST, keep_checkpoints=1)
@@ -87,8 +84,8 @@ def test_the_best_is_kept_however_many_follow_and_through_a_resume(
     assert best_of(tmp_path) == best
 
 
-def test_a_best_of_an_iteration_that_is_repeated_stays(world, tmp_path):
-    """A kill came after iteration 2 wrote best.pt but before its own checkpoint."""
+def test_the_best_checkpoint_of_a_repeated_iteration_is_kept(world, tmp_path):
+    """The run is killed after iteration 2 wrote best.pt but no other checkpoint."""
     run(world, tmp_path, [1.0, 9.0], **BEST, **EACH)
     (tmp_path / "checkpoints" / "iteration_00000002.pt").unlink()
     run(world, tmp_path, [1.0, 8.0, 5.0], first=1, **BEST)
@@ -96,7 +93,7 @@ def test_a_best_of_an_iteration_that_is_repeated_stays(world, tmp_path):
 
 
 @pytest.mark.parametrize("before", ["valid/other", ""])
-def test_a_best_by_another_metric_or_damaged_gives_way(world, tmp_path, before):
+def test_a_best_checkpoint_of_another_metric_or_a_damaged_one_is_replaced(world, tmp_path, before):
     run(world, tmp_path, [9.0], keep_best=before or "valid/score")
     if not before:
         (tmp_path / "checkpoints" / "best.pt").write_bytes(b"PK\x03\x04")
@@ -105,7 +102,7 @@ def test_a_best_by_another_metric_or_damaged_gives_way(world, tmp_path, before):
 
 
 @pytest.mark.parametrize(("metric", "value"), [("auto", 1.0), ("off", 1.0), ("valid/score", None)])
-def test_no_best_is_kept_without_a_metric_or_a_value(world, tmp_path, metric, value):
+def test_no_best_checkpoint_is_saved_without_a_metric_or_a_value(world, tmp_path, metric, value):
     run(world, tmp_path, [value], keep_best=metric)
     assert names(tmp_path) == ["iteration_00000001.pt"]
 
@@ -113,7 +110,7 @@ def test_no_best_is_kept_without_a_metric_or_a_value(world, tmp_path, metric, va
 # ---- disks that reject writes
 
 
-def test_training_stops_at_a_save_that_fails_and_the_old_checkpoint_stays(world, tmp_path, limits):
+def test_training_stops_if_a_save_fails_and_the_old_checkpoint_is_kept(world, tmp_path, limits):
     def act(iteration):
         limits(2000 if iteration == 3 else None)
 
@@ -130,13 +127,13 @@ def test_training_continues_on_request_and_saves_again_when_it_can(world, tmp_pa
 
     run(world, tmp_path, [1.0, 9.0, 3.0, 2.0], act=act, **BEST, **CONTINUE)
     lines = [line for line in caplog.messages if "cannot write" in line]
-    assert ["best.pt" in line for line in lines] == [True, True]  # one in iteration 2, one in 3
+    assert ["best.pt" in line for line in lines] == [True, True]  # in iterations 2 and 3
     assert names(tmp_path) == ["best.pt", "iteration_00000001.pt", "iteration_00000004.pt"]
-    assert best_of(tmp_path) == (4, 2.0)  # the better ones could not be saved
+    assert best_of(tmp_path) == (4, 2.0)  # better ones were not saved
 
 
 @pytest.mark.slow
-def test_two_ranks_stop_together_when_the_disk_refuses(tmp_path):
+def test_two_ranks_stop_together_when_the_disk_rejects_a_save(tmp_path):
     flags = [*RECALL, "--checkpoint_every", 5, "--num_gpus", 2, "--total_steps", 10**9]
     job = start_training(*flags, "--validate_every", 0, "--run_dir", tmp_path)
     wait_until((tmp_path / "checkpoints" / "iteration_00000005.pt").exists, job)
@@ -156,14 +153,14 @@ def test_metrics_wait_in_memory_for_a_full_disk_and_nothing_is_lost(
     tmp_path, limits, caplog, finish
 ):
     writer = MetricsWriter(RunDir(tmp_path), total=6, unit="episodes")
-    writer.flush()  # wait until TensorBoard's thread has created its file
+    writer.flush()  # waits until TensorBoard's thread has created the event file
 
     def write(iteration):
         writer.write({"iteration": iteration, "global_step": iteration, "x": 0.5}, done=iteration)
 
     for iteration in (1, 2, 3):
         size = (tmp_path / "metrics.jsonl").stat().st_size
-        limits(size + 20 if iteration > 1 else None)  # the disk fills up within a line
+        limits(size + 20 if iteration > 1 else None)  # the disk fills up in the middle of a line
         write(iteration)
     assert [line["iteration"] for line in records(tmp_path)] == [1]
     limits(None)

@@ -1,4 +1,4 @@
-"""Checkpoints are written atomically; damage and code in them are refused."""
+"""Checkpoints are written atomically; damaged files and pickled code are refused."""
 
 import io
 import json
@@ -76,7 +76,7 @@ def calling(function, argument):
 # ---- a single file
 
 
-def test_a_checkpoint_comes_back_bit_for_bit_and_plain_torch_reads_it_too(tmp_path):
+def test_a_checkpoint_is_loaded_bit_for_bit_also_by_plain_torch(tmp_path):
     state = some_state()
     path = save_checkpoint(tmp_path / "made/on/demand", state, iteration=120, keep=1)
     assert path.name == name_of(120)
@@ -84,7 +84,7 @@ def test_a_checkpoint_comes_back_bit_for_bit_and_plain_torch_reads_it_too(tmp_pa
         assert differences(loaded, state) == []
 
 
-# archives that this package did not write, sealed with a correct checksum
+# Archives that this package did not write, but with a correct checksum.
 FOREIGN = {
     "of a tensor": lambda marker: archive_of(torch.zeros(2)),
     "with a set": lambda marker: archive_of({"env": {1, 2}}),
@@ -94,8 +94,8 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("archive", FOREIGN)
-def test_a_foreign_archive_is_refused_and_runs_nothing(archive, tmp_path, monkeypatch, recwarn):
-    # torch's switch that turns off weights_only must have no effect
+def test_a_foreign_archive_is_refused_and_executes_no_code(archive, tmp_path, monkeypatch, recwarn):
+    # This variable makes torch ignore weights_only; it must have no effect here.
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     path, marker = tmp_path / name_of(1), tmp_path / "marker"
     path.write_bytes(seal(FOREIGN[archive](marker)))
@@ -103,7 +103,7 @@ def test_a_foreign_archive_is_refused_and_runs_nothing(archive, tmp_path, monkey
     with pytest.raises(CheckpointError, match=f"^.*{path}.*$"):
         load_checkpoint(path)
     assert not marker.exists() and not recwarn.list
-    if "touch" in archive:  # a plain load of the same pickle does run the command
+    if "touch" in archive:  # pickle.loads does run the same command
         pickle.loads(calling("posix system", f"touch {marker}"))
         assert marker.exists()
 
@@ -125,7 +125,7 @@ def test_any_changed_or_missing_byte_is_refused_and_the_older_checkpoint_is_foun
     assert latest_checkpoint(tmp_path) == older
 
 
-def test_values_that_could_not_be_loaded_again_are_refused_by_name(tmp_path):
+def test_values_that_could_not_be_loaded_are_refused_by_name_when_saved(tmp_path):
     for value in (np.zeros(2), np.float64(1.0), tmp_path):
         with pytest.raises(CheckpointError, match="env/0 is a "):
             save_checkpoint(tmp_path, {"env": [value]}, iteration=1, keep=1)
@@ -133,7 +133,7 @@ def test_values_that_could_not_be_loaded_again_are_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(("version", "reader"), [(3, "version 0.5.0"), (5, "a newer version")])
-def test_another_format_is_one_clear_line_and_no_reason_to_fall_back(
+def test_a_newer_or_older_format_is_an_error_and_no_reason_to_fall_back(
     version, reader, tmp_path, monkeypatch
 ):
     directory = tmp_path / "checkpoints"
@@ -160,7 +160,7 @@ def test_the_newest_valid_checkpoint_and_run_are_found_and_leftovers_are_removed
     paths[1].write_bytes(b"")
     assert latest_checkpoint(folder) == paths[0]
     assert all(name_of(number) in caplog.text for number in (40, 60))
-    # a resumed run saves iteration 30: the files of later iterations are outdated and are deleted
+    # A run resumed from iteration 20 saves iteration 30 and deletes the outdated later files.
     assert save(folder, 30, keep=1) == latest_checkpoint(folder)
     assert names(folder) == [name_of(30)]
     assert find_latest_run(tmp_path) == tmp_path / "run"
@@ -170,10 +170,10 @@ def test_the_newest_valid_checkpoint_and_run_are_found_and_leftovers_are_removed
     assert find_latest_run(tmp_path) == tmp_path / "only_best"
 
 
-@pytest.mark.timeout(60)  # opening a pipe would block forever
+@pytest.mark.timeout(60)  # a reader that opens a pipe would block forever
 @pytest.mark.parametrize("odd", ODD_FILES)
 @pytest.mark.parametrize("name", [name_of(2), name_of(9), "unfinished.part"])
-def test_an_odd_file_hangs_no_reader_and_no_save(tmp_path, odd, name):
+def test_a_special_file_blocks_neither_readers_nor_saves(tmp_path, odd, name):
     folder = tmp_path / "run" / "checkpoints"
     save(folder, 1)
     ODD_FILES[odd](folder / name)
@@ -195,12 +195,12 @@ def test_an_odd_file_hangs_no_reader_and_no_save(tmp_path, odd, name):
     assert load_checkpoint(folder / "best.pt") == load_checkpoint(folder / name_of(4))
 
 
-def test_a_full_and_a_read_only_disk_leave_what_is_there_and_say_why(small_disk):
+def test_a_save_on_a_full_or_read_only_disk_fails_and_changes_no_file(small_disk):
     disk = small_disk("64k")
     state = {"weights": torch.rand(9000)}
     path = save_checkpoint(disk, state, iteration=1, keep=1)
     full = "best.pt: No space left on device$"
-    for _ in range(2):  # the first failed save must leave no file behind
+    for _ in range(2):  # the first failed save must not leave a partial file
         with pytest.raises(CheckpointError, match=full):
             save_checkpoint(disk, state, iteration=2, keep=1, best=True)
         assert names(disk) == [path.name]

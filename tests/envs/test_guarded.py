@@ -17,7 +17,7 @@ from envs.vector.guards import EnvironmentFaultError
 
 
 class Ticking(gymnasium.Env):
-    """Observes its number of steps; `third` may change its third step or misbehave."""
+    """Environment that observes its step count; `third` may change or break step 3."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(3)
@@ -36,14 +36,14 @@ class Ticking(gymnasium.Env):
 
 
 def ticking(make, **options):
-    """Return environments 4 and 5 of a run; `make` creates number 5."""
+    """Return a batch of environments 4 and 5; `make` creates number 5."""
     env = OneByOne([Ticking(), make()], make=make, env_id="Ticking-v0", env_offset=4, **options)
     env.reset(seed=[70, 80])
     return env
 
 
 def failing(third, **options):
-    """Return environments 4 and 5; number 5 calls `third` in its third step."""
+    """Return a batch of environments 4 and 5; number 5 calls `third` in step 3."""
     return ticking(lambda: Ticking(third), **options)
 
 
@@ -81,7 +81,7 @@ def test_metrics_that_are_not_finite_numbers_are_skipped():
         (lambda step: step[:4], "raised ValueError: not enough values"),
     ],
 )
-def test_a_bad_step_is_named_by_its_environment_or_begins_again(third, problem):
+def test_a_bad_step_raises_an_error_that_names_its_environment_or_restarts_it(third, problem):
     with pytest.raises(EnvironmentFaultError, match=problem) as fault:
         play(failing(third), 3)
     assert str(fault.value).startswith("environment Ticking-v0 number 5 at its step 3: ")
@@ -119,7 +119,7 @@ def test_a_bad_step_of_a_batch_is_named_too(third, problem):
 
 
 @pytest.mark.parametrize(
-    # training installs its own handler; other programs keep the default one
+    # The first handler is like that of a training; the second one is Python's default.
     ("handler", "error"),
     [
         (lambda signum, frame: None, EnvironmentFaultError),
@@ -135,7 +135,7 @@ def test_an_interrupt_is_a_fault_of_the_environment_unless_the_user_sent_it(hand
         signal.signal(signal.SIGINT, before)
 
 
-def test_an_environment_that_closes_the_files_of_others_ends_the_process():
+def test_an_environment_that_closes_other_descriptors_ends_the_process():
     def end(message):  # called instead of os._exit
         guards._sentinel.cache_clear()
         raise guards.Interruption(message)
@@ -146,17 +146,17 @@ def test_an_environment_that_closes_the_files_of_others_ends_the_process():
 
 
 @pytest.mark.parametrize("failure", [lambda self: 1 / 0, lambda self: time.sleep(60)])
-def test_an_environment_that_does_not_close_is_named_and_waited_for_no_longer(failure, caplog):
+def test_an_environment_that_does_not_close_is_named_and_abandoned(failure, caplog):
     env = ticking(type("Unclosing", (Ticking,), {"close": failure}), env_timeout=0.3)
     env.close()
     assert "Ticking-v0 number 5 at its step 0: " in caplog.text
 
 
 @pytest.mark.parametrize("restarts", [2, 3])
-def test_a_fault_while_an_environment_is_made_again_is_one_of_its_restarts(restarts, caplog):
+def test_a_fault_while_an_environment_is_rebuilt_counts_as_a_restart(restarts, caplog):
     made = []
 
-    # the first environment raises in step 3, the second cannot be made, the third one hangs
+    # The first environment raises an error in step 3, the second cannot be made, the third hangs.
     def make():
         made.append(1)
         if len(made) == 2:
@@ -178,7 +178,7 @@ def test_a_fault_while_an_environment_is_made_again_is_one_of_its_restarts(resta
     env.close()
 
 
-def test_every_call_into_an_environment_and_every_making_reports_progress():
+def test_every_call_to_an_environment_and_every_creation_reports_progress():
     beats = []
     env = make_vector_env("Pendulum-v1", 3, heartbeat=lambda: beats.append(1))
     env.reset(seed=[1, 2, 3])
@@ -186,14 +186,14 @@ def test_every_call_into_an_environment_and_every_making_reports_progress():
     assert len(beats) == 3 + 3 + 2 * 3
 
 
-def test_a_hanging_call_reports_progress_until_its_time_is_over():
+def test_a_hanging_call_reports_progress_until_its_timeout():
     arrived, beats = [], []
     before = signal.signal(signal.SIGALRM, lambda signum, frame: arrived.append(signum))
     options = {"env_timeout": 1.0, "heartbeat": lambda: beats.append(1)}
     env = failing(lambda step: time.sleep(60), **options)
     signal.raise_signal(signal.SIGALRM)
     signal.signal(signal.SIGALRM, before)
-    assert arrived == [signal.SIGALRM]  # an alarm of other code reaches that code's handler
+    assert arrived == [signal.SIGALRM]  # alarms of other code reach the handler of that code
     play(env, 2)
     count = len(beats)
     with pytest.raises(EnvironmentFaultError, match="5 at its step 3: did not come back"):
@@ -201,5 +201,5 @@ def test_a_hanging_call_reports_progress_until_its_time_is_over():
     assert len(beats) > count + 5
     count = len(beats)
     time.sleep(0.5)
-    assert len(beats) <= count + 1  # no heartbeat between calls
+    assert len(beats) <= count + 1  # no heartbeats between calls
     env.close()

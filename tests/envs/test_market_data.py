@@ -13,12 +13,12 @@ from envs.trading.market_data import load_market, split_spans
 
 
 def bars_with(rows=(), column="tic", value=None):
-    """Return bars of 3 tickers, with `value` in the given rows of one column.
+    """Return bars of 3 tickers over 60 days, with `value` in some rows of one column.
 
-    Row 3 * day + 1 belongs to T1.
+    Row 3 * day + 1 is the bar of ticker T1 on that day.
     """
     bars = daily_bars(num_stocks=3, num_days=60).astype(object)
-    bars["tic"] = bars["tic"].replace("T2", "NA")  # a real ticker, not a missing value
+    bars["tic"] = bars["tic"].replace("T2", "NA")  # a ticker, not a missing value
     bars.loc[rows, column] = value
     return bars
 
@@ -56,7 +56,7 @@ CONTENTS = {
 def test_a_broken_file_is_one_line(tmp_path, name):
     path = tmp_path / f"bars.csv{'.gz' * name.endswith('.gz')}"
     path.write_bytes(CONTENTS[name])
-    os.mkfifo(tmp_path / "pipe")  # the settings of a foreign run may name a pipe
+    os.mkfifo(tmp_path / "pipe")  # a run of somebody else may name a pipe as its data file
     for bad in (path, tmp_path, tmp_path / "absent", tmp_path / "pipe"):
         with pytest.raises(ValueError, match=rf"^{bad}: .*$"):
             load_market(bad)
@@ -75,17 +75,17 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("missing", ["error", "drop"])  # a wrong bar is never dropped silently
+@pytest.mark.parametrize("missing", ["error", "drop"])  # drop must not hide a wrong bar
 @pytest.mark.parametrize(("bars", "problem"), REFUSED, ids=[problem for _, problem in REFUSED])
-def test_bars_that_cannot_be_are_refused_with_ticker_and_date(bars, problem, missing, tmp_path):
+def test_impossible_bars_are_refused_with_ticker_and_date(bars, problem, missing, tmp_path):
     with pytest.raises(ValueError, match=problem):
         loaded(bars, tmp_path / "bars.csv", missing)
 
 
 @pytest.mark.parametrize("text", ["", "null", "abc", "inf"])
-def test_holidays_are_no_gaps_and_days_with_holes_are_dropped_on_demand(text, tmp_path, caplog):
+def test_holidays_are_no_gaps_and_incomplete_days_are_dropped_on_request(text, tmp_path, caplog):
     bars, path = bars_with(60, "high", text).drop(DAY), tmp_path / "bars.csv"
-    # a holiday of all tickers: no bars from 2018-01-15 to 2018-01-22
+    # Days without bars of any ticker are a holiday: here 2018-01-15 to 2018-01-22.
     assert len(loaded(bars_with().drop(range(30, 48)), path).dates) == 54
     with pytest.raises(ValueError, match="'T1' on 2018-01-09: .* 2 rows.* --data_missing"):
         loaded(bars, path)
@@ -110,16 +110,16 @@ WEEKENDS = {
     ("given", "expected"),
     [
         ({}, [(0, 143), (144, 179), (180, 239)]),  # train 60 %, valid 15 %, test 25 %
-        # the days before the test are split 60 : 15
+        # days before the test span are split 60 : 15 into train and valid
         ({"test_start": B}, [(0, 119), (120, 149), (150, 239)]),
-        # the days after training are split 15 : 25
+        # days after the train span are split 15 : 25 into valid and test
         ({"train_end": C}, [(0, 199), (200, 214), (215, 239)]),
         ({"train_end": A, "valid_start": C, "test_start": D}, [(0, 100), (199, 219), (220, 239)]),
         ({"train_end": A, "test_start": str(DATES[102])}, [(0, 100), None, (102, 239)]),
-        (WEEKENDS, [(23, 107), (113, 142), (153, 217)]),  # dates on weekends move inwards
+        (WEEKENDS, [(23, 107), (113, 142), (153, 217)]),  # weekend dates: the span gets shorter
     ],
 )
-def test_dates_are_kept_and_the_others_filled_so_that_spans_touch(given, expected):
+def test_given_dates_are_kept_and_the_others_are_filled_in_without_gaps(given, expected):
     spans = split_spans(DATES, DataConfig(**given), first_tradable=0)
     assert [span and (span.first, span.last) for span in vars(spans).values()] == expected
 

@@ -1,4 +1,4 @@
-"""The memory tasks: their rules, and Gymnasium's checks of them."""
+"""The memory tasks: their rules, and Gymnasium's environment checker."""
 
 import gymnasium
 import numpy as np
@@ -10,7 +10,7 @@ from envs.memory_tasks import CartPolePositionsVectorEnv, RecallVectorEnv
 
 @pytest.mark.parametrize("env_id", ["Recall-v0", "CartPolePositions-v1", "MountainCarPositions-v0"])
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_gymnasium_makes_and_checks_both_faces_and_an_integer_seed_counts_up(env_id):
+def test_gymnasium_makes_and_checks_single_and_vector_environments(env_id):
     check_env(gymnasium.make(env_id).unwrapped, skip_render_check=True)
     batch, listed = (gymnasium.make_vec(env_id, 3) for _ in range(2))
     np.testing.assert_array_equal(batch.reset(seed=5)[0], listed.reset(seed=[5, 6, 7])[0])
@@ -44,7 +44,7 @@ def test_recall_rewards_memory_and_gives_a_quarter_to_a_constant_answer(remember
     assert (total / 50).mean() == pytest.approx(1.0 if remembers else 0.25, abs=0.03)
 
 
-def test_our_mountain_car_moves_and_pays_as_gymnasiums_does():
+def test_our_mountain_car_has_the_states_and_rewards_of_gymnasiums():
     theirs, ours = map(gymnasium.make, ("MountainCarContinuous-v0", "MountainCarPositions-v0"))
     state, _ = theirs.reset(seed=7)
     position, _ = ours.reset(seed=7)
@@ -60,7 +60,7 @@ def test_our_mountain_car_moves_and_pays_as_gymnasiums_does():
     pytest.fail("the car never arrived")
 
 
-def test_a_push_in_an_episode_does_not_move_the_car_of_the_next():
+def test_a_push_does_not_move_the_car_of_the_next_episode():
     env = gymnasium.make("MountainCarPositions-v0")
     rest, push = np.zeros(1, np.float32), np.ones(1, np.float32)
     moved = []

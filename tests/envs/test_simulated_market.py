@@ -1,4 +1,4 @@
-"""The simulated market: its worlds, the planted edge, and fixed trading rules."""
+"""The simulated market: its worlds, the built-in edge, and fixed trading rules."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ STILL = SimulatedMarketConfig(market_edge=0.0)
 
 
 def figures_of(config, rule, **options):
-    """Trade 6 worlds by `rule`; return the mean of each performance figure."""
+    """Trade 6 worlds with `rule`; return the mean of each performance figure."""
     markets = simulate_markets(config, world_seeds(config, "valid", 6))
     span, trading = Span(first=1890, last=2519), TradingConfig(**options)
     env = TradingVectorEnv(6, markets=markets, span=span, config=trading, evaluation=True)
@@ -54,7 +54,7 @@ def test_a_world_is_the_same_whichever_worlds_are_drawn_with_it():
     assert all(np.array_equal(value, together[name]) for name, value in vars(alone).items())
 
 
-def test_no_seed_serves_two_purposes_numbers_or_market_seeds():
+def test_world_seeds_differ_between_purposes_numbers_and_market_seeds():
     seeds = []
     for market_seed in (0, 1, 2, 10, 11, 12, 21):
         config = SimulatedMarketConfig(market_seed=market_seed)
@@ -88,7 +88,7 @@ def test_only_news_that_was_not_denied_moves_the_price_and_only_after_the_delay(
     assert 0.20 < num_denied / count < 0.30
 
 
-def test_prices_drift_by_the_edge_where_the_truth_says_so():
+def test_prices_drift_by_the_edge_on_the_days_of_hidden_moves():
     seeds = world_seeds(CONFIG, "train", 1)
     world, still = (simulate_markets(config, seeds)[0] for config in (CONFIG, STILL))
     assert np.array_equal(still.volume, world.volume)
@@ -115,7 +115,7 @@ def test_without_edge_the_reference_is_equal_weight():
         assert held[name] == pytest.approx(equal[name], abs=tolerance)
 
 
-def test_memory_earns_what_a_rule_on_event_and_holdings_cannot():
+def test_a_rule_with_memory_earns_more_than_one_on_event_and_holdings():
     equal = figures_of(CONFIG, buy_equal_weight, max_order=1.0)["sharpe"]
     best = figures_of_reference(CONFIG)["sharpe"]
     rule = figures_of(CONFIG, follow(memoryless))["sharpe"]

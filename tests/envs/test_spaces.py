@@ -23,11 +23,11 @@ CHOICES = spaces.Dict(
     grip=spaces.Tuple((spaces.MultiBinary(1), spaces.MultiDiscrete([2]))),
 )
 PLAIN = spaces.Box(-1, 1, (1,))
-ALL = [1] * 7  # an action mask of CHOICES that allows everything
+ALL = [1] * 7  # an action mask for CHOICES that allows every option
 
 
 class GivenEnv(gymnasium.Env):
-    """Returns the observation and info that the test sets; an episode has 3 steps."""
+    """Environment whose observation and info the test sets; episodes have 3 steps."""
 
     def __init__(self, observation_space, action_space=CHOICES, **info):
         self.observation_space, self.action_space = observation_space, action_space
@@ -48,12 +48,12 @@ class GivenEnv(gymnasium.Env):
 
 
 def around(*envs, **options):
-    """Return a batch of environments, and the first observation of its first one."""
+    """Return a batch of these environments, and the first observation of the first."""
     env = OneByOne(list(envs), env_id="Given-v0", **options)
     return env, env.reset(seed=list(range(len(envs))))[0][0]
 
 
-def test_a_nested_observation_becomes_one_row_of_named_parts():
+def test_a_nested_observation_becomes_a_row_of_named_parts():
     inner = GivenEnv(NESTED)
     env, row = around(inner)
     assert env.layout.describe() == (
@@ -72,7 +72,7 @@ def test_a_nested_observation_becomes_one_row_of_named_parts():
 
 
 @pytest.mark.parametrize(
-    # axes: frames and channels (if any), then height and width; () if the array is no image
+    # axes: first frames and channels, if any, then height and width; () for no image
     ("shape", "largest", "axes"),
     [
         ((84, 84), 1, (0, 1)),
@@ -84,7 +84,7 @@ def test_a_nested_observation_becomes_one_row_of_named_parts():
         ((65, 70, 70), 255, ()),
     ],
 )
-def test_arrays_of_bytes_are_images_with_channels_first_if_large_enough(shape, largest, axes):
+def test_large_byte_arrays_are_images_with_channels_first(shape, largest, axes):
     inner = GivenEnv(spaces.Box(0, largest, shape, np.uint8))
     env, row = around(inner)
     (part,) = env.layout.parts
@@ -137,7 +137,7 @@ def test_actions_are_clipped_stretched_shifted_and_nested(space, seen, action, r
         (PLAIN, PLAIN, {"info_mask": True}, "info_mask"),
     ],
 )
-def test_spaces_that_cannot_be_read_are_refused_by_name(observation, action, options, named):
+def test_unsupported_spaces_are_refused_by_name(observation, action, options, named):
     with pytest.raises(ValueError, match=f"Given-v0.*{named}|{named}.*Given-v0"):
         around(GivenEnv(observation, action), **options)
 
@@ -154,7 +154,7 @@ def test_spaces_that_cannot_be_read_are_refused_by_name(observation, action, opt
         (PLAIN, "other", 0, "'action_mask'"),
     ],
 )
-def test_a_part_or_mask_that_does_not_fit_names_environment_and_step(
+def test_the_error_for_a_wrong_observation_or_mask_names_environment_and_step(
     observation, name, value, problem
 ):
     in_info = observation is PLAIN

@@ -70,7 +70,7 @@ def random_actions(num_steps, env):
 
 
 def whole_pass(env, actions):
-    """Return (obs, rewards, terminated, truncated, *info) of every step."""
+    """Take all actions; return (obs, rewards, terminated, truncated, *info) per step."""
     results = [env.step(action) for action in actions]
     return [(*columns, *info.values()) for *columns, info in results]
 
@@ -78,7 +78,7 @@ def whole_pass(env, actions):
 # ---- indicators
 
 
-# name: (block of features, first day with a value)
+# name: (index of the feature block, first day with a value)
 INDICATORS = {"macd": (2, 25), "rsi": (3, 30), "cci": (4, 29), "adx": (5, 59)}
 
 
@@ -92,7 +92,7 @@ def indicator(name, bars):
     ("name", "warm_day"),
     [*((name, day) for name, (_, day) in INDICATORS.items()), ("turbulence", 101)],
 )
-def test_values_are_nan_until_warm_and_never_change_with_later_bars(name, warm_day):
+def test_indicators_are_nan_during_warm_up_and_do_not_depend_on_later_bars(name, warm_day):
     bars = random_market(num_days=300)
     before = indicator(name, bars)
     assert np.isnan(before[:warm_day]).all() and np.isfinite(before[warm_day:]).all()
@@ -102,17 +102,17 @@ def test_values_are_nan_until_warm_and_never_change_with_later_bars(name, warm_d
         assert not np.array_equal(after[today + 1 :], before[today + 1 :])
 
 
-def test_straight_lines_have_known_values():
+def test_indicators_of_straight_lines_have_known_values():
     up = np.arange(100.0, 220.0)
     lines = np.stack([up, up[::-1]], axis=1)
     bars = replace(random_market(), close=lines, high=lines + 0.5, low=lines - 0.5)
-    # a d-day exponential mean lags a straight line by (d - 1) / 2 days: 12.5 - 5.5 = 7
+    # a d-day exponential mean lags a line by (d - 1) / 2 days; 12.5 - 5.5 = 7
     for name, expected in {"macd": [7, -7], "rsi": [100, 0], "adx": [100, 100]}.items():
         values = indicator(name, bars)[59:]
         np.testing.assert_allclose(values, np.tile(expected, (len(values), 1)), atol=1e-9)
 
 
-def test_turbulence_equals_a_slow_reference_and_ignores_what_never_varies():
+def test_turbulence_equals_a_slow_reference_and_ignores_constant_prices():
     close = random_market(num_stocks=6).close
     twin, constant = 2.0 * close[:, :1], np.full((NUM_DAYS, 1), 7.0)
     values = [turbulence(np.concatenate([close, *more], 1)) for more in ([], [twin], [constant])]
@@ -127,7 +127,10 @@ def test_turbulence_equals_a_slow_reference_and_ignores_what_never_varies():
 
 
 def fill_one_by_one(cash, shares, orders, priority, sell_price, buy_price):
-    """Fill one portfolio: all sells, then buys by priority until the cash runs out."""
+    """Fill the orders of a portfolio: first sells, then buys by priority.
+
+    Buys end when the cash does not cover the next share.
+    """
     trades = [0.0] * len(shares)
     for i, order in enumerate(orders):
         if order < 0:
@@ -145,7 +148,7 @@ def fill_one_by_one(cash, shares, orders, priority, sell_price, buy_price):
 
 @pytest.mark.parametrize("n", [1, 5, 30])
 def test_fills_equal_a_greedy_loop_to_the_last_bit(n):
-    """Some priorities are equal; the cash covers only some orders, often just barely."""
+    """Some priorities are equal; the cash is often just enough or just too little."""
     rng, size = np.random.default_rng(n), (500, n)
 
     def draw(values):
@@ -165,7 +168,7 @@ def test_fills_equal_a_greedy_loop_to_the_last_bit(n):
     ]
     assert list(zip(cash_after[:, 0].tolist(), trades.tolist(), strict=True)) == expected
     cut = trades.clamp_min(0) < orders.clamp_min(0)
-    assert cut.any(dim=1).sum() > 50, "too few cases run out of cash"
+    assert cut.any(dim=1).sum() > 50, "more cases must run out of cash"
 
 
 # ---- one trading day
@@ -182,7 +185,7 @@ def test_a_trading_day_worked_out_by_hand(execution, fill):
     env = make_env(1, [market], evaluation=True, **options)
     whole_pass(env, torch.zeros(NUM_DAYS - 2 - FIRST, 1, 2))
     _, rewards, terminated, truncated, info = env.step(torch.tensor([[0.91, -1.0]]))
-    # 45.5 % of 10,000 USD buys 45 whole shares at a close of 100 USD
+    # The order is 45.5 % of 10,000 USD: at a close of 100 USD these are 45 whole shares.
     cash = 1e4 - 45 * fill * 1.01
     value = cash + 45 * 120
     expected = {
@@ -200,8 +203,8 @@ def test_a_trading_day_worked_out_by_hand(execution, fill):
     assert info["final_obs"][0, :7].tolist() == pytest.approx(seen, abs=1e-6)
 
 
-def test_bars_after_the_fill_day_do_not_change_a_step_and_tomorrow_only_fills():
-    """Today's close sets the orders; tomorrow's open only sets their fill price."""
+def test_a_step_depends_on_no_bar_after_the_fill_day():
+    """Today's close determines the orders; tomorrow's open only sets the fill price."""
     market, today = random_market(), FIRST + 10
     other_open = market.open.copy()
     other_open[today + 1] *= 1.01
@@ -213,16 +216,16 @@ def test_bars_after_the_fill_day_do_not_change_a_step_and_tomorrow_only_fills():
     for other, days in ((passes[1], 11), (passes[2], 10)):
         assert same(sum(passes[0][:days], ()), sum(other[:days], ()))
     assert not torch.equal(passes[0][10][1], passes[2][10][1])
-    assert torch.equal(envs[0].shares, envs[2].shares), "orders depend on tomorrow"
+    assert torch.equal(envs[0].shares, envs[2].shares), "orders must not depend on tomorrow's open"
 
 
-def test_training_rewards_differ_from_the_change_of_value_as_promised():
+def test_training_rewards_differ_from_changes_of_value_by_the_documented_terms():
     forms = {"excess": {}, "attributed": {}, "plain": {"risk_aversion": 10.0}}
     envs = {name: make_env(4, reward=name, **options) for name, options in forms.items()}
     close, gamma, last = MARKETS[0].close, 0.8, NUM_DAYS - 1
     changes = np.diff(close, axis=0)
     covariance = np.cov((changes / close[:-1])[FIRST:].T)
-    later = np.zeros_like(close)  # discounted future profit of one share, for each day
+    later = np.zeros_like(close)  # discounted future profit of one share, by day
     for day in range(last - 1, -1, -1):
         later[day] = changes[day] + gamma * later[day + 1]
 
@@ -250,7 +253,7 @@ def test_training_rewards_differ_from_the_change_of_value_as_promised():
 
 
 def test_turbulence_sells_everything_and_buys_nothing():
-    # after the training span, more than 1 % of the days have extreme returns
+    # More than 1 % of the days have extreme returns, but none of them is in the training span.
     market, jumps = random_market(num_days=600), range(500, 516, 2)
     for number in jumps:
         market = scaled(market, number, 1.5 if number % 4 else 1 / 1.5)
@@ -271,7 +274,7 @@ def test_paper_observation_of_30_stocks_has_181_numbers():
     env = make_env(2, [market], **PAPER)
     obs = env.step(torch.full((2, 30), 0.5))[0]
     assert obs.shape == (2, 181) and obs.dtype == torch.float32
-    cash, close, shares = obs[0, [0, 1 + 7, 1 + 30 + 7]]  # columns of stock 7
+    cash, close, shares = obs[0, [0, 1 + 7, 1 + 30 + 7]]  # cash and the columns of stock 7
     assert cash == env.cash[0].float() and shares == 50
     assert close == np.float32(market.close[env.row[0] + FIRST, 7])
 
@@ -284,7 +287,7 @@ def test_paper_observation_of_30_stocks_has_181_numbers():
         ({"max_order": 5.0}, "max_order 5.0"),
     ],
 )
-def test_rules_that_cannot_work_are_refused_with_the_fix(options, message):
+def test_trading_settings_that_cannot_work_are_refused_with_a_fix(options, message):
     with pytest.raises(ValueError, match=message):
         make_env(**options)
 
@@ -292,7 +295,7 @@ def test_rules_that_cannot_work_are_refused_with_the_fix(options, message):
 # ---- episodes
 
 
-def test_an_ended_episode_is_followed_by_a_new_one_in_the_same_step():
+def test_a_new_episode_begins_in_the_step_that_ends_the_last_one():
     env = make_env(32, MARKETS)
     num_ended = 0
     for actions in random_actions(45, env):
@@ -306,10 +309,10 @@ def test_an_ended_episode_is_followed_by_a_new_one_in_the_same_step():
         assert (env.cash[ended] == 1e6).all() and (env.value[ended] == 1e6).all()
         assert torch.equal(env.row[~ended], row[~ended] + 1)
     assert num_ended >= 2 * 32
-    assert (env.row // env.num_days).unique().tolist() == [0, 1]  # both markets are used
+    assert (env.row // env.num_days).unique().tolist() == [0, 1]  # environments use both markets
 
 
-def test_first_episodes_have_ages_and_days_by_the_seed_and_later_ones_full_length():
+def test_the_seed_sets_age_and_day_of_first_episodes_and_later_ones_have_full_length():
     seeds = 7, 7, 8, 2**63 - 70_000
     envs = [make_env(64, seeds=[seed + 1000 * i for i in range(64)]) for seed in seeds]
     lengths = [env.end_row - env.row for env in envs]
@@ -321,7 +324,7 @@ def test_first_episodes_have_ages_and_days_by_the_seed_and_later_ones_full_lengt
     assert {int(n) for column in truncated.T for n in column.nonzero().flatten().diff()} == {20}
 
 
-def test_evaluation_passes_the_whole_span_once():
+def test_evaluation_trades_each_day_of_the_span_once():
     env = make_env(2, MARKETS, evaluation=True)
     for step, actions in enumerate(random_actions(NUM_DAYS - 1 - FIRST, env)):
         assert env.row.tolist() == [step, env.num_days + step]

@@ -1,4 +1,4 @@
-"""The contract of all vector environments, Gymnasium's and ours; creation errors."""
+"""The contract of vector environments, Gymnasium's and ours, and creation errors."""
 
 import gymnasium
 import pytest
@@ -15,7 +15,7 @@ from envs.vector.adapter import OneByOne
 SEEDS = stream_seeds(1, ENVIRONMENT_STREAM, 0, 8)
 
 
-KINDS = [  # id, vectorization, number of features, whether its state can be saved
+KINDS = [  # (id, vectorization, number of features, whether the state can be saved)
     ("CartPole-v1", "auto", 4, True),
     ("CartPole-v1", "sync", 4, False),
     ("Pendulum-v1", "auto", 3, False),
@@ -28,11 +28,11 @@ KINDS = [  # id, vectorization, number of features, whether its state can be sav
 
 
 @pytest.mark.parametrize(("env_id", "vectorization", "num_features", "can_snapshot"), KINDS)
-def test_every_environment_keeps_the_contract(
+def test_every_environment_meets_the_contract(
     env_id, vectorization, num_features, can_snapshot, tmp_path
 ):
     def make(count=8, **options):
-        if env_id == "trading":  # episodes so short that their starts are drawn several times
+        if env_id == "trading":  # short episodes: their starts are drawn several times
             return make_env(count, MARKETS, episode_days=2)
         return make_vector_env(env_id, count, vectorization=vectorization, **options)
 
@@ -43,7 +43,7 @@ def test_every_environment_keeps_the_contract(
     kept = first.clone()
     steps = play(env, 60)
     obs, rewards, terminated, truncated, final_obs = steps
-    assert torch.equal(first, kept), "tensors handed out must not change later"
+    assert torch.equal(first, kept), "a returned tensor must not change later"
     wanted = {torch.float32: [obs, final_obs], torch.float64: [rewards]}
     for dtype, tensors in (wanted | {torch.bool: [terminated, truncated]}).items():
         for tensor in tensors:
@@ -59,11 +59,11 @@ def test_every_environment_keeps_the_contract(
         halves.append(play(half, 60, rows=rows, num_envs=8))
     assert same([torch.cat(pair, dim=1) for pair in zip(*halves, strict=True)], steps)
 
-    # a new environment continues bit for bit from a snapshot
+    # a new environment continues from a snapshot bit for bit
     assert env.can_snapshot is can_snapshot
     if not can_snapshot:
         return
-    assert ended.any(), "episodes must end for the generators to matter"
+    assert ended.any(), "at least one episode must end, so that the random generators matter"
     torch.save(env.get_state(), tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     assert all(len(t) == 8 and t.dtype in (torch.float64, torch.int64) for t in state.values())
@@ -73,7 +73,7 @@ def test_every_environment_keeps_the_contract(
     env.close()
 
 
-def test_a_snapshot_keeps_what_a_restart_depends_on():
+def test_a_snapshot_contains_all_that_a_restart_depends_on():
     class Failing(Saved):
         def step(self, action):
             return super().step(action if self.life != 8 else "none")
@@ -88,7 +88,7 @@ def test_a_snapshot_keeps_what_a_restart_depends_on():
     assert env.restarts == continued.restarts == again.restarts == [0, 1]
 
 
-def test_our_batch_of_cart_pole_goes_gymnasiums_way_to_the_last_bit():
+def test_our_batch_of_cart_pole_equals_gymnasiums_environment_bit_for_bit():
     batch, single = (make_vector_env("CartPole-v1", 6, vectorization=v) for v in ("auto", "sync"))
     assert isinstance(batch.env, CartPoleVectorEnv) and isinstance(single, OneByOne)
     assert batch.spaces_json == single.spaces_json
@@ -113,11 +113,11 @@ def test_our_batch_of_cart_pole_goes_gymnasiums_way_to_the_last_bit():
         {"env_id": "CartPole-v1", "env_kwargs": {"sutton_barto_reward": True}},
     ],
 )
-def test_environments_step_one_by_one_where_a_batch_lacks_something(options):
+def test_environments_are_stepped_one_by_one_if_a_batch_lacks_a_feature(options):
     assert isinstance(make_vector_env(num_envs=2, **options), OneByOne)
 
 
-def test_env_kwargs_may_set_the_limit_of_episodes():
+def test_env_kwargs_may_set_the_episode_limit():
     env = make_vector_env("MountainCar-v0", 1, env_kwargs={"max_episode_steps": 2})
     env.reset(seed=[0])
     truncated = [env.step(torch.ones(1, dtype=torch.int64))[3].item() for _ in range(4)]

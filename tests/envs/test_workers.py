@@ -1,4 +1,4 @@
-"""Workers give the results of one process; dead ones are named or restarted."""
+"""Workers give the same results as one process; dead ones are named or restarted."""
 
 import os
 import signal
@@ -55,7 +55,7 @@ def kill(env, worker):
     ("env_id", "options"),
     [(MISBEHAVING, {}), ("Recall-v0", {}), ("Pendulum-v1", {"previous_action": True})],
 )
-def test_any_number_of_workers_and_groups_steps_as_one_process_does(env_id, options, make):
+def test_any_number_of_workers_and_groups_equals_one_process(env_id, options, make):
     in_place = make(0, env_id=env_id, options=options)
     wanted = play(in_place, 20)
     state = in_place.get_state() if in_place.can_snapshot else {}
@@ -69,14 +69,14 @@ def test_any_number_of_workers_and_groups_steps_as_one_process_does(env_id, opti
         if state:
             kept = env.get_state()
             assert kept.keys() == state.keys() and same(kept.values(), state.values())
-            env.set_state(state)  # saved by environments without workers
+            env.set_state(state)  # the state of environments without workers
         assert same(play(env, 9, first=20), later)
         before = pids(env)
         env.close()
         assert not any(map(lives, before))
 
 
-def test_faults_and_restarts_are_those_of_one_process(make, caplog):
+def test_faults_and_restarts_are_the_same_as_in_one_process(make, caplog):
     misdeeds = {4: "raise", 8: "nan"}
     messages, played, logged = [], [], []
     for workers in (0, 3):
@@ -119,10 +119,10 @@ def test_a_killed_worker_is_named_once_its_restarts_are_used_up(restarts, make):
         ("hang in C, holding the interpreter", "and was killed (--env_timeout)", 1, [2, 3]),
     ],
 )
-def test_environments_of_a_worker_that_ends_or_hangs_begin_again_and_others_go_on(
+def test_environments_of_a_dead_or_hanging_worker_restart_and_others_continue(
     misdeed, end, groups, again, make, caplog, monkeypatch
 ):
-    if "holding" in misdeed:  # do not wait for the worker to end by itself
+    if "holding" in misdeed:  # give the worker no time to end by itself
         monkeypatch.setattr("envs.workers.env.GRACE_S", 0.0)
     beats = []
     guards = {"env_restarts": 1, "heartbeat": lambda: beats.append(1)}
@@ -140,23 +140,23 @@ def test_environments_of_a_worker_that_ends_or_hangs_begin_again_and_others_go_o
     assert (final_obs[again][:, 1] == 2.0).all()
     assert same([c[:, ~again] for c in outcome], [c[:, ~again] for c in undisturbed])
     assert "number 5 at its step 3: " in caplog.text and end in caplog.text
-    assert misdeed != "hang in C" or len(beats) > 1  # heartbeats come while the rank waits
+    assert misdeed != "hang in C" or len(beats) > 1  # the rank sends heartbeats while it waits
     assert play(env, 6, first=3)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("question", ["take_metrics", "get_state"])
-def test_a_worker_that_dies_between_rollouts_begins_again_at_the_next_step(question, make):
+def test_a_worker_that_dies_between_rollouts_restarts_at_the_next_step(question, make):
     env = make(2, env_restarts=1)
     play(env, 1)
     kill(env, 0)
-    answer = getattr(env, question)()  # training calls this after an update or for a checkpoint
+    answer = getattr(env, question)()  # as training does after an update or to save
     if question == "get_state":
         assert answer["life/restarts"].tolist() == [1] * 3 + [0] * 4
     truncated = play(env, 1, first=1)[3][0]
     assert truncated.tolist() == [True] * 3 + [False] * 4 and env.restarts == [1] * 3 + [0] * 4
 
 
-def test_workers_end_with_their_rank_when_that_is_killed():
+def test_workers_end_when_their_rank_is_killed():
     code = (
         "import time; from envs.workers.env import WorkerEnv\n"
         "env = WorkerEnv(2, 2, env_id='Recall-v0')\n"

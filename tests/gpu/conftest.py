@@ -1,4 +1,4 @@
-"""Skip tests that lack a GPU; add the machine to the report of `make test-gpu`."""
+"""Skip tests without enough GPUs; describe the machine in the test report."""
 
 import platform
 from pathlib import Path
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="session")
 def machine(record_testsuite_property):
-    """Add figures of the GPUs and versions of the software to the report."""
+    """Add the state of the GPUs and the software versions to the report."""
     record_testsuite_property("gpus", get_multi_gpu_status())
     record_testsuite_property("software", f"torch {torch.__version__}, {platform.platform()}")
 

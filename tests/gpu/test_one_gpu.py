@@ -1,6 +1,6 @@
-"""One GPU gives the same training as the CPU.
+"""Training on one GPU has the same results as training on the CPU.
 
-The recorded figures go into the report of `make test-gpu`.
+The report of `make test-gpu` includes the figures that these tests record.
 """
 
 import json
@@ -29,10 +29,10 @@ from agents.trainer import Training
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.strategies.precision import set_tf32
 
-PRECISIONS = {  # largest allowed relative difference between the value loss and fp32's
+PRECISIONS = {  # largest allowed relative difference between the value loss and that of fp32
     "tf32": 0.1,
     "bf16": 0.1,
-    "fp16": 0.5,  # steps that overflow are missing from the mean loss
+    "fp16": 0.5,  # the mean loss excludes steps that overflow
 }
 
 
@@ -43,25 +43,25 @@ def training(world, tmp_path):
 
 
 @pytest.mark.parametrize("name", [TRADING, CARTPOLE])
-def test_a_training_gives_the_numbers_of_the_cpu(name, tmp_path, record_property):
+def test_training_on_a_gpu_equals_training_on_the_cpu(name, tmp_path, record_property):
     parameters = []
     for device in (DEVICE, "cpu"):
         with world_on(device) as world:
             options = {"iterations": ITERATIONS, "run_dir": tmp_path / device}
             parameters.append(parameters_on_cpu(trained(world, name=name, **options)))
     record_property("largest difference", largest_difference(*parameters))
-    # a GPU's rounding differs by about 1e-16; Adam amplifies the difference over 12 steps
+    # Rounding on a GPU differs by about 1e-16; 12 Adam steps amplify this difference.
     torch.testing.assert_close(*parameters, rtol=1e-6, atol=1e-8)
 
 
-def test_a_run_is_resumed_here_and_on_the_cpu(world, tmp_path, record_property):
+def test_a_run_can_be_resumed_on_the_gpu_and_on_the_cpu(world, tmp_path, record_property):
     options = {"iterations": 2, "checkpoint_every": 1}
     whole = parameters_on_cpu(trained(world, run_dir=tmp_path / "whole", **options))
     half, last = sorted(tmp_path.glob("whole/checkpoints/iteration_*.pt"))
     resumed = parameters_on_cpu(trained(world, half, run_dir=tmp_path / "resumed", **options))
     difference = largest_difference(resumed, whole)
     record_property("largest difference", difference or "none (equal bit for bit)")
-    assert difference <= 1e-6  # cuDNN may add gradients in another order
+    assert difference <= 1e-6  # cuDNN may sum gradients in another order
 
     state = load_checkpoint(last)
     assert {value.device.type for value in state["policy"].values()} == {"cpu"}
@@ -71,7 +71,9 @@ def test_a_run_is_resumed_here_and_on_the_cpu(world, tmp_path, record_property):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_precision_trains_nearly_as_fp32(precision, world, tmp_path, record_property):
+def test_training_in_lower_precision_stays_close_to_fp32(
+    precision, world, tmp_path, record_property
+):
     if precision != "fp16" and torch.cuda.get_device_capability()[0] < 8:
         pytest.skip("this GPU has neither TF32 nor bf16")
     losses = {}
@@ -106,7 +108,7 @@ def test_fp32_means_fp32_and_tf32_means_tf32(record_property):
 
 
 def count_waits(work):
-    """Return the result of `work()`, and how often it waited for the device."""
+    """Call `work()`; return its result and how often it waited for the device."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -118,7 +120,7 @@ def count_waits(work):
 def test_no_vector_step_and_no_gradient_step_waits_for_the_device(training, record_property):
     rollout, while_collecting = count_waits(lambda: training.collect(lifetime_step=0))
     _, while_updating = count_waits(lambda: training.update(rollout))
-    record_property("waits in a rollout and in an update", (while_collecting, while_updating))
+    record_property("waits per rollout and per update", (while_collecting, while_updating))
     assert while_collecting < training.config.train.num_steps and while_updating < 4
 
 
@@ -134,7 +136,7 @@ def test_out_of_memory_is_one_line(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_the_setup_checker_allows_a_run_which_trains_and_evaluates(
+def test_the_setup_checker_accepts_a_run_that_then_trains_and_evaluates(
     monkeypatch, capsys, tmp_path, record_property
 ):
     checker = start(REPO / "check_gpu_setup.py", "--num_gpus", "1", "--json")

@@ -13,9 +13,9 @@ STRATEGIES = {  # name: (fields of StrategyConfig, largest allowed difference fr
     "ddp, bf16 gradients": ({"mode": "ddp", "gradient_compression": "bf16"}, 0.1),
     "hybrid": ({"mode": "hybrid"}, 1e-6),
     "hybrid, two stages": ({"mode": "hybrid", "hybrid_form": "pipeline"}, 1e-6),
-    "dp": ({"mode": "dp", "device_ids": (0, 1)}, 1e-6),  # dp runs in one process
+    "dp": ({"mode": "dp", "device_ids": (0, 1)}, 1e-6),  # uses a single process
 }
-FAULTS = {  # function in gpu_jobs.py: words that the error must contain
+FAULTS = {  # name of a function in gpu_jobs.py: strings that the error must contain
     "fail": ("rank 1", "the roof is on fire"),
     "hang": ("rank 1", "update"),
 }
@@ -23,7 +23,7 @@ FAULTS = {  # function in gpu_jobs.py: words that the error must contain
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_two_gpus_train_as_one(name, world, tmp_path, record_property):
+def test_two_gpus_train_like_one(name, world, tmp_path, record_property):
     strategy, bound = STRATEGIES[name]
     sizes = {"iterations": ITERATIONS}
     alone = parameters_on_cpu(trained(world, run_dir=tmp_path / "alone", **sizes))

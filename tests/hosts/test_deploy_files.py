@@ -1,4 +1,4 @@
-"""Files in deploy/ match the published API models, and their commands train."""
+"""The files in deploy/ match the published API models, and their commands work."""
 
 import os
 import subprocess
@@ -27,15 +27,15 @@ def documents(name):
 
 @pytest.mark.parametrize("name", sorted(path.name for path in FILES.glob("*.yaml")))
 def test_every_field_is_known_and_has_its_type(name):
-    """`from_dict` raises for a wrong type and silently drops an unknown field."""
+    """`from_dict` raises an error for a wrong type but silently drops unknown fields."""
     for kind, document in documents(name).items():
         assert getattr(models, MODELS[kind]).from_dict(document).to_dict() == document
 
 
 def trainjob():
-    """Return the TrainJob's command, its env entries, and more variables.
+    """Return the command of the TrainJob, its env entries, and additional variables.
 
-    On a cluster, Kubeflow's controller sets those variables.
+    On a cluster, the controller of Kubeflow sets the additional variables.
     """
     trainer = documents("trainjob.yaml")["TrainJob"]["spec"]["trainer"]
     added = {"PET_NNODES": str(trainer["numNodes"]), "PET_MASTER_PORT": "29400"}
@@ -44,9 +44,9 @@ def trainjob():
 
 
 def indexed_job():
-    """Return the Job's command and its env entries; it needs no more variables.
+    """Return the command of the Job, its env entries, and no additional variables.
 
-    On a cluster, PET_RDZV_ID comes from a label of the pod.
+    On a cluster, PET_RDZV_ID is read from a label of the pod.
     """
     spec = documents("indexed-job.yaml")["Job"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
@@ -64,7 +64,7 @@ def indexed_job():
         (indexed_job, ["clstm-ppo-0", "clstm-ppo-1"]),
     ],
 )
-def test_the_command_trains_over_two_pods_and_continues_with_a_new_one(job, names, tmp_path):
+def test_the_command_trains_on_two_pods_and_continues_after_one_is_replaced(job, names, tmp_path):
     """Each pod has one CPU rank, and a temporary folder replaces /runs."""
     command, entries, environment = job()
     environment |= {entry["name"]: entry.get("value", "from a label") for entry in entries}
@@ -72,7 +72,7 @@ def test_the_command_trains_over_two_pods_and_continues_with_a_new_one(job, name
     command = [word.replace("/runs/", f"{tmp_path}/") for word in command]
     command += [*RECALL, "--total_steps", 64 * 30, "--checkpoint_every", 2]
     run_dir = tmp_path / "clstm-ppo"
-    # on a cluster, the service gives the pods these names
+    # On a cluster, the service gives these DNS names to the pods.
     pods = [f"{name}.clstm-ppo {name}" for name in names]
     with connected_or_skip(tmp_path, *pods) as network:
 
@@ -100,10 +100,10 @@ def test_the_command_trains_over_two_pods_and_continues_with_a_new_one(job, name
         ("touch checkpoints/iteration_00000002.pt", 1, 0, "queued again\nscontrol requeue 7"),
     ],
 )
-def test_a_slurm_job_is_finished_by_what_it_did_and_not_by_an_earlier_summary(
+def test_a_slurm_job_is_requeued_only_if_it_saved_something_new(
     leaves, code, expected, says, tmp_path
 ):
-    """A fake srun runs `leaves` in the run directory; scontrol prints its arguments."""
+    """A fake srun runs the command `leaves`; a fake scontrol prints its arguments."""
     (tmp_path / "checkpoints").mkdir()
     for name in ("summary.json", "checkpoints/iteration_00000001.pt"):
         (tmp_path / name).touch()

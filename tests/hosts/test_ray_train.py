@@ -1,6 +1,6 @@
 """examples/ray_train.py on a Ray cluster of two nodes, started on this machine.
 
-The tests do not depend on Ray. To run this one, pip install 'ray[train]' in a separate environment.
+The other tests do not need Ray. To run this one, install 'ray[train]' in a separate environment.
 """
 
 import os
@@ -22,7 +22,7 @@ def address(monkeypatch):
     from ray.cluster_utils import Cluster
 
     cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})  # one core, so each rank uses one thread
+    os.sched_setaffinity(0, {min(cores)})  # one core per rank, so each rank uses one thread
     monkeypatch.setenv("RAY_DISABLE_DASHBOARD", "1")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
@@ -35,7 +35,7 @@ def address(monkeypatch):
         os.sched_setaffinity(0, cores)
 
 
-def test_ray_starts_the_ranks_again_and_the_end_is_the_same(address, tmp_path):
+def test_ray_restarts_the_ranks_and_the_result_is_the_same(address, tmp_path):
     run_dir, alone = tmp_path / "run", tmp_path / "alone"
     options = ["--address", address, "--workers", "2", "--max_failures", "1"]
     job = start(REPO / "examples/ray_train.py", *options, *FLAGS, "--run_dir", run_dir)

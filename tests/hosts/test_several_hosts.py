@@ -48,9 +48,9 @@ def on_both(network, run_dir, *flags, **options):
 def test_a_killed_host_is_replaced_and_the_run_continues_from_its_checkpoint(
     shared_disk, network, tmp_path, uninterrupted
 ):
-    """Test a disk that both hosts share, and separate disks under the same path.
+    """Test a disk that both hosts share, and separate disks mounted at the same path.
 
-    Before the kill, the link between the hosts is cut for 20 s; the run only pauses.
+    Before the kill, the link between the hosts is cut for 20 s, during which the run pauses.
     """
     (tmp_path / "disk").mkdir()
 
@@ -82,7 +82,7 @@ def test_a_killed_host_is_replaced_and_the_run_continues_from_its_checkpoint(
     assert [rank["host"] for rank in state["ranks"]] == ["first", "second"]
 
 
-def test_of_one_to_two_hosts_one_may_come_and_leave_and_the_curve_is_that_of_one(network, tmp_path):
+def test_a_second_host_may_join_and_leave_and_the_curve_equals_that_of_one_host(network, tmp_path):
     run_dir = tmp_path / "run"
     more = ["--precision", "fp64", "--resume", "auto"]
     flags = [*FLAGS, *more, "--run_dir", run_dir, "--collective_timeout", "20"]
@@ -108,16 +108,16 @@ def test_of_one_to_two_hosts_one_may_come_and_leave_and_the_curve_is_that_of_one
 def test_a_lost_first_host_ends_the_ranks_and_a_new_start_continues(
     network, tmp_path, uninterrupted
 ):
-    """The first host holds the store that every torchrun uses.
+    """The first host runs the store that torchrun uses on every host.
 
-    Without it, torchrun on the second host may hang for minutes.
+    Without that store, torchrun on the second host may hang for minutes.
     """
     run_dir, flags = tmp_path / "run", ["--collective_timeout", "20"]
     first, second = on_both(network, run_dir, *flags)
     wait_until(lambda: saved(run_dir) >= 6, first.process)
     network.hosts["first"].kill()
     wait_until(lambda: "may be lost" in second.text, within_s=60)
-    for name in network.names:  # a scheduler would restart both hosts
+    for name in network.names:  # as a scheduler would do
         network.hosts[name].kill()
         network.start(name)
     for job in on_both(network, run_dir, *flags):

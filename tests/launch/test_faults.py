@@ -1,4 +1,4 @@
-"""Faults during training on two ranks: one error line, and no process is left."""
+"""Faults during training on two ranks: one error line, and no process remains."""
 
 import json
 import re
@@ -33,11 +33,11 @@ def finish(job, code=0, tracebacks=0):
     return [line for line in stderr.splitlines() if line.startswith("error: ")]
 
 
-# ---- faults that a rank survives
+# ---- faults after which training continues
 
 
-def test_environments_that_misbehave_begin_again_as_on_one_rank(ranks, ranks_folder, tmp_path):
-    """The ranks themselves check further faults: see tests/faults_ranks.py."""
+def test_misbehaving_environments_restart_as_on_one_rank(ranks, ranks_folder, tmp_path):
+    """Assertions for other faults run inside the ranks: see tests/faults_ranks.py."""
     with world_of_one() as world:
         alone = restarts(world, tmp_path)
     assert ranks[0]["counts"] == ranks[1]["counts"] == alone["counts"] == [0, 5, 0]
@@ -56,7 +56,10 @@ def test_environments_that_misbehave_begin_again_as_on_one_rank(ranks, ranks_fol
 
 
 def misbehaving(run_dir, misdeeds, at, *flags, stream="environment", ranks=2):
-    """Start a run in which `misdeeds` {environment: misdeed} happen at step `at`."""
+    """Start a run in which environments misbehave at step `at`.
+
+    `misdeeds` maps the number of an environment to its misdeed.
+    """
     kwargs = json.dumps({"misdeeds": misdeeds, "at": at, "stream": stream})
     env = ["--env", "misbehaving_envs:Misbehaving-v0", "--env_kwargs", kwargs]
     return start_training(*env, "--run_dir", run_dir, *SMALL, "--num_gpus", ranks, *flags)
@@ -80,7 +83,7 @@ def test_a_fault_of_an_environment_ends_the_job_and_names_rank_number_and_step(
     job = misbehaving(tmp_path / "run", {3: misdeed}, at, *flags, stream=stream)
     (line,) = finish(job, 1)
     where = f"rank 1: .*environment misbehaving_envs:Misbehaving-v0 number 3 at its step {at}: "
-    # gloo's thread may end the process before rank 1 writes its error line
+    # A thread of gloo may end the process before rank 1 writes its error line.
     by_gloo = misdeed == "close descriptors" and "rank 1 (process" in line
     assert by_gloo or re.search(f"{where}.*{problem}", line), line
     assert [record["iteration"] for record in records(tmp_path / "run")] == [1]
@@ -89,7 +92,7 @@ def test_a_fault_of_an_environment_ends_the_job_and_names_rank_number_and_step(
 
 
 @pytest.mark.slow
-def test_with_env_restarts_a_run_continues_even_if_many_hang_longer_than_a_rank_is_waited_for(
+def test_with_env_restarts_a_run_continues_even_if_many_environments_hang(
     tmp_path,
 ):
     run_dir = tmp_path / "run"
@@ -102,7 +105,7 @@ def test_with_env_restarts_a_run_continues_even_if_many_hang_longer_than_a_rank_
         assert (log_of(run_dir, 0) + log_of(run_dir, 1)).count(line) == 1
 
 
-def test_a_signal_during_the_evaluation_ends_the_run_and_the_users_command_hears_of_it_once(
+def test_a_signal_during_the_evaluation_ends_the_run_with_a_single_event(
     tmp_path,
 ):
     run_dir = tmp_path / "run"
@@ -111,14 +114,14 @@ def test_a_signal_during_the_evaluation_ends_the_run_and_the_users_command_hears
     job = misbehaving(run_dir, {3: "hang"}, 5, *flags, stream="evaluation", ranks=1)
     path = run_dir / "state.json"
     wait_until(lambda: path.exists() and '"evaluation"' in path.read_text(), job)
-    time.sleep(0.5)  # let the evaluation begin; an earlier signal ends the run in the same way
+    time.sleep(0.5)  # the evaluation has begun by then; an earlier signal has the same effect
     job.send_signal(signal.SIGTERM)
     finish(job, 143)
     assert (tmp_path / "events").read_text() == "stopped 143\n"
     assert latest_checkpoint(run_dir).name == "iteration_00000001.pt"
 
 
-# ---- a user's callback, core or logger exits or hangs
+# ---- a callback, core or logger of the user exits or hangs
 
 
 ODD = {
@@ -134,13 +137,13 @@ ON_2 = ["--num_gpus", 2]
     [
         ("callback exit -1", [], "callback raised SystemExit: 0"),
         ("core exit 0", [*ON_2, "--max_restarts", 1], "rank 0 failed with SystemExit: 0"),
-        ("logger exit -1", [], ""),  # only the logger's records are lost
+        ("logger exit -1", [], ""),  # only the records of the logger are lost
         ("callback hang -1", [], "rank 0: made no progress for 3 s in iteration callback"),
         ("logger hang -1", [], "rank 0: made no progress for 3 s in loggers"),
         ("core hang 1", ON_2, "rank 1"),
     ],
 )
-def test_code_of_the_user_that_leaves_or_hangs_ends_the_job_as_a_failure_and_is_named(
+def test_user_code_that_exits_or_hangs_fails_the_job_and_is_named(
     odd, flags, says, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("ODD", odd)
@@ -157,8 +160,8 @@ def test_code_of_the_user_that_leaves_or_hangs_ends_the_job_as_a_failure_and_is_
 # ---- ranks that were started with different settings
 
 
-def test_ranks_with_other_settings_end_together_and_name_the_difference(tmp_path, monkeypatch):
-    """Start 2 ranks as another launcher would; the second gets another --gamma."""
+def test_ranks_with_different_settings_end_together_and_name_the_difference(tmp_path, monkeypatch):
+    """Start 2 ranks without our launcher; the second one has a different --gamma."""
     flags = [*RECALL, "--total_steps", ITERATION, "--eval_episodes", 2]
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": get_free_port()}
     variables |= dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE"], 2)

@@ -1,4 +1,4 @@
-"""Dead ranks: the job names them, then ends, or restarts with the same result."""
+"""When a rank dies, the job names it, then ends or restarts with the same result."""
 
 import functools
 import json
@@ -27,15 +27,16 @@ from rl_dist.resume_check import differences, result_of
 SIZES = [*RECALL, "--num_envs", 6, "--batch_size", 6, "--eval_episodes", 2, "--validate_every", 0]
 SIX = [*SIZES, "--total_steps", 6 * 6 * 16, "--checkpoint_every", 2, "--keep_checkpoints", 100]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
-PATIENCE_S = 300  # enough for whole runs on a busy machine
+PATIENCE_S = 300  # enough for a whole run on a busy machine
 pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
 
 
 def dying(monkeypatch, die, *flags, before=(), folder=None):
     """Start training in which one rank dies at the point that `die` describes.
 
-    `die` holds the place, the rank, the iteration, and how the rank ends. With `folder`, return
-    when the rank is about to die; it then waits for a file `go` in that folder.
+    `die` holds the place, the rank, the iteration, and how the rank ends. With `folder`, this
+    function returns when the rank is about to die; the rank then waits for the file `go` in that
+    folder.
     """
     monkeypatch.setenv("DIE", die)
     if folder:
@@ -50,7 +51,7 @@ def dying(monkeypatch, die, *flags, before=(), folder=None):
 def undisturbed(tmp_path_factory):
     """Return a function that trains on `num_ranks` ranks without faults.
 
-    It returns the run directory. A second call with the same number returns the same run.
+    The function returns the run directory. It trains only once for each number of ranks.
     """
 
     @functools.cache
@@ -69,13 +70,13 @@ def assert_as_if_nothing_had_happened(run_dir, reference):
     facts = []
     for folder in (run_dir, reference):
         summary = read_object(folder / "summary.json")
-        summary.pop("scaling", None)  # measured times differ
+        summary.pop("scaling", None)  # contains measured times
         names = {path.name for path in (folder / "checkpoints").iterdir()}
         facts.append((summary, names, scalars(folder)["loss/policy"]))
     assert facts[0] == facts[1]
 
 
-def test_a_killed_rank_costs_a_line_and_an_event_and_the_end_is_the_same_bit_for_bit(
+def test_a_killed_rank_is_reported_and_restarted_with_the_same_result_bit_for_bit(
     tmp_path, monkeypatch, undisturbed
 ):
     run_dir, temporary = tmp_path / "run", tmp_path / "tmp"
@@ -83,9 +84,9 @@ def test_a_killed_rank_costs_a_line_and_an_event_and_the_end_is_the_same_bit_for
     monkeypatch.setenv("TMPDIR", str(temporary))
     note = f"cat >> {tmp_path}/events; echo >> {tmp_path}/events"
     flags = [*SIX, "--num_gpus", 2, "--run_dir", run_dir, "--max_restarts", 2, "--on_event", note]
-    flags += ["--env_workers", "auto"]  # the restart does not measure again
+    flags += ["--env_workers", "auto"]  # chosen once, not again after the restart
     job = dying(monkeypatch, "update 1 3 SIGKILL", *flags, folder=tmp_path)
-    # while two ranks train, they listen only on loopback, and other users cannot join them
+    # Both ranks listen only on loopback, and no other user can open the folder of their store.
     sockets = [socket for p in session(job.pid) for socket in p.net_connections("inet")]
     addresses = {socket.laddr.ip for socket in sockets if socket.laddr and not socket.raddr}
     assert addresses and addresses <= {"127.0.0.1", "::1"}
@@ -115,10 +116,10 @@ def test_a_killed_rank_costs_a_line_and_an_event_and_the_end_is_the_same_bit_for
         (2, "update 1 1 SIGKILL", "SIGKILL.*from iteration 0"),
         (2, "update 1 3 error", "RuntimeError: the roof.*from iteration 2"),
         (3, "update 1 3 SIGKILL", "SIGKILL.*from iteration 2"),
-        (2, "update 1 3 SIGKILL", ""),  # torchrun restarts the rank
+        (2, "update 1 3 SIGKILL", ""),  # restarted by torchrun
     ],
 )
-def test_whenever_and_however_a_rank_dies_the_end_is_the_same(
+def test_the_result_is_the_same_whenever_and_however_a_rank_dies(
     ranks, die, says, tmp_path, monkeypatch, undisturbed
 ):
     flags = [*SIX, "--run_dir", tmp_path / "run"]
@@ -130,7 +131,9 @@ def test_whenever_and_however_a_rank_dies_the_end_is_the_same(
     assert_as_if_nothing_had_happened(tmp_path / "run", undisturbed(ranks))
 
 
-def test_a_death_that_is_not_restarted_ends_the_job_with_one_line_and_event(tmp_path, monkeypatch):
+def test_a_dead_rank_without_restarts_ends_the_job_with_one_line_and_one_event(
+    tmp_path, monkeypatch
+):
     flags = [*SIX, "--run_dir", tmp_path / "run", "--on_event", f"cat >> {tmp_path}/events"]
     err = end_of(dying(monkeypatch, "rollout 0 3 0", *flags), 1)
     (line,) = [line for line in err.splitlines() if not line.startswith("iteration ")]
@@ -145,7 +148,7 @@ def test_a_killed_supervisor_leaves_no_orphan_and_resume_auto_continues(tmp_path
     run_dir = tmp_path / "run"
     flags = [*SIZES, "--checkpoint_every", 1, "--run_dir", run_dir]
     endless = ["--num_gpus", 2, "--total_steps", 10**9]
-    # rank 1 hangs: it waits for a file `go` that never appears
+    # Rank 1 hangs, because it waits for a file `go` that never appears.
     job = dying(monkeypatch, "update 1 4 SIGKILL", *flags, *endless, folder=tmp_path)
     assert len(session(job.pid)) >= 4
     os.kill(job.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Start, stop and failure of ranks: one clear message, and no process is left."""
+"""Start, stop and failure of ranks: one clear message, and no process remains."""
 
 import multiprocessing
 import os
@@ -20,14 +20,14 @@ from rl_dist.launch.ranks import launch
     ("way", "victim", "signals", "code", "saved"),
     [
         ("", "group", ["SIGINT"], 130, "2"),
-        ("", "launcher", ["SIGKILL"], -9, "15"),  # each rank then gets SIGTERM
+        ("", "launcher", ["SIGKILL"], -9, "15"),  # then each rank gets SIGTERM
         ("start", "launcher", ["SIGKILL"], -9, ""),
         ("evaluation", "rank 1", ["SIGTERM"], 143, ""),
         pytest.param("", "rank 1", ["SIGUSR1"], 138, "10", marks=pytest.mark.slow),
         pytest.param("hang", "group", ["SIGINT", "SIGTERM"], 130, "", marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_to_anybody_ends_all_ranks_after_they_have_saved(
+def test_a_signal_to_any_process_ends_all_ranks_after_they_have_saved(
     way, victim, signals, code, saved, tmp_path
 ):
     job = start(REPO / "tests/rl_dist_ranks.py", "loop", tmp_path, way)
@@ -48,11 +48,11 @@ def test_a_signal_to_anybody_ends_all_ranks_after_they_have_saved(
 @pytest.mark.parametrize(
     ("work", "args", "ranks", "code", "says", "tracebacks"),
     [
-        # rank 0 misses rank 1 and fails too, but the error names rank 1 as the cause
+        # Without rank 1, rank 0 also fails, but the error names rank 1 as the cause.
         ("loop", ["fail slowly"], 2, 1, "rank 1 failed with RuntimeError: the roof", 0),
         ("loop", ["mistake"], 2, 2, "num_envs must be at least 1, got 0", 0),
         ("loop", ["exit while others hang"], 2, 1, "ended with code 0", 0),
-        # no rank reports the cause itself, so the message that names a rank is printed
+        # The halted rank 2 reports nothing, so the message of a rank that waited for it is printed.
         ("halt", [], 3, 1, "rank 1: waited .* for rank 2", 0),
         pytest.param(
             "loop", ["fail while others hang"], 2, 1, "rank 1 failed", 1, marks=pytest.mark.slow
@@ -66,7 +66,7 @@ def test_a_rank_that_fails_or_dies_ends_the_job_and_is_named_in_one_line(
     monkeypatch.setattr("rl_dist.launch.ranks.TEARDOWN_S", 2.0)
     monkeypatch.setattr("rl_dist.launch.ranks.DEATH_GRACE_S", 2.0)
     function, arguments = getattr(rl_dist_ranks, work), (str(tmp_path), *args)
-    restarts = code - 1  # a user's mistake (code 2) is not restarted, even if restarts are allowed
+    restarts = code - 1  # after a user's mistake (code 2), nothing is restarted, although it may be
     assert launch(function, arguments, num_ranks=ranks, max_restarts=restarts) == code
     stderr = capfd.readouterr().err
     (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
@@ -92,7 +92,9 @@ def fail(error):
         (int, 7, 7, ""),
     ],
 )
-def test_a_single_rank_runs_here_with_the_same_exit_codes(function, argument, code, says, capfd):
+def test_a_single_rank_runs_in_this_process_with_the_same_exit_codes(
+    function, argument, code, says, capfd
+):
     assert launch(function, (argument,), num_ranks=1) == code
     stderr = capfd.readouterr().err
     assert says in stderr and bool(says) == bool(stderr)
@@ -102,7 +104,7 @@ def fall():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_one_rank_restarts_too_and_only_as_many_times_as_it_may(capfd):
+def test_a_single_rank_is_also_restarted_up_to_the_limit(capfd):
     assert launch(fall, (), num_ranks=1, max_restarts=1) == 1
     died = r"rank 0 \(process \d+\) was ended by SIGKILL"
     assert re.fullmatch(rf"{died}: restart 1 of 1\nerror: {died}\n", capfd.readouterr().err)

@@ -1,4 +1,4 @@
-"""Environment variables of torchrun and other launchers, and how ranks meet."""
+"""Environment variables of torchrun and other launchers; how ranks connect."""
 
 import os
 import signal
@@ -43,14 +43,16 @@ def environment(monkeypatch):
         (TORCHRUN | {"MASTER_ADDR": None}, "MASTER_ADDR is not"),
         (TORCHRUN | {"MASTER_PORT": "port"}, "MASTER_PORT must be .*, got .port."),
         (TORCHRUN | {"RANK": None}, "WORLD_SIZE is 2, but RANK is not set"),
-        # a launcher that starts several copies of the command without setting their ranks
+        # A launcher started several copies of the command without numbering them as ranks.
         ({"SLURM_NTASKS": "2"}, "SLURM_NTASKS is 2.*deploy/slurm.sbatch.*unset SLURM_NTASKS"),
         ({"PET_NNODES": "1:4"}, "PET_NNODES is 1:4.*unset PET_NNODES"),
         (TORCHRUN, ""),
         (TORCHRUN | {"SLURM_NTASKS": "2"}, ""),
     ],
 )
-def test_variables_that_contradict_or_would_train_copies_are_named(variables, says, environment):
+def test_contradictory_variables_and_those_of_uncoordinated_copies_are_named(
+    variables, says, environment
+):
     environment(**variables)
     if says:
         with pytest.raises(ValueError, match=says):
@@ -76,8 +78,8 @@ def test_ranks_that_may_be_on_several_machines_are_not_bound_to_loopback(
     with pytest.raises(ValueError, match="nobody there"):
         world.open_world("cpu")
     world.close_world()
-    # child processes must not inherit the loopback setting: torchrun from a notebook, for example,
-    # may need other machines
+    # Child processes must not inherit the loopback setting: if a notebook starts torchrun, for
+    # example, its ranks may be on several machines.
     assert not set(BOUND) & os.environ.keys()
     assert bound == (["lo", "lo"] if local_size == "2" else ["", ""])
 
@@ -91,7 +93,7 @@ def test_given_threads_win_over_torchruns_variable(environment):
     assert torch.get_num_threads() == threads
 
 
-def test_of_torchruns_ranks_only_the_first_to_fail_prints_the_mistake_they_share(
+def test_only_the_first_of_torchruns_ranks_prints_a_mistake_that_all_share(
     environment, monkeypatch, capsys, tmp_path
 ):
     (tmp_path / "attempt_0").mkdir()
@@ -104,9 +106,7 @@ def test_of_torchruns_ranks_only_the_first_to_fail_prints_the_mistake_they_share
         assert only_error(printed) if rank == 1 else printed == ""
 
 
-def test_torchrun_with_restarts_needs_a_name_for_the_run(
-    environment, monkeypatch, capsys, tmp_path
-):
+def test_torchrun_with_restarts_needs_a_run_directory(environment, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     environment(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", TORCHELASTIC_MAX_RESTARTS="1")
     assert train_here(monkeypatch, *RECALL) == 2
@@ -114,20 +114,20 @@ def test_torchrun_with_restarts_needs_a_name_for_the_run(
     assert not list(tmp_path.iterdir())
 
 
-# ---- how ranks meet in the store
+# ---- how ranks find each other through the store
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_meets_nobody_says_where_it_looked(environment, rank, capfd):
+def test_a_rank_that_finds_no_other_rank_names_the_address_that_it_tried(environment, rank, capfd):
     port = str(get_free_port())
     environment(**TORCHRUN | {"RANK": str(rank), "MASTER_PORT": port})
     says = f"rank {rank} .*MASTER_ADDR 127.0.0.1, MASTER_PORT {port} within 1 s"
     with pytest.raises(ValueError, match=says):
         open_store(rank, 2, 1.0)
-    assert capfd.readouterr().err == ""  # torch prints nothing
+    assert capfd.readouterr().err == ""  # torch must print nothing
 
 
-def test_a_rank_that_meets_the_others_but_never_connects_is_named(environment):
+def test_a_rank_that_joins_the_store_but_never_connects_is_named(environment):
     """Rank 1 joins the store of rank 0, but never opens its connections."""
     variables = TORCHRUN | {"MASTER_PORT": str(get_free_port())}
     environment(**variables | {"RANK": "0", "LOCAL_RANK": "0"})
@@ -142,13 +142,13 @@ def test_a_rank_that_meets_the_others_but_never_connects_is_named(environment):
     del store
 
 
-def test_ranks_share_a_part_of_the_store_that_no_dead_rank_has_written_to():
+def test_ranks_use_a_part_of_the_store_without_keys_of_dead_ranks():
     store, size, parts = dist.HashStore(), 3, {}
 
     def meet(rank):
         parts[rank] = part_of_this_start(store, rank, size, time.monotonic() + 60)
 
-    for turn in range(2):  # the store of the second start still holds all keys of the first one
+    for turn in range(2):  # in the second start, the store still holds all keys of the first
         ranks = [threading.Thread(target=meet, args=(rank,)) for rank in reversed(range(size))]
         for rank in ranks:
             rank.start()
@@ -169,10 +169,10 @@ sys.exit(launch(stop, (), 1))
 """
 
 
-def test_a_rank_that_others_have_stopped_waits_for_the_signal_of_its_own_torchrun(environment):
-    """Torchrun treats an exit before it has sent its signal as a failure.
+def test_a_rank_stopped_by_others_waits_for_the_signal_of_its_torchrun(environment):
+    """To torchrun, a rank that exits before torchrun has sent it a signal has failed.
 
-    It would count a restart or end the job, although a host has only joined or left.
+    Torchrun would then count a restart or end the job, although a host only joined or left.
     """
     environment(RANK="0", WORLD_SIZE="1", TORCHELASTIC_RUN_ID="job")
     job = start("-c", STOPPED)

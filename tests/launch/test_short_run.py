@@ -1,4 +1,4 @@
-"""Short runs and reductions in child processes: results, refusals, cleanup."""
+"""Short runs and timed reductions in child processes: results, errors, cleanup."""
 
 import psutil
 import pytest
@@ -20,10 +20,10 @@ def nobody_left():
 
 
 @pytest.mark.parametrize(("enough_s", "fewest"), [(100.0, 3), (0.0, 2)])
-def test_copies_train_side_by_side_with_their_flags_and_other_episodes(
+def test_copies_train_in_parallel_with_their_flags_and_different_episodes(
     enough_s, fewest, monkeypatch
 ):
-    """Once `enough_s` seconds have passed, two measured iterations are enough."""
+    """After `enough_s` seconds, two measured iterations are enough."""
     monkeypatch.setattr(child, "ENOUGH_S", enough_s)
     monkeypatch.setattr(child, "ROUNDS_S", 0.0 if enough_s else 10**6)
     runs = measure_short_runs([[*TINY, "--num_episodes", "7"], TINY])
@@ -46,7 +46,7 @@ def test_copies_train_side_by_side_with_their_flags_and_other_episodes(
         (["--hidden_size", "0"], 600.0, UserError, "hidden_size"),
     ],
 )
-def test_a_run_that_refuses_its_flags_or_makes_no_progress_is_given_up(
+def test_a_run_that_refuses_its_flags_or_makes_no_progress_raises_an_error(
     flags, timeout_s, error, says
 ):
     with pytest.raises(error, match=says):

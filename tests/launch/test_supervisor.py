@@ -51,14 +51,16 @@ def end_of(job):
         ("sys.exit(3)", 3, ""),
         ("1 / 0", 1, "ZeroDivisionError"),
         ("os.closerange(3, 256); leave(5)", 5, ""),
-        ("report(exit_code=0); os.abort()", 0, ""),  # it reported success first
-        # the exit of a process that it forked does not count as its report
+        ("report(exit_code=0); os.abort()", 0, ""),  # success was reported first
+        # The exit of a process that the child forks does not count as a report of the child.
         ("if os.fork() == 0: sys.exit(0)\nos.wait(); os._exit(0)", 1, "code 0"),
-        # a thread that never ends does not delay the exit
+        # A thread that never ends does not delay the exit.
         ("threading.Thread(target=time.sleep, args=(1000,)).start(); report(exit_code=0)", 0, ""),
     ],
 )
-def test_a_death_without_a_report_is_a_failure_whatever_its_code(code, exit_code, says):
+def test_a_child_that_dies_without_a_report_has_failed_whatever_its_exit_code(
+    code, exit_code, says
+):
     job, child = supervise(code)
     ended, stderr = end_of(job)
     assert ended == exit_code and not psutil.pid_exists(child)
@@ -74,10 +76,10 @@ LEAVE = "signal.signal({0}, lambda *_: leave(128 + {0}))\n"
     [
         (["SIGTERM"], LEAVE.format(15), 143, ""),
         (["SIGHUP"], LEAVE.format(1), 129, ""),
-        (["SIGSTOP", "SIGCONT", "SIGTERM"], "", 143, "SIGTERM"),  # Ctrl-Z and fg in a shell
-        # schedulers send USR1 as a warning before TERM
+        (["SIGSTOP", "SIGCONT", "SIGTERM"], "", 143, "SIGTERM"),  # Ctrl-Z, then fg
+        # Some schedulers send USR1 as a warning before TERM.
         (["SIGUSR1", "SIGTERM"], f"{LEAVE.format(15)}signal.signal(10, lambda *_: 0)\n", 143, ""),
-        # a second stop signal ends even a process that blocks stop signals
+        # A second stop signal ends even a process that blocks stop signals.
         (["SIGTERM", "SIGINT"], "signal.pthread_sigmask(0, [2, 15])\n", 143, "SIGTERM"),
         (["SIGINT"], "signal.signal(2, signal.default_int_handler)\n", 130, "SIGINT"),
     ],
@@ -93,7 +95,7 @@ def test_stop_signals_are_passed_on_and_a_second_one_ends_it(signals, code, exit
     assert not psutil.pid_exists(child)
 
 
-def test_ctrl_c_ends_an_import_that_would_swallow_it():
+def test_ctrl_c_ends_even_an_import_that_catches_it():
     swallow = "try: print('ready', flush=True); time.sleep(1)\nexcept KeyboardInterrupt: pass"
     job = start("-c", SUPERVISED.format(before_training=swallow) + WAIT, cwd=REPO)
     assert job.stdout.readline() == "ready\n"
@@ -119,7 +121,7 @@ def test_the_supervisor_of_a_training_loads_no_torch():
     assert "torch" not in loaded and "numpy" not in loaded
 
 
-def test_it_runs_with_closed_outputs(tmp_path):
+def test_the_supervisor_works_with_closed_stdout_and_stderr(tmp_path):
     opened = "' '.join(os.readlink(f'/proc/self/fd/{n}') for n in (1, 2))"
     outlive = "from rl_dist.errors import outlive_readers; outlive_readers()"
     program = SUPERVISED.format(before_training=outlive)
@@ -129,12 +131,12 @@ def test_it_runs_with_closed_outputs(tmp_path):
     assert (tmp_path / "fds").read_text() == "/dev/null /dev/null"
 
 
-def test_quick_presses_of_ctrl_c_insist(monkeypatch):
+def test_repeated_presses_of_ctrl_c_force_an_exit(monkeypatch):
     now = [10.0]
     monkeypatch.setattr(process_ends, "time", SimpleNamespace(monotonic=lambda: now[0]))
     stop = StopFlag()
     for pressed in range(3):
-        for _ in range(2):  # one press arrives twice: from the terminal and from the supervisor
+        for _ in range(2):  # each press arrives twice: from terminal and supervisor
             stop.count(signal.SIGINT)
         now[0] += 0.6 * SAME_KEYPRESS_S
         assert stop.insists == (pressed == 2)

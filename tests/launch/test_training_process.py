@@ -17,7 +17,7 @@ SHORT = [*RECALL, "--eval_episodes", "4"]
 
 
 @pytest.mark.slow
-def test_a_training_that_succeeds_has_its_result_and_monitoring_changes_no_number(
+def test_a_successful_training_returns_its_result_and_monitoring_changes_no_figure(
     tmp_path, monkeypatch
 ):
     named = {"total_steps": 512, "anneal_lr": False, "num_gpus": 1, "stop_at": None}
@@ -45,7 +45,7 @@ def test_a_training_that_succeeds_has_its_result_and_monitoring_changes_no_numbe
         ("report_to_caller(error='too many cooks'); sys.exit(2)", 2, "too many cooks"),
     ],
 )
-def test_a_training_that_fails_has_its_error(code, exit_code, error, tmp_path):
+def test_a_failed_training_returns_its_error(code, exit_code, error, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(f"import os, sys\nfrom rl_dist.errors import report_to_caller\n{code}")
     result = launch_distributed_training(echo=False, script=script)
@@ -53,7 +53,7 @@ def test_a_training_that_fails_has_its_error(code, exit_code, error, tmp_path):
     assert error in result.error and (result.iterations, result.final_losses) == (0, {})
 
 
-def test_ctrl_c_lets_the_training_save_and_is_raised_here(tmp_path):
+def test_ctrl_c_lets_the_training_save_before_it_is_raised(tmp_path):
     script, saved = tmp_path / "script.py", tmp_path / "saved"
     script.write_text(
         "import pathlib, time\ntry:\n"
@@ -73,7 +73,7 @@ def test_ctrl_c_lets_the_training_save_and_is_raised_here(tmp_path):
 
 
 @pytest.mark.parametrize("name", rl_dist.__all__)
-def test_every_function_the_package_offers_is_there_with_an_example(name):
+def test_every_public_function_exists_and_documents_an_example(name):
     home = importlib.import_module(f"rl_dist.{rl_dist._HOMES[name]}")
     function = getattr(rl_dist, name)
     assert function is getattr(home, name) and f"{name}(" in function.__doc__

@@ -1,4 +1,4 @@
-"""Flags, machine and torchrun decide the number of ranks and their GPUs.
+"""Flags, the machine and torchrun determine the number of ranks and their GPUs.
 
 The GPUs are faked.
 """
@@ -64,7 +64,7 @@ def test_ranks_and_devices_follow_flags_machine_and_torchrun(
         (0, 2, {"max_restarts": 1}, "max_restarts.*torchrun"),
     ],
 )
-def test_what_the_machine_or_torchrun_does_not_have_is_refused(
+def test_gpus_and_ranks_that_do_not_exist_are_refused(
     machine, monkeypatch, gpus, torchrun_ranks, flags, says
 ):
     machine(gpus, torchrun_ranks)
@@ -81,7 +81,7 @@ def test_what_the_machine_or_torchrun_does_not_have_is_refused(
         (None, 1, (0, 3), "needs GPU 3"),
     ],
 )
-def test_each_rank_takes_the_gpu_at_its_place_in_the_list(
+def test_each_rank_uses_the_gpu_at_its_position_in_the_list(
     machine, monkeypatch, visible, gpus, gpu_ids, taken
 ):
     machine(gpus, ranks=2, local_rank=1)
@@ -107,7 +107,7 @@ def test_each_rank_takes_the_gpu_at_its_place_in_the_list(
         ({"gpu_ids": "0,1"}, "--device=cpu", -1, ""),
     ],
 )
-def test_a_resumed_run_may_take_other_gpus_by_either_flag(saved, flag, num_gpus, gpu_ids):
+def test_either_flag_may_select_other_gpus_for_a_resumed_run(saved, flag, num_gpus, gpu_ids):
     config = RunConfig(launch=LaunchConfig(**saved))
     launch = resumed_config(config, parse_training([flag]).given).launch
     assert (launch.num_gpus, launch.gpu_ids) == (num_gpus, gpu_ids)

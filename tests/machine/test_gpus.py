@@ -1,4 +1,4 @@
-"""Facts and figures of GPUs, including GPUs that do not answer."""
+"""Names, memory and use of GPUs, including GPUs that do not answer."""
 
 from dataclasses import asdict
 
@@ -20,8 +20,8 @@ WHOLE = {
     [
         ({}, {}),
         ({"power_draw": LOST}, {"power_w": None, "error": "GPU is lost"}),
-        ({"device_memory_used": LOST}, {"error": "GPU is lost"}),  # torch reports this value too
-        # mem_get_info would open a device that this process does not use, so it is not called
+        ({"device_memory_used": LOST}, {"error": "GPU is lost"}),  # torch reports this value, too
+        # mem_get_info must not be called: it would open a device that this process does not use.
         ({"memory_stats": {}, "mem_get_info": LOST},
          {"memory_allocated_gib": 0, "memory_reserved_gib": 0, "memory_peak_gib": 0,
           "memory_free_gib": 50}),
@@ -29,13 +29,15 @@ WHOLE = {
          {"name": "", "memory_total_gib": None, "error": "GPU is lost"}),
     ],
 )  # fmt: skip
-def test_a_value_that_fails_is_none_and_the_others_are_there(monkeypatch, answers, changed):
-    # a first GPU that does not answer must not hide the second one
+def test_a_value_that_cannot_be_read_is_none_and_the_others_are_reported(
+    monkeypatch, answers, changed
+):
+    # GPU 0 does not answer; GPU 1 must be shown nevertheless.
     pretend_gpus(monkeypatch, **{"utilization": [LOST, 50]} | answers)
     assert asdict(get_multi_gpu_status()[1]) == WHOLE | changed
 
 
-def test_gpus_are_printed_one_by_line(monkeypatch, capsys):
+def test_gpus_are_printed_one_per_line(monkeypatch, capsys):
     pretend_gpus(monkeypatch, temperature=LOST)
     assert len(get_gpu_info().gpus) == 2
     print_gpu_info()
@@ -43,7 +45,7 @@ def test_gpus_are_printed_one_by_line(monkeypatch, capsys):
     assert len(lines) == 2 and "Fake 9000" in lines[0] and "GPU is lost" in lines[0]
 
 
-def test_clearing_hands_back_what_no_tensor_holds_and_begins_new_peaks(monkeypatch):
+def test_clearing_frees_unused_memory_and_resets_the_peaks(monkeypatch):
     reserved, reset = {0: 0, 1: 5 * GIB}, set()
     pretend_gpus(monkeypatch)
     monkeypatch.setattr("torch.cuda.memory_reserved", reserved.__getitem__)

@@ -14,15 +14,15 @@ WHOLE = (10_000, 8_000)
     ("cgroup", "groups", "expected"),
     [
         ("0::/", {}, WHOLE),
-        # a container sees its group as the root; the group may use more memory than its limit
+        # A container sees its own group as the root. The group may use more memory than its limit.
         ("0::/its/name/outside", {"": (1000, 1200, 0)}, (1000, 0)),
-        # the smallest limit and the least free memory of a group and all its parents count; other
-        # jobs may use memory of the parents
+        # What counts is the smallest limit and the least free memory among a group and its parents:
+        # other jobs may use the memory of a parent.
         ("0::/slice/job/step",
          {"slice/job/step": ("max", 100, 0), "slice/job": (5000, 5000, 100),
           "slice": (4000, 3000, 0), "slice/other": (10, 10, 0)},
          (4000, 100)),
-        # inactive file cache does not count as used
+        # Inactive file cache does not count as used memory.
         ("5:cpu,cpuacct:/elsewhere\n4:memory:/docker/abc\n0::/",
          {"memory/docker/abc": (3000, 2500, 400), "memory": (2**63 - 4096, 9000, 0)},
          (3000, 900)),

@@ -1,6 +1,6 @@
-"""Record which modules a process imports; Python runs this file at its start.
+"""Record which modules a process imports; Python runs this file when it starts.
 
-The names of modules in PACKAGES are written to a file, in the order of import.
+Each process writes the imported modules of PACKAGES to a file named after its process id.
 """
 
 import os
@@ -11,7 +11,7 @@ PACKAGES = ("agents", "envs", "rl_dist", "matplotlib", "pandas", "talib")
 
 
 class Noting:
-    """Import finder that only records names; later finders find the modules."""
+    """Import finder that records module names and leaves the import to other finders."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):

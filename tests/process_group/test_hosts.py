@@ -1,4 +1,4 @@
-"""All ranks must have the same software, code and settings."""
+"""Test that all ranks must have the same software, code and settings."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ def test_a_host_with_another_version_or_setting_is_named(name, tmp_path, monkeyp
     assert key in str(refusal.value) and repr(facts[key]) in str(refusal.value)
 
 
-def test_the_version_of_the_code_follows_every_module(tmp_path, monkeypatch):
+def test_every_module_changes_the_version_of_the_code(tmp_path, monkeypatch):
     monkeypatch.setattr(collectives, "CODE", tmp_path)
     versions = [software({})]
     for name, text in (

@@ -1,4 +1,4 @@
-"""Watchdog verdicts on made-up statuses, one real case, and stragglers."""
+"""Verdicts of the watchdog on made-up statuses, one real case, and stragglers."""
 
 import json
 import re
@@ -20,10 +20,11 @@ GATHERING = RankStatus("start-up", 1, "gather", 1)
 
 
 def verdict(own, play, looks=25, **options):
-    """Return rank 0's verdict and the number of the check that gave it, or ("", 0).
+    """Return the verdict of rank 0's watchdog and the number of the decisive check.
 
-    The watchdog checks every 60 s, a tenth of its timeout. `play(number)` returns the status of
-    rank 1 at that check, None if rank 1 has not arrived, or "lost" if the store does not answer.
+    Without a verdict, return ("", 0). The watchdog checks every 60 s, a tenth of its timeout.
+    `play(number)` returns the status of rank 1 at that check, None if rank 1 has not arrived, or
+    "lost" if the store does not answer.
     """
     verdicts = Verdicts(0, 2, 600.0, 600.0, **options)
     for number in range(1, looks + 1):
@@ -47,7 +48,7 @@ def verdict(own, play, looks=25, **options):
         (GATHERING, CONNECTING, "rank 1, .*in 'connection of the ranks'"),
     ],
 )
-def test_a_rank_that_waits_for_nothing_ends_in_time_and_names_the_cause(own, other, says):
+def test_a_rank_that_waits_in_a_collective_ends_in_time_and_names_the_cause(own, other, says):
     problem, tenth = verdict(own, lambda number: other)
     assert tenth == 11
     assert re.search(says, problem), problem
@@ -59,10 +60,10 @@ def test_a_slow_rank_that_makes_progress_is_waited_for():
 
 
 @pytest.mark.parametrize(("looks", "watches", "hangs"), [(121, 1, 1), (120, 1, 0), (121, 0, 0)])
-def test_own_work_that_hangs_ends_by_the_time_that_the_process_ran(looks, watches, hangs):
-    """Each check counts as 5 s, although the clock advances 60 s between two checks.
+def test_work_that_hangs_is_ended_after_a_time_in_which_the_process_ran(looks, watches, hangs):
+    """A check counts as at most 5 s, although the clock advances 60 s between checks.
 
-    Time in which the process is halted therefore does not count.
+    So the time in which the process is halted does not count.
     """
     own = RankStatus("callback", 5)
     problem, _ = verdict(own, lambda number: None, looks, watches_work=bool(watches))
@@ -77,10 +78,10 @@ time.sleep(1000)
 """
 
 
-def test_a_rank_that_waits_ends_in_time_when_the_machine_of_the_store_vanishes(monkeypatch):
-    """The connection stays open, but the halted store answers nothing.
+def test_a_waiting_rank_ends_in_time_if_the_machine_of_the_store_vanishes(monkeypatch):
+    """The connection to the halted store stays open, but the store does not answer.
 
-    Without the watchdog the rank would wait for the store's own timeout of 100 s.
+    Without the watchdog, the rank would wait for 100 s, the timeout of the store.
     """
     ended = []
     monkeypatch.setattr(watchdog, "end_rank", lambda message, **_: ended.append(message))
@@ -107,15 +108,15 @@ SLOW = [0.1, 1.0, 0.12]
     ("slow", "iterations", "lines"),
     [
         (SLOW, "sss", 1),
-        (SLOW, "ss.ss.ss", 0),  # never slow IN_A_ROW times in a row
+        (SLOW, "ss.ss.ss", 0),  # never slow in 3 iterations in a row
         (SLOW, "sssssssss", 1),  # reported only once
         (SLOW, "sss.sss", 2),
         ([0.1, 0.25, 0.12], "sssssssss", 0),  # not much slower than the others
         ([1.0], "sssssssss", 0),
-        ([0.001, 0.015], "sssssssss", 0),  # too short to matter
+        ([0.001, 0.015], "sssssssss", 0),  # differences this short do not count
     ],
 )
-def test_a_straggler_is_named_once_until_it_is_well_again(slow, iterations, lines):
+def test_a_straggler_is_named_once_until_it_recovers(slow, iterations, lines):
     assert IN_A_ROW == 3
     stragglers, reported = Stragglers(), []
     for mark in iterations:

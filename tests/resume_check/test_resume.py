@@ -1,4 +1,4 @@
-"""A killed run resumes without gaps, refuses changes and overwrites no file."""
+"""A killed run resumes without gaps; a refused resume changes no file."""
 
 import hashlib
 import os
@@ -24,9 +24,9 @@ TINY += ["--env", "misbehaving_envs:Misbehaving-v0", "--scaling", "weak"]
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """Return a run in the state that a kill after iteration 2 of 4 would leave.
+    """Return a run that looks as if it had been killed after iteration 2 of 4.
 
-    Checkpoints cannot save the state of its environment.
+    Its checkpoints do not contain the state of the environments, which cannot be saved.
     """
     run_dir = tmp_path_factory.mktemp("killed") / "run"
     flags = [*TINY, "--checkpoint_every", "2", "--run_dir", run_dir]
@@ -51,9 +51,9 @@ def tree_hash(folder, without=()):
 
 @pytest.fixture
 def refusal(monkeypatch, capsys):
-    """Return a function that checks a refused resume and returns its error line.
+    """Return a function that tries a resume and returns the error that refuses it.
 
-    The resume must not change any file of the run.
+    The refused resume must not change any file of the run.
     """
 
     def resume(run_dir, *flags, resume=None):
@@ -65,10 +65,10 @@ def refusal(monkeypatch, capsys):
     return resume
 
 
-# ---- environments that cannot be saved
+# ---- environments whose state cannot be saved
 
 
-def test_an_environment_without_the_protocol_is_announced_and_resumes_deterministically(
+def test_an_environment_without_snapshots_is_announced_and_resumes_deterministically(
     killed, tmp_path, monkeypatch, capsys
 ):
     once, again = tmp_path / "once", tmp_path / "again"
@@ -79,14 +79,14 @@ def test_an_environment_without_the_protocol_is_announced_and_resumes_determinis
     assert differences(result_of(once), result_of(again)) == []
     assert records(once)[:2] == records(killed)[:2]
     assert [line["iteration"] for line in records(once)] == [1, 2, 3, 4]
-    # the resumed run draws other episodes
+    # the resumed run draws new episodes
     assert records(once)[2]["loss/value"] != records(killed)[2]["loss/value"]
 
 
 # ---- changed settings are refused, and no file is touched
 
 
-def test_all_that_differs_is_named_in_one_line_and_nothing_is_overwritten(
+def test_all_differences_are_named_in_one_line_and_nothing_is_overwritten(
     killed, refusal, monkeypatch
 ):
     flags = ["--seed", 2, "--env", "CartPole-v1", "--hidden_size", 16, "--learning_rate", 1]
@@ -116,21 +116,21 @@ def test_a_run_in_use_or_without_a_valid_checkpoint_is_not_touched(run_dir, monk
     assert "holds no valid checkpoint" in line
 
 
-def test_output_that_nobody_reads_any_more_is_no_error(monkeypatch):
+def test_output_to_a_closed_pipe_is_no_error(monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
     with pytest.raises(BrokenPipeError):
         print("lost", flush=True)
     outlive_readers()
-    print("lost, too" * 10_000, flush=True)  # more text than a buffer holds
+    print("lost, too" * 10_000, flush=True)  # more text than fits into a buffer
 
 
 # ---- a full disk, and outdated results
 
 
 @pytest.mark.parametrize("refuses", ["config.json", "summary.json"])
-def test_a_disk_that_is_full_costs_one_line_and_no_byte_of_the_training(
+def test_a_full_disk_is_a_one_line_error_and_the_run_keeps_all_its_data(
     refuses, run_dir, tmp_path, monkeypatch, capsys, limits
 ):
     before = tree_hash(run_dir, without={"rank_0.log"})
@@ -146,7 +146,7 @@ def test_a_disk_that_is_full_costs_one_line_and_no_byte_of_the_training(
     lines = capsys.readouterr().err.splitlines()
     line = only_error("\n".join(line for line in lines if not line.startswith("iteration ")))
     assert f"error: {run_dir}" in line and "cannot be written: File too large" in line
-    if refuses == "config.json":  # the ranks have not started, so there is no event
+    if refuses == "config.json":  # no rank has started, so no event is sent
         assert tree_hash(run_dir, without={"rank_0.log"}) == before
     else:
         event = read_object(tmp_path / "event")
@@ -158,10 +158,10 @@ def test_a_disk_that_is_full_costs_one_line_and_no_byte_of_the_training(
     assert RunDir(run_dir).summary()["iteration"] == 4
 
 
-def test_a_finished_run_that_continues_no_longer_says_that_it_has_finished(run_dir, monkeypatch):
+def test_a_finished_run_that_continues_deletes_its_summary(run_dir, monkeypatch):
     assert train_here(monkeypatch, "--resume", run_dir) == 0
     summary = (run_dir / "summary.json").read_text()
-    assert train_here(monkeypatch, "--resume", run_dir) == 0  # this only evaluates again
+    assert train_here(monkeypatch, "--resume", run_dir) == 0  # does not train, only evaluates again
     assert (run_dir / "summary.json").read_text() == summary
 
     def killed_while_training(*_):

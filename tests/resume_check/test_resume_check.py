@@ -1,4 +1,4 @@
-"""The command that proves exact resume, used with a user's environment."""
+"""The command that proves exact resumes, here with a user-defined environment."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ SMALL = ["--device=cpu", "--hidden_size=8", "--num_steps=16"]
 
 
 def begin(folder, *flags):
-    """Start the command; its temporary files are created in `folder`."""
+    """Start the command with `folder` as the place for its temporary files."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("TMPDIR", str(folder))
         return start("-m", "rl_dist.resume_check", *SMALL, *flags, cwd=REPO)
@@ -38,7 +38,7 @@ def proof(tmp_path_factory):
     return folder / "straight", folder / "killed"
 
 
-def test_a_killed_run_of_a_users_environment_equals_a_straight_one_in_all_its_files(proof):
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one_in_all_files(proof):
     straight, killed = proof
     hashes = {RunDir(run_dir).summary()["parameter_sha256"] for run_dir in proof}
     assert len(hashes) == 1
@@ -57,7 +57,7 @@ def test_the_tensor_or_the_metric_that_differs_is_named(proof, tmp_path, capsys)
     run_dir = shutil.copytree(killed, tmp_path / "killed")
     lines = records(killed)
     lines[4]["loss/value"] += 1.0
-    lines[5]["time/sps"] += 1.0  # measured times may differ
+    lines[5]["time/sps"] += 1.0  # a measured time, which may differ
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert not compare(straight, run_dir, 0.0)
     assert "different: metrics, iteration 5/loss/value: " in capsys.readouterr().out
@@ -70,10 +70,10 @@ def test_the_tensor_or_the_metric_that_differs_is_named(proof, tmp_path, capsys)
     assert differences({"a": 1}, {"a": 1, "b": [2]}) == ["b/0 exists in only one of the two"]
 
 
-def test_the_budget_follows_from_the_sizes_and_bad_ones_are_one_line(capsys):
+def test_the_budget_is_derived_from_the_sizes_and_a_bad_one_is_a_one_line_error(capsys):
     assert main(["--iterations", "0"]) == 2 and "at least 1" in only_error(capsys.readouterr().err)
     flags = parse(["--num_steps=64", "--batch_size", "4", "--iterations=3"]).flags
-    assert flags.index("--batch_size=8") < flags.index("--batch_size")  # the user's flag wins
+    assert flags.index("--batch_size=8") < flags.index("--batch_size")  # the user's later flag wins
     assert {"--num_envs=8", "--checkpoint_every=3", f"--total_steps={2 * 3 * 8 * 64}"} <= {*flags}
 
 
@@ -86,7 +86,7 @@ def test_the_budget_follows_from_the_sizes_and_bad_ones_are_one_line(capsys):
         ("Recall-v0 --num_gpus 3 --num_envs 6 --batch_size 6", "bit-identical: all "),
         ("Recall-v0 --num_gpus 4 --strategy hybrid --shard_size 2", "bit-identical: all "),
         ("Recall-v0 --num_gpus 4 --strategy hybrid --hybrid_form pipeline", "bit-identical: all "),
-        # the resumed run on one rank does not use --strategy ddp
+        # The run resumes on one rank, which does not use --strategy ddp.
         ("Recall-v0 --num_gpus 2 --resume_on 1 --precision fp64 --strategy ddp", "within 0.0001"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A run's lock is held from the choice of its checkpoint until all ranks end."""
+"""The lock of a run is held from the choice of a checkpoint until all ranks end."""
 
 import multiprocessing
 
@@ -12,7 +12,7 @@ from rl_dist.run_dir import RunDir
 SMALL = [*RECALL, "--num_steps", 8, "--eval_episodes", 2, "--checkpoint_every", 1]
 
 
-def test_a_lock_goes_along_to_a_new_process_and_ends_with_the_last(tmp_path):
+def test_a_lock_passed_to_a_child_process_is_held_until_both_have_released_it(tmp_path):
     run = RunDir(tmp_path).hold()
     spawn = multiprocessing.get_context("spawn")
     done = spawn.Event()
@@ -25,7 +25,7 @@ def test_a_lock_goes_along_to_a_new_process_and_ends_with_the_last(tmp_path):
     assert child.exitcode == 0 and not run.is_locked()
 
 
-def test_two_runs_never_begin_in_one_directory_unless_the_first_was_removed(tmp_path):
+def test_two_runs_cannot_start_in_one_directory_unless_the_first_was_removed(tmp_path):
     with RunDir(tmp_path).hold_new(), pytest.raises(UserError, match="in use"):
         RunDir(tmp_path).hold_new()
     with RunDir(tmp_path).hold_new() as run:
@@ -38,11 +38,11 @@ def test_two_runs_never_begin_in_one_directory_unless_the_first_was_removed(tmp_
             assert second.is_in_place() and not first.is_in_place()
 
 
-def test_a_start_that_fails_removes_its_own_files_alone(tmp_path):
+def test_a_failed_start_removes_only_its_own_files(tmp_path):
     theirs = tmp_path / "data" / "prices.csv"
     theirs.parent.mkdir()
     theirs.touch()
-    with RunDir(tmp_path).hold_new() as run:  # as --resume auto does in a directory of other files
+    with RunDir(tmp_path).hold_new() as run:  # as --resume auto does if only other files exist
         run.write_config({})
         run.discard_unstarted(2)
     assert [*tmp_path.rglob("*.*")] == [theirs]
@@ -50,7 +50,7 @@ def test_a_start_that_fails_removes_its_own_files_alone(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_two_starts_and_two_resumes_at_once_repeat_no_iteration(ranks, tmp_path):
+def test_simultaneous_starts_and_resumes_repeat_no_iteration(ranks, tmp_path):
     flags = [*SMALL, "--num_gpus", ranks, "--run_dir", tmp_path]
     begun = [start_training(*flags, "--total_steps", 128) for _ in range(2)]
     run, is_locked, times_free = RunDir(tmp_path), False, 0
@@ -61,6 +61,6 @@ def test_two_starts_and_two_resumes_at_once_repeat_no_iteration(ranks, tmp_path)
     assert sorted(code for _, code in ended) == [0, 2] and is_locked and not times_free
     only_error(next(err for (_, err), code in ended if code == 2))
     more = [start_training("--resume", tmp_path, "--total_steps", 640) for _ in range(2)]
-    for job in more:  # one job waits for the other, then finds the run finished
+    for job in more:  # the second job waits, then finds a finished run
         assert (job.communicate(timeout=120), job.returncode)[1] in (0, 2)
     assert [line["iteration"] for line in records(tmp_path)] == list(range(1, 21))

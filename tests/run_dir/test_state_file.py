@@ -1,4 +1,4 @@
-"""state.json: written atomically, checked when read, correct after any exit."""
+"""state.json is written atomically, checked when read, and right after any exit."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def run(tmp_path):
     return run
 
 
-def test_records_update_counters_now_and_then_and_at_the_end(run):
+def test_records_update_the_counters_at_intervals_and_at_the_end(run):
     state = run.state()
     assert {name: getattr(state, name) for name in BEGUN} == BEGUN
     assert (state.phase, state.exit, state.launcher_pid) == ("starting", None, os.getpid())
@@ -36,8 +36,8 @@ def test_records_update_counters_now_and_then_and_at_the_end(run):
         counters = {"iteration": iteration, "global_step": iteration, "episode/total": 5}
         writer.write(counters, done=iteration)
         seen.add(run.state().iteration)
-    # the first record is written immediately because it ends the validation; later ones are
-    # written at most once in STATE_EVERY_S seconds
+    # The first record after a change of phase updates state.json immediately; later records update
+    # it at most once in STATE_EVERY_S seconds.
     assert 1 in seen and len(seen) < 20
     writer.close()
     state = run.state()
@@ -51,14 +51,14 @@ def test_records_update_counters_now_and_then_and_at_the_end(run):
         ("training", 0, 0, "done", None),
         ("training", 143, 0, "stopped", "SIGTERM"),
         ("training", 1, signal.SIGKILL, "failed", "SIGKILL"),
-        ("training", 1, 40, "failed", None),  # a real-time signal, which has no name
-        # ranks that had stopped before the launcher's death was noticed still count as stopped
+        ("training", 1, 40, "failed", None),  # a real-time signal: no name
+        # If the ranks stop before the death of the launcher is noticed, the run counts as stopped.
         ("stopped", 1, signal.SIGKILL, "stopped", "SIGKILL"),
     ],
 )
 def test_the_exit_is_recorded_once(run, before, code, signum, phase, name):
     run.update_state(phase=before)
-    run.record_exit(os.getpid() + 1, 1)  # another launcher's exit is ignored
+    run.record_exit(os.getpid() + 1, 1)  # exits of other launchers are ignored
     run.record_exit(os.getpid(), code, "first\n\x1b[31mline", signum)
     run.record_exit(os.getpid(), 2, "second")
     state = run.state()
@@ -76,14 +76,14 @@ DAMAGED = {
 }
 
 
-def test_a_torn_or_hostile_file_is_one_clear_line(run):
+def test_a_damaged_or_hostile_file_is_a_one_line_error(run):
     whole = run.state_path.read_text()
     contents = [whole[:100].encode(), b"", b"[" * 100_000, b"{}"]
     for name, values in DAMAGED.items():
         contents += [json.dumps(json.loads(whole) | {name: value}).encode() for value in values]
     for content in contents:
         run.state_path.write_bytes(content)
-        run.update_state(iteration=1)  # this does not touch a damaged file
+        run.update_state(iteration=1)  # must not change a damaged file
         with pytest.raises(UserError, match=r"state\.json") as raised:
             run.state()
         assert "\n" not in str(raised.value) and len(str(raised.value)) < 300
@@ -94,7 +94,7 @@ def test_a_torn_or_hostile_file_is_one_clear_line(run):
 # ---- real runs
 
 
-def test_a_whole_run_and_a_resumed_one(tmp_path, monkeypatch):
+def test_the_state_follows_a_whole_run_and_a_resumed_one(tmp_path, monkeypatch):
     run, phases, replace_file = RunDir(tmp_path / "run"), [], run_dir.replace_file
 
     def watch(path, data):
@@ -120,12 +120,14 @@ def test_a_whole_run_and_a_resumed_one(tmp_path, monkeypatch):
     ("victim", "signum", "phase", "code"),
     [
         ("rank", signal.SIGKILL, "failed", 1),
-        ("launcher", signal.SIGKILL, "stopped", None),  # the ranks still save a checkpoint
+        ("launcher", signal.SIGKILL, "stopped", None),  # the ranks save, then stop
         ("launcher", signal.SIGTERM, "stopped", 143),
     ],
 )
 @pytest.mark.slow
-def test_a_run_of_several_ranks_that_is_killed_says_so(tmp_path, victim, signum, phase, code):
+def test_the_state_shows_that_a_run_of_several_ranks_was_killed(
+    tmp_path, victim, signum, phase, code
+):
     run = RunDir(tmp_path / "run")
     job = start_training(*TINY, "--num_gpus", 2, "--total_steps", 10**8, "--run_dir", run.path)
     state = wait_until(lambda: (state := run.state()) and state.checkpoint and state, job)

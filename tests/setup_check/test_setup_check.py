@@ -27,9 +27,9 @@ GOOD = {"nvidia_gpus": 2, "cores": 8, "load": 0.1, "memory_total_gib": 64, "shm_
 
 @pytest.fixture
 def facts_with(monkeypatch, tmp_path):
-    """Return a function that reads the facts of a machine with two fake idle GPUs.
+    """Return a function that reads the facts of a machine with two fake, idle GPUs.
 
-    Its arguments replace facts. Without arguments, the facts break no rule.
+    Its arguments replace facts. Without arguments, all checks pass.
     """
 
     def facts(**changes):
@@ -43,7 +43,7 @@ def facts_with(monkeypatch, tmp_path):
 
 
 def complaints(checks):
-    """Return {name: verdict} of the checks that are not ok; only these have a fix."""
+    """Return {name: verdict} of all checks that are not ok; only they have a fix."""
     checks = list(checks)
     assert all(bool(check.fix) == (check.verdict != "ok") for check in checks)
     return {check.name: check.verdict for check in checks if check.verdict != "ok"}
@@ -57,13 +57,13 @@ def complaints(checks):
         (CPU, {"load": 7.0}, {"cores": "warning"}),
         (CPU, {"disk_error": "Read-only file system"}, {"disk": "problem"}),
         (CPU, {"disk_free_gib": 0.5}, {"disk": "warning"}),
-        (CUDA, {"shm_free_gib": 0.1}, {"/dev/shm": "warning"}),  # too little for two ranks
+        (CUDA, {"shm_free_gib": 0.1}, {"/dev/shm": "warning"}),  # too little memory for two ranks
         (ONE, {"shm_free_gib": 0.1}, {}),
         (CUDA, {"utilization": [RuntimeError("NVML is silent"), 0]}, {"GPU 0": "warning"}),
         (CUDA, {"utilization": [0, 60]}, {"GPU 1": "warning"}),
-        (ONE, {"utilization": [0, 60]}, {}),  # one rank does not use GPU 1
+        (ONE, {"utilization": [0, 60]}, {}),  # a single rank uses only GPU 0
         (SECOND, {"utilization": [60, 60]}, {"GPU 1": "warning"}),
-        (CPU, {"init": RuntimeError("no driver")}, {"GPUs": "warning"}),  # the driver lists 2 GPUs
+        (CPU, {"init": RuntimeError("no driver")}, {"GPUs": "warning"}),  # the driver does list 2
     ],
 )
 def test_every_fact_has_its_verdict(facts_with, plan, changes, expected):
@@ -94,11 +94,11 @@ FULL_GPU = {"gpu/memory_peak_gib": 70.0, "gpu/memory_free_gib": 5.0}
         ("training", BUDGET, None, 5, {"episode/count": 0}),
         ("memory", BUDGET, 100.0, 5, {"ranks": [FULL]}),
         ("GPU memory", BUDGET, 100.0, 5, {"ranks": [FULL_GPU]}),
-        # only the last record is changed
+        # Only the last record is slow.
         ("pace", BUDGET, None, 3, {"time/sps": 300.0}),
     ],
 )
-def test_every_figure_has_its_verdict_and_no_time_is_guessed(
+def test_every_figure_has_its_verdict_and_uncertain_times_are_omitted(
     facts_with, complaint, budget, total_s, last, changes
 ):
     records = [record(number, **changes if number >= 8 - last else {}) for number in (3, 4, 5)]
@@ -117,7 +117,9 @@ def check_here(monkeypatch, capfd, *argv):
     return code, *capfd.readouterr()
 
 
-def test_what_it_measured_is_what_was_asked_and_as_documented(tmp_path, monkeypatch):
+def test_the_command_measures_the_requested_training_and_its_output_fits_the_schema(
+    tmp_path, monkeypatch
+):
     flags = ["--num_gpus=2", "--total_steps=128", "--env=misbehaving_envs:Speaks-v0", "--json"]
     monkeypatch.setattr(setup_check, "REDUCED_BYTES", (1024, 2**16))
     monkeypatch.setenv("PYTHONPATH", str(REPO / "tests"))
@@ -131,7 +133,7 @@ def test_what_it_measured_is_what_was_asked_and_as_documented(tmp_path, monkeypa
     measured = found["measured"]
     used, free = measured["memory_gib"]["memory"]
     assert 0.05 < used < 50 and free > 0
-    # no total time is estimated if the speed varies, as on a busy machine
+    # On a busy machine the speed may vary; then the total time is not estimated.
     total_s = pytest.approx(128 / measured["steps_per_second"])
     assert measured["total_s"] == (None if unsteady(measured["rates"]) else total_s)
 
@@ -145,7 +147,7 @@ def test_what_it_measured_is_what_was_asked_and_as_documented(tmp_path, monkeypa
         ([], "short run"),
     ],
 )
-def test_what_cannot_train_is_a_problem_and_nothing_is_measured(monkeypatch, capfd, flags, name):
+def test_a_setup_that_cannot_train_is_a_problem(monkeypatch, capfd, flags, name):
     def fail(*_, **__):
         raise ChildError("a rank hung")
 
@@ -159,7 +161,7 @@ def test_what_cannot_train_is_a_problem_and_nothing_is_measured(monkeypatch, cap
 
 
 @pytest.mark.parametrize("flags", [["--num_env", "4"], ["--resume", "auto"]])
-def test_bad_flags_are_one_line_and_exit_code_2(flags, monkeypatch, capfd):
+def test_bad_flags_are_a_one_line_error_with_exit_code_2(flags, monkeypatch, capfd):
     code, out, err = check_here(monkeypatch, capfd, *flags)
     assert code == 2 and out == "" and flags[0] in only_error(err)
 

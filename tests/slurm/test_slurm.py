@@ -1,7 +1,7 @@
-"""deploy/slurm.sbatch on a SLURM cluster of two simulated nodes.
+"""Test deploy/slurm.sbatch on a SLURM cluster of two simulated nodes.
 
-The nodes are namespaces on this machine. Debian's SLURM packages are unpacked into a temporary
-folder; nothing is installed.
+The nodes are Linux namespaces on this machine. Debian's SLURM packages are unpacked into a
+temporary folder; nothing is installed.
 """
 
 import os
@@ -58,7 +58,7 @@ class Cluster:
         for word, value in {"FOLDER": folder, "PACKAGES": packages, "MULTIARCH": MULTIARCH}.items():
             text = text.replace(word, str(value))
         (folder / "slurm.conf").write_text(text)
-        # tools such as `ip netns` hide the cgroups in which slurmd would detect the cgroup version
+        # Set the cgroup version: slurmd cannot detect it, since tools like `ip netns` hide cgroups.
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         libraries = f"{packages}/usr/lib/{MULTIARCH}"
         self.variables = {
@@ -95,7 +95,7 @@ def cluster(tmp_path, packages):
         yield Cluster(network, tmp_path, packages)
 
 
-def test_a_job_over_two_nodes_is_requeued_and_ends_as_if_it_had_not_been(cluster, tmp_path):
+def test_a_requeued_job_on_two_nodes_ends_like_an_uninterrupted_one(cluster, tmp_path):
     run_dir, alone, output = tmp_path / "run", tmp_path / "alone", tmp_path / "job.out"
     options = ["--gpus-per-node=0", "--cpus-per-task=1", f"--output={output}", "--parsable"]
     batch = ["sbatch", *options, REPO / "deploy/slurm.sbatch", *FLAGS]
@@ -110,7 +110,7 @@ def test_a_job_over_two_nodes_is_requeued_and_ends_as_if_it_had_not_been(cluster
     ranks = read_object(run_dir / "state.json")["ranks"]
     assert [rank["host"] for rank in ranks] == ["node1", "node2"]
 
-    # SLURM sends this signal two minutes before the time limit
+    # SLURM itself would send this signal two minutes before the time limit.
     cluster.run("scancel", "--signal=USR1", "--batch", job)
     cluster.wait(lambda: cluster.job(job)["Restarts"] == "1")
     assert cluster.job(job)["JobState"] == "PENDING"

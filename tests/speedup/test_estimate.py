@@ -17,8 +17,8 @@ from rl_dist.speedup.model import SMALL_COLLECTIVES
 STEPS = 360_000  # environment steps of a training run
 
 
-def test_training_makes_as_many_small_collectives_as_are_modelled(ranks_folder):
-    """Reductions of gradients, one call in each step, are not counted as small ones."""
+def test_training_has_as_many_small_collectives_as_the_model_assumes(ranks_folder):
+    """The gradient reduction, one call per gradient step, is not a small collective."""
     for rank in range(2):
         calls, steps = json.loads((ranks_folder / f"calls_{rank}").read_text())
         assert calls - steps == SMALL_COLLECTIVES
@@ -28,7 +28,7 @@ class Machine:
     """Fakes a machine: records what is measured and returns plausible metrics.
 
     In each iteration, a rank collects for 0.05 + 0.05 * share seconds and updates for
-    0.05 + 0.35 * share seconds; `share` is its share of 64 environments.
+    0.05 + 0.35 * share seconds; `share` is the fraction of 64 environments that it has.
     """
 
     def __init__(self, monkeypatch, cores=2, gpus=0, byte_s=1e-11, rates=(1.0, 1.0), episodes=32):
@@ -81,10 +81,10 @@ def rows_of(*gpus, scaling="strong", **options):
     [
         ({"gpus": 2}, [2, 8], [(1, 64), (2, 32), (2, 8)], [2]),
         ({"gpus": 1}, [8], [(1, 64), (1, 8)], []),
-        ({"cores": 2}, [64], [(1, 64), (2, 1)], [2]),  # never more copies than cores
+        ({"cores": 2}, [64], [(1, 64), (2, 1)], [2]),  # at most one copy per core
     ],
 )
-def test_what_is_here_is_measured_and_the_rest_is_modelled(
+def test_ranks_that_this_machine_can_run_are_measured_and_others_are_modelled(
     monkeypatch, machine, gpus, runs, reduced
 ):
     simulated = Machine(monkeypatch, **machine)
@@ -95,7 +95,7 @@ def test_what_is_here_is_measured_and_the_rest_is_modelled(
         assert row["source"] == ("measured" if ranks <= most else "modelled")
 
 
-def test_ranks_that_share_cores_take_as_many_times_longer_and_cards_share_none(monkeypatch):
+def test_ranks_that_share_a_core_are_slower_in_proportion_but_cards_share_nothing(monkeypatch):
     Machine(monkeypatch)
     rows = rows_of(2, 8)
     steps = 64 * 128  # environment steps of one iteration
@@ -105,7 +105,7 @@ def test_ranks_that_share_cores_take_as_many_times_longer_and_cards_share_none(m
     assert card["speedup"] == pytest.approx(8.0, rel=0.02) and card["source"] == "estimate"
 
 
-def test_an_unsteady_rate_is_refused_with_the_rates_unless_one_is_given(monkeypatch, capsys):
+def test_an_unsteady_rate_is_refused_unless_a_rate_is_given(monkeypatch, capsys):
     Machine(monkeypatch, rates=(1.0, 0.4))
     assert speedup.main(["--gpus", "1", "2", "--device", "cpu", "--json"]) == 1
     out, err = capsys.readouterr()
@@ -118,7 +118,7 @@ def test_an_unsteady_rate_is_refused_with_the_rates_unless_one_is_given(monkeypa
 
 
 def test_rows_hold_speedup_time_cost_and_source_and_the_text_shows_them(monkeypatch):
-    Machine(monkeypatch, byte_s=0.0125 / 4e6)  # reductions take a sixth of the time
+    Machine(monkeypatch, byte_s=0.0125 / 4e6)  # reductions: 1/6 of the time
     report = estimate_training_speedup(gpus=[2], total_steps=STEPS, price_per_hour=1000.0)
     one, two = (row for row in report.rows if row["scaling"] == "weak")
     assert (one["speedup"], one["efficiency"], one["source"]) == (1.0, 1.0, "measured")
@@ -139,7 +139,7 @@ def test_rows_hold_speedup_time_cost_and_source_and_the_text_shows_them(monkeypa
         (32, {"gpu": "A100", "sps": 9.0}, (True, True, True)),
     ],
 )
-def test_what_is_not_known_is_none(monkeypatch, episodes, options, known):
+def test_unknown_figures_are_none(monkeypatch, episodes, options, known):
     Machine(monkeypatch, episodes=episodes)
     report = estimate_training_speedup(**options)
     for row in report.rows:

@@ -20,9 +20,9 @@ from rl_dist.speedup.model import (
 
 def test_rings_trees_and_machines():
     link = Link(hop_s=1e-6, bytes_per_s=1e9)
-    # a large reduction uses a ring, which bandwidth limits
+    # A large reduction uses a ring: its time is limited by bandwidth.
     assert link.all_reduce_s(8e6, 8) == pytest.approx(14e-6 + 14e-3)
-    # a small reduction uses a tree, which latency limits
+    # A small reduction uses a tree: its time is limited by latency.
     assert link.all_reduce_s(8, 128) == pytest.approx(14e-6 + 16e-9)
     slow = replace(link, bytes_per_s=1e8)
     two_levels = link.all_reduce_s(8e6, 8) + slow.all_reduce_s(1e6, 2)
@@ -30,7 +30,7 @@ def test_rings_trees_and_machines():
     assert Network(link, 8, slow).iteration_s(10, 8e6, 1) == 0.0
 
 
-# ---- the constants of a simulated machine are recovered
+# ---- the model recovers the constants of a simulated machine
 
 STEPS, ENV_STEPS = 8, 4096
 REDUCTION_S, SMALL_S = 0.002, 0.01
@@ -38,10 +38,10 @@ COLLECT, STEP = (0.8, 0.05), (0.1, 0.01)  # seconds: mean, standard deviation
 
 
 def record(iteration, collect_s, steps_s, **figures):
-    """Return the metrics of an iteration in which R ranks took the given seconds.
+    """Return the metrics of an iteration of R ranks with these durations.
 
-    `collect_s` [R] holds the seconds of each rank's rollout; `steps_s` [STEPS, R] holds the seconds
-    of its gradient steps.
+    `collect_s` [R] holds the seconds of the rollout on each rank; `steps_s` [STEPS, R] holds the
+    seconds of each gradient step on each rank.
     """
     ranks = {
         "time/collect_s": collect_s,
@@ -61,9 +61,9 @@ def record(iteration, collect_s, steps_s, **figures):
 
 
 def simulated(ranks, iterations=100, first=1):
-    """Yield the metrics of `ranks` ranks that wait for each other.
+    """Yield the metrics of `ranks` simulated ranks, one iteration after the other.
 
-    They wait after the rollout and in every gradient step.
+    The ranks wait for each other after the rollout and in every gradient step.
     """
     rng = np.random.default_rng(1)
     for iteration in range(first, first + iterations):
@@ -122,7 +122,7 @@ ISAAC_LAB = {
 
 
 PCIE = Link(5.7e-6, 0.8 * 32e9)
-ETHERNET = Link(30e-6, 0.8 * 12.5e9 / 4)  # the 4 cards of a machine share one port
+ETHERNET = Link(30e-6, 0.8 * 12.5e9 / 4)  # 4 cards share the port of a machine
 
 
 def isaac_lab_efficiencies(name, ranks):
@@ -133,7 +133,7 @@ def isaac_lab_efficiencies(name, ranks):
     update_s = frames / train - frames / rollout
     sizes = {"env_steps": frames, "gradient_steps": steps}
     alone = RankCost(**sizes, collect_s=frames / rollout, update_s=update_s)
-    # rollouts are slower while other ranks run on the same machine
+    # Rollouts are slower while other ranks run on the same machine.
     beside = replace(alone, collect_s=frames * ranks / rollouts_of_many)
     talk_s = steps * Network(PCIE, 4, ETHERNET).all_reduce_s(4 * parameters, ranks)
     many = predict(beside, ranks, talk_s)
@@ -157,7 +157,7 @@ def test_published_scaling_of_two_rtx_5090():
     """
     frames = 4096 * 24
     work = RankCost(env_steps=frames, gradient_steps=20, collect_s=0.0, update_s=frames / 125_000)
-    # like the RTX 4090, this card has no peer access
+    # Like the RTX 4090, this card has no peer-to-peer access.
     reduction_s = CARDS["RTX 4090"].network.all_reduce_s(4 * 0.7e6, 2)
     two, one = predict(work, 2, 20 * reduction_s), predict(work, 1, 0.0)
     assert two.steps_per_s / one.steps_per_s / 2 == pytest.approx(245 / 125 / 2, abs=0.10)
@@ -167,7 +167,7 @@ def test_published_scaling_of_two_rtx_5090():
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_that_meet_as_the_model_says_are_predicted(ranks):
+def test_the_audit_predicts_ranks_that_behave_like_the_model(ranks):
     scaling = audit(list(simulated(ranks)))
     assert abs(scaling["error"]) < 0.03
     assert f"{ranks} ranks" in describe(scaling)
@@ -177,7 +177,7 @@ def test_ranks_that_meet_as_the_model_says_are_predicted(ranks):
     ("records", "compared"),
     [
         (simulated(1, 5), None),
-        # only the 6 records with the last number of ranks count; the first 2 of them are skipped
+        # Only the 6 records with the final number of ranks count, without the first 2 of them.
         ([*simulated(4, 10), *simulated(2, 6, first=11)], 4),
         ([{"iteration": 3, "global_step": 3, "ranks": [{}, {}]}] * 5, None),
     ],

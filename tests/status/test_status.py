@@ -21,7 +21,7 @@ COUNTERS = {"unit": "episodes", "iteration": 3, "global_step": 30, "episodes": 3
 
 
 def record(iteration, **figures):
-    """Return the metrics of an iteration: 10 steps and 1 episode in 0.1 s."""
+    """Return the metrics of an iteration with 10 steps and 1 episode in 0.1 s."""
     counters = {"iteration": iteration, "global_step": 10 * iteration, "episode/total": iteration}
     return counters | {"time/sps": 100.0, "episode/return": None, "ranks": []} | figures
 
@@ -51,12 +51,12 @@ def run(tmp_path):
 
 
 @pytest.mark.parametrize(("length", "done"), [({}, 3), ({"unit": "steps", "target": 1000}, 30)])
-def test_a_run_whose_lock_is_held_is_running_and_has_its_figures(
+def test_a_run_with_a_held_lock_is_shown_as_running_with_its_figures(
     run, monkeypatch, capsys, length, done
 ):
     run.set_state(**length)
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
-    monkeypatch.chdir(run.path.parents[1])  # without a path, the newest run in runs/ is shown
+    monkeypatch.chdir(run.path.parents[1])  # no path: the newest run in runs/ is shown
     with run.hold():
         assert status.main(["--json"]) == status.main([str(run.path)]) == 0
         assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
@@ -88,7 +88,7 @@ def test_a_run_whose_lock_is_held_is_running_and_has_its_figures(
         ("training", {}, "dead", "--resume"),
     ],
 )
-def test_lock_phase_and_exit_give_the_state_and_the_exit_code(
+def test_lock_phase_and_exit_determine_the_state_and_the_exit_code(
     phase, changes, state, reason, run, capsys
 ):
     run.set_state(phase, **changes)
@@ -105,14 +105,14 @@ def test_lock_phase_and_exit_give_the_state_and_the_exit_code(
 
 
 def damaged(data, rng):
-    """Return the bytes with a key, a value or a longer part replaced by odd bytes."""
+    """Return the bytes with a key, a value or a longer stretch replaced by bad bytes."""
     at, to = rng.choice([*re.finditer(rb"[^,:{}\[\]]+", data)]).span()
     ends = [to, len(data), rng.randrange(at, len(data))]
     odd = [b"", b"null", b"-1", b"1e999", b"NaN", b"{}", b"[" * 3000, b"9" * 400, b"\x1b\xff"]
     return data[:at] + rng.choice(odd) + data[rng.choice(ends) :]
 
 
-def test_whatever_is_wrecked_it_is_shown_or_refused_in_one_line(run):
+def test_a_run_with_damaged_files_is_shown_or_refused_in_one_line(run):
     run.set_state("failed", exit={"code": 1, "error": "x"})
     paths = [run.config_path, run.metrics_path, run.state_path]
     rng, refused = random.Random(1), 0
@@ -127,11 +127,13 @@ def test_whatever_is_wrecked_it_is_shown_or_refused_in_one_line(run):
             assert path == run.state_path and "\n" not in str(error)
             refused += 1
         path.write_bytes(whole)
-    assert 10 < refused <= 100  # 100 of the 300 damaged files are state.json
+    assert 10 < refused <= 100  # 100 of the 300 damaged files were state.json
 
 
 @pytest.mark.parametrize("argv", [[], ["nowhere"], ["empty"], ["file"], ["empty", "--every"]])
-def test_what_is_no_run_and_bad_usage_is_one_line_and_code_2(argv, tmp_path, monkeypatch, capsys):
+def test_a_path_without_a_run_and_bad_usage_are_one_line_and_exit_code_2(
+    argv, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
@@ -139,7 +141,7 @@ def test_what_is_no_run_and_bad_usage_is_one_line_and_code_2(argv, tmp_path, mon
     assert (argv or ["runs/"])[-1] in only_error(capsys.readouterr().err)
 
 
-def test_following_shows_each_change_until_the_end(run, capsys, monkeypatch):
+def test_follow_shows_each_change_until_the_end(run, capsys, monkeypatch):
     run.hold()
     left = [4, 4, 5]
 
@@ -156,7 +158,7 @@ def test_following_shows_each_change_until_the_end(run, capsys, monkeypatch):
     assert seen == [("running", "3"), ("running", "4"), ("running", "5"), ("finished", "3")]
 
 
-def test_neither_the_status_nor_the_package_loads_torch(run):
+def test_neither_the_status_command_nor_the_package_loads_torch(run):
     code = "import sys; from rl_dist import status; status.main(sys.argv[1:]); "
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, run.path], cwd=REPO).returncode == 0

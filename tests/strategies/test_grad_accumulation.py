@@ -1,12 +1,12 @@
-"""Two ranks that accumulate, compress or round gradients train as one rank does."""
+"""Two ranks that accumulate, compress or round gradients train like one rank."""
 
 import pytest
 import torch
 from speed_ranks import trained
 
 
-def test_two_ranks_accumulate_to_the_same_training_and_reduce_once_a_step(ranks, world):
-    alone = trained(world)  # trained on whole batches
+def test_two_ranks_that_accumulate_train_like_one_and_reduce_once_per_step(ranks, world):
+    alone = trained(world)  # without accumulation
     for rank in (rank["two parts"] for rank in ranks):
         parameters, losses = rank["record"]["parameters"][-1], rank["record"]["losses"]
         torch.testing.assert_close(parameters, alone.parameters[-1], rtol=1e-6, atol=1e-6)
@@ -24,7 +24,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_both_and_halves_the_scale_of_both
         losses = rank["record"]["losses"]
         assert [each["optim/skipped_steps"] for each in losses] == [1, 0]
         assert [each["optim/loss_scale"] for each in losses] == [2**15] * 2
-        assert rank["bad_in_a_row"] == 0  # an overflow does not count as a bad step
+        assert rank["bad_in_a_row"] == 0  # overflows do not count as bad steps
 
 
 def test_compressed_gradients_take_half_the_bytes_and_leave_all_ranks_equal(ranks):
@@ -32,6 +32,6 @@ def test_compressed_gradients_take_half_the_bytes_and_leave_all_ranks_equal(rank
     first, second = (rank["compressed"] for rank in ranks)
     assert first["sent"]["bytes"] * 2 == plain["sent"]["bytes"]
     assert first["record"]["hashes"] == second["record"]["hashes"]
-    # compression only rounds the gradients
+    # The only effect of compression is that gradients are rounded.
     rounded, exact = (rank["record"]["losses"][0]["optim/grad_norm"] for rank in (first, plain))
     assert rounded != exact and rounded == pytest.approx(exact, rel=2**-7)

@@ -1,4 +1,4 @@
-"""Trials choose the fastest setting that fits in memory, the same on all ranks."""
+"""Trial steps find the fastest setting that fits in memory, equally on all ranks."""
 
 import weakref
 from pathlib import Path
@@ -24,13 +24,13 @@ SCRIPT = Path(__file__).parents[1] / "limited_memory.py"
         (RuntimeError("could not create a primitive descriptor for an LSTM"), False),
     ],
 )
-def test_an_error_for_want_of_memory_is_known(error, exhausted):
+def test_out_of_memory_errors_are_recognised(error, exhausted):
     assert is_out_of_memory(error) == exhausted
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Replace the clock by a number of seconds that only the test advances."""
+    """Replace the clock by a list that holds the time, which only the test advances."""
     now = [0.0]
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
     return now
@@ -39,17 +39,17 @@ def clock(monkeypatch):
 @pytest.mark.parametrize(
     ("seconds_of", "cap", "sizes", "chosen", "largest_tried"),
     [
-        # sizes above 64 bring no more throughput
+        # Sizes above 64 do not increase the throughput.
         (lambda size: 1e-3 * max(size, 64), 10**9, range(8, 10**12), 64, 285),
-        # the smallest size that is at most 10 % slower than the fastest one
+        # 16 is the smallest size that is at most 10 % slower than the fastest size.
         (lambda size: {8: 0.12, 16: 0.19, 32: 0.37}.get(size, 1.0), 10**9, [8, 16, 32], 16, 36),
-        # larger sizes would not leave a tenth of the memory free
+        # Larger sizes would leave less than a tenth of the memory free.
         (lambda size: 1.0, 1000, range(8, 10**6, 8), 512, 1138),
-        # a step takes so long that no larger size is tried
+        # A step takes so long that no larger size is tried.
         (lambda size: 11.0, 10**9, range(1, 10**6), 1, 2),
     ],
 )
-def test_the_batch_size_is_the_smallest_that_is_about_as_fast_as_any_that_fits(
+def test_the_chosen_batch_size_is_the_smallest_that_is_nearly_the_fastest(
     seconds_of, cap, sizes, chosen, largest_tried, clock
 ):
     tried = []
@@ -75,7 +75,7 @@ def test_the_batch_size_is_the_smallest_that_is_about_as_fast_as_any_that_fits(
         (-1.0, -1.0, None),
     ],
 )
-def test_each_candidate_has_the_memory_to_itself_and_a_later_one_must_be_clearly_faster(
+def test_candidates_do_not_share_memory_and_a_later_one_must_be_clearly_faster(
     ddp, hybrid, chosen, clock, world
 ):
     alive = []
@@ -89,7 +89,7 @@ def test_each_candidate_has_the_memory_to_itself_and_a_later_one_must_be_clearly
             yield
             if seconds_of[name] < 0:
                 raise MemoryError("no memory")
-            # all steps but one are slow, as if the machine had other work
+            # All steps except one are slow, as on a machine with other work.
             clock[0] += seconds_of[name] if number == 5 else 9.0
 
     best, results = fastest([Candidate(n, lambda n=n: steps(n)) for n in seconds_of], world)
@@ -97,7 +97,7 @@ def test_each_candidate_has_the_memory_to_itself_and_a_later_one_must_be_clearly
     assert [bool(result.problem) for result in results] == [ddp < 0, hybrid < 0]
 
 
-def test_two_ranks_agree_where_a_candidate_fails_or_is_slow_on_one_of_them(ranks):
+def test_two_ranks_agree_if_a_candidate_fails_or_is_slow_on_one_of_them(ranks):
     one, other = ranks
     assert one == other
     assert "rank 1: CUDA out of memory" in one["ddp, full"]["problem"]
@@ -108,11 +108,11 @@ def test_two_ranks_agree_where_a_candidate_fails_or_is_slow_on_one_of_them(ranks
     assert one["size"] == 256  # rank 1 has memory for 300 samples
 
 
-@pytest.mark.slow  # starts a process
-def test_the_batch_size_under_a_real_limit_of_memory_really_runs():
+@pytest.mark.slow  # starts another process
+def test_the_batch_size_found_under_a_real_memory_limit_runs():
     stdout, stderr = start(SCRIPT, "search").communicate(timeout=300)
     assert len(stdout.split()) == 3, stderr
     free, error, largest = stdout.split()
     assert error == "RuntimeError" and 64 < int(largest) < 6_400
     assert 2**26 < int(free) <= 2**27, free
-    assert free_memory_bytes(torch.device("cpu")) > 2**27  # this process has no such limit
+    assert free_memory_bytes(torch.device("cpu")) > 2**27  # no limit in this process

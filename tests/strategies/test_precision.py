@@ -1,4 +1,4 @@
-"""--precision: matrix products are rounded, and training stays close to fp32."""
+"""--precision rounds matrix products, and training stays close to that in fp32."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}  # relative rounding error of one num
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", LOW)
 def test_acting_and_evaluating_agree_to_the_rounding_of_the_precision(name, form):
-    """So the ratio of probabilities is about 1 before the first gradient step."""
+    """Therefore the probability ratio is about 1 before the first gradient step."""
     policy = make_policy(FORMS[form], BOX if name == "bf16" else DISCRETE).float()
     obs, state, starts, noise = (
         x.float() if x.is_floating_point() else x for x in make_inputs(policy)
@@ -40,7 +40,7 @@ def test_acting_and_evaluating_agree_to_the_rounding_of_the_precision(name, form
     ratio = (evaluation.logprobs - logprobs).exp()
     torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0, atol=tolerance)
     torch.testing.assert_close(evaluation.values, values, rtol=tolerance, atol=tolerance)
-    # low precision does change the values
+    # Low precision changes the values, but only a little.
     assert 0 < (evaluation.values - full.values).abs().max() < 16 * ROUNDING[name]
 
 
@@ -48,13 +48,13 @@ def test_acting_and_evaluating_agree_to_the_rounding_of_the_precision(name, form
 
 
 @pytest.mark.parametrize("name", LOW)
-def test_training_follows_fp32(name, world):
+def test_training_stays_close_to_fp32(name, world):
     full = trained(world, dtype=SINGLE)
     low = trained(world, dtype=SINGLE, precision=name)
     assert low.hashes[0] != full.hashes[0]
-    # 8 Adam steps change each parameter by about 0.003 each
+    # Each of the 8 Adam steps changes a parameter by about 0.003.
     torch.testing.assert_close(low.parameters[-1], full.parameters[-1], rtol=0, atol=0.02)
-    for metric in ("loss/value", "optim/grad_norm"):  # neither includes the loss scale
+    for metric in ("loss/value", "optim/grad_norm"):  # both are without the loss scale
         assert low.losses[0][metric] == pytest.approx(full.losses[0][metric], rel=0.02)
     kept = {tensor.dtype for tensor in tensors_in(low.checked_state()).values()}
     assert kept <= {torch.float32, torch.float64, torch.int64}
@@ -67,14 +67,14 @@ def scaled(world, **options):
     return Recording(job_of("recall, clstm", dtype=SINGLE, precision="fp16", **options), world)
 
 
-def test_overflows_that_persist_without_any_scale_are_bad_steps(world):
+def test_overflows_at_the_smallest_scale_are_bad_steps(world):
     training = scaled(world, iterations=3, ppo=PPOConfig(update_epochs=10, max_bad_steps=2))
     with bad_losses(range(100)), pytest.raises(UserError, match="3 steps in a row"):
         finish(training)
     assert training.ppo.strategy.scaler.get_scale() <= 1.0
 
 
-def test_a_resumed_run_has_the_scale_it_was_saved_with(world):
+def test_a_resumed_run_keeps_its_loss_scale(world):
     straight, halved, resumed = (scaled(world, iterations=count) for count in (2, 1, 2))
     for training in (straight, halved):
         with bad_losses({1, 2}):
@@ -89,8 +89,8 @@ def test_a_resumed_run_has_the_scale_it_was_saved_with(world):
 
 
 @pytest.mark.parametrize(("name", "tf32"), [("fp32", False), ("tf32", True)])
-def test_fp32_on_a_gpu_is_not_rounded_to_tf32_unless_asked(name, tf32):
-    """The switches can be set without a GPU; tests/gpu checks their effect."""
+def test_fp32_on_a_gpu_is_rounded_to_tf32_only_on_request(name, tf32):
+    """The TF32 switches can be set without a GPU; tests/gpu checks their effect."""
     set_tf32(name)
     assert torch.backends.cudnn.rnn.fp32_precision == ("tf32" if tf32 else "none")
     assert torch.backends.cuda.matmul.allow_tf32 == tf32

@@ -18,9 +18,9 @@ from rl_dist.strategies.replicas import DataParallel, OrderedDDP
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.slow  # faster tests below check the causes
+@pytest.mark.slow  # the faster tests below check the causes of differences
 @pytest.mark.parametrize("num_ranks", [3, 4])
-def test_a_resumed_training_or_fit_is_bit_for_bit_one_that_went_on(num_ranks, tmp_path):
+def test_a_resumed_training_or_fit_equals_an_uninterrupted_one_bit_for_bit(num_ranks, tmp_path):
     assert launch(ordered_ranks.exercise, (str(tmp_path),), num_ranks) == 0
     for path in sorted(tmp_path.glob("rank_*.pt")):
         found = torch.load(path, weights_only=True)
@@ -28,7 +28,7 @@ def test_a_resumed_training_or_fit_is_bit_for_bit_one_that_went_on(num_ranks, tm
         assert same == found.keys() and {"fit", "training, hybrid"} <= same
 
 
-def test_adam_without_the_compiler_steps_and_resumes_bit_for_bit_as_torchs():
+def test_the_eager_adam_steps_and_resumes_bit_for_bit_like_that_of_torch():
     results = []
     for kind in (torch.optim.Adam, EagerAdam):
         torch.manual_seed(0)
@@ -46,8 +46,8 @@ def test_adam_without_the_compiler_steps_and_resumes_bit_for_bit_as_torchs():
 
 
 @pytest.mark.parametrize("unused", [False, True])
-def test_buckets_are_ordered_before_the_first_step_the_last_parameters_first(unused):
-    """OrderedDDP uses private parts of torch; a failure means that they changed."""
+def test_buckets_begin_with_the_last_parameters_from_the_first_step_on(unused):
+    """OrderedDDP uses private functions of torch; this test fails if they change."""
     net = nn.Sequential(nn.Linear(40, 60), nn.Linear(60, 50), nn.Linear(50, 7))
     names = {id(parameter): name for name, parameter in net.named_parameters()}
     steps = []
@@ -86,8 +86,8 @@ for _ in range(2000):
 
 
 @pytest.mark.slow
-def test_ranks_that_leave_right_after_a_gradient_step_do_not_hang():
-    """A process group freed right after a step may hang: its thread needs the GIL."""
+def test_ranks_that_exit_right_after_a_gradient_step_do_not_hang():
+    """Freeing a process group right after a step can hang: its thread needs the GIL."""
     job = start("-c", LEAVE_AT_ONCE, cwd=REPO)
     _, stderr = job.communicate(timeout=150)
     assert job.returncode == 0, stderr
@@ -100,14 +100,14 @@ def test_ranks_whose_devices_round_differently_stay_equal(ranks):
     assert first["False"] != second["False"]
 
 
-def test_slots_cut_into_parts_are_evaluated_as_all_together(monkeypatch):
-    """Split and join by hand, because torch needs several GPUs to run the parts."""
+def test_a_batch_split_over_devices_is_evaluated_like_the_whole_batch(monkeypatch):
+    """Split and join the batch by hand, because torch needs GPUs to do this."""
     monkeypatch.setattr(replicas, "scatter", lambda x, devices, axis: x.chunk(len(devices), axis))
     policy = make_policy(FORMS["clstm"], BOX)
     obs, state, starts, actions = make_inputs(policy, num_envs=7)
     inputs = obs, actions, state, starts
     whole, parallel = policy(*inputs), DataParallel(policy, [0, 1])
-    assert all(map(torch.equal, parallel(*inputs), whole))  # without GPUs, nothing is split
+    assert all(map(torch.equal, parallel(*inputs), whole))  # not split without GPUs
     parts, options = parallel.scatter(inputs, {}, [0, 1, 2])
     outputs = [policy(*part) for part, _ in zip(parts, options, strict=True)]
     terms = zip(*outputs, strict=True)

@@ -12,7 +12,7 @@ from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.process_group.world import GROUP_TIMEOUT
 from rl_dist.strategies.config import resolve_shard_size
 
-pytestmark = pytest.mark.timeout(600)  # the first test waits for all ranks
+pytestmark = pytest.mark.timeout(600)  # the first test launches all ranks
 CLOSE = {"rtol": 1e-5, "atol": 1e-9}
 
 
@@ -37,7 +37,7 @@ def ranks(folder):
     return [torch.load(path, weights_only=True) for path in sorted(folder.glob("rank_*.pt"))]
 
 
-def test_a_training_is_that_of_one_process_also_in_parts(ranks, tmp_path):
+def test_training_equals_that_of_one_process_also_with_accumulation(ranks, tmp_path):
     with world_of_one() as world:
         single = run(job(tmp_path, "none"), world)
     for rank in ranks:
@@ -46,12 +46,12 @@ def test_a_training_is_that_of_one_process_also_in_parts(ranks, tmp_path):
             torch.testing.assert_close(trained["parameters"], single["parameters"], **CLOSE)
         for one, other in zip(hybrid["records"], single["records"], strict=True):
             assert one == pytest.approx(other, rel=1e-6, abs=1e-9, nan_ok=True)
-        # one reduction in each step, even if the step has several parts
+        # Each step has one reduction, even if its batch is split into parts.
         assert hybrid["reductions"] == parts["reductions"] == rank["ddp"]["reductions"]
     assert len({rank["hybrid"]["hash"] for rank in ranks}) == 1
 
 
-def test_every_rank_holds_its_share_only(ranks):
+def test_every_rank_holds_only_its_shard(ranks):
     groups, total = len(ranks) // 2, len(ranks[0]["hybrid"]["parameters"])
     held = [rank["hybrid"]["shard_numbers"] for rank in ranks]
     assert sum(held) == groups * total and max(held) < 0.7 * total
@@ -59,13 +59,13 @@ def test_every_rank_holds_its_share_only(ranks):
     assert ranks[0]["hybrid"]["timeouts_s"] == [GROUP_TIMEOUT.total_seconds()] * 2
 
 
-def test_a_resumed_training_ends_bit_for_bit_as_one_never_interrupted(ranks):
+def test_a_resumed_training_equals_an_uninterrupted_one_bit_for_bit(ranks):
     for rank in ranks:
         assert torch.equal(rank["hybrid, resumed"]["parameters"], rank["hybrid"]["parameters"])
         assert rank["hybrid, resumed"]["records"] == rank["hybrid"]["records"][1:]
 
 
-def test_checkpoints_of_hybrid_and_ddp_stand_for_each_other(ranks, folder, tmp_path):
+def test_checkpoints_of_hybrid_and_ddp_are_interchangeable(ranks, folder, tmp_path):
     for rank in ranks:
         for name in ("hybrid, resumed as ddp", "ddp, resumed as hybrid"):
             torch.testing.assert_close(rank[name]["parameters"], rank["ddp"]["parameters"], **CLOSE)
@@ -74,15 +74,15 @@ def test_checkpoints_of_hybrid_and_ddp_stand_for_each_other(ranks, folder, tmp_p
     torch.testing.assert_close(single["parameters"], ranks[0]["ddp"]["parameters"], **CLOSE)
 
 
-def test_ranks_start_equal_skip_a_nan_together_and_refuse_what_would_part_them(ranks):
-    start = parameter_hash(make_module(seed=0))  # weights of rank 0
+def test_ranks_start_equal_skip_a_nan_together_and_refuse_different_calls(ranks):
+    start = parameter_hash(make_module(seed=0))  # hash of the weights of rank 0
     for rank in (rank["refusals"] for rank in ranks):
         assert rank["hashes"] == [start, start] and not rank["stepped"]
         assert "rank 0 in 'gradient reduction'" in rank["other calls"]
         assert "rank 1 in 'gather of bytes'" in rank["other calls"]
 
 
-def test_groups_are_the_ranks_of_a_machine_by_default(monkeypatch):
+def test_by_default_the_ranks_of_a_machine_form_a_group(monkeypatch):
     assert resolve_shard_size(0, 4) == 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert resolve_shard_size(0, 4) == 2

@@ -1,4 +1,4 @@
-"""Refused strategies; a resumed run keeps what auto and fallback chose."""
+"""Refused strategies, and choices of auto and --fallback that a resume keeps."""
 
 import json
 from dataclasses import replace
@@ -35,7 +35,7 @@ PIPELINE = {"mode": "hybrid", "hybrid_form": "pipeline"}
         ({"mode": "auto", "shard_size": 3}, (4,), "shard_size 3 .* --shard_size 2, 4"),
     ],
 )
-def test_what_cannot_work_is_refused(options, hardware, field):
+def test_strategies_that_cannot_work_are_refused(options, hardware, field):
     with pytest.raises(UserError, match=field):
         check_strategy(StrategyConfig(**options), *hardware)
 
@@ -47,21 +47,21 @@ def test_what_cannot_work_is_refused(options, hardware, field):
     ("chosen", "flags", "mode"),
     [
         (CHOSEN, (), "ddp"),
-        # another number of ranks needs a new measurement
+        # A different number of ranks or shard size needs a new measurement.
         (CHOSEN, ("--num_gpus", "1"), "auto"),
         (CHOSEN, ("--shard_size", "2"), "auto"),
-        # --fallback had chosen one rank
+        # The saved choice of --fallback was one rank.
         (replace(TWO, chosen_strategy="none", chosen_on="1 rank on cpu"), (), "none"),
     ],
 )
-def test_a_choice_stands_for_the_same_ranks_and_flags_of_strategies(chosen, flags, mode):
+def test_a_choice_is_kept_while_ranks_and_strategy_flags_stay_the_same(chosen, flags, mode):
     launch = resumed_config(RunConfig(launch=chosen), parse_training(flags).given).launch
     config, resolved, _ = resolve_launch(launch)
     assert config.strategy_config.mode == mode
     assert resolved.num_ranks == (1 if mode == "none" or "1" in flags else 2)
 
 
-def test_ranks_that_start_again_find_their_choices_in_the_configuration(tmp_path, monkeypatch):
+def test_restarted_ranks_read_their_choices_from_the_configuration(tmp_path, monkeypatch):
     monkeypatch.setattr(auto, "fastest", lambda *_, **__: pytest.fail("measured again"))
     launch = LaunchConfig(device="cpu", strategy="auto", precision="auto")
     task = TaskConfig(env="Recall-v0", env_workers=-1)
@@ -79,14 +79,14 @@ def test_ranks_that_start_again_find_their_choices_in_the_configuration(tmp_path
 
 
 @pytest.mark.parametrize(("strategy", "failed"), [("auto", 1), ("hybrid", 2), ("dp", 1)])
-def test_ranks_that_cannot_work_together_step_down_to_one(strategy, failed, monkeypatch):
+def test_ranks_that_cannot_communicate_fall_back_to_one_rank(strategy, failed, monkeypatch):
     ranks = mock.Mock(side_effect=ChildError("NCCL error"))
     monkeypatch.setattr("rl_dist.launch.config.time_reductions", ranks)
     asked = replace(TWO, strategy=strategy, fallback=True)
     config, resolved, note = resolve_launch(asked)
     assert (resolved.num_ranks, config.chosen_strategy) == (1, "none")
     assert note.count("does not work here") == failed
-    assert config.num_gpus == 2  # the requested number of ranks is kept
+    assert config.num_gpus == 2  # the requested number stays
     assert resolve_launch(config)[0] == config
-    ranks.side_effect = None  # now several ranks work again
+    ranks.side_effect = None  # several ranks work again
     assert strategy == "dp" or resolve_launch(asked)[0] == asked

@@ -1,4 +1,4 @@
-"""Test examples/image_classification.py, started as a user starts it."""
+"""Test examples/image_classification.py, started in the same way as by a user."""
 
 import json
 
@@ -8,7 +8,7 @@ from train_runs import run_here
 from examples import image_classification
 
 
-def test_two_ranks_report_the_figures_of_one_to_the_last_image(ranks_folder, monkeypatch, capsys):
+def test_two_ranks_report_exactly_the_figures_of_one_rank(ranks_folder, monkeypatch, capsys):
     flags = ["--device", "cpu", "--num_gpus", "1", "--epochs", "2", "--no-progress"]
     assert run_here(image_classification.main, flags, monkeypatch) == 0
     one = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""Test that supervised training does not depend on rank count or interruptions."""
+"""Test that rank counts and interruptions do not change supervised training."""
 
 import itertools
 import math
@@ -40,7 +40,7 @@ def equal(left, right):
 
 
 def shares(size, count, batch_size, *, epoch=0):
-    """Return the sample numbers of an epoch: for each rank a list of batches."""
+    """Return the sample numbers of an epoch as a list of batches for each rank."""
     data = TensorDataset(*torch.arange(count).expand(2, -1))
     loader = DataLoader(data, batch_size, shuffle=bool(epoch))
     ranks = []
@@ -83,7 +83,7 @@ def test_a_training_batch_holds_the_same_samples_on_any_number_of_ranks():
         ({"batch_size": 2, "sampler": SequentialSampler([1])}, "1 samples .* 2 ranks"),
     ],
 )
-def test_a_loader_that_cannot_be_shared_out_is_refused_by_name(options, words):
+def test_a_loader_that_does_not_divide_over_the_ranks_is_refused(options, words):
     with pytest.raises(UserError, match=words):
         check_shares(DataLoader(SAMPLES, **options), world_of(0, 2), training=True)
 
@@ -95,7 +95,7 @@ def test_nested_batches_move_to_the_device_as_a_whole():
     assert first.is_meta and second.data.is_meta and moved["name"] == "x"
 
 
-def test_waiting_and_stepping_are_measured_apart():
+def test_waiting_for_data_and_stepping_are_timed_separately():
     class Slow(TensorDataset):
         def __getitem__(self, index):
             time.sleep(0.01)
@@ -110,14 +110,14 @@ def test_waiting_and_stepping_are_measured_apart():
 
 @pytest.fixture(scope="module")
 def ranks(ranks_folder, tmp_path_factory):
-    """Return the results of two ranks that train together, and of one rank alone."""
+    """Return three results: of two ranks that train together, and of one rank alone."""
     alone = tmp_path_factory.mktemp("one")
     exercise(str(alone))
     paths = [ranks_folder / "rank_0.pt", ranks_folder / "rank_1.pt", alone / "rank_0.pt"]
     return [torch.load(path, weights_only=True) for path in paths]
 
 
-def test_two_ranks_fit_and_evaluate_as_one_does(ranks):
+def test_two_ranks_fit_and_evaluate_like_one(ranks):
     left, right, one = ranks
     assert left["hash"] == right["hash"]
     for record, alone in zip(right["history"], one["history"], strict=True):
@@ -141,7 +141,7 @@ def test_strategies_and_workers_change_nothing(ranks, job):
         torch.testing.assert_close(rank[job], ranks[-1]["weights"], rtol=0, atol=1e-12)
 
 
-def test_a_loss_that_is_nan_on_one_rank_once_costs_that_step_on_all(ranks):
+def test_a_nan_loss_on_one_rank_skips_the_step_on_all_ranks(ranks):
     for bad in (rank["bad"] for rank in ranks):
         first, second, third = (record["train/loss"] for record in bad["history"])
         assert math.isnan(first) and third < second < 1.1
@@ -162,7 +162,7 @@ def test_accumulated_batches_equal_one_larger_batch(world):
     torch.testing.assert_close(weights(4, 4), weights(16, 1), rtol=0, atol=1e-12)
 
 
-def test_fitting_stops_when_validation_gets_no_better_and_keeps_the_best(world, tmp_path):
+def test_fitting_stops_without_progress_in_validation_and_keeps_the_best_weights(world, tmp_path):
     held_out = DataLoader(blobs(31, 1, flipped=True), batch_size=12)
     options = {"validation": held_out, "config": {"patience": 2, "epochs": 20}, "resume": True}
     whole = Fitted(world, tmp_path, **options)
@@ -172,7 +172,7 @@ def test_fitting_stops_when_validation_gets_no_better_and_keeps_the_best(world, 
     again = evaluate(whole.module, held_out, CRITERION, whole.strategy)
     assert again["loss"] == min(losses)
 
-    # resume a finished fit: only best.pt still holds the best weights
+    # Resume a finished fit. Only best.pt still contains the best weights, so it must be loaded.
     resumed = Fitted(world, tmp_path, **options)
     assert equal(resumed.weights, whole.weights) and resumed.history == whole.history
     (tmp_path / "checkpoints" / "best.pt").unlink()
@@ -188,12 +188,12 @@ def test_a_plateau_scheduler_gets_the_validation_loss(world):
     assert scheduler.best == job.history[0]["valid/loss"]
 
 
-def test_a_stop_signal_ends_an_epoch_early_and_resuming_repeats_it(world, tmp_path, monkeypatch):
+def test_a_stop_signal_ends_an_epoch_early_and_a_resume_repeats_it(world, tmp_path, monkeypatch):
     whole = Fitted(world, tmp_path / "whole", batch_size=2)
     calls = itertools.count(1)
 
     def counting(outputs, targets):
-        if next(calls) == 60:  # in epoch 2: an epoch has 33 training and 16 validation batches
+        if next(calls) == 60:  # in epoch 2, because an epoch has 33 + 16 batches
             stop_flag.signum = signal.SIGTERM
         return METRICS["accuracy"](outputs, targets)
 

@@ -1,4 +1,4 @@
-"""--on_event: the command runs once for each event and cannot harm the run."""
+"""--on_event: its command runs once for each event and cannot harm the run."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ from rl_dist.telemetry import events
 
 @pytest.fixture
 def call(tmp_path, caplog):
-    """Return a function that calls a command for events and returns the warnings."""
+    """Return a function that runs a command for some events and returns the warnings."""
 
     def call_for(command, *sent, wait_s=100.0):
         events.configure(command, tmp_path / "run")
@@ -35,7 +35,7 @@ def test_an_event_arrives_as_json_on_stdin_and_as_variables(call, tmp_path):
     assert json.loads(event) == json.loads(event) | expected
     assert variables == f"restarted|{message}|{tmp_path}/run|2"
     assert (tmp_path / "finished").read_text().endswith(f"\nfinished||{tmp_path}/run|\n")
-    assert call("", ("failed", "", {})) == []  # without a command nothing runs
+    assert call("", ("failed", "", {})) == []  # no command, no warning
 
 
 @pytest.mark.parametrize(("command", "code"), [("cat; exit 1", 1), ("kill -9 $$", -9)])
@@ -44,7 +44,7 @@ def test_a_command_that_fails_is_one_warning(call, command, code):
     assert warning.endswith(f"code {code}") and "\n" not in warning
 
 
-def test_a_command_that_hangs_is_ended_with_all_that_it_started(call, tmp_path):
+def test_a_command_that_hangs_is_killed_with_all_its_child_processes(call, tmp_path):
     command = f"echo $$ > {tmp_path}/$RL_EVENT; sleep 1000 & wait"
     events.configure(command, tmp_path)
     events.notify("failed")

@@ -1,4 +1,4 @@
-"""Files, loggers and progress lines that the main process writes."""
+"""The files, logger records and progress lines that the main process writes."""
 
 import logging
 import math
@@ -41,12 +41,12 @@ def test_records_and_scalars_hold_finite_numbers_by_global_step_and_rank(tmp_pat
     assert scalars(tmp_path) == {"b": [(100, 2.5)], "c": [(100, 1.5)], "rank_0/x": [(100, 1.0)]}
 
 
-def test_a_resumed_run_continues_its_files_without_doubles(tmp_path):
+def test_a_resumed_run_continues_its_files_without_duplicates(tmp_path):
     run = RunDir(tmp_path)
-    run.cut_records(5)  # does nothing, as there are no records yet
+    run.cut_records(5)  # does nothing, because there are no records yet
     write(tmp_path, *(record(n, x=float(n)) for n in (1, 2, 3)))
     with run.metrics_path.open("a") as file:
-        file.write('{"iteration": 4, "glob')  # a line cut off by a kill
+        file.write('{"iteration": 4, "glob')  # a line that a kill has cut off
     assert [line["iteration"] for line in run.records(last=2)] == [2, 3]
     run.cut_records(2)
     found = write(tmp_path, record(3, x=30.0), start=2, purge_step=201)
@@ -54,7 +54,9 @@ def test_a_resumed_run_continues_its_files_without_doubles(tmp_path):
     assert sorted(scalars(tmp_path)["x"]) == [(100, 1.0), (200, 2.0), (300, 30.0)]
 
 
-def test_logs_have_level_and_rank_and_the_console_warnings_of_the_main_process(tmp_path, capsys):
+def test_logs_have_level_and_rank_and_the_console_shows_warnings_of_the_main_process(
+    tmp_path, capsys
+):
     try:
         for rank in (0, 1):
             setup_logging(tmp_path, rank)
@@ -70,7 +72,7 @@ def test_logs_have_level_and_rank_and_the_console_warnings_of_the_main_process(t
 # ---- loggers
 
 
-def test_a_logger_that_fails_ends_with_one_warning(caplog):
+def test_a_failing_logger_is_stopped_with_one_warning(caplog):
     def fail(*_):
         raise SystemExit("no network")
 
@@ -82,7 +84,7 @@ def test_a_logger_that_fails_ends_with_one_warning(caplog):
     assert "wandb" in message and "no network" in message
 
 
-def test_an_unknown_or_missing_logger_is_one_line(tmp_path, monkeypatch):
+def test_an_unknown_or_missing_logger_is_a_one_line_error(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="loggers neptune .*wandb"):
         named_loggers("wandb, neptune")
     monkeypatch.setitem(loggers.LOGGERS, "wandb", lambda *args: __import__("no_such_package"))
@@ -91,12 +93,12 @@ def test_an_unknown_or_missing_logger_is_one_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
-def test_a_service_keeps_settings_and_metrics_in_the_run_directory_and_continues(
+def test_a_logging_service_stores_its_run_in_the_run_directory_and_continues_it(
     name, tmp_path, monkeypatch
 ):
     service = pytest.importorskip(name, reason=f"the extra {name} is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    for iteration in (1, 2):  # the second writer continues the run
+    for iteration in (1, 2):  # the second writer continues the run of the first
         line = record(iteration, ranks=[{"rank": 0, "time/sps": 5.0}], x=7.0)
         write(tmp_path, line, loggers=[name], config=CONFIG)
     run_id = (tmp_path / f"{name}_run_id").read_text()
@@ -122,7 +124,7 @@ def test_progress_is_a_few_lines_or_a_bar(tmp_path, capsys, monkeypatch, on_term
         line = record(iteration, **{"time/sps": 1000.0 * iteration})
         writer.write(line, done=9 * iteration)
     writer.close()
-    # 99 episodes have ended, but the progress stops at 96
+    # 99 episodes have ended, but the progress shows at most the 96 of the budget.
     shown = capsys.readouterr().err
     assert "time/sps=11,000" in shown and " 96/96 " in shown
     assert (shown.count("\r") >= 11) == on_terminal

@@ -1,4 +1,4 @@
-"""The thread that samples how much CPU, memory and GPU a rank uses."""
+"""The thread that samples the CPU, memory and GPU use of a rank."""
 
 import threading
 
@@ -10,7 +10,7 @@ from train_runs import wait_until
 from rl_dist.telemetry.monitor import Monitor, sources_of
 
 
-def test_samples_are_merged_to_their_mean_the_highest_peak_and_the_least_that_was_free():
+def test_merged_samples_have_the_mean_load_the_highest_peak_and_the_least_free_memory():
     readings = [
         {"load": 1.0, "memory_peak": 7.0, "free": 4.0, "sometimes": None},
         {"load": 2.0, "memory_peak": 5.0, "free": 3.0, "sometimes": 3.0},
@@ -22,7 +22,7 @@ def test_samples_are_merged_to_their_mean_the_highest_peak_and_the_least_that_wa
     assert monitor.take() == expected and monitor.take() == dict.fromkeys(expected)
 
 
-def test_a_source_that_fails_or_hangs_costs_its_figure_and_neither_training_nor_its_end(caplog):
+def test_a_source_that_fails_or_hangs_loses_its_figure_but_does_not_delay_training(caplog):
     before = threading.active_count()
     assert Monitor([dict], 0).take() == {} and threading.active_count() == before
     released, hangs = threading.Event(), iter([False] * 5)
@@ -46,7 +46,7 @@ def test_a_source_that_fails_or_hangs_costs_its_figure_and_neither_training_nor_
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("NVML Shared Library Not Found")])
-def test_a_rank_with_a_gpu_reads_it_and_without_nvml_its_memory(monkeypatch, error):
+def test_without_nvml_a_rank_with_a_gpu_still_reads_its_memory(monkeypatch, error):
     live = {"utilization": error, "temperature": error, "power_draw": error} if error else {}
     pretend_gpus(monkeypatch, **live)
     monitor = Monitor(sources_of(torch.device("cuda", 1)), 0.02)

@@ -1,4 +1,4 @@
-"""Profiles of training: their content and files; they change no number."""
+"""Profiles of training: their content and files, and that they change no result."""
 
 import gzip
 import json
@@ -13,11 +13,11 @@ from rl_dist.resume_check import differences
 from rl_dist.telemetry.metrics import NullWriter
 
 SECTIONS = {"collect", "policy", "environment", "update", "forward", "backward", "optimizer"}
-MACHINE = ("time/", "cpu/", "ram/", "ranks")  # metrics that differ from run to run
+MACHINE = ("time/", "cpu/", "ram/", "ranks")  # metrics that differ between equal runs
 
 
 def trained(world, run_dir, *, profile):
-    """Train 4 iterations; return all numbers, and the lines printed for the user."""
+    """Train 4 iterations; return all results, and the lines printed for the user."""
     job = make_job(
         "recall, clstm", run_dir, iterations=4, ppo=PPOConfig(update_epochs=1), profile=profile
     )
@@ -29,7 +29,7 @@ def trained(world, run_dir, *, profile):
     return [numbers, training.checked_state()], lines
 
 
-def test_a_profile_changes_no_number_names_the_sections_and_traces_one_iteration(world, tmp_path):
+def test_a_profile_names_all_sections_traces_one_iteration_and_changes_no_result(world, tmp_path):
     plain, lines = trained(world, tmp_path, profile=False)
     assert lines == [] and not (tmp_path / "profile").exists()
     with_profile, (text,) = trained(world, tmp_path, profile=True)
@@ -38,7 +38,7 @@ def test_a_profile_changes_no_number_names_the_sections_and_traces_one_iteration
     (path,) = (tmp_path / "profile").glob("rank_0.*.pt.trace.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     counts = Counter(event.get("name") for event in events if event.get("ph") == "X")
-    # the trace holds one iteration: 16 vector steps
+    # The trace contains a single iteration, which has 16 vector steps.
     assert counts["collect"] == counts["update"] == 1 and counts["environment"] == 16
     steps = plain[0][2]["optim/steps"]
     assert counts["forward"] == counts["backward"] == counts["optimizer"] == steps

@@ -1,4 +1,4 @@
-"""The clock of gradient steps: phases without waiting; the spread of step times."""
+"""The clock of gradient steps: time of each phase and spread of step times."""
 
 import itertools
 
@@ -26,7 +26,7 @@ def test_phases_add_up_without_waiting(monkeypatch):
     clock = StepClock(torch.device("cpu"))
     clock.start()
     take_step(clock, 1.0)  # forward 1 s, backward 3 s (1 s of it waiting), optimizer 0.5 s
-    clock.mark("")  # these 5.5 s belong to no phase
+    clock.mark("")  # the 5.5 s until the next step belong to no phase
     take_step(clock, 0.0)  # forward 2 s, backward 3 s, optimizer 0.5 s
     assert clock.read() == {
         "time/forward_s": 3.0,
