@@ -162,7 +162,9 @@ def main() -> None:
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
     tasks = ["cartpole", "stocks"]
     parser.add_argument("--tasks", nargs="+", default=tasks, choices=tasks)
-    parser.add_argument("--minutes", type=float, default=7.0, help="duration of all tasks together")
+    parser.add_argument(
+        "--minutes", type=float, default=7.0, help="duration in minutes, all tasks together"
+    )
     parser.add_argument("--fewest", type=int, default=4, help="smallest number of pairs per peer")
     parser.add_argument(
         "--warm_up", type=int, default=2, help="turns of each trainer before the first pair"

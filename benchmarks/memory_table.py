@@ -123,7 +123,7 @@ class MemoryLengthVectorEnv(BatchedEnv):
         self.bit = np.zeros(num_envs, dtype=np.int64)
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
-        """Draw the bit."""
+        """Draw the bit to remember."""
         return generator.integers(2, size=1).astype(np.float64)
 
     def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
@@ -284,7 +284,7 @@ def table_row(row: Row, results: Sequence[dict[str, Any]]) -> str:
 
 
 def stored(path: Path, command: list[str]) -> dict[str, Any] | None:
-    """Return the result stored in a file, or None unless `command` produced it."""
+    """Return the result stored in a file if `command` produced it, otherwise None."""
     if not path.exists():
         return None
     result: dict[str, Any] = json.loads(path.read_text())

@@ -311,7 +311,7 @@ def skrl(task: Task, args: argparse.Namespace) -> None:
                 {"policy": nn.Linear(size, task.num_actions), "value": nn.Linear(size, 1)}
             )
             self.log_std = nn.Parameter(torch.zeros(task.num_actions))
-            self.kept: Any = None  # the policy's features and state, which the value reuses
+            self.kept: Any = None  # the policy's features and state, which the value head reuses
 
         def get_specification(self) -> dict[str, Any]:
             sizes = [(1, NUM_ENVS, size)] * 2
@@ -385,7 +385,7 @@ def main() -> None:
     parser.add_argument("task", choices=TASKS, nargs="?", default="cartpole")
     for name, value in {"threads": 1, "ranks": 1, "seed": 1, "total_steps": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--metrics", type=Path, help="file that sb3_solve writes")
+    parser.add_argument("--metrics", type=Path, help="metrics file that sb3_solve writes")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(1)

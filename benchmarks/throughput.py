@@ -6,7 +6,7 @@ Three tasks take turns of one iteration each:
 
 - cartpole: CartPole-v1 with one LSTM of size 128;
 - stocks: a market-like task (181 inputs, 30 continuous actions) with one LSTM of size 256;
-- main: the main job with 30 stocks.
+- main: the default training job, with 30 stocks.
 
 In the first two tasks, an iteration has 128 steps of 64 environments and 4 epochs of 4 minibatches.
 Before each turn, a fixed matrix product is timed. The output has steps per second, seconds per

@@ -22,7 +22,7 @@ QUESTION = 5  # step at which a task asks for the secret that it showed at step 
 class MemoryTask(gymnasium.Env[Any, Any]):
     """A task that shows a secret at the first step and asks for it at the last step.
 
-    Subclasses define the methods `draw`, `observe` and `score`.
+    Subclasses define `draw` (the secret), `observe` and `score` (the reward).
     """
 
     def reset(self: Any, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict]:
@@ -101,7 +101,7 @@ class Orders(MemoryTask):
         return {"order": order, "missing": missing}
 
     def observe(self) -> dict[str, Any]:
-        """Return the order, the door and the mask."""
+        """Return the observation: the order, the door and the mask of allowed actions."""
         mask = np.ones(7, np.int8)
         mask[self.secret["missing"] + [0, 4]] = 0
         shown = (self.secret["order"] + 1) * (self.age == 0)

@@ -166,7 +166,7 @@ class TradingVectorEnv(TorchEnv):
         return self._features.index_select(0, self.row), {}
 
     def _draw_starts(self) -> None:
-        """Draw the start rows of the current episodes and of the next AHEAD episodes."""
+        """Draw the table rows at which the current and the next AHEAD episodes start."""
         self._drawn_from = self.episode
         self._restarts_left = AHEAD
         num_starts = self.num_days - self._episode_days

@@ -35,7 +35,7 @@ from envs.trading.market_data import Market
 NUM_DAYS = 2520  # 10 years of 252 trading days
 FIRST_DATE = "2010-01-04"
 PURPOSES = ("train", "valid", "test")
-MAX_WORLDS = 10**8  # largest number of worlds per purpose
+MAX_WORLDS = 10**8  # largest number of worlds for each of the PURPOSES
 
 # Events and drift. These values were chosen by experiments (docs/LOG.md) and are fixed.
 GAP_DAYS = (5, 7)  # days between two announcements, uniformly distributed
@@ -46,26 +46,29 @@ DENIAL_CHANCE = 0.25
 DELAY_DAYS = 8
 MOVE_DAYS = 4  # the drift lasts from day DELAY_DAYS + 1 to day DELAY_DAYS + MOVE_DAYS
 EVENT_SIZE = 1.4  # change of log volume: a surge has 4 times the usual volume, a drought 1/4
-VOLUME_NOISE = 0.25  # sd of the daily noise in log volume
-VOLUME_WAVE = (0.99, 0.15)  # AR(1) coefficient and stationary sd of the usual log volume
+VOLUME_NOISE = 0.25  # standard deviation of the daily noise in log volume
+VOLUME_WAVE = (0.99, 0.15)  # AR(1) coefficient and standard deviation of the usual log volume
 VOLUME_ON_MOVE = 0.10  # log volume added per standard deviation of a stock's own daily move
 
 # Prices. Log volatility is the sum of a slow market wave and a slow wave per stock.
 MARKET_DRIFT = 0.0006  # per day; an equal-weight portfolio then has a Sharpe ratio of about 0.8
 ANNUAL_VOLATILITY = 0.25  # volatility of each stock without the planted drift
 MARKET_SHARE = 0.62  # fraction of each stock's variance due to the market, without planted drifts
-COMMON_WAVE = (0.985, 0.50)  # AR(1) coefficient and stationary sd of log volatility
+COMMON_WAVE = (
+    0.985,
+    0.50,
+)  # AR(1) coefficient and standard deviation of the market's log volatility
 OWN_WAVE = (0.95, 0.30)  # the same for the wave of each stock
 TAIL_DEGREES = 5.0  # degrees of freedom of Student's t distribution of returns
 OVERNIGHT_SHARE = 1.0 / 3.0  # fraction of the daily variance between a close and the next open
 
 # Constants of the trading rules
 LEVEL_DAYS = 20  # the usual log volume is the median over this many earlier days
-SURPRISE_NOISE = 0.30  # sd of (log volume - usual log volume) on days without an event
+SURPRISE_NOISE = 0.30  # standard deviation of (log volume - usual log volume) without an event
 BLUNDER = 1e-4  # added to densities, so that one unlikely volume cannot rule out a state
 VOLATILITY_MEMORY = 0.94  # decay of the exponentially weighted variance (RiskMetrics)
 FIRST_VARIANCE = 3e-4  # variance of daily returns that is assumed before the first return is known
-DIRECTIONS = np.array([[-1.0], [0.0], [1.0]])  # drought, none, surge; or drift down, none, up
+DIRECTIONS = np.array([[-1.0], [0.0], [1.0]])  # from drought to surge, or from down to up
 WARM_UP_DAYS = 60  # about 10 announcements: the filter's start state then hardly matters
 BAND = 0.01  # smaller differences from the target weights are not traded
 OUTLOOK_DAYS = 4  # days to look ahead, because orders of 5 % take days to reach a target
@@ -216,7 +219,8 @@ State = tuple[int, tuple[tuple[int, int], ...]]
 def _followers(state: State) -> dict[State, float]:
     """Return the possible states of the next day with their probabilities."""
     newest, *others = [(age + 1, kind) for age, kind in state[1]]
-    older = [item for item in others if item[0] < DELAY_DAYS + MOVE_DAYS]  # drift not yet over
+    # announcements whose drift is not over yet
+    older = [item for item in others if item[0] < DELAY_DAYS + MOVE_DAYS]
     quiet: State = (0, (newest, *older))  # nothing happens today
     age, kind = newest
     if age == DENIAL_DAYS:

@@ -33,7 +33,7 @@ from envs.vector.spaces import (
 from envs.vector.tensors import LIFE, ArrayEnv, step_result
 
 _LOGGER = logging.getLogger(__name__)
-MAX_REWARD = 1e30  # larger rewards are refused like infinite ones
+MAX_REWARD = 1e30  # larger rewards are refused, as if they were infinite
 Arrays = tuple[np.ndarray, ...]  # in the order of STEP_FIELDS
 
 
@@ -132,7 +132,7 @@ class TorchVectorEnv(ArrayEnv):
         }
 
     def set_arrays(self, state: dict[str, np.ndarray]) -> None:
-        """Restore a snapshot from arrays."""
+        """Restore a snapshot from the result of `get_arrays`."""
         # Reset first, because some environments create their state in the first reset.
         self._reset_envs([0] * self.num_envs)
         arrays = {name: array.copy() for name, array in state.items()}
@@ -158,7 +158,7 @@ class TorchVectorEnv(ArrayEnv):
         obs = self.encoder(raw_obs, self.num_envs)
         rewards = np.array(raw_rewards, np.float64).reshape(self.num_envs)
         terminated, truncated = (np.array(flag, bool).reshape(self.num_envs) for flag in flags)
-        check_rows(np.abs(rewards) <= MAX_REWARD, "reward is", rewards)  # False for NaN, too
+        check_rows(np.abs(rewards) <= MAX_REWARD, "reward is", rewards)  # NaN fails, too
         final_obs = obs.copy()
         ended = np.flatnonzero(terminated | truncated)
         if len(ended):
@@ -282,7 +282,7 @@ class OneByOne(TorchVectorEnv):
             except EnvironmentFaultError as fault:
                 used = int(self.lives["restarts"][row])
                 if used >= self.env_restarts:
-                    again = f" (after {used} restarts, --env_restarts)"
+                    again = f" (after {used} restarts, --env_restarts allows no more)"
                     raise EnvironmentFaultError(f"{fault}{again}") from fault
                 self.lives["restarts"][row] += 1
                 _LOGGER.warning("%s; rebuilt, %d of %d", fault, used + 1, self.env_restarts)

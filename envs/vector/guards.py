@@ -5,8 +5,8 @@ steps:
 
 1. After `timeout_s` the thread sends a signal to the main thread. The signal handler raises
    HungError inside the environment.
-2. If the call waits in C code, or catches the error, it still does not return. After GRACE_S more
-   seconds the thread logs the Python stack and ends the process.
+2. A call that waits in C code or catches the error does not return. After GRACE_S more seconds, the
+   thread logs the Python stack and ends the process.
 3. If C code holds the GIL, the watching thread cannot run. Then faulthandler, which does not need
    the GIL, ends the process.
 """
@@ -75,7 +75,7 @@ def _sentinel() -> int:
 def has_closed_descriptors() -> bool:
     """Return whether an environment closed file descriptors that it does not own."""
     try:
-        os.get_inheritable(_sentinel())  # takes 0.1 us
+        os.get_inheritable(_sentinel())  # this call takes 0.1 us
     except OSError:
         return True
     return False
@@ -101,7 +101,7 @@ class HangWatch:
     heartbeat: Callable[[], None]  # reports progress
     row: int | None = None  # row of the environment in the latest call; None: all rows
 
-    newest: ClassVar[HangWatch | None] = None  # the watch that made the latest call
+    newest: ClassVar[HangWatch | None] = None  # the HangWatch that made the latest call
 
     def __post_init__(self) -> None:
         self._started_s = 0.0  # start time of the current call; 0 between calls

@@ -142,7 +142,7 @@ class TorchEnv:
         raise NotImplementedError
 
     def send(self, actions: Tensor, group: int = 0) -> None:
-        """Start a step of one group with the actions [rows in the group, ...]."""
+        """Start a step of one group; `actions` is [rows in the group, ...]."""
         self._sent = actions
 
     def recv(self, group: int = 0) -> StepResult:

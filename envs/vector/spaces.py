@@ -120,7 +120,7 @@ class Leaf:
         self.path = path
         self.space = space
         self.mask_sizes = mask_sizes
-        self.start, self.sizes = _choices(space)  # [D]; empty: no one-hot encoding
+        self.start, self.sizes = _choices(space)  # [D]; empty if the values are not one-hot encoded
         if len(mask_sizes) or isinstance(space, spaces.MultiBinary):  # consists of 0 and 1 already
             self.sizes = mask_sizes[:0]
         self.axes = [] if len(mask_sizes) else _image_axes(space)

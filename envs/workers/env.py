@@ -53,7 +53,7 @@ class _Worker:
         self._end = ""
 
     def send(self, message: Any) -> None:
-        """Send a message; drop it if the process has ended."""
+        """Send a message; discard it if the process has ended."""
         with suppress(OSError):
             self._connection.send(message)
 
@@ -133,7 +133,7 @@ class WorkerEnv(ArrayEnv):
         self._max_restarts = self.env_restarts
         if self.env_timeout:  # long enough for a worker to end a hanging call itself
             self._limit_s = self.env_timeout + GRACE_S + 1.0
-        _LOGGER.info("%s in %d worker processes", self.env_id, len(self.workers))
+        _LOGGER.info("%s runs in %d worker processes", self.env_id, len(self.workers))
 
     @property
     def groups(self) -> list[slice]:
@@ -154,7 +154,7 @@ class WorkerEnv(ArrayEnv):
         return self._result(self.workers, slice(0, self.num_envs))
 
     def send(self, actions: Tensor, group: int = 0) -> None:
-        """Start a step of one group with the actions [rows in the group, ...]."""
+        """Start a step of one group; `actions` is [rows in the group, ...]."""
         rows = self._groups[group]
         self.lives["lifetime_step"][rows] += 1
         self._rows["actions"][rows] = actions.detach().cpu().numpy()

@@ -61,7 +61,7 @@ class Worker:
                 self._send("reply", (problem, value))
 
     def _send(self, kind: str, content: Any) -> None:
-        """Send a message from any thread; drop it if the rank has ended."""
+        """Send a message from any thread; discard it if the rank has ended."""
         with self._sending, suppress(OSError):
             self._connection.send((kind, content))
 
