@@ -1,6 +1,6 @@
 """Fine-tune a policy: train on an easy task, then on a harder task.
 
-    python examples/fine_tune.py
+    python -m examples.fine_tune
 
 Recall-v0 shows a cue and asks for it after `delay` more observations. The second run starts from
 the weights and normalisers of the first run; everything else (optimizer, counters, environments) is
@@ -16,13 +16,7 @@ reaches a return of 1.00 and the third run 0.63, after 16,384 steps each (measur
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # import the checkout without installation
 
 from agents import train
 

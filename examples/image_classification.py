@@ -2,8 +2,8 @@
 
 The network learns to find the brightest quarter of each image.
 
-    python examples/image_classification.py
-    python examples/image_classification.py --num_gpus 2 --device cpu
+    python -m examples.image_classification
+    python -m examples.image_classification --num_gpus 2 --device cpu
 
 The batches are the same for any number of ranks, and each rank processes its share of every batch.
 Therefore the results do not depend on the number of ranks.
@@ -14,11 +14,6 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # import the checkout without installation
 
 import torch
 from torch import nn

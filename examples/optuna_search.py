@@ -1,7 +1,7 @@
 """Search for good settings with Optuna, which stops unpromising runs early.
 
     pip install 'clstm-ppo[optuna]'
-    python examples/optuna_search.py
+    python -m examples.optuna_search
 
 Every validation result is reported to the Optuna trial. If the result is worse than the median
 result of other trials at the same step, the callback returns False and the training stops. Several
@@ -11,13 +11,7 @@ the best settings again with other seeds: the best result of many trials is part
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from pathlib import Path
-
-sys.path.insert(
-    0, str(Path(__file__).resolve().parents[1])
-)  # import the checkout without installation
 
 import optuna
 
