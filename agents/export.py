@@ -48,7 +48,7 @@ Runner = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.nda
 
 
 class ExportedStep(nn.Module):
-    """One policy step without noise and critic, with normaliser, reset and bounds.
+    """One noise-free actor step, with normaliser, state reset and action bounds.
 
     The state is a row of D numbers: the recurrent state of the cores, followed by the earlier
     observations of the window. All of them are zero before the first step.

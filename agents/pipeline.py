@@ -148,7 +148,7 @@ class PipelinePPO(PPO):
             dist.all_reduce(flat, group=strategy.replicas)
             copy_from(flat / strategy.num_pairs, gradients)
 
-            # exchange the norms of the stages and the loss terms
+            # exchange the gradient norms of both stages and the loss terms
             square = get_total_norm(gradients).double().square()
             shared = torch.cat([square[None], terms.double().flatten()])
             dist.all_reduce(shared, group=strategy.pair)
@@ -195,7 +195,7 @@ class PipelinePPO(PPO):
             features = part.lstm_state.new_empty(*part.episode_start.shape, size)
             self.strategy.swap(gradients, [features])
             losses = self._losses(features.requires_grad_(), part)
-            factor = losses.total.detach() * 0.0 + 1.0  # NaN if the loss is not finite
+            factor = losses.total.detach() * 0.0 + 1.0  # 1, or NaN if the loss is not finite
             (losses.total * factor).backward()
             gradients = [features.grad]
             terms.append(torch.stack(losses).detach())

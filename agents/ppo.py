@@ -221,7 +221,7 @@ class PPO:
             iteration: counted from 1; in a warm-up of N iterations, the rate is scaled by
                 iteration / N.
             remaining: fraction of the run that remained before this iteration, from 1 to 0.
-            factor: multiplier from lr_scaling.
+            factor: multiplier that lr_scaling sets.
         """
         self.iteration = iteration
         config = self.config

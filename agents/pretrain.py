@@ -142,7 +142,7 @@ def make_windows(
     num_days = span.last - span.first + 1
     if num_days < days + VOLATILITY_DAYS:
         raise UserError(
-            f"window {days} and the {VOLATILITY_DAYS} days after it need more than a span of "
+            f"window {days} and the {VOLATILITY_DAYS} days after it do not fit into a span of "
             f"{num_days} days: make --window smaller or the span longer"
         )
     features, prices, _ = market_tables(markets, span, config, span, 0.0)
@@ -294,8 +294,8 @@ def run_rank(config: PretrainRunConfig, resolved: ResolvedLaunch, run: RunDir, r
         num_epochs = len(result.history)
         run.write_summary({"best_epoch": result.best_epoch, "epochs": num_epochs, "best": best})
         print(
-            f"best epoch {result.best_epoch} of {num_epochs}: predicts "
-            f"{best['valid/sign_accuracy']:.1%} of the signs on the validation span\n"
+            f"best epoch {result.best_epoch} of {num_epochs}: correct for "
+            f"{best['valid/sign_accuracy']:.1%} of the return signs on the validation span\n"
             f"next: python train_distributed.py --pretrained {run_dir}",
             flush=True,
         )

@@ -130,8 +130,8 @@ def open_run_writer(run: Run, training: Training) -> NullWriter:
     )
     if not training.env.can_snapshot:
         writer.say(
-            f"{run.config.task.env} cannot be snapshotted: after --resume it starts new episodes; "
-            "to continue the old ones, add two methods (docs/own_environment.md, Exact resume)"
+            f"{run.config.task.env} cannot be snapshotted, so --resume starts new episodes; to "
+            "continue the old ones, add two methods (docs/own_environment.md, Exact resume)"
         )
     return writer
 

@@ -132,7 +132,7 @@ def collect(
                 actor.observe(answers)
                 if num_steps < len(noise):
                     env.send(actor.act(), group)
-        parts = [actor.finish(bptt_steps, gamma) for actor in actors]  # also updates the carries
+        parts = [actor.finish(bptt_steps, gamma) for actor in actors]  # also updates the carry
     vars(carry).update(vars(joined([actor.carry for actor in actors], dim=0)))
     return joined(parts, dim=1)
 
@@ -147,7 +147,7 @@ class Actor:
         self.normalize = normalizer.frozen(carry.lstm_state.dtype)
         self.steps: list[dict[str, Tensor]] = []
         self.states: list[Tensor] = []  # recurrent state before every step
-        # (obs, history, state) after every step, before the reset that follows an episode's end
+        # (obs, history, state) after every step, before the end of an episode resets them
         self.successors: list[tuple[Tensor, Tensor, Tensor]] = []
 
     @section("policy")

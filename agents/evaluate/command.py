@@ -125,7 +125,7 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
     with faults_as_user_errors(agent.run_dir, world):
         task = config.prepare_task(world.heartbeat)
         if isinstance(task, GymTask):
-            if options.video:  # first, so that environments that cannot draw fail early
+            if options.video:  # done first, so that environments that cannot draw fail early
                 from agents.evaluate.pictures import film  # imported late: matplotlib takes 0.5 s
 
                 film(agents["policy"], task, Path(options.video), config.train.seed, world)

@@ -64,7 +64,7 @@ def until_stopped(evaluate: Callable[[], None], world: World, run_dir: Path | No
             print(stopped_in_evaluation(signum, run_dir))
         return 128 + signum
     finally:
-        stop_flag.replace(signal.SIG_DFL)  # nothing to save, so signals may end the process
+        stop_flag.replace(signal.SIG_DFL)  # no state to save, so signals may end the process
     return 0
 
 

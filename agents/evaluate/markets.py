@@ -245,7 +245,7 @@ def report(
     test: bool = False,
     num_worlds: int | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """Compare agents on each span to evaluate; return summaries by span, and a text.
+    """Compare agents on each span to evaluate; return summaries by span and a text.
 
     Write the daily results of every span and the equity curves of the last span to files. If the
     agent "policy" is a cascaded LSTM, also evaluate it without memory.
@@ -283,7 +283,7 @@ def report(
             write_daily(path, records, markets, dates)
             plot_equity(records, dates, picture, name, simulated)
     text += (
-        "brackets: 95 % interval over markets, or over resampled blocks of days for one market\n"
+        "in brackets: 95 % interval over markets, or over resampled blocks of days for one market\n"
         f"risk-free rate: 0; costs: {task.trading.fee_bps:g} bps of every purchase and sale\n"
         f"daily figures: {run_dir / 'evaluation'}\nequity curves: {picture}"
     )

@@ -54,7 +54,7 @@ class LSTMCore(nn.LSTM, RememberingCore):
         if resets is not None:
             # pass resets as an extra input whose weights shut the input, forget and output gates
             shut = weights[0].new_full((4, self.hidden_size), SHUT)
-            shut[2] = 0.0  # no effect on the candidate values
+            shut[2] = 0.0  # resets do not affect the candidate values
             weights[0] = torch.cat([weights[0], shut.view(-1, 1)], 1)
             inputs = torch.cat([inputs, resets.to(inputs.dtype)], -1)
         # other arguments: biases, no dropout, one direction, time as the first axis

@@ -62,7 +62,7 @@ class RunningMoments(nn.Module):
 
 
 class Normalizer(nn.Module):
-    """Scales values to mean 0, standard deviation 1, and clips them, if enabled."""
+    """Scales values to mean 0 and standard deviation 1 and clips them, if enabled."""
 
     def __init__(
         self,

@@ -57,12 +57,12 @@ def action_noise(
     device: torch.device | str = "cpu",
     color: float = 0.0,
 ) -> Tensor:
-    """Return noise [num_steps, num_envs, A] for a rollout, float64.
+    """Return float64 noise [num_steps, num_envs, A] for a rollout.
 
     Box actions get standard normal noise (Box-Muller), `colored` over time. Discrete choices get
-    standard Gumbel noise: the argmax of logits + noise samples the softmax exactly.
+    standard Gumbel noise, because the argmax of logits + noise is an exact sample of the softmax.
     """
-    # Every environment and step has its own counters [T, B, C], each for two pairs of words.
+    # Every environment and step has its own counters [T, B, C], which give 2 pairs of words each.
     device = torch.device(device)
     is_box = isinstance(space, spaces.Box)
     num_actions = spaces.utils.flatdim(space)  # dimensions of a Box, or number of choices

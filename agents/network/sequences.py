@@ -39,7 +39,7 @@ class Plan:
 
     calls: list[tuple[int, int]]  # steps and rows of each block
     table: Tensor  # int64, on the device of the sequences
-    packed: bool = False  # True: rows hold several pieces, and the network needs resets
+    packed: bool = False  # True: rows hold several pieces, so the network must accept resets
 
 
 def plan_pieces(
@@ -169,7 +169,7 @@ def run_sequence(
 ) -> tuple[Tensor, ...]:
     """Run a recurrent network over [T, N] steps; reset it at every episode start.
 
-    Returns the network's outputs, each [T, N, ...]. No gradient crosses an episode start.
+    Returns the network's outputs, each [T, N, ...]. No gradient flows across an episode start.
     """
     if plan is None:
         plan = plan_pieces(episode_start.cpu().numpy(), obs.device)
@@ -234,6 +234,6 @@ def state_after(
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copy an array to a device; the host does not wait for a GPU."""
+    """Copy an array to a device; if that is a GPU, do not wait for the copy."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

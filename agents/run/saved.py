@@ -65,7 +65,7 @@ def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> Load
     loaded = load_latest(path) if path.is_dir() else LoadedCheckpoint(path, load_checkpoint(path))
     if loaded is None:
         raise UserError(
-            f"{path} holds no valid checkpoint: see python -m rl_dist.checkpoint verify {path}"
+            f"{path} holds no valid checkpoint: run python -m rl_dist.checkpoint verify {path}"
         )
     if kind_of(loaded.state) != kind:
         raise UserError(
@@ -138,7 +138,7 @@ class LoadedAgent:
         return spaces.Box(-high, high), spaces_of(self.policy.shapes())[1]
 
     def encoder(self) -> ObservationEncoder:
-        """Return an encoder from observations of the environment to policy inputs."""
+        """Return the encoder that turns environment observations into policy inputs."""
         observation, action = self.spaces
         sizes = ActionDecoder(action, "of this policy").sizes
         return ObservationEncoder(observation, "of this policy", sizes)

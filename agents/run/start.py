@@ -43,7 +43,7 @@ class Run:
     directory: RunDir  # locked by this process or the launcher
     config: RunConfig
     resolved: ResolvedLaunch
-    resume_from: str  # path of a checkpoint; "": a new run
+    resume_from: str  # path of a checkpoint; "" for a new run
 
     @property
     def path(self) -> Path:
