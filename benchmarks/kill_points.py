@@ -46,11 +46,8 @@ FLAGS = (  # all sizes can be divided among one to four ranks
 )
 VICTIMS = ("main rank", "other rank", "launcher", "supervisor", "group")
 WAYS = ("SIGKILL", "SIGSEGV", "SIGABRT")
-AIMS = {
-    "starting": 0.2,
-    "any moment": 0.5,
-    "saving": 0.3,
-}  # moment of the hit: fraction of all hits
+# moment of the hit: fraction of all hits
+AIMS = {"starting": 0.2, "any moment": 0.5, "saving": 0.3}
 START_UP_S = 8.0
 GONE_WITHIN_S = 30.0
 AGAIN_WITHIN_S = 90.0

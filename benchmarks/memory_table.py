@@ -301,10 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument(
-        "--rows",
-        nargs="+",
-        default=[""],
-        help="rows whose names contain one of these texts; default: all",
+        "--rows", nargs="+", default=[""], help="rows whose names contain these texts; default: all"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/memory_table"))
     parser.add_argument("--print_only", action="store_true", help="only print the stored results")

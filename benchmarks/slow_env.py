@@ -15,7 +15,7 @@ import numpy as np
 
 ROUNDS = 14_000  # passes of a Python loop, which take about 1 ms
 WAIT_S = 2e-3
-WAYS = ((0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (8, 1), (8, 2))  # (workers, groups)
+WAYS = ((0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (8, 1), (8, 2))  # pairs (workers, groups)
 
 
 class SlowSteps(gymnasium.Env):

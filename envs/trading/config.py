@@ -62,7 +62,7 @@ class SimulatedMarketConfig:
     """Number of simulated markets to train on."""
 
 
-MAX_INITIAL_CASH_USD = 1e8  # amounts up to 80 times this are exact, see features.GRID
+MAX_INITIAL_CASH_USD = 1e8  # amounts up to 80 times as large are exact, see features.GRID
 Observation = Literal["relative", "paper"]
 
 

@@ -201,12 +201,12 @@ class TradingVectorEnv(TorchEnv):
                 orders = torch.where(sell_all, -self.shares, orders)
             # fill the orders and value the portfolio at the next close
             self.cash, trades = fill_orders(self.cash, self.shares, orders, actions, sell, buy)
-            lost_usd = self.shares * gains  # potential now; the next potential is subtracted below
+            lost_usd = self.shares * gains  # current potential; the next one is subtracted below
             self.shares = self.shares + trades
             position_usd = self.shares * next_close  # [B, n]
             value_before = self.value
             self.value = self.cash + position_usd.sum(1, keepdim=True)
-            # Ruin ends the episode, so the next potential is 0 then.
+            # After ruin the episode ends, so the next potential is 0.
             solvent = self.value >= RUIN_SHARE * self._initial_usd  # [B, 1]
             lost_usd.addcmul_(self.shares * next_gains, solvent, value=-1.0)
             lost_usd = lost_usd.sum(1)

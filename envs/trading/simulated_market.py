@@ -54,11 +54,9 @@ VOLUME_ON_MOVE = 0.10  # log volume added per standard deviation of a stock's ow
 MARKET_DRIFT = 0.0006  # per day; an equal-weight portfolio then has a Sharpe ratio of about 0.8
 ANNUAL_VOLATILITY = 0.25  # volatility of each stock without the planted drift
 MARKET_SHARE = 0.62  # fraction of each stock's variance due to the market, without planted drifts
-COMMON_WAVE = (
-    0.985,
-    0.50,
-)  # AR(1) coefficient and standard deviation of the market's log volatility
-OWN_WAVE = (0.95, 0.30)  # the same for the wave of each stock
+# AR(1) coefficient and standard deviation of each wave
+COMMON_WAVE = (0.985, 0.50)  # wave of the whole market
+OWN_WAVE = (0.95, 0.30)  # wave of one stock
 TAIL_DEGREES = 5.0  # degrees of freedom of Student's t distribution of returns
 OVERNIGHT_SHARE = 1.0 / 3.0  # fraction of the daily variance between a close and the next open
 
@@ -201,7 +199,7 @@ def _volumes(noise: dict[str, np.ndarray]) -> np.ndarray:
     the size of the stock's own price move.
     """
     level = _wave(noise["volume_wave"], *VOLUME_WAVE)
-    surprise = np.minimum(np.abs(noise["own"]), 4.0)  # a large move must not look like a surge
+    surprise = np.minimum(np.abs(noise["own"]), 4.0)  # so a large move does not look like a surge
     log_volume = level + VOLUME_NOISE * noise["volume"] + VOLUME_ON_MOVE * surprise
     log_volume += EVENT_SIZE * noise["events"]
     return np.rint(noise["first_volume"] * np.exp(log_volume))

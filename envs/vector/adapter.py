@@ -158,7 +158,7 @@ class TorchVectorEnv(ArrayEnv):
         obs = self.encoder(raw_obs, self.num_envs)
         rewards = np.array(raw_rewards, np.float64).reshape(self.num_envs)
         terminated, truncated = (np.array(flag, bool).reshape(self.num_envs) for flag in flags)
-        check_rows(np.abs(rewards) <= MAX_REWARD, "reward is", rewards)  # NaN fails, too
+        check_rows(np.abs(rewards) <= MAX_REWARD, "reward is", rewards)  # NaN fails this check, too
         final_obs = obs.copy()
         ended = np.flatnonzero(terminated | truncated)
         if len(ended):
