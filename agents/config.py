@@ -93,8 +93,8 @@ class TrainConfig:
     total_steps: int = Field(0, ge=0, le=10**15)
     """Stop after this many environment steps, counted over all ranks; 0: use num_episodes."""
     batch_size: Annotated[int, or_auto(AUTO)] = Field(128, ge=AUTO, le=10**7)
-    """Sequences per minibatch, each bptt_steps long: 128 sequences of 32 steps are 4,096 steps;
-    auto or 0: measure at the start which of the sizes that fit into memory is the fastest."""
+    """Number of sequences per minibatch; 128 sequences with bptt_steps 32 are 4,096 steps; auto or
+    0: measure at the start which of the sizes that fit into memory is the fastest."""
     grad_accumulation: int = Field(1, ge=1, le=10**6)
     """Number of minibatches whose gradients are added up before each optimizer step. This has the
     effect of a batch_size that is this many times larger, but needs less memory."""
@@ -227,7 +227,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.launch.strategy_config.pipelined and self.policy.policy != "clstm":
-            raise UserError("hybrid_form pipeline needs --policy clstm: use --strategy ddp")
+            raise UserError("hybrid_form pipeline needs --policy clstm: use it, or --strategy ddp")
 
     @property
     def values(self) -> dict[str, Any]:

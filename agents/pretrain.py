@@ -165,7 +165,7 @@ def make_windows(
 
 
 def _targets(close: Tensor) -> Tensor:
-    """Compute targets [M, D - VOLATILITY_DAYS, 2, n]; the last days have none."""
+    """Compute targets [M, D - VOLATILITY_DAYS, 2, n], without the last days."""
     log_returns = close.log().diff(dim=1)  # [M, D-1, n], from each day to the next
     coming = log_returns.unfold(1, VOLATILITY_DAYS, 1)  # [M, D-VOLATILITY_DAYS, n, VOLATILITY_DAYS]
     volatility = (coming.square().mean(-1).sqrt() + SMALLEST_MOVE).log()

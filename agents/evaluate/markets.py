@@ -207,7 +207,7 @@ def difference(record: Record, baseline: Record, name: str) -> Interval:
 
 
 def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
-    """Average the statistics of each record over markets; compare with equal weights."""
+    """Average statistics over markets; compare each trader with equal weight."""
     policies: dict[str, dict[str, Any]] = {}
     for name, record in records.items():
         policies[name] = {key: float(value.mean()) for key, value in performance(record).items()}

@@ -34,12 +34,12 @@ class RememberingCore(nn.RNNBase):
 
 
 class LSTMCore(nn.LSTM, RememberingCore):
-    """LSTM layers; the state holds h of every layer, then c of every layer."""
+    """LSTM layers; the state contains h of every layer, then c of every layer."""
 
     def forward(  # type: ignore[override]
         self, inputs: Tensor, state: Tensor, resets: Tensor | None = None
     ) -> tuple[Tensor, State]:
-        """Run the core; the module docstring gives the shapes."""
+        """Run the core; the module docstring describes inputs and outputs."""
         before = state.chunk(2)  # h and c of every layer
         if resets is None and len(inputs) == 1 and not torch.is_grad_enabled():
             # for a single step, torch.lstm_cell is faster
@@ -65,10 +65,10 @@ class LSTMCore(nn.LSTM, RememberingCore):
 
 
 class GRUCore(nn.GRU, RememberingCore):
-    """GRU layers; the state holds h of every layer."""
+    """GRU layers; the state contains h of every layer."""
 
     def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, State]:  # type: ignore[override]
-        """Run the core; the module docstring gives the shapes."""
+        """Run the core; the module docstring describes inputs and outputs."""
         if len(inputs) > 1 or torch.is_grad_enabled():
             return super().forward(inputs, state)
         # for a single step, torch.gru_cell is faster
@@ -96,7 +96,7 @@ class MinGRUCore(nn.Module):
         self.num_states = num_layers
 
     def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the core; the module docstring gives the shapes."""
+        """Run the core; the module docstring describes inputs and outputs."""
         outputs, after = inputs, []
         for layer, before in zip(self.layers, state, strict=True):
             gates, candidates = layer(outputs).to(state.dtype).chunk(2, dim=-1)  # each [L, N, H]
@@ -147,7 +147,7 @@ class TanhCore(nn.Sequential):
     def forward(  # type: ignore[override]
         self, inputs: Tensor, state: Tensor, *resets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run the core, which needs no resets; the module docstring gives the shapes."""
+        """Run the core, which ignores resets; see the module docstring for shapes."""
         return super().forward(inputs), state
 
 

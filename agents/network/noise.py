@@ -115,9 +115,9 @@ def colored(white: Tensor, exponent: float) -> Tensor:
     frequencies[0] = frequencies[1]  # give the mean the amplitude of the slowest wave
     gain = frequencies ** (-exponent / 2)
     weight = torch.full_like(gain, 2.0)  # each wave counts as 2 terms of the full transform
-    weight[0] = 1.0  # the mean is a single term
+    weight[0] = 1.0  # the mean counts as 1 term
     if num_steps % 2 == 0:
-        weight[-1] = 1.0  # the fastest wave is a single term, too
+        weight[-1] = 1.0  # the fastest wave counts as 1 term
     gain /= ((weight * gain.square()).sum() / num_steps).sqrt()
     waves = torch.fft.rfft(white, dim=0) * gain[:, None, None]
     return torch.fft.irfft(waves, num_steps, dim=0)
