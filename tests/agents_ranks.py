@@ -36,7 +36,8 @@ NUM_STEPS = 16
 ITERATIONS = 6
 STEPS_PER_ITERATION = NUM_ENVS * NUM_STEPS
 NUM_DAYS = 120
-WITH_FILES = {"trading, clstm": 3, "weak": 2}  # checkpoint_every of cases that two ranks save
+# Cases for which two ranks save checkpoints -> value of checkpoint_every.
+WITH_FILES = {"trading, clstm": 3, "weak": 2}
 # The norm limit is so small that every gradient is clipped: a strategy that clips gradients before
 # it reduces them over ranks would end with other parameters.
 CLIPPED = PPOConfig(max_grad_norm=0.05, ent_coef=0.01, update_epochs=2, learning_rate=3e-3)
@@ -266,7 +267,8 @@ class Recording(Training):
         self.rollouts = []
         self.parameters = []
         self.losses = []
-        self.firsts = {}  # iteration -> KL, clip fraction, sample count in its first step
+        # iteration -> KL, clip fraction and sample count in its first gradient step
+        self.firsts = {}
         self.hashes: list[str] = []
         self.ppo.optimizer.register_step_post_hook(
             lambda *_: self.hashes.append(parameter_hash(self.policy))

@@ -48,7 +48,7 @@ def dying(where):
                 training.env.step = die
             elif where == "update":  # after the ranks have reduced their gradients
                 training.ppo.strategy.step = die
-            elif training.world.is_main_process:  # the file is written but not yet renamed
+            elif training.world.is_main_process:  # the checkpoint is written but not renamed
                 os.fsync = die
             else:  # before the ranks gather the state to save
                 die()

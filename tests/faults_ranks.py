@@ -29,7 +29,7 @@ DRIFTED = (
 JOB = "recall, clstm"  # 8 environments, rollouts of 16 steps, 2 epochs of 2 minibatches
 
 
-class Keeping(NullWriter):
+class RecordKeeper(NullWriter):
     """Writer that keeps metric records in memory."""
 
     def __init__(self):
@@ -41,7 +41,7 @@ class Keeping(NullWriter):
 
 def run(job, world, losses=None, **hooks):
     """Train with changed methods and losses; return the Training, records and error."""
-    training, writer, error = type("Odd", (Recording,), hooks)(job, world), Keeping(), ""
+    training, writer, error = type("Odd", (Recording,), hooks)(job, world), RecordKeeper(), ""
     with losses or nullcontext():
         try:
             train(training, writer, StopFlag())
@@ -69,7 +69,7 @@ def restarts(world, folder):
 
     job = replace(make_job(JOB, folder, iterations=3), make_env=make_env)
     training, records, _ = run(job, world)
-    rollout = training.rollouts[2]  # of iteration 2, since rollout 0 is the warm-up
+    rollout = training.rollouts[2]  # of iteration 2: rollout 0 is the warm-up
     return training.record() | {
         "truncated": rollout.truncated,
         "plain rewards": rollout.rewards,

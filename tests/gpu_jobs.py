@@ -39,7 +39,7 @@ def world_on(device):
 
 
 def make_env_on(device, task, num_envs, env_offset=0):
-    """Return the environment of a task; only trading runs on the device itself."""
+    """Return the environment of a task; the trading environment runs on the device."""
     if task == "trading":
         markets, span = tiny_markets()
         config = TradingConfig(episode_days=7)

@@ -1,8 +1,8 @@
 """Table of hostile, damaged and unusual run directories with expected messages.
 
 A case changes a copy of a small finished run and runs one command in this process. In every case
-the command prints no traceback and at most one error line, runs no foreign code, and leaves no
-process behind.
+the command prints no traceback and at most one error line, executes no code of the run directory,
+and leaves no process behind.
 """
 
 import functools
@@ -128,7 +128,8 @@ def put_in_place(run, name, kind):
     """Replace a path by a file of another kind; move the original to `target`."""
     path, target = run / name, run.parent / "target"
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():  # keep the original
+    # Move the original instead of deleting it.
+    if path.exists():
         path.rename(target)
     elif kind == "link to a folder":
         target.mkdir()
@@ -143,7 +144,7 @@ def name_core(run):
     setting(run, "policy", "core", "foreign_envs:Core", config=False)
 
 
-# ---- the table
+# ---- the table of cases
 
 
 @dataclass

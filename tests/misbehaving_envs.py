@@ -85,7 +85,8 @@ class Misbehaving(gymnasium.Env):
             while True:
                 time.sleep(0.01)
         if misdeed == "hang in C":
-            guards.GRACE_S = 0.5  # after this time the guard ends the process
+            # The guard of the environment ends the worker process after this time.
+            guards.GRACE_S = 0.5
             lock_twice(ctypes.CDLL(None))  # CDLL releases the GIL, so other threads run
         if misdeed == "hang in C, holding the interpreter":
             lock_twice(ctypes.PyDLL(None))
@@ -98,7 +99,7 @@ class Misbehaving(gymnasium.Env):
 
 
 class Saved(Misbehaving):
-    """Misbehaving with get_state and set_state; it behaves well after a restore."""
+    """Misbehaving with get_state and set_state; once restored, it behaves well."""
 
     def get_state(self):
         own = {"life": self.life, "age": self.age, "walk": self.walk}

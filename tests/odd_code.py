@@ -37,7 +37,8 @@ def call(moment):
 
 class Core(Decay):
     def forward(self, inputs, state):
-        if torch.is_grad_enabled():  # in gradient steps, but not in the check of the core
+        # Misbehave in gradient steps only, not when the core is checked.
+        if torch.is_grad_enabled():
             act("core")
         return super().forward(inputs, state)
 

@@ -42,7 +42,8 @@ ROWS = {  # name -> configuration, action space, and layout of an observation ro
 def make_policy(config, space=BOX, layout=VECTOR):
     torch.manual_seed(0)
     policy = Policy(config, layout, space).double()
-    torch.nn.init.normal_(policy.actor_head.weight, std=1.0)  # actions clearly differ
+    # With large weights, actions for different observations clearly differ.
+    torch.nn.init.normal_(policy.actor_head.weight, std=1.0)
     return policy
 
 

@@ -101,7 +101,8 @@ def check_errors(world):
     ):
         with pytest.raises(UserError, match=says):
             call(values, world)
-    world.backend = "without announcements"  # like NCCL: ranks do not compare their calls
+    # As with NCCL, ranks now do not compare their calls.
+    world.backend = "without announcements"
     with pytest.raises(UserError, match="other names"):
         all_reduce_sum(name, world)
     world.backend = "gloo"
@@ -170,7 +171,8 @@ def end_this_rank(way, rank):
     if way == "fail slowly":  # rank 0 loses its connection and reports first
         dist.destroy_process_group()
         time.sleep(1.0)
-        raise RuntimeError("the roof is on fire" + "\0" * 10**6)  # exceeds the report limit
+        # The text is longer than a report may be.
+        raise RuntimeError("the roof is on fire" + "\0" * 10**6)
     if way == "exit while others hang":
         os._exit(0)
 

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from agents_ranks import make_job
-from faults_ranks import Keeping
+from faults_ranks import RecordKeeper
 from on_ranks import saves_results
 from rl_dist_ranks import make_module
 
@@ -31,7 +31,7 @@ def job(run_dir, mode="hybrid", shard_size=0, **options):
 
 def run(job, world, resume_from=""):
     """Train, optionally from a checkpoint; return final state, records and scores."""
-    training, writer = Training(job, world), Keeping()
+    training, writer = Training(job, world), RecordKeeper()
     if resume_from:
         training.restore(load_checkpoint(resume_from))
     with mock.patch.object(world, "gradients_ready", wraps=world.gradients_ready) as reductions:
@@ -70,7 +70,8 @@ def probe(world, out, shard_size=0):
             ("ddp, resumed as hybrid", hybrid, out / "ddp" / half),
         )
     }
-    results["refusals"] = refusals(world)  # must be last: a reduction stays unfinished
+    # This must be the last step, because it leaves a reduction unfinished.
+    results["refusals"] = refusals(world)
     return results
 
 

@@ -35,7 +35,7 @@ def trained(world, *args, **options):
 
 @contextmanager
 def counted_reductions():
-    """Count the calls and bytes of gradient reductions: all asynchronous all-reduces."""
+    """Count calls and bytes of gradient reductions: these are the async all-reduces."""
     sent, all_reduce = Counter(), torch.distributed.all_reduce
 
     def counted(tensor, *args, **kwargs):

@@ -148,7 +148,7 @@ def assert_nobody_left(leader):
 
 
 def end_of(job, code=0):
-    """Wait for a job to end with `code` and without processes; return its stderr."""
+    """Wait until a job ends with `code` and leaves no process; return its stderr."""
     out, err = job.communicate(timeout=300)
     assert job.returncode == code, out + err
     assert_nobody_left(job.pid)

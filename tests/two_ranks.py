@@ -31,7 +31,7 @@ def classify_images(out_dir):
         assert image_classification.run_rank(fitting, LaunchConfig(), "cpu") == 0
 
 
-# Test file -> exercise: a function of an output folder that opens and closes its own world.
+# Test file -> exercise: a function that gets an output folder and opens and closes a world.
 EXERCISES: dict[str, Callable[[str], Any]] = {
     "test_estimate": agents_ranks.count_small_collectives,
     "test_example_images": classify_images,
@@ -42,15 +42,16 @@ EXERCISES: dict[str, Callable[[str], Any]] = {
     "test_measure": strategy_ranks.choose,
     "test_supervised": supervised_ranks.exercise,
     "test_replicas": strategy_ranks.train_on_unequal_devices,
-    "test_sharding": sharding_ranks.probe,  # must be last: a reduction stays unfinished
+    # This must be the last exercise, because it leaves a reduction unfinished.
+    "test_sharding": sharding_ranks.probe,
 }
 
 
 def exercise_in_turn(out_dir, names):
     """Run the named exercises in turn, each in a new folder and a new world.
 
-    Each exercise has another restart count. It is part of the name of the rendezvous file, so every
-    world gets a new file.
+    Each exercise has a new restart count. The name of the rendezvous file contains that count, so
+    every world gets a new file.
     """
     rank = os.environ["RANK"]
     for number, name in enumerate(names):

@@ -25,7 +25,8 @@ def test_a_scan_and_its_gradients_equal_the_recurrence(length):
         torch.rand(shape, generator=generator, dtype=torch.float64)
         for shape in ((length, 3, 4), (length, 3, 4), (3, 4))
     ]
-    inputs[0][1::3] = 1e-30  # gates that close completely
+    # In every third step, all gates are closed.
+    inputs[0][1::3] = 1e-30
     for tensor in inputs:
         tensor.requires_grad_()
     results = []

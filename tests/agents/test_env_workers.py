@@ -12,7 +12,7 @@ from rl_dist.resume_check import differences
 
 
 def trained(job, world, workers, groups=1, **options):
-    """Train with this many environment workers; return the Training and its state.
+    """Train with `workers` environment workers; return the Training and its state.
 
     With 0 workers the environments run in this process.
     """

@@ -124,7 +124,8 @@ def test_every_evaluation_on_the_test_span_of_real_prices_is_recorded(
     path, config = runs / "csv" / LOOKS, read_object(runs / "csv" / "config.json")
     assert (runs / "csv" / "checkpoints" / "best.pt").exists()
     text, figures = evaluated("csv", "--open_test")
-    assert "/iteration_" in text.splitlines()[0]  # the last checkpoint, not best.pt
+    # The test span is evaluated with the last checkpoint, not with best.pt.
+    assert "/iteration_" in text.splitlines()[0]
     assert "evaluation 1 on the test span" in text and list(figures) == ["test"]
     monkeypatch.setattr(markets, "evaluate_markets", None)
     assert evaluate_here(monkeypatch, runs / "csv", "--open_test") == 1

@@ -59,7 +59,7 @@ def idle(env, obs, episode_start):
     return torch.zeros(env.num_envs, 1)
 
 
-def over_ranks(call, size, monkeypatch):
+def run_on_ranks(call, size, monkeypatch):
     """Run `call(world)` on `size` ranks, one thread each; return their results."""
     worlds = [World(rank, rank, size, torch.device("cpu"), "gloo") for rank in range(size)]
     sent, meeting = {}, threading.Barrier(size)
@@ -83,7 +83,7 @@ def test_every_market_counts_once_on_any_number_of_ranks_and_ruin_ends_trading(s
     task = SimpleNamespace(evaluation_env=lambda paths, span, **options: Paths(paths))
     traders = {"one": idle, "two": idle}
     call = functools.partial(evaluate_markets, task, paths, None, traders)
-    for records in over_ranks(call, size, monkeypatch):
+    for records in run_on_ranks(call, size, monkeypatch):
         assert list(records) == ["one", "two"]
         for record in records.values():
             assert record["values"].tolist() == [[100, 5, 5, 5], *paths[1:]]
@@ -126,7 +126,7 @@ def test_every_episode_counts_once_and_is_repeated_after_a_restart(size, monkeyp
     expected = [[0, 3, 0], [3, 3, 1], [2, 1, 0], [12, 4, 0], [8, 2, 0]]
     task = SimpleNamespace(evaluation_env=Numbered, config=TaskConfig(eval_episodes=5))
     call = functools.partial(evaluate_episodes, task, idle, 1)
-    results = over_ranks(call, size, monkeypatch)
+    results = run_on_ranks(call, size, monkeypatch)
     assert [rows.T.tolist() for rows in results] == [expected] * size
 
 
@@ -178,7 +178,8 @@ def test_figures_are_annual_or_below_60_days_those_of_the_span(repeats, period):
     }
     figures = {name: value.item() for name, value in performance(record).items()}
     assert figures == pytest.approx(expected)
-    assert performance(record_of(np.full((1, days), 2.0**-10)))["sharpe"] == 0.0  # constant returns
+    # Constant returns have a Sharpe ratio of 0, not infinity.
+    assert performance(record_of(np.full((1, days), 2.0**-10)))["sharpe"] == 0.0
 
 
 @pytest.mark.parametrize("num_markets", [1, 9])
@@ -191,6 +192,7 @@ def test_intervals_contain_the_differences_and_are_reproducible(num_markets):
     value, low, high = difference(*records, "sharpe")
     assert [value, low, high] == difference(*records, "sharpe")
     assert value == pytest.approx(differences.mean()) and low < value < high
-    if num_markets > 1:  # about 1.96 standard errors on each side
+    # The interval extends by about 1.96 standard errors to each side.
+    if num_markets > 1:
         width = 2 * 1.96 * differences.std() / math.sqrt(num_markets)
         assert high - low == pytest.approx(width, rel=0.15)

@@ -40,7 +40,8 @@ ALL = {name: (config, VECTOR, BOUNDED) for name, config in FORMS.items()} | {
     "images": (small(policy="gru"), IMAGES, spaces.Discrete(4)),
     "windows of images": (small(feature_window=3), IMAGES, BOUNDED),
 }
-QUICK = ("clstm", "own")  # tracing takes seconds, so the tests of all others are slow
+# Tracing takes seconds, so the tests of all other policies are marked slow.
+QUICK = ("clstm", "own")
 TRACED = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ALL]
 
 
@@ -144,6 +145,6 @@ def test_a_run_is_exported_by_the_command(tmp_path, monkeypatch, untraced, capsy
     assert run_here(export.main, [run_dir], monkeypatch) == 1
     assert not (folder / contract["file"]).exists()
     capsys.readouterr()
-    monkeypatch.setitem(sys.modules, "onnxruntime", None)  # as if this module were not installed
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)  # as if ONNX Runtime were not installed
     assert run_here(export.main, [run_dir], monkeypatch) == 2
     assert "clstm-ppo[export]" in only_error(capsys.readouterr().err)

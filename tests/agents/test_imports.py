@@ -43,9 +43,10 @@ def trained(tmp_path_factory):
 
 
 def test_an_environment_in_the_current_directory_is_found_by_all_ranks(trained):
-    (line,) = records(trained / "run")  # --stop_at ended the run after one iteration
+    # The flag --stop_at ended the run after one iteration.
+    (line,) = records(trained / "run")
     assert len(line["ranks"]) == 2
-    # The metric covers all ranks. The two values are equal because an episode has one answer.
+    # Both metrics cover all ranks. They are equal, because an episode has exactly one answer.
     assert line["env/right_answers"] == pytest.approx(line["episode/return"])
 
 

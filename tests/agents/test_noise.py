@@ -37,7 +37,8 @@ def test_random_words_equal_the_known_answers():
 
 
 def test_no_random_number_occurs_twice():
-    numbers = action_noise(spaces.Discrete(5), 7, 0, 64, 2**32 - 50, 100)  # steps exceed 2**32
+    # The step numbers exceed 2**32.
+    numbers = action_noise(spaces.Discrete(5), 7, 0, 64, 2**32 - 50, 100)
     assert len(numbers.unique()) == numbers.numel() == 64 * 100 * 5
 
 
@@ -50,12 +51,12 @@ def test_noise_does_not_depend_on_how_environments_and_steps_are_grouped(kind):
     white = action_noise(space, 3, 0, 8, 32, 16)
     parts = [action_noise(space, 3, 0, 8, t, length) for t, length in ((32, 13), (45, 3))]
     assert torch.equal(torch.cat(parts), white)
-    assert torch.equal(together, white) == (kind != "pink")  # choices ignore the colour
+    assert torch.equal(together, white) == (kind != "pink")  # discrete choices ignore the colour
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 2.0])
 def test_noise_of_boxes_is_standard_normal_with_the_requested_spectrum(exponent):
-    pairs = action_noise(box(2), 7, 0, 2000, 0, 64, color=exponent).numpy()  # [64, 2000, 2]
+    pairs = action_noise(box(2), 7, 0, 2000, 0, 64, color=exponent).numpy()  # shape [64, 2000, 2]
     numbers = pairs.reshape(64, -1)
     # The variance of 4000 numbers has a standard error of 0.022.
     assert abs(numbers.var(axis=1) - 1.0).max() < 0.12
@@ -75,7 +76,8 @@ def test_noise_is_finite_for_every_random_word(monkeypatch, space):
 def test_runs_streams_environments_and_resumes_share_no_seed():
     seeds = []
     for seed in range(20):
-        for stream in range(EVALUATION_STREAM + 1):  # it has the highest number
+        # EVALUATION_STREAM has the highest number of all streams.
+        for stream in range(EVALUATION_STREAM + 1):
             seeds += stream_seeds(seed, stream, 0, 50)
         seeds += stream_seeds(seed, ENVIRONMENT_STREAM, 0, 50, resumed_at=3)
     assert len(set(seeds)) == len(seeds) == 20 * 8 * 50

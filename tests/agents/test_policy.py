@@ -23,7 +23,8 @@ CASES = ROWS | {
     for name, config in FORMS.items()
     for space in (BOX, SEVERAL)
 }
-NOT_RECURRENT = (FORMS["window of 1"], FORMS["no memory"])  # some parameters get no gradient
+# In these policies some parameters get no gradient.
+NOT_RECURRENT = (FORMS["window of 1"], FORMS["no memory"])
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -193,7 +193,7 @@ def test_bad_steps_are_skipped_and_counted_until_there_are_too_many(world, tmp_p
 def test_the_count_of_bad_steps_in_a_row_continues_after_a_resume(world):
     """A resumed run that already exceeds max_bad_steps ends at its next bad step."""
     training = training_of(world, update_epochs=2, max_bad_steps=3)
-    with bad_at((2, 3, 4)):  # the last three of four steps
+    with bad_at((2, 3, 4)):  # the last three of the four gradient steps
         trained(training)
     for calls, refused in (((1,), pytest.raises(UserError, match="4 steps")),
                            ((2,), nullcontext())):  # fmt: skip

@@ -54,9 +54,11 @@ def trained(tmp_path_factory):
 def test_targets_describe_the_days_after_each_day():
     inputs, targets = windows(scale=(0.0, 1.0))
     assert inputs.shape == (8, 20, 17) and targets.shape == (8, 20, 2, 2)
-    returns = np.diff(np.log(MARKETS[1].close), axis=0)  # row k: from day k to k + 1
+    # Row k is the log return from day k to day k + 1.
+    returns = np.diff(np.log(MARKETS[1].close), axis=0)
     for day in (0, 7, 19):
-        today = SPAN.first + 10 + day  # window 5 is window 1 of market 1
+        # Each market has 4 windows: window 5 is window 1 of market 1.
+        today = SPAN.first + 10 + day
         coming = returns[today : today + VOLATILITY_DAYS]
         volatility = np.log(np.sqrt((coming**2).mean(0)) + SMALLEST_MOVE)
         assert targets[5, day, 0].tolist() == (coming[0] > 0).tolist()

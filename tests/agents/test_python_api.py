@@ -99,7 +99,8 @@ def test_a_script_that_calls_train_without_a_guard_fails_with_one_line(tmp_path)
     err = start(script).communicate()[1]
     (line,) = re.findall("^error: .*", err, re.MULTILINE)
     assert '`if __name__ == "__main__":`' in line and not run_dir.exists()
-    assert err.count("Traceback") == 1  # raised by the script's call of train; ranks print none
+    # Only the script's call of `train` prints a traceback; the ranks print none.
+    assert err.count("Traceback") == 1
 
 
 # ---- policies
@@ -199,7 +200,7 @@ def test_noise_of_sampled_actions_is_white_and_differs_from_that_of_training(tmp
         agent.policy.log_std.fill_(np.log(0.2))
     obs = np.zeros((1, 4))
     drawn = np.array([policy.predict(obs, deterministic=False)[0] for _ in range(400)])
-    noise = (drawn[:, 0, 0] - [0.2, 446.5]) / [0.02, 90.7]  # [400, A]
+    noise = (drawn[:, 0, 0] - [0.2, 446.5]) / [0.02, 90.7]  # shape [400, A]
     np.testing.assert_allclose([noise.mean(0), noise.std(0) - 1], 0, atol=0.2)
     trained = action_noise(spaces.Box(-1.0, 1.0, (2,)), 7, 0, 1, 0, 400)[:, 0].numpy()
     for other in (np.roll(noise, 1, 0), trained):

@@ -74,7 +74,8 @@ def test_episode_sums_continue_over_rollouts_and_restart_with_each_episode(rollo
     discounted = torch.cat([first.discounted_returns, second.discounted_returns])
     assert discounted[:5, 0].tolist() == [0, 1, 2.5, 10, 16]
     total = 0.0
-    for age, value in enumerate(discounted[:, 3].tolist()):  # its episode never ends
+    # The episode of environment 3 never ends.
+    for age, value in enumerate(discounted[:, 3].tolist()):
         total = GAMMA * total + 300.0 + age
         assert value == pytest.approx(total)
 
@@ -120,7 +121,8 @@ def test_bootstrap_values_change_neither_states_nor_windows(normalizer, window):
         assert torch.equal(torch.cat(parts), getattr(whole, name))
     for name, tensor in vars(carry).items():
         assert torch.equal(tensor, getattr(whole_carry, name)), name
-    if window:  # it holds the latest observations of the episode, and zeros before its start
+    if window:
+        # A window holds the latest observations of the episode, and zeros before its start.
         days, age = normalizer(whole.raw_obs.double()), whole.raw_obs[..., 2:3]
         for back in range(3):
             expected = days.roll(back, 0) * (age >= back)

@@ -19,7 +19,7 @@ def patterns(num_steps, num_columns):
         "everywhere": t >= 0,
         "first step": t == 0,
         "last step, first column only": (t == num_steps - 1) & (n == 0),
-        "every column a different piece length": (t + 1) % (n + 2) == 0,
+        "a different piece length in every column": (t + 1) % (n + 2) == 0,
     }
     for density in (0.02, 0.2, 0.9):
         resets[f"random {density}"] = rng.random((num_steps, num_columns)) < density
@@ -38,7 +38,7 @@ def run_packed(*given):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_sequence_equals_its_single_steps_for_any_pattern_of_resets(shape):
-    """Compare outputs, last state and gradients; none crosses an episode start."""
+    """Compare outputs, last state, and gradients, which end at episode starts."""
     policy = make_policy(FORMS["clstm"], SEVERAL)
     inputs = [tensor.requires_grad_() for tensor in make_inputs(policy, *shape)[:2]]
     for name, starts in patterns(*shape).items():

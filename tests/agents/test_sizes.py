@@ -81,7 +81,8 @@ def test_minibatches_of_all_ranks_together_equal_those_of_one_rank():
             whole = global_sequences(alone, key)
             together = np.concatenate([global_sequences(rank, key) for rank in ranks], axis=1)
             assert np.array_equal(np.sort(together), np.sort(whole))
-            assert sorted(whole.ravel()) == list(range(num_envs * steps))  # each is used once
+            # Every sequence is used exactly once.
+            assert sorted(whole.ravel()) == list(range(num_envs * steps))
             strata.append(alone.num_minibatches // math.gcd(alone.num_minibatches, steps))
     assert len(set(strata)) > 4
 

@@ -8,7 +8,8 @@ import pytest
 from time_to_solve import Goal, Moment, solved_at
 from train_runs import run_benchmark as run
 
-PEERS = os.environ.get("PEERS_PYTHON", sys.executable)  # has other trainers installed
+# Python environment in which the other trainers are installed.
+PEERS = os.environ.get("PEERS_PYTHON", sys.executable)
 pytestmark = pytest.mark.timeout(1000)
 
 

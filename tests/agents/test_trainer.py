@@ -23,7 +23,7 @@ from rl_dist.resume_check import differences
 from rl_dist.telemetry.metrics import NullWriter
 
 
-class Listening(NullWriter):
+class StoppingWriter(NullWriter):
     """Writer that keeps all records; sets the stop flag during iteration `stop_at`."""
 
     def __init__(self, stop_at=0):
@@ -39,7 +39,7 @@ class Listening(NullWriter):
 
 def run(job, world, stop_at=0, restore_from=None):
     """Train a job, optionally from a checkpoint; return the Training and its writer."""
-    training, writer = Recording(job, world), Listening(stop_at)
+    training, writer = Recording(job, world), StoppingWriter(stop_at)
     if restore_from is not None:
         training.restore(load_checkpoint(restore_from))
     signal = train(training, writer, writer.stop)

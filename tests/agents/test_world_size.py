@@ -24,7 +24,8 @@ from agents_ranks import (
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.launch.ranks import launch
 
-pytestmark = pytest.mark.timeout(600)  # the first test of a plan waits for its whole launch
+# The first test that needs a plan waits until all ranks of the plan have trained.
+pytestmark = pytest.mark.timeout(600)
 ALWAYS = [*JOBS, *MORE_JOBS]
 STOPS = "recall, mlp, KL stop"
 ON_FOUR = ["trading, clstm", STOPS]

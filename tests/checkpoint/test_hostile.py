@@ -1,4 +1,4 @@
-"""Foreign run directories execute no code, and bad content is a one-line error."""
+"""Untrusted run directories execute no code; bad content is a one-line error."""
 
 import copy as copies
 import dataclasses
@@ -62,7 +62,8 @@ def test_a_hostile_run_or_command_is_refused_in_one_line_or_harmless(
 
 @pytest.mark.parametrize("module", ["foreign_envs", "lab.inner.foreign_envs"])
 def test_modules_of_the_users_own_run_are_imported(module, copy, canary, tmp_path, monkeypatch):
-    write_module(tmp_path / "modules" / "lab" / "inner", canary)  # no __init__.py is needed
+    # The folders of the module do not need an __init__.py.
+    write_module(tmp_path / "modules" / "lab" / "inner", canary)
     env = f"{module}:Foreign-v0"
     setting(copy, "task", "env", env)
     assert train_here(monkeypatch, "--resume", copy) == evaluate_here(monkeypatch, copy) == 0
@@ -160,7 +161,7 @@ ODD += [torch.tensor(math.nan)]
 
 
 def odd_states(state, path=()):
-    """Yield copies of a state in which one entry is odd or missing.
+    """Yield copies of a state in which one entry is invalid or missing.
 
     Each item is (path of keys to the entry, changed copy).
     """

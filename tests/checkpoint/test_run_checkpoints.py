@@ -28,8 +28,8 @@ EACH = {"checkpoint_every": 1}
 CONTINUE = EACH | {"on_save_error": "continue"}
 
 
-class Acting(NullWriter):
-    """Call `act(iteration)` when metrics are written, before the checkpoint is saved."""
+class ActingWriter(NullWriter):
+    """Writer that calls `act(iteration)` before the checkpoint is saved."""
 
     def __init__(self, act):
         self.act = act
@@ -51,7 +51,7 @@ def run(world, run_dir, values, *, first=0, act=None, writer=None, **train_optio
     if first:
         training.restore(load_checkpoint(latest_checkpoint(run_dir)))
         assert training.iteration == first
-    train(training, writer or (Acting(act) if act else NullWriter()), StopFlag())
+    train(training, writer or (ActingWriter(act) if act else NullWriter()), StopFlag())
 
 
 def names(run_dir):
@@ -69,7 +69,7 @@ def best_of(run_dir):
 @pytest.mark.parametrize(
     ("values", "later", "best"),
     [
-        ([1.0, float("nan"), 3.0, 3.0, 2.0, 2.5], [], (3, 3.0)),  # of equal scores the first wins
+        ([1.0, float("nan"), 3.0, 3.0, 2.0, 2.5], [], (3, 3.0)),  # the first of equal scores wins
         ([1.0, 9.0, 2.0], [3.0], (2, 9.0)),
         ([1.0, 9.0, 2.0], [10.0], (4, 10.0)),
     ],
@@ -127,9 +127,11 @@ def test_training_continues_on_request_and_saves_again_when_it_can(world, tmp_pa
 
     run(world, tmp_path, [1.0, 9.0, 3.0, 2.0], act=act, **BEST, **CONTINUE)
     lines = [line for line in caplog.messages if "cannot write" in line]
-    assert ["best.pt" in line for line in lines] == [True, True]  # in iterations 2 and 3
+    # The saves of best.pt in iterations 2 and 3 failed.
+    assert ["best.pt" in line for line in lines] == [True, True]
     assert names(tmp_path) == ["best.pt", "iteration_00000001.pt", "iteration_00000004.pt"]
-    assert best_of(tmp_path) == (4, 2.0)  # better ones were not saved
+    # The better policies of iterations 2 and 3 could not be saved.
+    assert best_of(tmp_path) == (4, 2.0)
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("archive", FOREIGN)
 def test_a_foreign_archive_is_refused_and_executes_no_code(archive, tmp_path, monkeypatch, recwarn):
-    # This variable makes torch ignore weights_only; it must have no effect here.
+    # This variable tells torch to ignore weights_only; it must have no effect on our loads.
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     path, marker = tmp_path / name_of(1), tmp_path / "marker"
     path.write_bytes(seal(FOREIGN[archive](marker)))
@@ -103,7 +103,8 @@ def test_a_foreign_archive_is_refused_and_executes_no_code(archive, tmp_path, mo
     with pytest.raises(CheckpointError, match=f"^.*{path}.*$"):
         load_checkpoint(path)
     assert not marker.exists() and not recwarn.list
-    if "touch" in archive:  # pickle.loads does run the same command
+    # Check that the pickle works: pickle.loads executes its command.
+    if "touch" in archive:
         pickle.loads(calling("posix system", f"touch {marker}"))
         assert marker.exists()
 

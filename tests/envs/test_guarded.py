@@ -17,7 +17,7 @@ from envs.vector.guards import EnvironmentFaultError
 
 
 class Ticking(gymnasium.Env):
-    """Environment that observes its step count; `third` may change or break step 3."""
+    """Environment that observes its step count; `third` changes the result of step 3."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(3)

@@ -18,7 +18,8 @@ def bars_with(rows=(), column="tic", value=None):
     Row 3 * day + 1 is the bar of ticker T1 on that day.
     """
     bars = daily_bars(num_stocks=3, num_days=60).astype(object)
-    bars["tic"] = bars["tic"].replace("T2", "NA")  # a ticker, not a missing value
+    # "NA" is a ticker here, not a missing value.
+    bars["tic"] = bars["tic"].replace("T2", "NA")
     bars.loc[rows, column] = value
     return bars
 
@@ -75,7 +76,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("missing", ["error", "drop"])  # drop must not hide a wrong bar
+# --data_missing drop must not drop wrong bars silently.
+@pytest.mark.parametrize("missing", ["error", "drop"])
 @pytest.mark.parametrize(("bars", "problem"), REFUSED, ids=[problem for _, problem in REFUSED])
 def test_impossible_bars_are_refused_with_ticker_and_date(bars, problem, missing, tmp_path):
     with pytest.raises(ValueError, match=problem):
@@ -116,7 +118,7 @@ WEEKENDS = {
         ({"train_end": C}, [(0, 199), (200, 214), (215, 239)]),
         ({"train_end": A, "valid_start": C, "test_start": D}, [(0, 100), (199, 219), (220, 239)]),
         ({"train_end": A, "test_start": str(DATES[102])}, [(0, 100), None, (102, 239)]),
-        (WEEKENDS, [(23, 107), (113, 142), (153, 217)]),  # weekend dates: the span gets shorter
+        (WEEKENDS, [(23, 107), (113, 142), (153, 217)]),  # dates on weekends shorten a span
     ],
 )
 def test_given_dates_are_kept_and_the_others_are_filled_in_without_gaps(given, expected):

@@ -57,7 +57,7 @@ def test_our_mountain_car_has_the_states_and_rewards_of_gymnasiums():
         assert own_reward == pytest.approx(reward) and own_ends == ends
         if ends[0]:
             return
-    pytest.fail("the car never arrived")
+    pytest.fail("the car must arrive within 999 steps")
 
 
 def test_a_push_does_not_move_the_car_of_the_next_episode():

@@ -47,7 +47,7 @@ class GivenEnv(gymnasium.Env):
         return self.obs, float(self.age), False, self.age >= 3, self.info
 
 
-def around(*envs, **options):
+def batch_of(*envs, **options):
     """Return a batch of these environments, and the first observation of the first."""
     env = OneByOne(list(envs), env_id="Given-v0", **options)
     return env, env.reset(seed=list(range(len(envs))))[0][0]
@@ -55,7 +55,7 @@ def around(*envs, **options):
 
 def test_a_nested_observation_becomes_a_row_of_named_parts():
     inner = GivenEnv(NESTED)
-    env, row = around(inner)
+    env, row = batch_of(inner)
     assert env.layout.describe() == (
         "camera image[3, 10, 8]; pose/0 vector[4]; pose/1 plain[3]; keys plain[3]; "
         "digits plain[5]; action_mask mask[7]"
@@ -72,7 +72,7 @@ def test_a_nested_observation_becomes_a_row_of_named_parts():
 
 
 @pytest.mark.parametrize(
-    # axes: first frames and channels, if any, then height and width; () for no image
+    # axes: first frames and channels, if any, then height and width; () if it is no image
     ("shape", "largest", "axes"),
     [
         ((84, 84), 1, (0, 1)),
@@ -86,7 +86,7 @@ def test_a_nested_observation_becomes_a_row_of_named_parts():
 )
 def test_large_byte_arrays_are_images_with_channels_first(shape, largest, axes):
     inner = GivenEnv(spaces.Box(0, largest, shape, np.uint8))
-    env, row = around(inner)
+    env, row = batch_of(inner)
     (part,) = env.layout.parts
     expected = inner.obs.ravel()
     if axes:
@@ -120,7 +120,7 @@ def test_actions_are_clipped_stretched_shifted_and_nested(space, seen, action, r
         return value.tolist()
 
     inner = GivenEnv(PLAIN, space)
-    env, _ = around(inner)
+    env, _ = batch_of(inner)
     assert type(env.single_action_space).__name__ == seen
     env.step(torch.tensor([action]))
     assert plain(inner.actions[0]) == received and inner.actions[0] in space
@@ -139,7 +139,7 @@ def test_actions_are_clipped_stretched_shifted_and_nested(space, seen, action, r
 )
 def test_unsupported_spaces_are_refused_by_name(observation, action, options, named):
     with pytest.raises(ValueError, match=f"Given-v0.*{named}|{named}.*Given-v0"):
-        around(GivenEnv(observation, action), **options)
+        batch_of(GivenEnv(observation, action), **options)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_the_error_for_a_wrong_observation_or_mask_names_environment_and_step(
 ):
     in_info = observation is PLAIN
     good, bad = (GivenEnv(observation, action_mask=ALL) for _ in range(2))
-    env, _ = around(good, bad, env_offset=4, info_mask=in_info)
+    env, _ = batch_of(good, bad, env_offset=4, info_mask=in_info)
     actions = torch.tensor([[0, 1, 0]] * 2)
     env.step(actions)
     if in_info:
@@ -171,9 +171,10 @@ def test_the_error_for_a_wrong_observation_or_mask_names_environment_and_step(
 
 
 def test_masks_and_the_last_action_and_reward_are_parts_of_the_row():
-    masks = (np.array([1, 0, 1], np.int8), np.array([1, 1]), np.array([0, 1]))  # one per subspace
+    # Each subspace of the action space has a mask.
+    masks = (np.array([1, 0, 1], np.int8), np.array([1, 1]), np.array([0, 1]))
     inner = GivenEnv(PLAIN, action_mask=masks)
-    env, row = around(inner, info_mask=True, previous_action=True, previous_reward=True)
+    env, row = batch_of(inner, info_mask=True, previous_action=True, previous_reward=True)
     assert env.layout.kinds() == "vector[1] mask[7] plain[7] vector[1]"
     mask, action = [1, 0, 1, 1, 1, 0, 1], torch.tensor([[2, 0, 1]])
     assert row[1:].tolist() == mask + [0] * 8

@@ -69,7 +69,7 @@ def random_actions(num_steps, env):
     return 2.4 * torch.rand(shape, generator=torch.Generator().manual_seed(0)) - 1.2
 
 
-def whole_pass(env, actions):
+def take_all(env, actions):
     """Take all actions; return (obs, rewards, terminated, truncated, *info) per step."""
     results = [env.step(action) for action in actions]
     return [(*columns, *info.values()) for *columns, info in results]
@@ -178,12 +178,13 @@ def test_fills_equal_a_greedy_loop_to_the_last_bit(n):
 def test_a_trading_day_worked_out_by_hand(execution, fill):
     opens = np.array([[100.0, 50.0]] * (NUM_DAYS - 1) + [[110.0, 40.0]])
     closes = np.array([[100.0, 50.0]] * (NUM_DAYS - 1) + [[120.0, 45.0]])
-    wiggle = 1 + 0.001 * np.sin(np.arange(NUM_DAYS))[:, None]  # keeps the indicators finite
+    # With constant prices, some indicators would not be finite.
+    wiggle = 1 + 0.001 * np.sin(np.arange(NUM_DAYS))[:, None]
     extremes = {"high": np.maximum(opens, closes) * 1.01 * wiggle, "low": opens * 0.9}
     market = replace(random_market(num_stocks=2), open=opens, close=closes, **extremes)
     options = {"max_order": 0.5, "initial_cash_usd": 1e4, "fee_bps": 100, "execution": execution}
     env = make_env(1, [market], evaluation=True, **options)
-    whole_pass(env, torch.zeros(NUM_DAYS - 2 - FIRST, 1, 2))
+    take_all(env, torch.zeros(NUM_DAYS - 2 - FIRST, 1, 2))
     _, rewards, terminated, truncated, info = env.step(torch.tensor([[0.91, -1.0]]))
     # The order is 45.5 % of 10,000 USD: at a close of 100 USD these are 45 whole shares.
     cash = 1e4 - 45 * fill * 1.01
@@ -212,7 +213,7 @@ def test_a_step_depends_on_no_bar_after_the_fill_day():
     envs = [make_env(1, [variant], evaluation=True, max_order=0.02) for variant in variants]
     actions = random_actions(11, envs[0]).abs().clamp(0.2, 0.9)
     actions[5] *= -1
-    passes = [whole_pass(env, actions) for env in envs]
+    passes = [take_all(env, actions) for env in envs]
     for other, days in ((passes[1], 11), (passes[2], 10)):
         assert same(sum(passes[0][:days], ()), sum(other[:days], ()))
     assert not torch.equal(passes[0][10][1], passes[2][10][1])

@@ -125,7 +125,7 @@ def test_env_kwargs_may_set_the_episode_limit():
 
 
 class UnmadeEnv(gymnasium.Env):
-    """Raises an error in its constructor."""
+    """Environment that raises an error in its constructor."""
 
     def __init__(self, how):
         raise KeyError("how")

@@ -149,7 +149,8 @@ def test_a_worker_that_dies_between_rollouts_restarts_at_the_next_step(question,
     env = make(2, env_restarts=1)
     play(env, 1)
     kill(env, 0)
-    answer = getattr(env, question)()  # as training does after an update or to save
+    # Training makes this call after an update or when it saves a checkpoint.
+    answer = getattr(env, question)()
     if question == "get_state":
         assert answer["life/restarts"].tolist() == [1] * 3 + [0] * 4
     truncated = play(env, 1, first=1)[3][0]

@@ -13,7 +13,8 @@ STRATEGIES = {  # name: (fields of StrategyConfig, largest allowed difference fr
     "ddp, bf16 gradients": ({"mode": "ddp", "gradient_compression": "bf16"}, 0.1),
     "hybrid": ({"mode": "hybrid"}, 1e-6),
     "hybrid, two stages": ({"mode": "hybrid", "hybrid_form": "pipeline"}, 1e-6),
-    "dp": ({"mode": "dp", "device_ids": (0, 1)}, 1e-6),  # uses a single process
+    # Strategy dp uses a single process for both GPUs.
+    "dp": ({"mode": "dp", "device_ids": (0, 1)}, 1e-6),
 }
 FAULTS = {  # name of a function in gpu_jobs.py: strings that the error must contain
     "fail": ("rank 1", "the roof is on fire"),

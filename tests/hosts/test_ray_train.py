@@ -22,7 +22,8 @@ def address(monkeypatch):
     from ray.cluster_utils import Cluster
 
     cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})  # one core per rank, so each rank uses one thread
+    # With a single core, each rank uses one thread.
+    os.sched_setaffinity(0, {min(cores)})
     monkeypatch.setenv("RAY_DISABLE_DASHBOARD", "1")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:

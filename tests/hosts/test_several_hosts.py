@@ -117,7 +117,8 @@ def test_a_lost_first_host_ends_the_ranks_and_a_new_start_continues(
     wait_until(lambda: saved(run_dir) >= 6, first.process)
     network.hosts["first"].kill()
     wait_until(lambda: "may be lost" in second.text, within_s=60)
-    for name in network.names:  # as a scheduler would do
+    # Restart both hosts, as a scheduler would do.
+    for name in network.names:
         network.hosts[name].kill()
         network.start(name)
     for job in on_both(network, run_dir, *flags):

@@ -70,7 +70,8 @@ def assert_as_if_nothing_had_happened(run_dir, reference):
     facts = []
     for folder in (run_dir, reference):
         summary = read_object(folder / "summary.json")
-        summary.pop("scaling", None)  # contains measured times
+        # The entry `scaling` contains measured times, which differ.
+        summary.pop("scaling", None)
         names = {path.name for path in (folder / "checkpoints").iterdir()}
         facts.append((summary, names, scalars(folder)["loss/policy"]))
     assert facts[0] == facts[1]
@@ -84,7 +85,8 @@ def test_a_killed_rank_is_reported_and_restarted_with_the_same_result_bit_for_bi
     monkeypatch.setenv("TMPDIR", str(temporary))
     note = f"cat >> {tmp_path}/events; echo >> {tmp_path}/events"
     flags = [*SIX, "--num_gpus", 2, "--run_dir", run_dir, "--max_restarts", 2, "--on_event", note]
-    flags += ["--env_workers", "auto"]  # chosen once, not again after the restart
+    # auto measures only once, not again after the restart.
+    flags += ["--env_workers", "auto"]
     job = dying(monkeypatch, "update 1 3 SIGKILL", *flags, folder=tmp_path)
     # Both ranks listen only on loopback, and no other user can open the folder of their store.
     sockets = [socket for p in session(job.pid) for socket in p.net_connections("inet")]
@@ -116,7 +118,8 @@ def test_a_killed_rank_is_reported_and_restarted_with_the_same_result_bit_for_bi
         (2, "update 1 1 SIGKILL", "SIGKILL.*from iteration 0"),
         (2, "update 1 3 error", "RuntimeError: the roof.*from iteration 2"),
         (3, "update 1 3 SIGKILL", "SIGKILL.*from iteration 2"),
-        (2, "update 1 3 SIGKILL", ""),  # restarted by torchrun
+        # This case runs under torchrun, which restarts the rank.
+        (2, "update 1 3 SIGKILL", ""),
     ],
 )
 def test_the_result_is_the_same_whenever_and_however_a_rank_dies(

@@ -20,7 +20,8 @@ from rl_dist.launch.ranks import launch
     ("way", "victim", "signals", "code", "saved"),
     [
         ("", "group", ["SIGINT"], 130, "2"),
-        ("", "launcher", ["SIGKILL"], -9, "15"),  # then each rank gets SIGTERM
+        # After the launcher is killed, each rank gets SIGTERM (15).
+        ("", "launcher", ["SIGKILL"], -9, "15"),
         ("start", "launcher", ["SIGKILL"], -9, ""),
         ("evaluation", "rank 1", ["SIGTERM"], 143, ""),
         pytest.param("", "rank 1", ["SIGUSR1"], 138, "10", marks=pytest.mark.slow),
@@ -66,7 +67,8 @@ def test_a_rank_that_fails_or_dies_ends_the_job_and_is_named_in_one_line(
     monkeypatch.setattr("rl_dist.launch.ranks.TEARDOWN_S", 2.0)
     monkeypatch.setattr("rl_dist.launch.ranks.DEATH_GRACE_S", 2.0)
     function, arguments = getattr(rl_dist_ranks, work), (str(tmp_path), *args)
-    restarts = code - 1  # after a user's mistake (code 2), nothing is restarted, although it may be
+    # After a user's mistake (code 2) no rank is restarted, even if restarts are allowed.
+    restarts = code - 1
     assert launch(function, arguments, num_ranks=ranks, max_restarts=restarts) == code
     stderr = capfd.readouterr().err
     (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]

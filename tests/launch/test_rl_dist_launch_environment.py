@@ -170,9 +170,9 @@ sys.exit(launch(stop, (), 1))
 
 
 def test_a_rank_stopped_by_others_waits_for_the_signal_of_its_torchrun(environment):
-    """To torchrun, a rank that exits before torchrun has sent it a signal has failed.
+    """Torchrun regards a rank that exits before torchrun signals it as failed.
 
-    Torchrun would then count a restart or end the job, although a host only joined or left.
+    It would then count a restart or end the job, although a host has only joined or left.
     """
     environment(RANK="0", WORLD_SIZE="1", TORCHELASTIC_RUN_ID="job")
     job = start("-c", STOPPED)

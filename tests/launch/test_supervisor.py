@@ -51,7 +51,8 @@ def end_of(job):
         ("sys.exit(3)", 3, ""),
         ("1 / 0", 1, "ZeroDivisionError"),
         ("os.closerange(3, 256); leave(5)", 5, ""),
-        ("report(exit_code=0); os.abort()", 0, ""),  # success was reported first
+        # The child reported success before it died.
+        ("report(exit_code=0); os.abort()", 0, ""),
         # The exit of a process that the child forks does not count as a report of the child.
         ("if os.fork() == 0: sys.exit(0)\nos.wait(); os._exit(0)", 1, "code 0"),
         # A thread that never ends does not delay the exit.
@@ -76,7 +77,8 @@ LEAVE = "signal.signal({0}, lambda *_: leave(128 + {0}))\n"
     [
         (["SIGTERM"], LEAVE.format(15), 143, ""),
         (["SIGHUP"], LEAVE.format(1), 129, ""),
-        (["SIGSTOP", "SIGCONT", "SIGTERM"], "", 143, "SIGTERM"),  # Ctrl-Z, then fg
+        # Ctrl-Z stops the job and fg continues it.
+        (["SIGSTOP", "SIGCONT", "SIGTERM"], "", 143, "SIGTERM"),
         # Some schedulers send USR1 as a warning before TERM.
         (["SIGUSR1", "SIGTERM"], f"{LEAVE.format(15)}signal.signal(10, lambda *_: 0)\n", 143, ""),
         # A second stop signal ends even a process that blocks stop signals.

@@ -20,7 +20,8 @@ WHOLE = {
     [
         ({}, {}),
         ({"power_draw": LOST}, {"power_w": None, "error": "GPU is lost"}),
-        ({"device_memory_used": LOST}, {"error": "GPU is lost"}),  # torch reports this value, too
+        # torch also reports the used memory, so no value is missing.
+        ({"device_memory_used": LOST}, {"error": "GPU is lost"}),
         # mem_get_info must not be called: it would open a device that this process does not use.
         ({"memory_stats": {}, "mem_get_info": LOST},
          {"memory_allocated_gib": 0, "memory_reserved_gib": 0, "memory_peak_gib": 0,

@@ -10,7 +10,7 @@ from pathlib import Path
 PACKAGES = ("agents", "envs", "rl_dist", "matplotlib", "pandas", "talib")
 
 
-class Noting:
+class ImportRecorder:
     """Import finder that records module names and leaves the import to other finders."""
 
     @staticmethod
@@ -20,4 +20,4 @@ class Noting:
                 file.write(f"{name}\n")
 
 
-sys.meta_path.insert(0, Noting)
+sys.meta_path.insert(0, ImportRecorder)

@@ -161,7 +161,8 @@ def test_a_full_disk_is_a_one_line_error_and_the_run_keeps_all_its_data(
 def test_a_finished_run_that_continues_deletes_its_summary(run_dir, monkeypatch):
     assert train_here(monkeypatch, "--resume", run_dir) == 0
     summary = (run_dir / "summary.json").read_text()
-    assert train_here(monkeypatch, "--resume", run_dir) == 0  # does not train, only evaluates again
+    # This resume does not train; it only evaluates again.
+    assert train_here(monkeypatch, "--resume", run_dir) == 0
     assert (run_dir / "summary.json").read_text() == summary
 
     def killed_while_training(*_):

@@ -51,7 +51,7 @@ def test_records_update_the_counters_at_intervals_and_at_the_end(run):
         ("training", 0, 0, "done", None),
         ("training", 143, 0, "stopped", "SIGTERM"),
         ("training", 1, signal.SIGKILL, "failed", "SIGKILL"),
-        ("training", 1, 40, "failed", None),  # a real-time signal: no name
+        ("training", 1, 40, "failed", None),  # a real-time signal, without a name
         # If the ranks stop before the death of the launcher is noticed, the run counts as stopped.
         ("stopped", 1, signal.SIGKILL, "stopped", "SIGKILL"),
     ],
@@ -83,7 +83,8 @@ def test_a_damaged_or_hostile_file_is_a_one_line_error(run):
         contents += [json.dumps(json.loads(whole) | {name: value}).encode() for value in values]
     for content in contents:
         run.state_path.write_bytes(content)
-        run.update_state(iteration=1)  # must not change a damaged file
+        # An update must not change a damaged file.
+        run.update_state(iteration=1)
         with pytest.raises(UserError, match=r"state\.json") as raised:
             run.state()
         assert "\n" not in str(raised.value) and len(str(raised.value)) < 300

@@ -1,4 +1,4 @@
-"""The setup checker: rules for facts and measured figures, and the command."""
+"""The setup checker: verdicts on facts and measured figures, and the command."""
 
 import json
 from dataclasses import replace
@@ -29,7 +29,7 @@ GOOD = {"nvidia_gpus": 2, "cores": 8, "load": 0.1, "memory_total_gib": 64, "shm_
 def facts_with(monkeypatch, tmp_path):
     """Return a function that reads the facts of a machine with two fake, idle GPUs.
 
-    Its arguments replace facts. Without arguments, all checks pass.
+    Its arguments replace single facts. Without arguments, all checks pass.
     """
 
     def facts(**changes):
@@ -63,7 +63,8 @@ def complaints(checks):
         (CUDA, {"utilization": [0, 60]}, {"GPU 1": "warning"}),
         (ONE, {"utilization": [0, 60]}, {}),  # a single rank uses only GPU 0
         (SECOND, {"utilization": [60, 60]}, {"GPU 1": "warning"}),
-        (CPU, {"init": RuntimeError("no driver")}, {"GPUs": "warning"}),  # the driver does list 2
+        # torch finds no GPU, although the driver lists 2.
+        (CPU, {"init": RuntimeError("no driver")}, {"GPUs": "warning"}),
     ],
 )
 def test_every_fact_has_its_verdict(facts_with, plan, changes, expected):

@@ -25,7 +25,7 @@ def test_training_has_as_many_small_collectives_as_the_model_assumes(ranks_folde
 
 
 class Machine:
-    """Fakes a machine: records what is measured and returns plausible metrics.
+    """Fake machine that records what is measured and returns plausible metrics.
 
     In each iteration, a rank collects for 0.05 + 0.05 * share seconds and updates for
     0.05 + 0.35 * share seconds; `share` is the fraction of 64 environments that it has.
@@ -118,7 +118,8 @@ def test_an_unsteady_rate_is_refused_unless_a_rate_is_given(monkeypatch, capsys)
 
 
 def test_rows_hold_speedup_time_cost_and_source_and_the_text_shows_them(monkeypatch):
-    Machine(monkeypatch, byte_s=0.0125 / 4e6)  # reductions: 1/6 of the time
+    # Reductions take a sixth of the time.
+    Machine(monkeypatch, byte_s=0.0125 / 4e6)
     report = estimate_training_speedup(gpus=[2], total_steps=STEPS, price_per_hour=1000.0)
     one, two = (row for row in report.rows if row["scaling"] == "weak")
     assert (one["speedup"], one["efficiency"], one["source"]) == (1.0, 1.0, "measured")

@@ -177,7 +177,7 @@ def test_the_audit_predicts_ranks_that_behave_like_the_model(ranks):
     ("records", "compared"),
     [
         (simulated(1, 5), None),
-        # Only the 6 records with the final number of ranks count, without the first 2 of them.
+        # Only the 6 records with the final number of ranks are used, without the first 2 of these.
         ([*simulated(4, 10), *simulated(2, 6, first=11)], 4),
         ([{"iteration": 3, "global_step": 3, "ranks": [{}, {}]}] * 5, None),
     ],

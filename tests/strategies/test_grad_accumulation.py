@@ -6,7 +6,7 @@ from speed_ranks import trained
 
 
 def test_two_ranks_that_accumulate_train_like_one_and_reduce_once_per_step(ranks, world):
-    alone = trained(world)  # without accumulation
+    alone = trained(world)  # one rank, without accumulation
     for rank in (rank["two parts"] for rank in ranks):
         parameters, losses = rank["record"]["parameters"][-1], rank["record"]["losses"]
         torch.testing.assert_close(parameters, alone.parameters[-1], rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Trial steps find the fastest setting that fits in memory, equally on all ranks."""
+"""Trial steps choose the fastest setting that fits in memory, for all ranks."""
 
 import weakref
 from pathlib import Path
@@ -115,4 +115,5 @@ def test_the_batch_size_found_under_a_real_memory_limit_runs():
     free, error, largest = stdout.split()
     assert error == "RuntimeError" and 64 < int(largest) < 6_400
     assert 2**26 < int(free) <= 2**27, free
-    assert free_memory_bytes(torch.device("cpu")) > 2**27  # no limit in this process
+    # The limit does not apply to this process.
+    assert free_memory_bytes(torch.device("cpu")) > 2**27

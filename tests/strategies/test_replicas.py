@@ -107,7 +107,8 @@ def test_a_batch_split_over_devices_is_evaluated_like_the_whole_batch(monkeypatc
     obs, state, starts, actions = make_inputs(policy, num_envs=7)
     inputs = obs, actions, state, starts
     whole, parallel = policy(*inputs), DataParallel(policy, [0, 1])
-    assert all(map(torch.equal, parallel(*inputs), whole))  # not split without GPUs
+    # Without GPUs, DataParallel does not split the batch.
+    assert all(map(torch.equal, parallel(*inputs), whole))
     parts, options = parallel.scatter(inputs, {}, [0, 1, 2])
     outputs = [policy(*part) for part, _ in zip(parts, options, strict=True)]
     terms = zip(*outputs, strict=True)

@@ -86,7 +86,7 @@ def test_ranks_that_cannot_communicate_fall_back_to_one_rank(strategy, failed, m
     config, resolved, note = resolve_launch(asked)
     assert (resolved.num_ranks, config.chosen_strategy) == (1, "none")
     assert note.count("does not work here") == failed
-    assert config.num_gpus == 2  # the requested number stays
+    assert config.num_gpus == 2  # the requested number of ranks is kept
     assert resolve_launch(config)[0] == config
-    ranks.side_effect = None  # several ranks work again
+    ranks.side_effect = None  # now several ranks work again
     assert strategy == "dp" or resolve_launch(asked)[0] == asked

@@ -1,4 +1,4 @@
-"""Test examples/image_classification.py, started in the same way as by a user."""
+"""Test examples/image_classification.py, started as a user would start it."""
 
 import json
 

@@ -193,7 +193,8 @@ def test_a_stop_signal_ends_an_epoch_early_and_a_resume_repeats_it(world, tmp_pa
     calls = itertools.count(1)
 
     def counting(outputs, targets):
-        if next(calls) == 60:  # in epoch 2, because an epoch has 33 + 16 batches
+        # Call 60 is in epoch 2: an epoch has 33 training and 16 validation batches.
+        if next(calls) == 60:
             stop_flag.signum = signal.SIGTERM
         return METRICS["accuracy"](outputs, targets)
 

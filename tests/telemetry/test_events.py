@@ -1,4 +1,4 @@
-"""--on_event: its command runs once for each event and cannot harm the run."""
+"""The command of --on_event runs once for each event and cannot harm the run."""
 
 import json
 import logging
@@ -35,7 +35,8 @@ def test_an_event_arrives_as_json_on_stdin_and_as_variables(call, tmp_path):
     assert json.loads(event) == json.loads(event) | expected
     assert variables == f"restarted|{message}|{tmp_path}/run|2"
     assert (tmp_path / "finished").read_text().endswith(f"\nfinished||{tmp_path}/run|\n")
-    assert call("", ("failed", "", {})) == []  # no command, no warning
+    # Without a command, an event does nothing.
+    assert call("", ("failed", "", {})) == []
 
 
 @pytest.mark.parametrize(("command", "code"), [("cat; exit 1", 1), ("kill -9 $$", -9)])

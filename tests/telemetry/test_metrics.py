@@ -27,7 +27,8 @@ def write(run_dir, *lines, **options):
     writer = MetricsWriter(RunDir(run_dir), 10, "steps", **options)
     for line in lines:
         writer.write(line, done=line["iteration"])
-        assert records(run_dir)[-1]["iteration"] == line["iteration"]  # written immediately
+        # Each record is written immediately.
+        assert records(run_dir)[-1]["iteration"] == line["iteration"]
     for _ in range(2):
         writer.close()
     return records(run_dir)
