@@ -16,7 +16,7 @@ from agents.run.choice import ALL_SECTIONS, RUNS, choose_run
 from rl_dist.errors import UserError, explains_errors, outlive_readers
 from rl_dist.flags import configuration, parse_flags
 from rl_dist.launch.child import SCRIPT, leave_at_signals
-from rl_dist.setup_check import PROBLEM, WARNING, Check, check_setup, worst
+from rl_dist.setup_check import PROBLEM, VERDICTS, WARNING, Check, check_setup
 
 DESCRIPTION = "Check if this machine can train with these flags, and how long the training takes."
 EPILOG = """examples:
@@ -60,7 +60,7 @@ def main() -> int:
             if check.fix:
                 print(f"{'':<21} -> {check.fix}")
     command = shlex.join(["python", str(SCRIPT), *flags])
-    verdict = worst(check.verdict for check in checks)
+    verdict = max((check.verdict for check in checks), key=VERDICTS.index)
     code = int(verdict == PROBLEM or (verdict == WARNING and options.strict))
     if options.json:
         report = {"version": 8, "verdict": verdict, "exit_code": code, "command": command}

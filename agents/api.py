@@ -241,10 +241,9 @@ def train(
         "evaluation": on_evaluation,
         "checkpoint": on_checkpoint,
     }
-    flags = {"env": env, "num_gpus": num_ranks} | settings
     reported.clear()  # an earlier call may have stored its error
     try:
-        parsed = parse_training(as_flags(flags))
+        parsed = parse_training(as_flags({"env": env, "num_gpus": num_ranks} | settings))
         code = explains_errors(start)(parsed, run_rank, callbacks)
     except SystemExit as leaving:  # the parser has already printed the reason
         raise leaving.__cause__ or UserError("the settings are invalid") from None

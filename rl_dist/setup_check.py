@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -34,7 +34,7 @@ from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
 from rl_dist.machine import GIB, GpuInfo, available_cores, get_gpu_info, host_memory
 from rl_dist.speedup.model import steps_per_episode
 
-OK, WARNING, PROBLEM = "ok", "warning", "problem"
+VERDICTS = OK, WARNING, PROBLEM = "ok", "warning", "problem"  # from best to worst
 BUSY_PERCENT = 10
 LITTLE_DISK_GIB = 1.0
 SHM_GIB = 1 / 16  # shared memory that NCCL needs for each rank
@@ -52,11 +52,6 @@ class Check:
     verdict: str  # OK, WARNING or PROBLEM
     measured: str
     fix: str  # "" if there is nothing to fix
-
-
-def worst(verdicts: Iterable[str]) -> str:
-    """Return the worst of these verdicts, or ok if there are none."""
-    return max(verdicts, key=(OK, WARNING, PROBLEM).index, default=OK)
 
 
 def check(name: str, measured: str, *rules: tuple[object, str, str]) -> Check:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class Watch:
     callbacks: Callbacks
     world: World
     stop: tuple[str, float] = ("", 0.0)  # metric, and the value that ends the run
-    wants_end: bool = field(default=False, init=False)
+    wants_end: bool = False  # True after a callback has returned False
 
     def __call__(self, training: Any, metrics: Mapping[str, Any]) -> str:
         """Call the callbacks after an iteration; return the reason to stop, or "".
