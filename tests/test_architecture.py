@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MAX_UNITS, MAX_MODULES, MAX_FILE, MAX_FUNCTION = 15, 10, 400, 80
 MAX_LEARNER = 65  # total lines of the methods `update` and `collect` in agents/
-# Lower these totals when you can; never raise them. Source is counted in tokens, because longer
-# lines do not lower that count.
+# Lower these limits when you can; never raise them. Code is counted in tokens, because longer
+# lines would lower a count of lines, but not a count of tokens.
 MAX_SIZES = {
     "tokens of source": 109_080,
     "tokens of tests": 104_660,
@@ -128,7 +128,7 @@ def cycles(sources):
 
 
 def units(sources):
-    """A package has at most 15 units, its folders 10 modules; no file name is vague."""
+    """A package has at most 15 units, a folder at most 10 modules; no name is vague."""
     paths = [path for path in sources if re.fullmatch(SHIPPED, path) and "/__" not in path]
     members = {part for path in paths for part in (path, path.rpartition("/")[0]) if "/" in part}
     for folder, count in Counter(member.rpartition("/")[0] for member in members).items():
@@ -191,7 +191,7 @@ def lonely_collectives(sources):
 
 
 def words(sources):
-    """No name is "dones"; no text names a path of one machine or a package index."""
+    """No name is "dones"; no text contains a local path or a package index."""
     for path, text in sources.items():
         yield from (f"{path}: {match[0]}" for match in re.finditer(PRIVATE, text))
         if re.fullmatch(SHIPPED + "|benchmarks/.*", path) and re.search(r"\bdones\b", text):

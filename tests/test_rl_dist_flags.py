@@ -15,14 +15,14 @@ from rl_dist.flags import Field, Text, configuration, or_auto
 @configuration
 class Learning:
     learning_rate: float = Field(3e-4, ge=-1, le=10)
-    """Step size at 100 %."""
+    """Learning rate before decay, 100 %."""
     num_envs: Annotated[int, or_auto(1)] = Field(64, ge=1, le=2**62 + 1)
     """Environments
     of all ranks."""
     window: int = 0
-    """Steps."""
+    """Number of steps."""
     anneal_lr: bool = True
-    """Let the step size fall."""
+    """Let the learning rate fall."""
 
     def __post_init__(self):
         if self.window > self.num_envs:

@@ -70,7 +70,7 @@ def assert_as_if_nothing_had_happened(run_dir, reference):
     facts = []
     for folder in (run_dir, reference):
         summary = read_object(folder / "summary.json")
-        # The entry `scaling` contains measured times, which differ.
+        # The entry `scaling` contains measured times, which differ between runs.
         summary.pop("scaling", None)
         names = {path.name for path in (folder / "checkpoints").iterdir()}
         facts.append((summary, names, scalars(folder)["loss/policy"]))

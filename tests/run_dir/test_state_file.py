@@ -1,4 +1,4 @@
-"""state.json is written atomically, checked when read, and right after any exit."""
+"""state.json: atomic writes, checked reads, and a correct record of every exit."""
 
 import json
 import os

@@ -71,7 +71,7 @@ def test_every_fact_has_its_verdict(facts_with, plan, changes, expected):
     assert complaints(check_facts(facts_with(**changes), plan)) == expected
 
 
-# ---- figures of a short run
+# ---- figures measured in a short run
 
 
 def record(number, **changes):

@@ -75,7 +75,7 @@ from rl_dist.strategies.replicas import OrderedDDP
 def hook(state, bucket):
     return allreduce_hook(None, bucket)
 
-faulthandler.dump_traceback_later(100, exit=True)  # needs no lock of Python
+faulthandler.dump_traceback_later(100, exit=True)  # works without the GIL
 for _ in range(2000):
     with world_of_one():
         wrapped = OrderedDDP(torch.nn.Linear(40, 60))
