@@ -1,4 +1,4 @@
-"""Check if this machine can train with given flags, and how long training takes.
+"""Check whether this machine can train with given flags; estimate the duration.
 
 Run it as `python check_gpu_setup.py [flags of train_distributed.py]`.
 """
@@ -18,13 +18,13 @@ from rl_dist.flags import configuration, parse_flags
 from rl_dist.launch.child import SCRIPT, leave_at_signals
 from rl_dist.setup_check import PROBLEM, VERDICTS, WARNING, Check, check_setup
 
-DESCRIPTION = "Check if this machine can train with these flags, and how long the training takes."
+DESCRIPTION = "Check whether this machine can train with these flags; estimate how long it takes."
 EPILOG = """examples:
   python check_gpu_setup.py                                  check the default training job
   python check_gpu_setup.py --num_gpus 8 --batch_size 512    check another job
   python check_gpu_setup.py --json > setup.json              see docs/check_gpu_setup.schema.json
-exit codes: 0 can train, perhaps with warnings; 1 cannot train, or --strict and there is a warning;
-2 bad usage; 130 stopped by SIGINT (Ctrl-C); 143 stopped by SIGTERM"""
+exit codes: 0 can train, perhaps with warnings; 1 cannot train, or there is a warning and --strict
+is given; 2 bad usage; 130 stopped by SIGINT (Ctrl-C); 143 stopped by SIGTERM"""
 
 
 @configuration
@@ -32,7 +32,7 @@ class CheckFlags:
     """Flags of this command, in addition to the training flags."""
 
     json: bool = False
-    """Print one JSON object, see docs/check_gpu_setup.schema.json."""
+    """Print one JSON object; docs/check_gpu_setup.schema.json describes it."""
     strict: bool = False
     """Also exit with code 1 if there is a warning."""
 

@@ -1,7 +1,7 @@
 """Train a recurrent PPO policy on one or more ranks.
 
-Run it as `python train_distributed.py --num_gpus N`. The training loop is `train` in
-agents/trainer.py; the gradient step is `PPO.update` in agents/ppo.py.
+Run it as `python train_distributed.py --num_gpus N`. `train` in agents/trainer.py contains the
+training loop; `PPO.update` in agents/ppo.py contains the gradient step.
 """
 
 from __future__ import annotations

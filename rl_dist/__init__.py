@@ -1,7 +1,7 @@
 """Distributed training runtime, independent of reinforcement learning.
 
-It starts ranks and provides collectives, metrics and checkpoints. The names in `__all__` can be
-imported from this package; each name loads its module only when it is first used.
+The runtime starts ranks and provides collectives, metrics and checkpoints. The names in `__all__`
+can be imported from this package; the module of a name is loaded when the name is first used.
 
     from rl_dist import Strategy, StrategyConfig, evaluate, fit, launch_distributed_training
 """
@@ -10,12 +10,12 @@ import os
 from importlib import import_module
 from typing import Any
 
-# OpenMP reads these variables when torch is loaded. By default, its threads spin for milliseconds
-# while they wait for each other. If other programs use the same cores, spinning threads take CPU
-# time from the threads that they wait for. With a short spin, they are as fast on free cores and
-# leave busy cores to other threads (see docs/performance.md).
-SPIN_COUNT = "1000"  # spins before a waiting thread sleeps; they take a few microseconds
-if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # the user set neither
+# OpenMP reads the variables below when torch is loaded. By default, OpenMP threads that wait for
+# each other spin for milliseconds. If other programs use the same cores, spinning threads take CPU
+# time from the threads for which they wait. With a short spin, OpenMP is equally fast on free cores
+# and leaves busy cores to other threads (see docs/performance.md).
+SPIN_COUNT = "1000"  # number of spins before a waiting thread sleeps: a few microseconds
+if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # neither is set yet
     os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPIN_COUNT}
 
 _HOMES = {

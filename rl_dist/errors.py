@@ -17,13 +17,14 @@ from typing import Any, NoReturn
 
 # Environment variable: path of the file to which a child process writes its result.
 RESULT_FILE = "RL_DIST_RESULT_FILE"
-# Facts passed to `report_to_caller`. A caller in the same process reads them here.
+# All facts that `report_to_caller` has received, for a caller in the same process.
 reported: dict[str, str] = {}
 
-FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the user can free space and resume
+# Errors after which the user can free disk space and resume
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 CLOSED_DISK = {errno.EACCES, errno.EPERM, errno.EROFS}
-# Exceptions that user code may raise. SystemExit is included, because otherwise it could end a
-# failed job with exit code 0.
+# Exceptions that the user's code may raise. SystemExit is included, because user code could
+# otherwise end a failed job with exit code 0.
 FOREIGN_ERRORS = (Exception, SystemExit)
 
 
@@ -71,7 +72,7 @@ def outlive_readers() -> None:
 def printable(text: Any) -> str:
     """Return text with line ends and control characters escaped.
 
-    A run directory may come from someone else, and its text must not control the terminal.
+    A run directory may come from someone else, and text in it must not control the terminal.
     """
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
@@ -96,8 +97,8 @@ def message_and_code(error: ValueError | OSError) -> tuple[str, int]:
         message = f"{error.object!r} is not UTF-8 text: use another name"
     if isinstance(error, OSError):
         exit_code = 1
-        if error.filename and error.errno not in FULL_DISK:  # another path would avoid the error
-            message = f"{error.filename}: {error.strerror}; check the path, or name another one"
+        if error.filename and error.errno not in FULL_DISK:  # another path could avoid the error
+            message = f"{error.filename}: {error.strerror}; check the path, or use another one"
             exit_code = 2
     return printable(" ".join(message.split())), exit_code
 
@@ -136,7 +137,7 @@ def unwritable(what: str, error: OSError) -> UserError:
 
 
 def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
-    """Make `main` print a ValueError or OSError on one line and return its code."""
+    """Make `main` print a ValueError or OSError on one line and return an exit code."""
 
     @functools.wraps(main)
     def command(*args: Any, **options: Any) -> int:
@@ -151,7 +152,7 @@ def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
 
 
 def report_to_caller(**facts: str) -> None:
-    """Report facts, such as run_dir or error, to the parent process or the caller."""
+    """Pass facts, such as run_dir or error, to the parent process or the caller."""
     reported.update(facts)
     if path := os.environ.get(RESULT_FILE):
         with suppress(OSError, ValueError):
@@ -162,15 +163,15 @@ def report_to_caller(**facts: str) -> None:
 def print_error_once(line: str) -> None:
     """Print an error on stderr; under torchrun, print it only once per machine.
 
-    The ranks of a machine usually fail with the same error. The first of them creates a marker
-    file and prints the error. The others find the file and print nothing.
+    The ranks of a machine usually fail with the same error. The first rank that fails creates a
+    marker file and prints the error. The other ranks find the file and print nothing.
     """
     try:
         if mark := _mark(f"printed_{hashlib.sha256(line.encode()).hexdigest()}"):
             mark.touch(exist_ok=False)
     except FileExistsError:
         return
-    except OSError:  # for example a full disk: print the error more than once
+    except OSError:  # the disk is full, for example; every rank then prints the error
         pass
     sys.stderr.write(line + "\n")
     sys.stderr.flush()
@@ -178,10 +179,10 @@ def print_error_once(line: str) -> None:
 
 
 def refuse_restarts() -> None:
-    """Record that a restart would only repeat the error.
+    """Prevent restarts, because a restart would only repeat the error.
 
-    torchrun restarts failed ranks, whatever their exit code was. This function creates a marker
-    file; restarted ranks find it and exit.
+    torchrun restarts failed ranks, regardless of their exit code. This function creates a marker
+    file; restarted ranks find this file and exit.
     """
     if mark := _mark("refused", every_start=True):
         with suppress(OSError):
@@ -197,8 +198,8 @@ def restarts_refused() -> bool:
 def _mark(name: str, *, every_start: bool = False) -> Path | None:
     """Return the path of a marker file that torchrun's ranks on this machine share.
 
-    Without torchrun, return None. By default, the ranks get a new marker file when they are
-    restarted; with `every_start`, restarted ranks share the same file.
+    Without torchrun, return None. By default, restarted ranks use a new marker file; with
+    `every_start`, they use the same file as before.
     """
     start = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     if not start.name.startswith("attempt_"):
@@ -220,7 +221,7 @@ class CommandParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Print the message and exit with code 2; ranks that torchrun restarts exit, too."""
+        """Print the message, exit with code 2, and make restarted ranks exit, too."""
         print_error_once("error: " + " ".join(message.split()))
         refuse_restarts()
         raise SystemExit(2) from UserError(message)

@@ -2,7 +2,7 @@
 
 A run directory may contain a pipe, a device, a huge file or a link that someone else put there.
 Opening or reading it could block forever or use all memory; writing to it could change a file
-elsewhere. In the names of this module, "plain" means a regular file.
+elsewhere. In the function names of this module, "plain" stands for regular files.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 SMALL = 64 * 2**20  # bytes; config.json and summary.json are always much smaller
 TAIL_BYTES = 2**20  # bytes to read when only the last lines of a file are needed
 # Folders and files that training writes. Files in checkpoints/ are not listed, because they are
-# written under a temporary name and then renamed. Neither are files in wandb/, because W&B itself
-# creates links there.
+# written under a temporary name and then renamed. Files in wandb/ are not listed either, because
+# W&B itself creates links there.
 FOLDERS = ("checkpoints", "logs", "plots", "profile", "wandb")
 FILES = (
     *("*.json", "*.jsonl", "events.out.tfevents.*", "*_run_id", "mlflow.db"),
@@ -79,8 +79,8 @@ def read_plain(path: str | Path, most: int | None = SMALL) -> bytes:
     """Return the content of a regular file.
 
     Args:
-        most: largest allowed size in bytes. None means half of the free memory, because parsing
-            the content needs as much memory again.
+        most: largest allowed size in bytes. None allows half of the free memory; the other half
+            is needed to parse the content.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or is too large.
@@ -94,7 +94,7 @@ def read_plain(path: str | Path, most: int | None = SMALL) -> bytes:
         if size > most:
             problem = f"it has {size:,} bytes, but the limit is {most:,} bytes"
             raise OSError(errno.EINVAL, problem, str(path))
-        return file.read(size)  # read no more, even if the file grows
+        return file.read(size)  # if the file is growing, do not read more
 
 
 def read_tail(path: Path) -> bytes:
@@ -138,7 +138,7 @@ def parse_record(line: bytes) -> Record | None:
 
 
 def _numbers(values: Mapping[str, Any]) -> Record:
-    """Replace each value that is not a number, or is too large, with None."""
+    """Replace each value that is too large or not a number with None."""
     return {
         name: value if type(value) in (int, float) and abs(value) < LARGE else None
         for name, value in values.items()
@@ -146,7 +146,7 @@ def _numbers(values: Mapping[str, Any]) -> Record:
 
 
 def leads_to(path: str | Path, file: IO[Any]) -> bool:
-    """Return True if the path still leads to the open file."""
+    """Return True if the path still refers to the open file."""
     try:
         return os.path.samestat(Path(path).stat(), os.fstat(file.fileno()))
     except OSError:
@@ -166,7 +166,7 @@ def replace_file(path: Path, data: bytes, *, sync: bool = False, part: str = "")
     """
     unfinished = path.with_name(part or f"{path.name}.tmp")
     try:
-        unfinished.unlink(missing_ok=True)  # left by a killed process or someone else
+        unfinished.unlink(missing_ok=True)  # a killed process may have left it
         with unfinished.open("xb") as file:
             file.write(data)
             file.flush()
@@ -200,12 +200,12 @@ def remove(path: Path) -> None:
 
 
 def is_first() -> bool:
-    """Return True if this process writes and prints: under torchrun, only rank 0."""
+    """Return True if this process is rank 0 or not a rank: it may write and print."""
     return os.environ.get("RANK", "0") == "0"
 
 
 @functools.cache
 def log_once(line: str) -> None:
-    """Log each warning only once, and only on rank 0."""
+    """Log a warning, but only on rank 0 and only once for each text."""
     if is_first():
         logger.warning("%s", line)

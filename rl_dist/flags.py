@@ -5,9 +5,9 @@
         batch_size: int = Field(128, ge=1, le=10**7)
         '''Sequences per minibatch.'''
 
-The string below a field is the help text of its flag. A field without such a string has no flag;
-the program sets it, to record a fact about the run. A field with `exclude=True` is not written to
-files.
+The string below a field is the help text of its flag. A field without such a string has no flag:
+the program itself sets this field, in order to record a fact about the run. A field with
+`exclude=True` is not written to files.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def configuration(cls: type[T]) -> type[T]:
 
 
 def _one_line(error: ValidationError) -> ValueError:
-    """Turn the first error into one line with the field, the rule and the value."""
+    """Describe pydantic's first error on one line: the field, the rule and the value."""
     first = error.errors(include_url=False)[0]
     if "error" in first.get("ctx", {}):  # raised by __post_init__
         return first["ctx"]["error"]
@@ -76,13 +76,13 @@ def _one_line(error: ValidationError) -> ValueError:
 
 
 def fields_of(section: Any) -> dict[str, FieldInfo]:
-    """Return the fields of a section that have a flag, by name."""
+    """Return those fields of a section that have a flag, by name."""
     fields = type(section).__pydantic_fields__.items()
     return {name: field for name, field in fields if field.description}
 
 
 def changed(sections: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of the sections in which the fields in `values` are changed."""
+    """Return copies of the sections, with the field values that `values` contains."""
     return {
         heading: dataclasses.replace(
             section, **{name: values[name] for name in values.keys() & vars(section).keys()}
@@ -109,8 +109,8 @@ class ParsedFlags:
     """The result of parsing a command line."""
 
     given: dict[str, str]  # text of each flag on the command line, by name
-    configs: dict[str, Any]  # sections with these values, by heading
-    extra: argparse.Namespace  # values of the arguments that `extra` added
+    configs: dict[str, Any]  # sections with the parsed values, by heading
+    extra: argparse.Namespace  # values of the arguments that `extra` has added
 
 
 def parse_flags(
@@ -127,7 +127,8 @@ def parse_flags(
         sections: configurations by heading; they hold the default values.
         argv: arguments after the program's name; None: the arguments of this process.
         extra: function that adds more arguments to the parser.
-        main: flags that --help shows; --help_all shows all. If empty, --help shows all.
+        main: flags that --help shows, while --help_all shows all flags. If empty, --help shows all
+            flags.
         about: prog, description and epilog of the `argparse.ArgumentParser`.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -145,11 +146,11 @@ def parse_flags(
             meaning = str(field.description).rstrip(".").replace("%", "%%")
             text = f"{meaning} (default: {shown(getattr(section, name))}; {allowed(field)})"
             options: Any = field.json_schema_extra or {}
-            if field.annotation is bool:  # --x means --x=true
+            if field.annotation is bool:  # --x alone means --x=true
                 options = {"nargs": "?", "const": "true"}
             group.add_argument(
                 f"--{name}",
-                default=argparse.SUPPRESS,  # only given flags get a value, and it stays text
+                default=argparse.SUPPRESS,  # only given flags have a value, as text
                 help=text if shows_all or name in main else argparse.SUPPRESS,
                 metavar="X",
                 **options,
@@ -178,7 +179,7 @@ def _parse_known(parser: CommandParser, argv: list[str]) -> argparse.Namespace:
 
 
 def _canonical(word: str, flags: Mapping[str, Any]) -> str:
-    """Rewrite a flag's name with underscores, and --no-x as --x=false."""
+    """Replace hyphens in a flag's name by underscores, and --no-x by --x=false."""
     name, equals, value = word.partition("=")
     if not name.startswith("--"):
         return word
@@ -189,7 +190,7 @@ def _canonical(word: str, flags: Mapping[str, Any]) -> str:
 
 
 def saved_form(config: Any) -> dict[str, dict[str, Any]]:
-    """Return a configuration's values by section, in the form written to files."""
+    """Return a configuration's values by section, as they are written to files."""
     return {
         heading: pydantic.TypeAdapter(type(section)).dump_python(section)
         for heading, section in vars(config).items()
@@ -200,8 +201,8 @@ def read_sections(defaults: Mapping[str, Any], saved: Any) -> dict[str, Any]:
     """Rebuild sections from the result of `saved_form`; missing values get defaults.
 
     Raises:
-        ValueError: `saved` has a different form, or holds a value that this version refuses. The
-            message is one line.
+        ValueError: `saved` has a different structure, or contains a value that this version does
+            not accept. The message is one line.
     """
     sections = {}
     try:
@@ -209,7 +210,7 @@ def read_sections(defaults: Mapping[str, Any], saved: Any) -> dict[str, Any]:
             cls = type(defaults[heading])
             excluded = {name for name, field in cls.__pydantic_fields__.items() if field.exclude}
             sections[heading] = cls(**{n: v for n, v in values.items() if n not in excluded})
-    except (ValueError, LookupError, AttributeError) as error:  # `saved` has a different form
+    except (ValueError, LookupError, AttributeError) as error:  # `saved` does not fit
         problem = "the saved configuration does not fit this version"
         raise ValueError(f"{problem}: {one_line(error, named=False)}") from None
     return sections

@@ -1,6 +1,6 @@
 """Facts about this machine: GPUs, cores and memory.
 
-Inside a container, its limits on memory and cores are taken into account.
+Inside a container, the limits of the container on memory and cores apply.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 from rl_dist.errors import one_line
 
 GIB = 2**30
-OUT_OF_MEMORY = (  # parts of a RuntimeError's text, in lower case
+OUT_OF_MEMORY = (  # texts in the message of a RuntimeError, in lower case
     *("out of memory", "status_out_of_memory"),  # CUDA, NCCL
     *("not enough memory", "can't allocate memory"),  # torch's host memory allocator
-    "cannot allocate memory",  # Linux's text, in errors of any library
+    "cannot allocate memory",  # Linux's message, which any library may include
     *("alloc_failed", "bad_alloc"),  # cuBLAS and cuDNN, C++ libraries
 )
-# For each controller in /proc/self/cgroup: the file with the memory limit, the file with the memory
-# in use, and the entry of memory.stat with the size of cached files.
+# Controller in /proc/self/cgroup -> the file with the memory limit, the file with the used memory,
+# and the entry of memory.stat with the size of cached files
 CGROUPS = {
     "": ("memory.max", "memory.current", "inactive_file"),  # cgroup version 2
     "memory": (
@@ -43,18 +43,18 @@ CGROUPS = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """The state of a GPU that torch sees; None: the value is unknown.
+    """The state of a GPU that torch sees; an unknown value is None.
 
-    Allocated, reserved and peak memory count only this process.
+    Allocated, reserved and peak memory include only the memory of this process.
     """
 
     index: int  # torch's index of the GPU
     name: str
-    utilization_percent: float | None  # share of the last sample period in which kernels ran
+    utilization_percent: float | None  # % of the last sample period in which kernels ran
     memory_allocated_gib: float  # used by tensors
     memory_reserved_gib: float  # reserved by torch's allocator
     memory_peak_gib: float  # highest memory_allocated_gib so far
-    memory_free_gib: float | None  # free for any process
+    memory_free_gib: float | None  # not used by any process
     memory_total_gib: float | None
     temperature_c: float | None
     power_w: float | None
@@ -156,7 +156,7 @@ def clear_gpu_memory() -> int:
     Tensors that are still referenced stay in memory.
 
         >>> from rl_dist import clear_gpu_memory
-        >>> print(f"{clear_gpu_memory() / 2**30:.1f} GiB handed back")
+        >>> print(f"{clear_gpu_memory() / 2**30:.1f} GiB freed")
 
     Returns:
         Bytes that were freed on all GPUs; 0 if this process uses no GPU.
@@ -184,7 +184,7 @@ class HostMemory:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return the memory within all cgroup limits; cached files count as available."""
+    """Return the memory within all cgroup limits; count cached files as available."""
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
     for line in (root / "proc/self/cgroup").read_text().splitlines():
@@ -220,8 +220,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     text = str(error).lower().strip()
-    # oneDNN raises exactly this text if it has no memory for its code. A longer text, about a
-    # "primitive descriptor", has other causes.
+    # If oneDNN has no memory for its code, its error message is exactly this text. The longer
+    # message about a "primitive descriptor" has other causes.
     no_room = text == "could not create a primitive" or any(part in text for part in OUT_OF_MEMORY)
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and no_room)
 

@@ -1,9 +1,9 @@
-"""Check that a run that is killed and resumed equals an uninterrupted run.
+"""Check that a run that was killed and resumed equals an uninterrupted run.
 
-Run it as `python -m rl_dist.resume_check [--iterations K] [training flags]`. It trains two runs
-with the training script. The first run trains 2K iterations without a break. The second run is
-killed by SIGKILL after it has saved its checkpoint at iteration K, and then resumed. Both runs have
-the same budget, and therefore the same learning rates.
+Run it as `python -m rl_dist.resume_check [--iterations K] [training flags]`. It starts the training
+script for two runs. The first run trains 2K iterations without a break. The second run is killed by
+SIGKILL after it has saved its checkpoint at iteration K, and is then resumed. Both runs have the
+same budget, and therefore the same learning rates.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from rl_dist.launch.child import SCRIPT, Child, leave_at_signals
 from rl_dist.process_group.collectives import as_bytes
 from rl_dist.run_dir import RunDir
 
-# Small sizes, unless the user sets others. Validation is off, as it has no effect on the result.
+# Flags for small runs; the user's flags override them. Validation is off, because it does not
+# affect the result.
 SMALL = ("--bptt_steps=8", "--batch_size=8", "--validate_every=0", "--eval_episodes=2")
 TOLERANCE = 1e-4  # with another number of ranks, sums are rounded differently
-# A metric is not compared if a part of its name, between slashes, is one of these.
+# Metrics that are not compared: those with one of these words between slashes in their names
 MACHINE_FACTS = {"time", "host", "gpu", "cpu", "ram"}
 DESCRIPTION = (
     "Train 2K iterations twice, once without a break and once with a SIGKILL and a resume "
-    "after K, and compare the results bit for bit."
+    "after iteration K, and compare the results bit for bit."
 )
 EPILOG = """All other flags are passed to the training script. The default sizes are small:
   --num_envs 8 --num_steps 32 --bptt_steps 8 --batch_size 8
@@ -55,7 +56,7 @@ exit codes: 0 bit-identical (--resume_on: equal within 1e-4), 1 different or fai
 def differences(left: Any, right: Any, tolerance: float = 0.0) -> list[str]:
     """List the differences between two nested states; tolerance 0 compares all bits."""
     left, right = dict(flatten(left)), dict(flatten(right))
-    lines = [f"{name} exists in only one of the two" for name in sorted(left.keys() ^ right.keys())]
+    lines = [f"{name} exists in only one run" for name in sorted(left.keys() ^ right.keys())]
     shared = [name for name in left if name in right]
     return lines + [
         f"{name}: {_shown(left[name])} and {_shown(right[name])}"
@@ -85,10 +86,10 @@ def _shown(value: Any) -> str:
 
 
 def result_of(run_dir: Path) -> dict[str, Any]:
-    """Return the values in the last checkpoint and the metrics of a run, by name.
+    """Return the metrics of a run and the values in its last checkpoint, by name.
 
     The configuration, the times and the metrics of single ranks are omitted, because they may
-    differ between equal runs.
+    differ between two equal runs.
     """
     newest = load_latest(run_dir)
     if newest is None:
@@ -147,7 +148,7 @@ def compare(straight: Path, resumed: Path, tolerance: float) -> bool:
     lines = differences(left, right, tolerance)
     limit = f" within {tolerance:g}" if tolerance else ""
     if lines:
-        print(f"different{limit}: {lines[0]} ({len(lines)} differ)")
+        print(f"different{limit}: {lines[0]} ({len(lines)} values differ)")
     else:
         equal = f"equal{limit}" if tolerance else "bit-identical"
         print(f"{equal}: all {len(left)} tensors and numbers in the checkpoint and the metrics")
@@ -166,8 +167,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
         epilog=EPILOG,
     )
     for name, default, letter, text in (
-        ("iterations", 5, "K", "iterations before the kill, and again after it (default: 5)"),
-        ("num_gpus", -1, "N", "number of ranks, as in training (default: -1)"),
+        ("iterations", 5, "K", "iterations before the kill, and as many after it (default: 5)"),
+        ("num_gpus", -1, "N", "number of ranks, as for training (default: -1)"),
         ("resume_on", None, "M", "number of ranks in the resumed run (default: N)"),
         ("num_envs", 8, "", SUPPRESS),
         ("num_steps", 32, "", SUPPRESS),

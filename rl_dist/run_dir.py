@@ -2,8 +2,8 @@
 
 config.json is overwritten in place, because the lock is on this file. state.json and summary.json
 are replaced completely, so that no reader sees a half-written file. `rl_dist.telemetry.metrics`
-appends to metrics.jsonl. A file may be incomplete or come from another program: readers skip bad
-lines, or refuse the file with a one-line error.
+appends to metrics.jsonl. A file may be incomplete, or another program may have written it: readers
+skip invalid lines or refuse the file with a one-line error.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from rl_dist.files import (
 
 STATE_FILE = "state.json"
 CHECKPOINT_DIR = "checkpoints"
-PATIENCE_S = 25.0  # after a launcher is killed, its ranks may still be saving (ORPHAN_GRACE_S)
+PATIENCE_S = 25.0  # ranks may still be saving after their launcher was killed
 LONGEST_ERROR = 2000  # in characters
 WORKING = ("dry_run", "warm_up", "training", "validation", "saving", "evaluation")
 ENDED = ("done", "stopped", "failed")
 PHASES = ("starting", "restarting", *WORKING, *ENDED)
 
-# `status` prints state.json, which may come from someone else. These types refuse control
-# characters and impossibly large numbers.
+# `status` prints state.json, which may come from someone else. The types below refuse control
+# characters and numbers that are too large.
 Count = Annotated[int, Field(ge=0, lt=10**18)]
 Real = Annotated[float, Field(ge=0, lt=1e18)]
 Text = Annotated[str, Field(pattern=r"^[^\p{C}]*$")]
@@ -54,7 +54,7 @@ Phase = Literal[PHASES]  # type: ignore[valid-type]
 
 
 class RankEntry(BaseModel):
-    """One rank and its process."""
+    """A rank and its process."""
 
     rank: Count
     pid: Count
@@ -85,7 +85,7 @@ class JobState(BaseModel):
     host: Text = ""  # host name of the launcher's machine
     started: Real = 0.0  # seconds since 1970
     updated: Real = 0.0  # seconds since 1970
-    restarts: Count = 0  # restarts of all ranks since the launcher started
+    restarts: Count = 0  # how often the launcher has restarted all ranks
     num_ranks: Count
     ranks: list[RankEntry] = []
     strategy: Text
@@ -102,11 +102,11 @@ class JobState(BaseModel):
 
 
 class RunDir(AbstractContextManager["RunDir"]):
-    """A run directory, and its lock while this process or a rank holds it.
+    """A run directory, and the lock that a training run holds on it.
 
     A training run takes the lock before it chooses the checkpoint to start from, and holds it until
     the run ends. If a RunDir is pickled for a new process, both processes share the open lock file.
-    The lock is released when the last of these processes has closed the file or ended.
+    The lock is released when all of these processes have closed the file or ended.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -120,7 +120,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.lock: IO[bytes] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle a duplicate of the lock file's descriptor for a new process."""
+        """Return the state to pickle, with a duplicate of the lock file's descriptor."""
         return vars(self) | {"lock": self.lock and reduction.DupFd(self.lock.fileno())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -149,8 +149,8 @@ class RunDir(AbstractContextManager["RunDir"]):
         """Take the lock; create config.json if it is missing.
 
         Raises:
-            UserError: another run still holds the lock after `patience_s`, or a file cannot be
-                written.
+            UserError: another run still holds the lock after `patience_s` seconds, or a file cannot
+                be written.
         """
         check_layout(self.path)
         in_use = f"{self.path} is in use by another training run"
@@ -164,13 +164,13 @@ class RunDir(AbstractContextManager["RunDir"]):
         return self
 
     def hold_new(self) -> Self:
-        """Take the lock for a new run; refuse a directory that already holds a run."""
+        """Take the lock for a new run; refuse a directory that already contains a run."""
         self.hold(0.0)
         if self.config_path.stat().st_size:  # another run has used the directory
             self.release()
             raise UserError(
-                f"{self.path} holds a run already: continue it with --resume {self.path}, or use "
-                "another directory"
+                f"{self.path} already contains a run: continue it with --resume {self.path}, or "
+                "use another directory"
             )
         return self
 
@@ -181,7 +181,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             file = open(self.config_path, "a+b", opener=plain_file)  # noqa: SIM115
             with suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if leads_to(self.config_path, file):  # otherwise another process has removed it
+                if leads_to(self.config_path, file):  # otherwise, the file was removed
                     self.lock = file
                     return True
             file.close()
@@ -192,7 +192,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     def release(self) -> None:
         """Close the lock file in this process; other processes may still hold the lock."""
         if self.lock:
-            with suppress(OSError):  # an environment may have closed the descriptor
+            with suppress(OSError):  # the code of an environment may have closed it
                 self.lock.close()
         self.lock = None
 
@@ -204,7 +204,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         try:
             with open(self.config_path, "rb", opener=plain_file) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return False  # closing the file unlocks it; a run that starts meanwhile retries
+                return False  # closing the file releases the lock; a starting run retries
         except BlockingIOError:
             return True
         except OSError:
@@ -219,13 +219,13 @@ class RunDir(AbstractContextManager["RunDir"]):
         return not self.path.exists() or set(self.path.iterdir()) <= {self.logs, self.config_path}
 
     def discard_unstarted(self, exit_code: int) -> None:
-        """Delete a run without a finished iteration; keep its logs after exit code 1."""
+        """Delete the run if it finished no iteration; keep its logs if exit_code is 1."""
         held = self.lock and self.is_in_place()
         if not held or self.checkpoints.exists() or self.records(last=1):
             return
         logs = self.logs.glob("rank_*.log") if exit_code != 1 else ()
         events = self.path.glob("events.out.tfevents.*")
-        # delete the locked file last, and keep files that this program did not write
+        # delete the locked file last; keep files that this program did not write
         for path in (self.state_path, self.metrics_path, *events, *logs, self.config_path):
             path.unlink(missing_ok=True)
         for folder in (self.logs, self.path):
@@ -239,7 +239,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         return read_object(self.config_path)
 
     def write_config(self, content: Mapping[str, Any]) -> None:
-        """Overwrite config.json in place, because it is locked; restore it on an error."""
+        """Overwrite config.json in place, because it is locked; after errors, restore it."""
         before = read_plain(self.config_path)
         try:
             self._overwrite_config(json.dumps(content, indent=2).encode() + b"\n")
@@ -273,10 +273,10 @@ class RunDir(AbstractContextManager["RunDir"]):
         return records[-last:] if last else records
 
     def cut_records(self, iteration: int) -> None:
-        """Remove incomplete lines and records of iterations after `iteration`.
+        """Remove the records of all iterations after `iteration`, and incomplete lines.
 
         Raises:
-            UserError: the file cannot be written; it stays unchanged.
+            UserError: the file cannot be written. It is unchanged in this case.
         """
         if not self.metrics_path.exists():
             return
@@ -299,7 +299,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         """Return the content of state.json, or None if there is no such file.
 
         Raises:
-            UserError: the file is incomplete, or comes from another program or version.
+            UserError: the file is incomplete, or another program or version wrote it.
             OSError: the file cannot be read.
         """
         try:
@@ -327,12 +327,12 @@ class RunDir(AbstractContextManager["RunDir"]):
     def record_exit(
         self, pid: int, code: int, error: str = "", signum: int = 0, *, may_restart: bool = False
     ) -> None:
-        """Record in state.json how the run ended; ignore errors in reading or writing it.
+        """Record in state.json how the run ended; ignore a missing or unwritable file.
 
         Call this after all ranks have ended. Only the first call changes the file.
 
         Args:
-            pid: process id of the launcher. A state written by another launcher is not changed.
+            pid: process id of the launcher. If another launcher wrote the state, it is not changed.
             code: exit code of the run.
             error: why the run failed.
             signum: number of the signal that ended the launcher; 0: no signal.
@@ -342,7 +342,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             state = self.state()
             if not state or state.launcher_pid != pid or state.exit:
                 return
-            # after the launcher was killed, its ranks may already have saved and stopped
+            # if the launcher was killed, its ranks may have saved and stopped before this call
             stopped = code > 128 or (signum and state.phase == "stopped")
             phase = "stopped" if stopped else "failed" if code else "done"
             signum = max(signum, code - 128)

@@ -1,4 +1,4 @@
-"""Check with rules and a short run if this machine can train with given flags.
+"""Check by rules and a short run whether this machine can train with given flags.
 
 Each check has one of three verdicts:
 
@@ -40,7 +40,7 @@ LITTLE_DISK_GIB = 1.0
 SHM_GIB = 1 / 16  # shared memory that NCCL needs for each rank
 REDUCED_BYTES = (2**10, 2**20, 2**26)
 SHORT_RUN_S = 180.0  # time limit of the short run, including its start
-TIGHT_SHARE = 0.1  # share of the memory that should stay free
+TIGHT_SHARE = 0.1  # fraction of the memory that should remain free
 NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
 
 
@@ -59,8 +59,8 @@ def check(name: str, measured: str, *rules: tuple[object, str, str]) -> Check:
 
     Args:
         measured: the measurement as text.
-        rules: tuples of a value that is true if the rule is broken, the verdict in this case, and
-            a text that says how to fix it.
+        rules: one tuple per rule: a value that is true if the rule is broken, the verdict for a
+            broken rule, and a text that says how to fix the problem.
     """
     broken = ((verdict, fix) for is_broken, verdict, fix in rules if is_broken)
     verdict, fix = next(broken, (OK, ""))
@@ -74,12 +74,12 @@ def check_setup(
     budget: tuple[int, str],
     figures: dict[str, Any],
 ) -> Iterator[Check]:
-    """Yield the checks of a planned training run, each as soon as it is done.
+    """Yield the result of each check of a planned run as soon as it is available.
 
     Args:
         flags: all flags of the training run, including the flags in `launch`.
-        budget: length of the training run, and its unit: episodes or steps.
-        figures: dict to which facts and measurements are added, for --json.
+        budget: length of the training run, and the unit of this length: episodes or steps.
+        figures: dict to which this function adds facts and measurements, for --json.
     """
     # check the number of ranks and the machine
     facts = read_facts(run_dir)
@@ -105,7 +105,7 @@ def check_setup(
             times = [f"{size // 2**10:,} KiB in {1e3 * s:.3g} ms" for size, s in seconds.items()]
             yield check(step, f"all sums are correct: {', '.join(times)}")
         step = "short run"
-        print("checking: running this training job briefly", file=sys.stderr)
+        print("checking: training briefly with these flags", file=sys.stderr)
         (records,) = measure_short_runs(
             [[*flags, "--monitor_every=0.2"]], timeout_s=SHORT_RUN_S
         ).records
@@ -128,15 +128,15 @@ class Facts:
     nvidia_gpus: int  # GPUs that the NVIDIA driver lists, even if torch does not see them
     cores: int  # cores that this process may use
     load: float  # mean number of running and waiting processes in the last minute
-    memory_total_gib: float  # or the container's limit, if that is smaller
+    memory_total_gib: float  # or the limit of the container, if it is smaller
     shm_free_gib: float  # free space in /dev/shm
-    folder: str  # the run directory, or its nearest parent that exists
+    folder: str  # the run directory, or its nearest existing parent
     disk_free_gib: float
     disk_error: str  # why the folder is not writable; "" if it is
 
 
 def read_facts(run_dir: Path) -> Facts:
-    """Read facts about this machine, which takes well under 1 s if it has no GPU."""
+    """Read facts about this machine; without a GPU, this takes well under 1 s."""
     path = run_dir.absolute()
     folder = next(folder for folder in (path, *path.parents) if folder.is_dir())
     disk_error = ""
@@ -186,14 +186,14 @@ def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
         "cores",
         f"{facts.cores} for {ranks} rank(s), load {facts.load:.1f}",
         (few, WARNING, f"start at most one rank per core: --num_gpus {facts.cores}"),
-        (busy, WARNING, "other programs slow down the short run below: stop them and check again"),
+        (busy, WARNING, "other programs will slow down the short run: stop them and check again"),
     )
     full = facts.disk_free_gib < LITTLE_DISK_GIB
     yield check(
         "disk",
         f"{facts.folder}: {facts.disk_error or f'{facts.disk_free_gib:.3g} GiB free'}",
-        (facts.disk_error, PROBLEM, "name a writable directory with --run_dir"),
-        (full, WARNING, "free some space, or name another disk with --run_dir"),
+        (facts.disk_error, PROBLEM, "choose a writable directory with --run_dir"),
+        (full, WARNING, "free some space, or choose another disk with --run_dir"),
     )
 
 
@@ -207,7 +207,7 @@ def check_run(
     figures: dict[str, Any],
 ) -> Iterator[Check]:
     """Check the memory use and the speed of a short run; add them to `figures`."""
-    # memory: the highest use of any rank, and the smallest free memory
+    # memory: the highest use by any rank, and the least free memory
     ranks = [rank for record in records for rank in record["ranks"]]
     gpu_totals = [gpu.memory_total_gib for gpu in facts.gpu.gpus if gpu.memory_total_gib]
     memory_gib = {}
@@ -219,15 +219,15 @@ def check_run(
             used = max(rank[use_name] for rank in sampled)
             free = min(rank[free_name] for rank in sampled)
             memory_gib[place] = used, free
-            text = f"a rank used up to {used:.3g} GiB; at least {free:.3g} GiB stayed free"
-            fix = "long episodes or other programs may need more: choose smaller sizes"
+            text = f"a rank used up to {used:.3g} GiB; at least {free:.3g} GiB remained free"
+            fix = "long episodes or other programs may need more memory: choose smaller sizes"
             yield check(place, text, (free < TIGHT_SHARE * total, WARNING, fix))
 
-    # speed: estimate the time of the training run only if the speed is steady
+    # speed: estimate the duration of the training run only if the speed is steady
     rates, (length, unit) = round_rates(records), budget
     steps_per_s = median(record["time/sps"] for record in records)  # sum over all ranks
     total_steps = length * (1.0 if unit == "steps" else steps_per_episode(records))
-    total_s = None  # seconds of the training run, without start-up and evaluations
+    total_s = None  # duration of the training run, without start-up and evaluations
     if problem := unsteady(rates):
         yield Check("pace", WARNING, problem, "stop other programs and check again")
     else:

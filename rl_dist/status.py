@@ -1,8 +1,8 @@
 """Show the state of a run, once or until it ends: `python -m rl_dist.status`.
 
-Everything is read from the run directory (`rl_dist.run_dir`). A run holds a lock on the directory
-while it trains, and writes its current phase to state.json. This command changes nothing, and does
-not import torch.
+All information is read from the run directory (`rl_dist.run_dir`). While a run trains, it holds a
+lock on its directory and writes its current phase to state.json. This command changes no file and
+does not import torch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rl_dist.files import Record
 from rl_dist.run_dir import ENDED, STATE_FILE, JobState, RunDir
 
 RUNS = Path("runs")
-EVERY_S = 2.0  # seconds between two updates with --follow
-RECENT = 20  # values are taken from this many of the newest iterations
+EVERY_S = 2.0  # seconds between two updates of --follow
+RECENT = 20  # number of newest iterations from which metrics are read
 LINE = ("state", "progress", "speed", "returns", "checkpoint")  # rows that --follow prints
 OVER = ("finished", "stopped", "failed", "dead")
 RETURNS = ("episode/return", "valid/return", "valid/sharpe")
@@ -49,7 +49,8 @@ def read_status(run_dir: Path) -> Status:
     """Return a run's status from its files and lock; an unknown value is None.
 
     Raises:
-        UserError: the folder holds no run, or state.json is incomplete or from another program.
+        UserError: the folder contains no run, or state.json is incomplete or another program wrote
+            it.
     """
     run = RunDir(run_dir)
     job = run.state() if run_dir.is_dir() else None
@@ -79,13 +80,13 @@ def read_status(run_dir: Path) -> Status:
 
 
 def _latest(records: Iterable[Record], names: tuple[str, ...]) -> Record:
-    """Return the newest value of each metric whose name has one of these prefixes."""
+    """Return the newest value of each metric whose name begins with one of `names`."""
     items = (item for record in records for item in record.items())
     return {name: value for name, value in items if name.startswith(names) and value is not None}
 
 
 def _state_of(run: RunDir, job: JobState) -> tuple[str, str]:
-    """Return the state of a run, and the reason for it.
+    """Return the state of a run, and the reason for this state.
 
     The state is starting, restarting, running or one of OVER.
     """
@@ -108,7 +109,7 @@ def _state_of(run: RunDir, job: JobState) -> tuple[str, str]:
 
 
 def describe(run: Status) -> dict[str, str]:
-    """Return the rows to print: the text of each row, by name."""
+    """Return the text of each row to print, by the name of the row."""
     done = f"{run['done']:,} of {run['target']:,} {run['unit']}"
     rows = {
         "run": run["run_dir"],
@@ -137,7 +138,7 @@ def _listed(metrics: Record) -> str:
 
 
 def newest_run(runs: Path) -> Path:
-    """Return the run below `runs` whose state.json was written last."""
+    """Return the run in `runs` whose state.json was written last."""
     states = list(runs.glob(f"*/{STATE_FILE}"))
     if not states:
         raise UserError(f"there is no run in {runs}/: give a run directory")
@@ -149,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = CommandParser(
         prog="python -m rl_dist.status",
-        description="Show a run's state, progress, speed and checkpoint, and usage by rank.",
+        description="Show a run's state, progress, speed, checkpoint and hardware usage by rank.",
         epilog=EPILOG,
     )
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR")

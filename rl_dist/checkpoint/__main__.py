@@ -20,7 +20,7 @@ from rl_dist.errors import CommandParser, UserError, explains_errors, printable,
 
 EPILOG = """commands:
   list      print the iteration, validity and metric of every file
-  verify    the same, but exit with code 1 if any file is damaged
+  verify    print the same, but exit with code 1 if any file is damaged
   inspect   print the numbers, configuration and tensors of one file (default: newest valid file)
 PATH is a checkpoint file, a folder of checkpoints or a run directory.
 
@@ -97,5 +97,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end silently if `head` closes the pipe
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # exit silently after `| head`
     sys.exit(main())

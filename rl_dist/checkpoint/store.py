@@ -5,8 +5,8 @@ torch.save writes, and `torch.load` can read it. The file ends with a zip commen
 
     rl_dist checkpoint, format 4, torch 2.13.0, sha256:<64 hexadecimal digits>
 
-The digits are the SHA-256 of all bytes before the word sha256, so torch never reads a file with a
-changed byte.
+The digits are the SHA-256 of all bytes before the word sha256. They are checked first, so torch
+never reads a file in which a byte has changed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import CHECKPOINT_DIR
 
-FORMAT_VERSION = 4  # increased when this program can no longer resume older checkpoints
-LAST_READER = "0.5.0"  # last version of this program that reads older formats
+FORMAT_VERSION = 4  # increased when the program can no longer resume older checkpoints
+LAST_READER = "0.5.0"  # last version of this program that can read older formats
 BEST_FILE = "best.pt"
 _DIGEST_BYTES = len("sha256:") + 64
 _COMMENT = re.compile(
@@ -43,12 +43,12 @@ _NAME = re.compile(r"iteration_(\d+)\.pt")
 # programs that write checkpoints
 RUN = "train_distributed.py"
 FIT = "rl_dist.supervised.fit"
-MEASURED = "measured"  # entry with {metric: value}; this metric selects best.pt
+MEASURED = "measured"  # entry with the name and value of the metric that selects best.pt
 LARGEST_COUNT = 10**15
 _PLAIN_TYPES = (str, int, float, bool, type(None))
-# entries that show which program wrote a checkpoint
+# entry that only one program writes -> that program
 _MARKS = {"carry": RUN, "global_step": RUN, "module": FIT, "best_epoch": FIT}
-_TENSORS = ("policy", "carry", "normalizers")  # contain only tensors
+_TENSORS = ("policy", "carry", "normalizers")  # entries that contain only tensors
 _COUNTS = ("iteration", "global_step", "episodes", "num_obs", "num_actions", "bad_in_a_row")
 _TYPES: dict[str, dict[str, type]] = {
     RUN: {
@@ -92,7 +92,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """Load tensors and plain values to the CPU; never run code from the file."""
     try:
         with open(path, "rb", opener=plain_file) as file:
-            is_archive = file.read(4) == b"PK\x03\x04"  # do not read a huge file of another kind
+            is_archive = file.read(4) == b"PK\x03\x04"  # do not read a huge file of another type
         data = read_plain(path, None) if is_archive else b""
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from None
@@ -109,7 +109,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
             f"{FORMAT_VERSION}: use {reader} of the program"
         )
     try:
-        with warnings.catch_warnings(action="ignore"):  # the error below is enough
+        with warnings.catch_warnings(action="ignore"):  # the error raised below says enough
             state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
         check_plain(state)
         check_state(state)
@@ -127,7 +127,7 @@ def pack(state: dict[str, Any]) -> bytes:
     """Convert a state of plain values to the bytes of a checkpoint file."""
     check_plain(state)
     buffer = io.BytesIO()
-    torch.save(state, buffer)  # not to a file: on a full disk, torch would raise a zip error
+    torch.save(state, buffer)  # not into a file: on a full disk, torch would raise a zip error
     return seal(buffer.getvalue())
 
 
@@ -168,7 +168,7 @@ def kind_of(state: Mapping[str, Any]) -> str:
 def flatten(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (path, value) for each value in nested dicts, lists and tuples.
 
-    An empty container counts as a value. A dict key that a checkpoint cannot store is also yielded.
+    An empty container counts as a value. Dict keys that a checkpoint cannot store are yielded, too.
     """
     if type(value) in (list, tuple):
         value = dict(enumerate(value)) or value
@@ -199,8 +199,8 @@ def check_plain(state: Any) -> None:
 def check_state(state: Any) -> None:
     """Refuse entries that are missing, of a wrong type, out of range or NaN.
 
-    The checksum detects damaged files. This detects values that someone has changed, or that became
-    invalid during training.
+    The checksum detects damaged files. This function detects values that someone has changed, or
+    that became invalid during training.
     """
     if not isinstance(state, dict):
         raise CheckpointError(f"it contains a {type(state).__name__}, not a dict")
@@ -234,8 +234,8 @@ def save_checkpoint(
     """Write a file such as iteration_00000120.pt, and remove old checkpoints.
 
     Args:
-        iteration: number in the file's name. Checkpoints of later iterations are removed: they
-            were written before the run was resumed at an earlier iteration.
+        iteration: number for the file's name. Checkpoints of later iterations are removed: they
+            were written before the run was resumed from an earlier iteration.
         keep: number of newest checkpoints to keep, at least 1.
         best: also write best.pt, which does not count towards `keep`.
 
@@ -244,8 +244,8 @@ def save_checkpoint(
     """
     path = Path(directory, f"iteration_{iteration:08d}.pt")
     data = pack(state)
-    # Write best.pt first. A run that is killed between the two writes repeats this iteration when
-    # it is resumed, and best.pt already contains its result.
+    # Write best.pt first. If the run is killed between the two writes, it repeats this iteration
+    # after a resume, and best.pt already contains the result of the iteration.
     if best:
         write_atomically(path.with_name(BEST_FILE), data)
     write_atomically(path, data)
@@ -267,15 +267,17 @@ def save_agreed(
     measured: Mapping[str, float],
     best: bool,
 ) -> Path:
-    """Save on the main process; return the path. Every rank must call this.
+    """Save a checkpoint on the main process; return its path on every rank.
+
+    Every rank must call this.
 
     Args:
-        state: state to save on the main process; None on the other ranks.
+        state: state to save; None on ranks other than the main process.
         measured: value of the metric that selects the best checkpoint, by the metric's name.
         best: True if this is the best checkpoint so far.
 
     Raises:
-        UserError: the checkpoint cannot be written; all ranks raise it.
+        UserError: the checkpoint cannot be written. All ranks raise this error.
     """
     path = ""
     problem = ""
@@ -295,11 +297,11 @@ def save_agreed(
 def load_latest(run_dir: str | Path) -> LoadedCheckpoint | None:
     """Load the newest valid checkpoint of a run or folder; log each skipped file.
 
-    best.pt is tried last; it may be the only file left after a cleanup.
+    best.pt is tried last; it may be the only file that is left after a cleanup.
 
     Raises:
-        OtherFormatError: the newest undamaged file has another format. Loading an older file
-            instead would lose training progress.
+        OtherFormatError: the newest undamaged file has another format version. Loading an older
+            file instead would lose training progress.
     """
     for path in reversed(checkpoint_files(run_dir)):
         try:
@@ -318,14 +320,14 @@ def latest_checkpoint(run_dir: str | Path) -> Path | None:
 
 
 def find_latest_run(runs_dir: str | Path) -> Path | None:
-    """Return the run below `runs_dir` that saved a checkpoint last, or None."""
+    """Return the run in `runs_dir` with the most recent checkpoint, or None."""
     files = Path(runs_dir).glob(f"*/{CHECKPOINT_DIR}/*.pt")
     newest = max(files, key=lambda file: file.lstat().st_mtime, default=None)
     return newest and newest.parents[1]
 
 
 def checkpoint_folder(path: str | Path) -> Path:
-    """Return the checkpoints folder of a run directory; for another path, the path."""
+    """Return a run directory's checkpoints folder; return any other path unchanged."""
     folder = Path(path, CHECKPOINT_DIR)
     return folder if folder.is_dir() else Path(path)
 
@@ -349,12 +351,13 @@ def iteration_in_name(path: Path) -> int:
 class Best:
     """Best value so far of the metric that selects best.pt; the same on all ranks.
 
-    best.pt stores the value, so that a resumed run does not replace the file with a worse
-    checkpoint. A damaged best.pt, or one chosen by another metric, is replaced by the next
-    checkpoint. Higher values are better.
+    Higher values are better. best.pt stores the value, so that a resumed run does not replace the
+    file with a worse checkpoint. If best.pt is damaged or was selected by another metric, the next
+    checkpoint replaces it.
 
     Args:
-        names: names of metrics; the first one that the run reports is used. Empty: no best.pt.
+        names: names of metrics; the first one that the run reports is used. If empty, no best.pt
+            is written.
     """
 
     def __init__(self, names: Sequence[str], directory: Path, world: World) -> None:
@@ -368,16 +371,16 @@ class Best:
         self.value: float = all_gather_json(values[0], world)[0]
 
     def update(self, metrics: Mapping[str, Any]) -> bool:
-        """Return True if these metrics are the best so far. Every rank must call this."""
+        """Return True if the metric is better than before; every rank must call this."""
         name = next((name for name in self.names if name in metrics), "")
         value: Any = all_gather_json(metrics[name], self.world)[0] if name else None
         # the metric is None if, for example, no episode has ended
         is_known = value is not None and math.isfinite(value)
-        self.measured = {name: float(value)} if is_known else {}  # at this iteration
+        self.measured = {name: float(value)} if is_known else {}  # {} if unknown
         self.improved = is_known and value > self.value
         return self.improved
 
     def saved(self) -> None:
-        """Keep an improved value as the best one; call this after saving a checkpoint."""
+        """Make an improved value the best one; call this after saving a checkpoint."""
         if self.improved:
             (self.value,) = self.measured.values()

@@ -1,7 +1,7 @@
-"""Check that modules named by a run are trusted, before they are imported.
+"""Check that the modules that a run uses are trusted, before they are imported.
 
 A run directory may come from someone else, and no code in it is ever executed. A module that the
-run names is imported only if the command line names it, too, or if this user owns config.json.
+run uses is imported only if it is also on the command line, or if this user owns config.json.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rl_dist.files import plain_file
 def import_from_here(*values: str) -> None:
     """Append the current directory to sys.path if a value has the form `module:name`.
 
-    For a script, Python adds only the folder of the script to sys.path. Ranks inherit sys.path.
+    When Python runs a script, it adds only the script's folder to sys.path. Ranks inherit sys.path.
     """
     here = str(Path.cwd())
     if any(":" in value for value in values) and not {"", here} & {*sys.path}:
@@ -33,7 +33,7 @@ def import_from_here(*values: str) -> None:
 
 
 def import_own(field: str, value: str) -> Any:
-    """Import the class or function that `module:name` names.
+    """Import the class or function with the address `module:name`.
 
     Raises:
         UserError: the module does not exist, raises an error during import, or does not contain
@@ -68,18 +68,18 @@ def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: st
         given: the `module:name` on the command line, or None.
 
     Raises:
-        UserError: the module lies in the run directory; or the command line does not name it, and
-            the values are not in a config.json that `_is_own` accepts.
+        UserError: the module is in the run directory; or it is not on the command line, and the
+            values are not in a config.json that `_is_own` accepts.
     """
     run_dir = run_dir.absolute()
-    if not _inside(__file__, run_dir):  # this program is not in the run directory
+    if not _inside(__file__, run_dir):  # unless this program itself is in it
         sys.path[:] = [entry for entry in sys.path if not _inside(entry or ".", run_dir)]
     field, value = next(iter(saved.items()))
     module = value.rpartition(":")[0]
     if not module:
         return
     if any(_inside(place, run_dir) for place in _places(module)):
-        why = f"lies in the run directory {run_dir}, from which no code is run"
+        why = f"is in the run directory {run_dir}, from which no code is run"
         raise UserError(f"{field} {value} {why}: move it elsewhere")
     if value != given and not _is_own(run_dir / "config.json", section, saved):
         why = f"{run_dir} has no config.json with this {field} that only you can write"
@@ -91,7 +91,7 @@ def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: st
 def _is_own(path: Path, section: str, saved: Mapping[str, str]) -> bool:
     """Return True if config.json belongs to this user and holds the values.
 
-    A file that everyone may write is not accepted.
+    A file that every user may write is not accepted.
     """
     try:
         with open(path, "rb", opener=plain_file) as file:
@@ -120,7 +120,7 @@ def _places(module: str) -> list[str]:
 
 
 def _inside(place: str | Path, folder: Path) -> bool:
-    """Return True if a path lies in a folder, before or after links are followed."""
+    """Return True if a path is in a folder, before or after links are followed."""
     # normpath resolves ".." without following links
     places, folders = (
         {Path(os.path.normpath(Path.cwd() / path)), Path(path).resolve()}

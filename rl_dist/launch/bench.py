@@ -2,11 +2,11 @@
 
     time_reductions(2, [1024, 2**20])[1024]  # 0.0002
 
-The ranks start, join and reduce as in real training, but in a subprocess, so that a hang or an
-abort inside NCCL does not end the caller. Each rank computes for some milliseconds before every
-reduction: in a tight loop, with awake threads and warm caches, reductions would be faster than in
-training. The time of a reduction is the shortest wait of any rank, because the last rank to arrive
-waits for the transfer only.
+The ranks start, join and reduce as in real training, but in a subprocess, so that the caller
+survives a hang or an abort inside NCCL. Each rank computes for some milliseconds before every
+reduction: in a tight loop, threads would be awake and caches warm, and reductions would be faster
+than in training. The time of a reduction is the shortest wait of any rank, because the last rank to
+arrive waits only for the transfer.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def time_reductions(
     Args:
         sizes_bytes: sizes of the float32 gradients.
         timeout_s: limit for the whole call, including the start of the ranks.
-        gpu_ids: GPU of each rank; empty: rank i takes GPU i.
+        gpu_ids: GPU of each rank; if empty, rank i uses GPU i.
 
     Returns:
-        Size in bytes -> seconds that the last rank to arrive waited (median over repetitions).
+        Size in bytes -> seconds for which the last rank to arrive waits (median of repetitions).
 
     Raises:
         UserError: there are fewer GPUs than ranks.
@@ -92,18 +92,18 @@ def run_rank(
 
 
 def _last_arrival_s(num_bytes: int, world: World) -> float:
-    """Return the median duration of a reduction once all ranks have arrived.
+    """Return the median time of a reduction after the last rank has arrived.
 
-    In each reduction, the rank that arrives last waits for the shortest time.
+    This is the shortest wait of any rank, because the rank that arrives last waits least.
     """
     module = nn.Linear(max(1, num_bytes // 4), 1, bias=False, device=world.device)
     wrapped = Strategy(StrategyConfig(mode="ddp"), world).wrap(module)
-    # The gradient of a linear layer's weights equals its input.
+    # If the loss is the sum of its outputs, the gradient of a linear layer's weights is its input.
     gradient = torch.full_like(module.weight, world.rank + 1.0)
     matrix = torch.full((256, 256), 0.01, device=world.device)
     waits_s = []
     for _ in range(WARM_UP + REPEATS):
-        # Compute between reductions, so that caches are as cold as in training.
+        # Compute before each reduction, so that caches are as cold as in training.
         until_s, product = time.perf_counter() + WORK_S, matrix
         while time.perf_counter() < until_s:
             product = (product @ product).tanh()
@@ -117,7 +117,7 @@ def _last_arrival_s(num_bytes: int, world: World) -> float:
     if module.weight.grad is None or (module.weight.grad != (world.size + 1) / 2).any():
         raise RuntimeError(
             f"rank {world.rank}: an all-reduce of {num_bytes} bytes over {world.backend} "
-            "gave wrong sums"
+            "returned wrong sums"
         )
     by_rank = all_gather_json(waits_s[WARM_UP:], world)
     return statistics.median(min(call_waits) for call_waits in zip(*by_rank, strict=True))

@@ -41,20 +41,20 @@ SHORT_RUN_FLAGS: dict[str, Any] = {
     "profile": False,
 }
 WARM_UP = 3  # the first WARM_UP iterations are not measured
-# A speed is reliable if it is similar in 3 rounds that together take at least 3 seconds. A round
-# consists of consecutive iterations.
+# To check that the speed is steady, the measured iterations are split into 3 equally long parts
+# (rounds). The measurement takes at least 3 iterations and 3 seconds.
 ROUNDS, ROUNDS_S = 3, 3.0
-# After this time, 1 iteration of warm-up and 2 measured iterations are enough.
+# After this many seconds, 1 iteration of warm-up and 2 measured iterations are enough.
 ENOUGH_S = 12.0
-MAX_SPREAD = 1.5  # speeds are similar if the highest is at most this many times the lowest
+MAX_SPREAD = 1.5  # the speed is steady if the highest is at most this many times the lowest
 
 
 class ChildError(Exception):
-    """Raised if a child fails or makes no progress; its message is for the user."""
+    """Raised if a child process fails or takes too long; the message is for users."""
 
 
 class ChildTimeoutError(ChildError):
-    """Raised if a child does not end in time."""
+    """Raised if a child process takes too long."""
 
 
 def leave_at_signals() -> None:
@@ -64,7 +64,7 @@ def leave_at_signals() -> None:
 
 
 class Child(AbstractContextManager["Child"]):
-    """A child process that runs a program of ours; leaving the context kills it."""
+    """A child process that runs a program of this project until the context ends."""
 
     def __init__(self, arguments: Sequence[object], folder: Path, *, echo: bool = False) -> None:
         """Start this Python interpreter in a new session, without stdin.
@@ -118,7 +118,7 @@ class Child(AbstractContextManager["Child"]):
     def error(self) -> ChildError | UserError:
         """Return the error that the child reported, or the last lines of its stderr.
 
-        The result is a UserError if the child rejected its arguments, otherwise a ChildError.
+        Return a UserError if the child rejected its arguments, otherwise a ChildError.
         """
         facts, code = self.facts(), self.job.returncode
         error = facts.get("error", "")
@@ -139,7 +139,7 @@ class TrainingResult:
 
     success: bool
     exit_code: int  # -n: signal n killed the script
-    iterations: int  # number of iterations of the whole run, including those before a resume
+    iterations: int  # iterations of the whole run, including iterations before a resume
     final_losses: dict[str, float]  # losses of the last iteration
     seconds: float
     run_dir: Path | None  # absolute path; None: training did not start
@@ -215,7 +215,7 @@ def as_flags(named: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class ShortRuns:
-    """Measurements of several copies of a training run that ran side by side."""
+    """Measurements of several copies of a training run that ran at the same time."""
 
     records: list[list[Record]]  # for each copy, the metrics of its measured iterations
     config: dict[str, Any]  # settings of the first copy, by section
@@ -223,12 +223,12 @@ class ShortRuns:
 
 
 def measure_short_runs(copies: Sequence[Sequence[str]], timeout_s: float = 600.0) -> ShortRuns:
-    """Train independent copies side by side, and measure while all of them train.
+    """Train independent copies at the same time, and measure while all of them train.
 
     If each copy has the threads or the GPU of one rank, the copies show how much the ranks of one
-    machine slow each other down by sharing cores, caches and memory. The copies never wait for each
-    other, as ranks would. All copies are killed at the end, or when the caller dies. The flags for
-    run length, run directory, checkpoints and seed are replaced. ROUNDS or more iterations of each
+    machine slow each other down by sharing cores, caches and memory. Unlike ranks, the copies never
+    wait for each other. All copies are killed at the end, or when the caller dies. The flags for
+    run length, run directory, checkpoints and seed are replaced. At least ROUNDS iterations of each
     copy are measured, or only 2 if the iterations are very slow.
 
     Args:
@@ -256,7 +256,7 @@ def measure_short_runs(copies: Sequence[Sequence[str]], timeout_s: float = 600.0
             runs.append(run)
 
         began_s = math.inf  # time when all copies had finished their warm-up
-        warm_up: list[int] = []  # number of iterations of each copy at that time
+        warm_up: list[int] = []  # iterations that each copy had finished at time `began_s`
         while True:
             time.sleep(POLL_S)
             now_s = time.monotonic()
@@ -278,7 +278,7 @@ def measure_short_runs(copies: Sequence[Sequence[str]], timeout_s: float = 600.0
 
 
 def round_rates(records: Sequence[Record]) -> list[float]:
-    """Split iterations into equally long rounds; return the steps/s of each round."""
+    """Split iterations into equally long parts; return the steps/s of each part."""
     rates = [record["time/sps"] for record in records]
     size = max(1, len(rates) // ROUNDS)
     starts = range(0, min(len(rates), ROUNDS * size), size)

@@ -25,7 +25,7 @@ from rl_dist.strategies.config import (
 )
 from rl_dist.strategies.precision import Precision, parameter_dtype
 
-PROBE_BYTES = 4096  # size of the gradient that is reduced to try out a strategy
+PROBE_BYTES = 4096  # size of the gradient that a trial run of the ranks reduces
 
 
 @configuration
@@ -33,46 +33,46 @@ class LaunchConfig:
     """Number of processes of a job, their hardware and their strategy."""
 
     num_gpus: int = Field(-1, ge=-1, le=10**6)
-    """Number of training processes (ranks). With GPUs: one process per GPU, -1 = all GPUs, 0 = one
-    process on the CPU. Without GPUs: this many processes, -1 = one."""
+    """Number of training processes (ranks). On GPUs, each process uses one GPU; -1: all GPUs; 0: a
+    single process on the CPU. On a machine without GPUs, -1 means a single process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; auto: the GPUs if there are any, otherwise the CPU."""
     gpu_ids: Text = ""
     """GPUs to use, one for each rank, such as 0,2,3. If CUDA_VISIBLE_DEVICES is set, the ids are
     positions in that list."""
     threads: int = Field(0, ge=0, le=1024)
-    """Threads of each rank on the CPU; 0: 1 for small networks, otherwise the rank's cores.
-    Overrides OMP_NUM_THREADS, also under torchrun. A resumed run keeps its number of threads, so
-    that its results stay equal bit for bit."""
+    """CPU threads of each rank; 0: one for small networks, otherwise one for each core of the rank.
+    This flag overrides OMP_NUM_THREADS, also under torchrun. A resumed run uses the same number of
+    threads as before, so that its results are equal bit for bit."""
     strategy: Mode = "default"
     """Strategy for training on several ranks; default: ddp, or none on one rank; dp: one process
     for several GPUs; hybrid: see hybrid_form; auto: the strategy whose gradient steps are fastest
     when training starts."""
     hybrid_form: HybridForm = "shard"
-    """Form of strategy hybrid; shard: gradients and Adam's state are split over ranks; pipeline:
-    the network is split into two stages, which run on pairs of ranks."""
+    """How strategy hybrid splits the work; shard: gradients and Adam's state are split over ranks;
+    pipeline: the network is split into two stages, which run on pairs of ranks."""
     shard_size: int = Field(0, ge=0, le=10**6)
     """Number of ranks that share one copy of gradients and Adam's state in strategy hybrid; 0: all
     ranks of a machine."""
     fallback: bool = False
-    """If the strategy cannot be set up on this machine, print a note and use a simpler one (ddp
+    """If the strategy does not work on this machine, print a note and use a simpler strategy (ddp
     instead of hybrid, then none) instead of exiting with an error."""
     precision: Precision = "fp32"
-    """tf32: fp32 with rounded products, on GPUs; bf16, fp16: autocast with fp32 parameters; fp64:
-    for exact comparisons; auto: bf16 if it makes gradient steps at least 1.1 times as fast,
-    otherwise fp32."""
+    """tf32: fp32 with rounded matrix products, on GPUs; bf16, fp16: autocast with fp32 parameters;
+    fp64: for exact comparisons; auto: bf16 if gradient steps are at least 1.1 times as fast with
+    it, otherwise fp32."""
     gradient_compression: Compression = "none"
-    """bf16: halve the bytes sent for gradients, for slow links; only with strategy ddp."""
+    """bf16: halve the bytes sent for gradients, for slow connections; only with strategy ddp."""
     max_restarts: int = Field(0, ge=0, le=10**6)
-    """Largest number of restarts after a rank has died or failed; each time, all ranks restart from
-    the newest checkpoint."""
+    """Largest number of restarts after a rank has died or failed. Each time, all ranks restart and
+    continue from the newest checkpoint."""
     on_event: Text = Field("", exclude=True)
-    """Shell command for the events failed, restarted, bad_steps, stopped and finished. It gets JSON
-    on stdin and environment variables such as RL_EVENT, RL_MESSAGE and RL_RUN_DIR. It is not
-    stored: pass it again with --resume."""
+    """Shell command to run at the events failed, restarted, bad_steps, stopped and finished. It
+    receives JSON on stdin, and environment variables such as RL_EVENT, RL_MESSAGE and RL_RUN_DIR.
+    The command is not stored: pass it again with --resume."""
 
     chosen_strategy: Literal[Mode, ""] = ""  # the strategy that auto or fallback selected
-    chosen_on: Text = ""  # value of `ResolvedLaunch.place` at that time
+    chosen_on: Text = ""  # value of `ResolvedLaunch.place` when it was selected
 
     @property
     def strategy_config(self) -> StrategyConfig:
@@ -98,7 +98,7 @@ class ResolvedLaunch:
     num_ranks: int
     device_type: str  # "cpu" or "cuda"
     message: str  # one line for the user; print it once
-    # GPUs of this machine's ranks, or of the single process of strategy dp; (): rank i takes GPU i
+    # GPUs of this machine's ranks, or of the single process of strategy dp; (): rank i uses GPU i
     gpu_ids: tuple[int, ...] = ()
     threads: int = 0  # threads per rank
 
@@ -122,7 +122,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     device_type = "cuda" if on_gpu else "cpu"
     gpu_ids = parse_gpu_ids(config.gpu_ids, gpus if on_gpu else 0)
     mode = config.strategy_config.mode
-    # Decide the number of ranks.
+    # choose the number of ranks
     usable = len(gpu_ids) or gpus
     num_ranks = usable if on_gpu and config.num_gpus == -1 else max(1, config.num_gpus)
     if ranks_exist:
@@ -145,7 +145,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
             "on this machine: name one GPU for each rank"
         )
     if mode == "dp":
-        # Strategy dp has a single rank. It takes the GPUs of all ranks, or all GPUs under torchrun.
+        # Strategy dp has a single rank, which uses num_gpus GPUs, or all GPUs under torchrun.
         gpu_ids = gpu_ids or tuple(range(gpus if ranks_exist else num_ranks))
         if not ranks_exist:
             num_ranks = local_ranks = 1
@@ -171,21 +171,21 @@ def parse_gpu_ids(text: str, num_visible: int) -> tuple[int, ...]:
     if not are_visible or len(set(ids)) < len(ids):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise UserError(
-            f"gpu_ids {text!r} must be different numbers separated by commas, such as 0,2,3, below "
-            f"{num_visible}, the number of GPUs that can be used (CUDA_VISIBLE_DEVICES: {visible})"
+            f"gpu_ids {text!r} must be different numbers separated by commas, such as 0,2,3, and "
+            f"each below {num_visible}, the number of usable GPUs (CUDA_VISIBLE_DEVICES: {visible})"
         )
     return tuple(map(int, ids))
 
 
-# ---- a strategy that was chosen earlier, or a fallback
+# ---- strategies chosen earlier, and fallbacks
 
 
 def resolve_launch(config: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch, str]:
     """Return a configuration that can start, its ranks, and a note on any fallback.
 
-    A strategy that was chosen earlier in this run is kept as long as the number of ranks and their
-    device stay the same. With --fallback, the ranks are first started briefly as a test. If they
-    fail, ddp replaces hybrid, and any other strategy is replaced by none on one rank.
+    If a strategy was chosen earlier in this run, it is used again, unless the number of ranks or
+    their device has changed. With --fallback, the ranks are first started briefly as a test. If
+    they fail, strategy hybrid is replaced by ddp, and any other strategy by none on one rank.
     """
     if config.chosen_strategy:
         with suppress(ValueError):

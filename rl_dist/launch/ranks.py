@@ -1,9 +1,9 @@
 """Start the ranks in this process, in new ones or under torchrun; watch them.
 
-The first SIGINT, SIGTERM, SIGUSR1 or SIGHUP to the launcher, its process group or any rank reaches
-all ranks. They stop at the end of their iteration, save and leave. A second SIGINT or SIGTERM ends
-everything immediately. If the launcher is killed, its ranks get SIGTERM,
-or SIGKILL before they have met.
+If the launcher, its process group or any rank receives a SIGINT, SIGTERM, SIGUSR1 or SIGHUP, all
+ranks finish their iteration, save and leave. A second SIGINT or SIGTERM ends everything
+immediately. If the launcher is killed, its ranks receive SIGTERM; ranks that have not yet joined
+the process group receive SIGKILL.
 
 An error in a rank ends the job. A ValueError, such as a UserError, is meant for the user: its
 message is printed once (under torchrun once on each machine) as `error: ...`, and the exit code is
@@ -68,12 +68,12 @@ from rl_dist.process_group.world import (
 from rl_dist.run_dir import RunDir, launcher_pid
 from rl_dist.telemetry import events
 
-logger = logging.getLogger(__name__)  # writes to log files only, because `launch` prints errors
+logger = logging.getLogger(__name__)  # only for log files, because `launch` itself prints errors
 logger.addHandler(logging.NullHandler())
 
-AGENT_PATIENCE_S = 10.0  # longest wait for torchrun, which checks its ranks every 0.1 s
+AGENT_PATIENCE_S = 10.0  # longest wait for a signal of torchrun, which checks ranks every 0.1 s
 POLL_S = 0.05
-DEATH_GRACE_S = 5.0  # after a rank has failed, time for other ranks to report their errors
+DEATH_GRACE_S = 5.0  # after a rank has failed, other ranks have this time to report errors
 # lengths in characters; both texts together must fit into a `ReportPage`
 LONGEST_TRACEBACK, LONGEST_SUMMARY = 50_000, 5_000
 RankFunction = Callable[..., int | None]
@@ -101,11 +101,11 @@ class RankReport:
 
 
 def run_guarded(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
-    """Run `fn(*args)` and return a report on how it ended."""
+    """Run `fn(*args)`; return a report with its exit code and error."""
     rank = int(os.environ.get("RANK", 0))
     try:
         return RankReport(int(fn(*args) or 0), rank)
-    except BaseException as error:  # also SystemExit, which the user's code may raise
+    except BaseException as error:  # including SystemExit, which the user's code may raise
         logger.exception("rank %d failed", rank)
         failure = RankReport(1, rank, failed=True, consequence=2 * connection_broke(error))
         if isinstance(error, ValueError):
@@ -127,13 +127,15 @@ def run_as_rank(
     """Run `fn` in a rank's new process, which starts with stop signals blocked."""
     os.environ.update(variables)
     outlive_readers()
-    # In a spawned process, child processes such as a DataLoader's workers are spawned, too. That
-    # takes seconds for each child and needs picklable arguments, so restore Python's default.
+    # A spawned process also spawns its own children, such as a DataLoader's workers. This takes
+    # seconds for each child and needs picklable arguments. Restore Python's default start method.
     multiprocessing.set_start_method(None, force=True)
-    stop_flag.install()  # the launcher, not this process, acts on a second signal
-    # Python restores the default handlers at shutdown, and these would kill the process.
+    stop_flag.install()  # a second signal is handled by the launcher, not by this process
+    # At exit, ignore signals: Python's shutdown would restore the default handlers, and a further
+    # signal would kill the process.
     atexit.register(stop_flag.replace, signal.SIG_IGN)
-    # There is nothing to save yet, and waiting for the store of a dead launcher never ends.
+    # If the launcher dies now, kill this rank: it has nothing to save yet, and would otherwise wait
+    # forever for the store of the dead launcher.
     process_ends.die_with_parent(parent_pid, signal.SIGKILL)
     process_ends.report_to(page)
     report = run_guarded(fn, args)
@@ -194,7 +196,7 @@ class LocalJob:
             self.processes.append(process)
 
     def _wait(self) -> None:
-        """Wait until all ranks end or a deadline passes; forward the first stop signal."""
+        """Wait until all ranks end or a deadline passes; pass on the first stop signal."""
         passed_on = False
         deadline_s = math.inf
         while time.monotonic() < deadline_s and not self.stop.insists:
@@ -226,8 +228,9 @@ class LocalJob:
     def _outcome(self) -> RankReport:
         """Return one report for the whole job.
 
-        A rank that reports that it caused the failure is the cause. Otherwise it is a rank that
-        died without a report: the others failed only because they lost their connection to it.
+        A rank that reports itself as the cause of a failure is the cause. If there is none, the
+        cause is a rank that died without a report: the other ranks failed only because they lost
+        their connection to it.
         """
         signum = self._stop_signal()
         if self.stop.insists:
@@ -250,8 +253,8 @@ class LocalJob:
     def _stop_signal(self) -> int:
         """Return the stop signal that the launcher received or that killed a rank, or 0.
 
-        A rank handles stop signals until everything is saved. During the final evaluation, a stop
-        signal kills the rank.
+        Until everything is saved, ranks handle stop signals themselves. During the final
+        evaluation, a stop signal kills the rank.
         """
         codes = {-process.exitcode for process in self.processes if process.exitcode}
         return self.stop.signum or next((s for s in STOP_SIGNALS if s in codes), 0)
@@ -278,8 +281,8 @@ def _announce_restart(
 
 @contextmanager
 def _prepared_for_starts(threads: int) -> Iterator[None]:
-    """Block stop signals and set OMP_NUM_THREADS while the block starts processes."""
-    resource_tracker.ensure_running()  # starting it later would unblock the signals
+    """Block stop signals and set OMP_NUM_THREADS while processes are started."""
+    resource_tracker.ensure_running()  # a later start would unblock the signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     limit = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -312,7 +315,7 @@ def launch(
     Args:
         max_restarts: how often all ranks may be restarted after one of them has died or failed.
             There is no restart after a user error or a stop signal.
-        run_dir: directory in which `fn` keeps its checkpoints, for messages and state.json.
+        run_dir: directory with the checkpoints of `fn`, for messages and state.json.
         threads: number of threads of each rank; 0: `threads_per_rank` decides.
 
     Returns:
@@ -338,7 +341,7 @@ def launch(
         finally:
             job.stop.uninstall()
     _print_end(report)
-    may_restart = may_start_again(report.exit_code - 128)  # by torchrun
+    may_restart = may_start_again(report.exit_code - 128)  # torchrun may do this
     if run_dir is not None and is_first():
         pid, code = launcher_pid(), report.exit_code
         RunDir(run_dir).record_exit(pid, code, report.summary, may_restart=may_restart)
@@ -347,7 +350,8 @@ def launch(
         _notify_end(report, restarts)
     events.close()
     if report.failed and dist.is_initialized() and dist.get_world_size() > 1:
-        # Exit without leaving the group: leaving could wait for ranks inside a collective call.
+        # Exit without leaving the process group: leaving it could wait for ranks that are inside a
+        # collective call.
         atexit.register(process_ends.flush_and_leave, report.exit_code or 1)
     else:
         close_world()
@@ -361,9 +365,9 @@ def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
         close_world()
     if may_start_again(signal.SIGTERM) and report.exit_code - 128 in STOP_SIGNALS:
         # When a host joins or leaves, the torchrun of another host may notice this first and stop
-        # its ranks; this rank then stops together with them. Wait here until the torchrun of this
-        # host sends the signal, too. It would treat an earlier exit as a failure, and then use up a
-        # restart or end the job.
+        # its ranks; this rank then stops together with them. Wait until the torchrun of this host
+        # sends the signal, too. If the rank exited earlier, torchrun would treat this as a failure,
+        # and use up a restart or end the job.
         deadline_s = time.monotonic() + AGENT_PATIENCE_S
         while not stop_flag.signum and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
@@ -372,7 +376,7 @@ def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
 
 
 def _print_end(report: RankReport) -> None:
-    """Print the error or the summary of a report, if it has one."""
+    """Print the error or the summary in a report, if there is one."""
     line = f"error: {report.summary}" if report.failed else report.summary
     if report.traceback:  # no other rank prints this traceback
         print(report.traceback + line, file=sys.stderr, flush=True)

@@ -1,8 +1,8 @@
 """Supervise the training process, and print an error if it dies silently.
 
 `supervise` forks before torch is imported. The child trains or starts the ranks. The parent passes
-stop signals on, waits for the child, and prints how the child died if the child could not do so.
-The parent needs only the standard library.
+stop signals on and waits for the child. If the child dies without printing an error, the parent
+prints how it died. The parent needs only the standard library.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rl_dist.telemetry import events
 
 POLL_S = 0.02
 SI_KERNEL = 0x80  # si_code of a signal from the kernel: linux/asm-generic/siginfo.h
-LAST_WORD_S = 3.0  # after a second signal, time for the child to exit by itself
+LAST_WORD_S = 3.0  # after a second signal, the child has this time to exit by itself
 
 
 def supervise() -> None:
@@ -46,7 +46,8 @@ def supervise() -> None:
         sys.exit(2)
     if "RANK" in os.environ:
         return
-    # Fill descriptors 0 to 2. If stdout is closed, the next opened file would become stdout.
+    # Make sure that descriptors 0 to 2 are open. If stdout were closed, the next file to be opened
+    # would become stdout.
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(spare)
@@ -59,7 +60,7 @@ def supervise() -> None:
     die_with_parent(supervisor, signal.SIGKILL)  # killing the supervisor also kills the training
     sys.excepthook = _quiet_interrupt
     report_to(page)
-    atexit.register(report, ended_in_order=True)  # the parent then trusts the exit code
+    atexit.register(report, ended_in_order=True)  # only then, the parent trusts the exit code
 
 
 def imports_done() -> None:
@@ -68,7 +69,7 @@ def imports_done() -> None:
 
 
 def _quiet_interrupt(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Print the traceback, except if Ctrl-C was pressed before training began."""
+    """Print the traceback, unless Ctrl-C was pressed before training began."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
 
@@ -89,12 +90,12 @@ def _watch(child: int, page: ReportPage) -> int:
         if time.monotonic() > deadline_s:
             pass_on(signal.SIGKILL)
         time.sleep(POLL_S)
-        # These signals have been blocked since before the fork. Call sigtimedwait with a timeout of
-        # 0: if the process is suspended and continued during a longer wait, sigtimedwait returns an
+        # The awaited signals were blocked before the fork. Call sigtimedwait with a timeout of 0:
+        # if the process is suspended and continued during a longer wait, sigtimedwait returns an
         # arbitrary signal number.
         if arrived := signal.sigtimedwait(awaited, 0):
             stop.count(arrived.si_signo)
-            # The terminal sends its signals, such as Ctrl-C, directly to the child, too.
+            # A signal from the terminal, such as Ctrl-C, also reaches the child directly.
             if arrived.si_code != SI_KERNEL:
                 pass_on(arrived.si_signo)
             if stop.insists:
@@ -107,7 +108,7 @@ def _conclude(child: int, facts: dict[str, Any], code: int, stop: StopFlag) -> i
     run_dir, error, signum = facts.get("run_dir", ""), "", max(0, -code)
     if "exit_code" in facts:
         code, signum = facts["exit_code"], 0  # ignore a failure in teardown
-        error = facts.get("summary", "")  # the child has printed this error
+        error = facts.get("summary", "")  # the child has already printed this error
     elif not facts.get("ended_in_order") or code < 0:
         if stop.signum and (stop.insists or signum in STOP_SIGNALS):
             line = f"stopped by {signal.Signals(stop.signum).name}"
@@ -121,7 +122,7 @@ def _conclude(child: int, facts: dict[str, Any], code: int, stop: StopFlag) -> i
         outlive_readers()
         print(line, file=sys.stderr, flush=True)
     if run_dir and "exit_recorded" not in facts:
-        from rl_dist.run_dir import RunDir  # importing it here saves 300 ms at start-up
+        from rl_dist.run_dir import RunDir  # a late import saves 300 ms at start-up
 
         RunDir(run_dir).record_exit(child, code, error, signum)
     if error:

@@ -1,1 +1,1 @@
-"""The process group of all ranks: joining, collective calls, timing, a watchdog."""
+"""The process group of all ranks: joining, collective calls, timing and watchdog."""

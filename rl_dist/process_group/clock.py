@@ -6,7 +6,7 @@
     @section("update")
     def update(...): ...
 
-Without a listener, a section adds one or two microseconds. Sections never affect the results.
+A section takes one or two microseconds if there is no listener. It never affects results.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _listener: Listener | None = None
 Mark = float | torch.cuda.Event
 
 # A rank is slow in a phase if it takes more than STRAGGLER_FACTOR times the median time of the
-# other ranks, and also more than STRAGGLER_EXCESS_S longer than this median. The rank is reported
-# after IN_A_ROW slow iterations in a row.
+# other ranks, and also over STRAGGLER_EXCESS_S seconds longer than this median. After IN_A_ROW slow
+# iterations in a row, a warning names the rank.
 STRAGGLER_FACTOR = 3.0
 STRAGGLER_EXCESS_S = 0.02
 IN_A_ROW = 3
 
 
 def listen(listener: Listener | None) -> None:
-    """Enter the context `listener(name)` in every later section; None disables this."""
+    """Run every later section inside the context `listener(name)`; None: no context."""
     global _listener
     _listener = listener
 
 
 @contextmanager
 def section(name: str) -> Iterator[None]:
-    """Run a block in the listener's context for `name`; also works as a decorator."""
+    """Run a block inside the listener's context for `name`; usable as a decorator."""
     if _listener is None:
         yield
         return
@@ -53,7 +53,7 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[tuple[str, Mark]] = []
-        # for each step, the (begin, end) marks of its waits for other ranks
+        # one entry per step: the (begin, end) marks of the waits for other ranks
         self._waited: list[Sequence[tuple[Mark, Mark]]] = []
 
     def start(self) -> None:
@@ -62,7 +62,7 @@ class StepClock:
         self.mark("")
 
     def mark(self, phase: str) -> None:
-        """Add the time since the last mark to `phase`; "" discards that time."""
+        """Add the time since the last mark to `phase`; with "", discard this time."""
         self._marks.append((phase, mark(self._device)))
 
     def waited(self, waits: Sequence[tuple[Mark, Mark]]) -> None:
@@ -75,9 +75,9 @@ class StepClock:
         Returns:
             time/forward_s, time/backward_s and time/optimizer_s: seconds in each phase, without
             the waits for other ranks; time/gradient_wait_s: sum of these waits; time/reduction_s:
-            the shortest wait in any step (in that step this rank probably arrived last, so it
-            waited for the transfer only); time/step_spread_s: standard deviation of the time of a
-            step without waits.
+            the shortest wait of all steps (in that step, this rank probably arrived last and waited
+            only for the transfer); time/step_spread_s: standard deviation of the time of a step,
+            without waits.
         """
         totals = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         steps = [0.0]
@@ -100,7 +100,7 @@ class StepClock:
 
 
 def mark(device: torch.device) -> Mark:
-    """Return the current time, or for CUDA an event recorded in the GPU's queue."""
+    """Return the current time; on a GPU, return an event in the GPU's queue instead."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -109,7 +109,7 @@ def mark(device: torch.device) -> Mark:
 
 
 def between(begun: Mark, ended: Mark) -> float:
-    """Return the seconds between two marks; wait until the GPU has reached both."""
+    """Wait until the GPU has reached two marks; return the seconds between them."""
     if isinstance(begun, float) and isinstance(ended, float):
         return ended - begun
     ended.synchronize()  # type: ignore[union-attr]
@@ -119,10 +119,10 @@ def between(begun: Mark, ended: Mark) -> float:
 class Stragglers:
     """Counts for how many iterations in a row each rank has been slow.
 
-    Every rank gets the same counts, because all ranks observe the same metrics.
+    All ranks observe the same metrics and therefore have the same counts.
     """
 
-    # phase -> name of the metric that holds the time a rank spent in it
+    # phase -> name of the metric for the time that a rank spends in the phase
     KEYS = {
         "collect": "time/collect_s",
         "update": "time/update_own_s",

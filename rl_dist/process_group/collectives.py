@@ -2,10 +2,10 @@
 
 Nothing is ever pickled.
 
-Every rank must make the same calls in the same order. All calls work with gloo and NCCL: tensors
-are sent from `world.device`, and each result is moved to the device that its function documents.
-With only one rank, a call sends nothing and does not wait for the GPU. The time spent in the calls
-is added to `world.sync_seconds`.
+Every rank must make the same calls in the same order. All functions work with gloo and NCCL:
+tensors are sent from `world.device`, and each function documents the device of its result. With
+only one rank, a call sends nothing and does not wait for the GPU. The time spent in the calls is
+added to `world.sync_seconds`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ PACKAGES = ("rl_dist", "agents", "envs")
 def all_reduce_sum(values: Mapping[str, float | Tensor], world: World) -> dict[str, Tensor]:
     """Sum named numbers and tensors over all ranks in one float64 all-reduce.
 
-    A checksum of names and shapes is summed as well. If names or shapes differ between ranks, the
-    call raises a UserError instead of adding unrelated numbers.
+    The ranks also sum a checksum of names and shapes. If names or shapes differ between ranks, the
+    call raises a UserError instead of returning sums of unrelated numbers.
 
     Returns:
         float64 tensors with the shapes and devices of `values`.
@@ -67,7 +67,7 @@ def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tenso
     """Concatenate each named tensor [B, ...] over all ranks, in rank order.
 
     Returns:
-        CPU tensors [sum of all B, ...] on rank 0, None on other ranks. B may differ by rank.
+        On rank 0, CPU tensors [sum of all B, ...], where B may differ by rank; None on other ranks.
 
     Raises:
         UserError: the ranks passed different names, types or trailing shapes.
@@ -103,7 +103,7 @@ def _gather_bytes(raw: Tensor, world: World) -> list[Tensor]:
 
 
 def broadcast_bytes(data: bytes, source: int, world: World) -> bytes:
-    """Send `data` of rank `source` to all ranks and return it; the others pass b""."""
+    """Send `data` of rank `source` to all ranks and return it; other ranks pass b""."""
     if world.size == 1:
         return data
     raw = torch.zeros(all_reduce_max(len(data), world), dtype=torch.uint8)
@@ -118,16 +118,17 @@ def broadcast_bytes(data: bytes, source: int, world: World) -> bytes:
 def broadcast_from_rank0(tensor: Tensor) -> None:
     """Overwrite a tensor with its value on rank 0; every rank must call this."""
     local = tensor.detach()
-    # If a tensor has gaps in memory, NCCL sends nothing, and gloo sends the gaps as well.
+    # Send a contiguous copy: NCCL does not send a tensor with gaps in memory, and gloo sends the
+    # gaps, too.
     dense = local.contiguous()
     dist.broadcast(dense, src=0)
-    # write only if needed, because an expanded tensor is not writable
+    # write only if the value differs, because an expanded tensor is not writable
     if not torch.equal(dense, local):
         local.copy_(dense)
 
 
 def all_reduce_max(value: int, world: World) -> int:
-    """Return the maximum over all ranks, so that they all make the same decision."""
+    """Return the maximum over all ranks, so that all ranks make the same decision."""
     return max(all_gather_json(value, world))
 
 
@@ -135,13 +136,13 @@ def check_in_sync(tensors: Mapping[str, Tensor], world: World) -> None:
     """Check by hashes that tensors are equal on all ranks.
 
     Raises:
-        UserError: tensors differ; the error names them and the ranks that deviate from the most
-            frequent values.
+        UserError: tensors differ. The message names these tensors and the ranks whose values are
+            not the most frequent ones.
     """
     if world.size == 1:
         return
     hashes = all_gather_json({name: tensor_hash(t)[:16] for name, t in tensors.items()}, world)
-    usual = max(hashes, key=hashes.count)  # in a tie, those of the lowest rank
+    usual = max(hashes, key=hashes.count)  # in a tie, the hashes of the lowest rank
     if hashes.count(usual) == world.size:
         return
     differences = []
@@ -167,7 +168,7 @@ def tensor_hash(*tensors: Tensor) -> str:
     """Return the SHA-256 of the concatenated bytes of tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        # Copy: a numpy view would keep the memory of full parameters after FSDP has freed it.
+        # Copy the tensor: a numpy view would keep its memory in use after FSDP has freed it.
         digest.update(as_bytes(tensor.detach().to("cpu", copy=True)).numpy().data)
     return digest.hexdigest()
 
@@ -185,12 +186,12 @@ def check_settings(
     Every rank must call this.
 
     Args:
-        settings: further values to compare, by name.
+        settings: values to compare in addition to the software, by name.
         modules: source files of the user's modules, by module name.
 
     Raises:
-        UserError: a value differs. Every rank raises this error; the message shows the first
-            difference: both values, both ranks and their hosts.
+        UserError: a value differs. Every rank raises this error. For the first difference, the
+            message shows both values, both ranks and their hosts.
     """
     if world.size == 1:
         return
@@ -208,7 +209,7 @@ def check_settings(
 
 
 def software(modules: Mapping[str, Sequence[Path]]) -> dict[str, str]:
-    """Return the versions of Python, torch, numpy and the code on this rank, by name."""
+    """Return this rank's versions of Python, torch, numpy and the code, by name."""
     our_files = [path for name in PACKAGES for path in (CODE / name).rglob("*.py")]
     our_files += CODE.glob("train_distributed.py")
     hashes = {f"module {name}, version": short_hash(files) for name, files in modules.items()}
@@ -229,7 +230,7 @@ def short_hash(paths: Sequence[Path]) -> str:
 
 
 def devices_differ(world: World) -> bool:
-    """Return True if ranks use different device models, which may round differently."""
+    """Return True if ranks use different device models; these may round differently."""
     if world.device.type == "cuda":
         name = torch.cuda.get_device_name(world.device)
     else:

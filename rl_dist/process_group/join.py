@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from rl_dist.errors import one_line
 
-# Environment variable that holds the private directory of a job started by our launcher
+# Environment variable for the private directory of a job that our launcher started
 JOB_DIR_VARIABLE = "RL_DIST_JOB_DIR"
 RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
 HOW_TO_START = "start with torchrun, which sets all variables, or unset RANK and give --num_gpus"
-# Environment variables that hold the number of copies of this command that a launcher started
+# Environment variables in which launchers store how many copies of a command they have started
 COPIES = ("SLURM_NTASKS", "PET_NNODES", "WORLD_SIZE")
 GREETING_EVERY_S = 0.05
 
@@ -26,8 +26,8 @@ def check_variables() -> None:
     """Check the environment variables that make this process a rank.
 
     Raises:
-        ValueError: a variable is missing or wrong, or several copies of this command would train
-            independently because RANK is not set.
+        ValueError: a variable is missing or wrong; or RANK is not set, so that several copies of
+            this command would each train alone.
     """
     if "RANK" in os.environ:
         rank, size = _number("RANK"), _number("WORLD_SIZE")
@@ -84,12 +84,12 @@ def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
     MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        ValueError: no process listens at the address, or some ranks did not arrive in time.
+        ValueError: no process listens at this address, or some ranks did not join in time.
     """
     if size == 1:
         return dist.HashStore()
     timeout = timedelta(seconds=timeout_s)
-    # A file in a private directory needs no open port.
+    # a file in a private directory is enough: no port needs to be opened
     if job_dir := os.environ.get(JOB_DIR_VARIABLE):
         store: dist.Store = dist.FileStore(f"{job_dir}/store_{elastic_count(RESTART_COUNT)}", size)
         store.set_timeout(timeout)
@@ -114,7 +114,7 @@ def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
 
 
 def _wait_for_listener(host: str, port: int, deadline_s: float) -> None:
-    """Wait quietly until a process listens; torch would print many warnings."""
+    """Wait until a process listens; if torch waited, it would print many warnings."""
     while True:
         try:
             socket.create_connection((host, port), timeout=5.0).close()
@@ -126,14 +126,16 @@ def _wait_for_listener(host: str, port: int, deadline_s: float) -> None:
 
 
 def part_of_this_start(store: dist.Store, rank: int, size: int, deadline_s: float) -> dist.Store:
-    """Return a part of the store that only the currently started ranks use.
+    """Return a part of the store that only the ranks of the current start use.
 
     torchrun's store outlives the ranks, and restarted ranks must not read what dead ranks wrote. No
-    environment variable numbers the starts reliably (a node that rejoins keeps its
-    TORCHELASTIC_RESTART_COUNT). Therefore each rank writes a random greeting to the store. Rank 0
-    answers each rank with two greetings: its own and the greeting of that rank. A rank that finds
-    its own greeting in the answer knows that rank 0 is alive. This rank then confirms the greeting
-    of rank 0, which becomes the name of the part.
+    environment variable numbers the starts reliably: a node that rejoins keeps its
+    TORCHELASTIC_RESTART_COUNT. Therefore the ranks of a start agree on a random name:
+
+    1. Every rank writes a random greeting to the store.
+    2. Rank 0 answers every other rank with two greetings: that of rank 0 and that of the rank.
+    3. A rank that finds its own greeting in the answer knows that rank 0 is alive. It confirms the
+       greeting of rank 0, which becomes the name of the part.
     """
 
     def read(key: str) -> str:

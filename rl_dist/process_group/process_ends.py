@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-# One Ctrl-C may arrive twice: from the terminal and from a launcher that passes it on.
+# One Ctrl-C may arrive twice: from the terminal, and from a launcher that passes it on.
 SAME_KEYPRESS_S = 0.5
 TEARDOWN_S = 20.0  # time for teardown after a process has reported its exit code
 ORPHAN_GRACE_S = 20.0  # time for ranks to save after their launcher has died
@@ -36,30 +36,31 @@ _prctl = ctypes.CDLL(None).prctl
 class StopFlag:
     """Remembers stop signals; several signals from one key press count as one.
 
-    `signum` is the first signal, or 0. A rank must not act on it alone: all ranks agree first
+    `signum` is the first signal, or 0. A rank must not act on it alone: first, all ranks agree
     (`all_reduce_max(stop_flag.signum, world)`), then they save and leave together with exit code
-    128 + signum. `insists` is True after a second SIGINT or SIGTERM. SIGUSR1 and SIGHUP do not
-    count here, because schedulers send them some time before SIGTERM.
+    128 + signum. `insists` is True after a second SIGINT or SIGTERM. For `insists`, SIGUSR1 and
+    SIGHUP do not count, because schedulers send them as a warning before SIGTERM.
     """
 
     def __init__(self) -> None:
         self.signum = 0
         self.notice = ""  # printed when the first signal arrives
         self._second_ends = False
-        self._demands = 0  # number of SIGINT and SIGTERM signals
-        # Time of the last *counted* signal, so that rapid key presses still add up.
+        self._demands = 0  # number of SIGINT and SIGTERM signals counted so far
+        # Time of the last *counted* signal: if every signal reset this time, a series of rapid key
+        # presses would count only once.
         self._counted_s = -SAME_KEYPRESS_S
-        self._previous: dict[int, Any] = {}  # replaced handlers
+        self._previous: dict[int, Any] = {}  # signal -> handler that `install` replaced
 
     @property
     def insists(self) -> bool:
-        """True after a second SIGINT or SIGTERM: the process must end immediately."""
+        """True after a second SIGINT or SIGTERM; the process must then end immediately."""
         return self._demands > 1
 
     def install(self, *, second_ends: bool = False) -> None:
         """Set the handlers, then unblock the stop signals.
 
-        Outside the main thread this does nothing, because Python allows signal handlers only there.
+        Outside the main thread, do nothing: Python can set signal handlers only in the main thread.
 
         Args:
             second_ends: whether a second SIGINT or SIGTERM ends this process immediately.
@@ -101,7 +102,7 @@ class StopFlag:
 
 
 def awaited_signals() -> list[signal.Signals]:
-    """Return the stop signals, without SIGHUP if it is ignored (as under nohup)."""
+    """Return the stop signals, but without SIGHUP if it is ignored (as under nohup)."""
     return [
         signum
         for signum in STOP_SIGNALS
@@ -130,33 +131,33 @@ def leave_with_parent(parent_pid: int) -> None:
 
 
 class ReportPage:
-    """Shared memory in which a process leaves facts for the process that watches it.
+    """Shared memory in which a process stores facts for the process that watches it.
 
-    The page outlives the reporting process. Writing works even if the disk is full or the process
-    cannot open more files.
+    The memory outlives the reporting process. Writing to it works even if the disk is full or the
+    process cannot open more files.
     """
 
     def __init__(self) -> None:
         self._text = RawArray("c", PAGE_BYTES)  # can also be passed to spawned processes
 
     def write(self, **facts: Any) -> None:
-        """Add facts to the page."""
+        """Add facts to the shared memory."""
         self._text.value = json.dumps(self.read() | facts).encode()
 
     def read(self) -> dict[str, Any]:
-        """Return the facts on the page, or {} if it is empty or half written."""
+        """Return the facts in the shared memory, or {} if it is empty or half written."""
         try:
             return json.loads(self._text.value or b"{}")
         except ValueError:
             return {}
 
 
-_page: ReportPage | None = None  # None: no process watches this one
-_owner = 0  # id of the process that reports; its forked children must not write to the page
+_page: ReportPage | None = None  # None: no process watches this process
+_owner = 0  # id of the process that reports; its forked children must not write reports
 
 
 def report_to(page: ReportPage) -> None:
-    """Make `report` write to this page from now on."""
+    """Make `report` write to this `ReportPage` from now on."""
     global _page, _owner
     _page = page
     _owner = os.getpid()
@@ -183,7 +184,7 @@ def flush_and_leave(code: int) -> NoReturn:
 
 
 def stopped_in_evaluation(signum: int, run_dir: Path | None) -> str:
-    """Return the message for a signal during the evaluation, with a way to resume."""
+    """Return a message that a signal stopped the evaluation, and how to resume."""
     message = f"stopped by {signal.Signals(signum).name}"
     if run_dir is None:
         return message
@@ -191,7 +192,7 @@ def stopped_in_evaluation(signum: int, run_dir: Path | None) -> str:
 
 
 def how_it_ended(code: int) -> str:
-    """Describe how a process ended without a report; -n: signal n killed it."""
+    """Describe how a process ended without a report; code -n: signal n killed it."""
     if code == SCRIPT_RAN_AGAIN:
         return 'ran the whole script again: move train() below `if __name__ == "__main__":`'
     if code >= 0:

@@ -2,14 +2,14 @@
 
 The timeout of torch's process group cannot distinguish a slow rank from a dead one and does not say
 which rank is missing. Therefore every rank writes its status to the store every few seconds and
-reads the statuses of the others. A rank that waits in a collective call ends if
+reads the statuses of the others. A rank that waits in a collective call ends in two cases:
 
-- another rank has neither arrived in that call nor made progress for `timeout_s` (during start-up:
-  `startup_timeout_s`); it keeps waiting for a slow rank that makes progress; or
-- the store has not answered for the same time.
+- Another rank has neither arrived in that call nor made progress for `timeout_s` (during start-up:
+  `startup_timeout_s`). A rank that is slow but makes progress is no reason to end.
+- The store has not answered for the same time.
 
 With `watches_work`, a rank also ends if its own work outside collective calls makes no progress for
-the same time. Time during which its process is suspended, for example by Ctrl-Z, does not count.
+the same time. Time during which the process is suspended, for example by Ctrl-Z, does not count.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from rl_dist.process_group.process_ends import flush_and_leave, report
 logger = logging.getLogger(__name__)
 
 STARTUP = "start-up"
-# `place` of a rank that has met the others in the store and now connects to them.
+# `place` of a rank that has found the other ranks in the store and now connects to them.
 CONNECTION = "connection of the ranks"
 STARTUP_TIMEOUT_S = 600.0
 PERIOD_S = 5.0  # longest time between two status messages of a rank
-LAST_CALL_S = 20.0  # time for a running store call to finish
+LAST_CALL_S = 20.0  # longest wait for a running store call to finish
 
 
 @dataclass
 class RankStatus:
-    """What a rank's main thread is doing; only that thread changes the fields."""
+    """The activity of a rank's main thread; only this thread changes the fields."""
 
     phase: str = STARTUP
-    progress: int = 0  # a counter that grows while the rank works
-    place: str = ""  # name of the collective call that the rank is in; "": none
+    progress: int = 0  # a counter that increases while the rank works
+    place: str = ""  # name of the collective call in which the rank is; "": none
     calls: int = 0  # number of collective calls so far
 
     @property
@@ -69,7 +69,7 @@ def end_rank(message: str, *, consequence: int = 0) -> None:
     # this logger writes to log files only
     logging.getLogger("rl_dist.launch.ranks").error("error: %s", summary)
     report(rank=rank, failed=True, consequence=consequence, summary=summary, exit_code=1)
-    # our launcher prints the reported error; without our launcher, print the error here
+    # our launcher, if there is one, prints the reported error; otherwise, print it now
     if JOB_DIR_VARIABLE not in os.environ:
         sys.stderr.write(f"error: {summary}\n")
     flush_and_leave(1)
@@ -87,10 +87,11 @@ class Verdicts:
     _own: RankStatus | None = None
     _since_s: float = 0.0  # time when this rank's status last changed
     _heard_s: float = 0.0  # time when the store last answered
-    # number of `look` calls since this rank's status last changed; none while it is suspended
+    # number of calls of `look` since this rank's status last changed; there are no calls while the
+    # process is suspended
     _looks: int = 0
-    # (rank, status of that rank) -> time when `look` first saw this status; cleared when the
-    # status of this rank changes
+    # (other rank, its status) -> time when `look` first read this status; cleared when the status
+    # of this rank changes
     _seen: dict[tuple[int, bytes], float] = field(default_factory=dict)
 
     @property
@@ -104,7 +105,7 @@ class Verdicts:
         Args:
             own: the status of this rank.
             messages: statuses of all ranks as JSON; None: the store did not answer.
-            now_s: the current time; the caller must call this method every `period_s` seconds.
+            now_s: the current time. The caller must call this method every `period_s` seconds.
         """
         if own != self._own:
             self._own, self._since_s, self._heard_s, self._looks = own, now_s, now_s, 0
@@ -130,7 +131,7 @@ class Verdicts:
         if now_s - self._heard_s >= limit_s:
             return f"{waited}, and the store does not answer: its machine may be lost"
         missing = {rank: "never came" for rank in range(self.size) if rank != self.rank}
-        # A rank whose status changed after this time is slow, but it makes progress.
+        # a rank whose status has changed since this time is slow, but makes progress
         progress_s = now_s - limit_s + 2 * self.period_s
         is_slow = waited_s < limit_s
         for (rank, message), since_s in self._seen.items():
@@ -161,10 +162,10 @@ class Watchdog:
     def __init__(self, doing: RankStatus, store: dist.Store, verdicts: Verdicts) -> None:
         self.doing = doing
         self._verdicts = verdicts
-        # Open a second connection, because the main thread can block the first one.
+        # Open a second connection to the store, because the main thread can block the first one.
         self._store = dist.PrefixStore("doing", store.clone())  # type: ignore[attr-defined]
         self._keys = [str(number) for number in range(verdicts.size)]
-        # Create all keys, because reading would wait for a missing key.
+        # Create all keys, because reading a missing key would wait until it exists.
         for key in self._keys:
             self._store.compare_set(key, "", "")
         # statuses read since the last `look`; None: the store did not answer
@@ -178,13 +179,13 @@ class Watchdog:
     def close(self) -> None:
         """Stop both threads; safe to call twice."""
         self._closed.set()
-        # A thread that is still in a store call would abort the process at exit.
+        # If the thread is still in a store call when the process exits, it aborts the process.
         self._exchange.join(LAST_CALL_S)
 
     def _exchange_statuses(self) -> None:
         key = self._keys[self._verdicts.rank]
         while not self._closed.wait(self._verdicts.period_s):
-            # If the store is lost, `Verdicts` notices the missing answers.
+            # If the store is lost, `Verdicts` notices that answers are missing.
             with suppress(RuntimeError, OSError):
                 self._store.set(key, json.dumps(asdict(self.doing)))
                 texts = enumerate(self._store.multi_get(self._keys))

@@ -31,13 +31,14 @@ from rl_dist.process_group.watchdog import (
     Watchdog,
 )
 
-# Data is gathered in chunks. Gloo copies received data in its own thread. If a copy has more than
-# 32,768 elements (ATen's grain size), that thread opens a second OpenMP team and keeps it. libgomp
-# then no longer spins between parallel regions of the training, which doubled the iteration time.
+# Data is gathered in chunks of this size. Gloo copies received data in a thread. If a copy has more
+# than 32,768 elements (ATen's grain size), this thread creates a second OpenMP team and keeps it.
+# From then on, libgomp no longer spins between the parallel regions of the training. Without
+# chunks, this doubled the time of an iteration.
 CHUNK_BYTES = 32_768
-# The first chunk is shorter, because most data fits into it. It begins with the data's length.
+# The first chunk is shorter, because most data fits into it. The data begins with its length.
 FIRST_BYTES, LENGTH_BYTES = 4096, 8
-GROUP_TIMEOUT = timedelta(days=1)  # never reached: the watchdog ends a rank much earlier
+GROUP_TIMEOUT = timedelta(days=1)  # never reached, because the watchdog ends a rank much earlier
 _mesh_numbers = itertools.count()
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -47,7 +48,7 @@ atexit.register(_left_groups.clear)
 
 
 class CollectiveError(UserError):
-    """Raised if a rank leaves during a collective call or makes a different call."""
+    """Raised if a rank leaves during a collective call or the ranks' calls differ."""
 
 
 def connection_broke(error: BaseException) -> bool:
@@ -58,7 +59,7 @@ def connection_broke(error: BaseException) -> bool:
 
 @dataclass
 class World:
-    """The open process group of all ranks, and this rank's place in it."""
+    """The open process group of all ranks, and this rank's position in it."""
 
     rank: int
     local_rank: int  # index among the ranks of this machine
@@ -70,7 +71,7 @@ class World:
     sync_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
     # begin and end of each wait for the gradients of other ranks
     gradient_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
-    doing: RankStatus = field(default_factory=RankStatus)  # the watchdogs of all ranks read it
+    doing: RankStatus = field(default_factory=RankStatus)  # read by the watchdogs of all ranks
     watchdog: Watchdog | None = None
     _gradients_ready: Mark | None = None
 
@@ -85,12 +86,12 @@ class World:
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        """Record progress; without progress the other ranks stop waiting for this one."""
+        """Record progress; other ranks do not wait long for a rank without progress."""
         self.doing.progress += 1
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
-        """Enclose a collective call; the time it takes is added to `sync_seconds`.
+        """Enclose a collective call; add the time that it takes to `sync_seconds`.
 
         Args:
             place: name of the call in messages.
@@ -104,7 +105,7 @@ class World:
 
     @contextmanager
     def reduction_context(self, place: str = "") -> Iterator[None]:
-        """Enclose a backward pass; the time after `gradients_ready` counts as waiting.
+        """Enclose a backward pass; count the time after `gradients_ready` as waiting.
 
         Args:
             place: name of the backward pass in messages; "" if the ranks exchange no data before
@@ -155,7 +156,7 @@ class World:
     def _announce(self, place: str) -> None:
         """Check that all ranks enter the same collective.
 
-        If the ranks made different calls, gloo would abort, wait forever or mix up numbers.
+        Without this check, gloo would abort, wait forever or mix up numbers if the calls differ.
         """
         self.doing.place = place
         self.doing.calls += 1
@@ -177,7 +178,7 @@ class World:
         data = torch.cat([torch.tensor([raw.numel()]).view(torch.uint8), raw])
 
         def gather(begin: int, end: int) -> Tensor:
-            """Return this range of all W ranks' bytes, padded with zeros: [W, end - begin]."""
+            """Return bytes begin..end of all W ranks, padded with zeros: [W, end - begin]."""
             chunk = data[begin:end]
             chunk = nn.functional.pad(chunk, (0, end - begin - len(chunk))).to(self.device)
             gathered = [torch.empty_like(chunk) for _ in range(self.size)]
@@ -222,12 +223,12 @@ def open_world(
     Args:
         device: "cpu" (gloo) or "cuda" (nccl).
         timeout_s: longest wait for another rank that makes no progress.
-        gpu_ids: GPUs of this machine's ranks, in order. Without them rank i takes GPU i, or the
-            only GPU that its launcher lets it see.
-        threads: threads of this rank; 0: `threads_per_rank` decides.
+        gpu_ids: GPUs for the ranks of this machine, in order. If empty, rank i uses GPU i, or the
+            only GPU that the launcher lets the rank see.
+        threads: number of threads of this rank; 0: `threads_per_rank` decides.
         startup_timeout_s: replaces `timeout_s` until the first phase begins.
         watches_work: also end this rank if its own work makes no progress for `timeout_s`. The
-            work must then call `heartbeat`.
+            work must then call `heartbeat` regularly.
 
     Raises:
         UserError: there is no CUDA device for this rank.
@@ -260,10 +261,10 @@ def open_world(
         # Let ranks talk over loopback only, unless the user has chosen an interface.
         for variable in {*INTERFACES} - os.environ.keys():
             os.environ[variable] = "lo"
-            # Undo this at the end: a later child process may have to reach other machines.
+            # Undo this at the end, because a later child process may have to reach other machines.
             _leaving.callback(os.environ.pop, variable, None)
-    # All ranks reached the store, but connections between them can still fail. The watchdog then
-    # ends this rank and names this place.
+    # All ranks have reached the store, but connecting them to each other can still fail. In that
+    # case, the watchdog ends this rank, and its message names this place.
     world.doing.place = CONNECTION
     dist.init_process_group(
         backend,
@@ -275,12 +276,12 @@ def open_world(
     )
     world.doing.place = ""
     if JOB_DIR_VARIABLE in os.environ:
-        leave_with_parent(os.getppid())  # until here, the death of the launcher killed this rank
+        leave_with_parent(os.getppid())  # so far, the launcher's death would have killed it
     return world
 
 
 def _own_gpu(local_rank: int, gpu_ids: Sequence[int]) -> torch.device:
-    """Return the GPU of the rank with index `local_rank` on this machine."""
+    """Return the GPU for the rank with index `local_rank` on this machine."""
     count = torch.cuda.device_count()
     gpu = gpu_ids[local_rank] if gpu_ids else local_rank
     # Some launchers let each rank see only 1 GPU, for example SLURM with --gpus-per-task.
@@ -297,7 +298,7 @@ def _own_gpu(local_rank: int, gpu_ids: Sequence[int]) -> torch.device:
 def close_world() -> None:
     """Leave the process group; safe to call twice.
 
-    If a process exits without leaving the group, gloo's threads can abort it.
+    If a process exits without leaving the group, gloo's threads can abort the process.
     """
     _leaving.close()
 
@@ -305,8 +306,8 @@ def close_world() -> None:
 def destroy_group(group: dist.ProcessGroup | None = None) -> None:
     """Leave a process group, by default the global one, and free its memory later.
 
-    A thread of gloo may still have to release a Python object, for which it needs Python's global
-    lock. Freeing the group here would hold this lock while waiting for that thread: a deadlock.
+    Freeing the group immediately could cause a deadlock: it would hold Python's global lock while
+    it waits for a thread of gloo, and that thread may need the lock to release a Python object.
     """
     if dist.is_initialized():
         _left_groups.append(group or dist.group.WORLD)
@@ -316,10 +317,11 @@ def destroy_group(group: dist.ProcessGroup | None = None) -> None:
 def make_mesh(world: World, shape: tuple[int, int]) -> DeviceMesh:
     """Return a mesh over all ranks with one process group for each axis.
 
-    Every rank must call this. The groups that torch creates for a mesh time out after 10 minutes
-    with NCCL and 30 minutes with gloo, regardless of `--collective_timeout`; the groups created
-    here leave the timeout to the watchdog. Each mesh gets new axis names: DTensor treats meshes
-    that compare equal as the same mesh, and would use the closed groups of an earlier mesh.
+    Every rank must call this. If torch created the groups for the mesh, calls would time out after
+    10 minutes with NCCL and 30 minutes with gloo, regardless of `--collective_timeout`. Therefore
+    this function creates groups that leave the timeout to the watchdog. Each mesh has new axis
+    names: DTensor treats equal meshes as the same mesh, and would use the closed groups of an
+    earlier mesh.
     """
     ranks = torch.arange(world.size).reshape(shape)
     groups_of_rank: list[dist.ProcessGroup] = []

@@ -3,12 +3,13 @@
 All flags of train_distributed.py are accepted.
 
 examples:
-  python -m rl_dist.speedup                             the main job, on this machine
+  python -m rl_dist.speedup                             the default job on this machine
   python -m rl_dist.speedup --gpus 1 2 4 8 --json       more ranks, as JSON
   python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM"   speedup on a GPU that this machine lacks
   python -m rl_dist.speedup --gpus 8 --gpu "H100 SXM" --sps 90000    also time and cost
 speedup: environment steps/s relative to one rank. Time and cost need steps/s, either measured
-here or given by --sps. Each measurement takes about 15 s. docs/planning.md explains the model.
+on this machine or given by --sps. Each measurement takes about 15 s. docs/planning.md explains the
+model.
 exit codes: 0 done, 1 a short run failed or its speed kept changing, 2 wrong usage
 """
 
@@ -33,9 +34,9 @@ from rl_dist.speedup.measure import MeasuredJob, measure_job
 from rl_dist.speedup.model import CARDS, Prediction, bottleneck, predict, steps_per_episode
 
 CARD_ESTIMATE = (
-    "this estimate uses data sheets and the lowest list price of 2026-11 in US dollars. It takes "
-    "rollout times as measured here, scales the rest by peak fp32 rates, and assumes 8 cards per "
-    "machine and InfiniBand NDR between machines"
+    "this estimate uses data sheets and the lowest list price of 2026-11 in US dollars. It uses "
+    "rollout times from this machine, scales the other times by peak fp32 rates, and assumes 8 "
+    "cards per machine and InfiniBand NDR between machines"
 )
 NO_COST = (
     "no time or cost can be given: pass --sps N (the steps/s of a run on one such GPU) and, if no "
@@ -48,28 +49,29 @@ class SpeedupOptions:
     """Options of `estimate_training_speedup`."""
 
     gpus: tuple[Annotated[int, Field(ge=1)], ...] = (1, 2)
-    """Numbers of GPUs (ranks)."""
+    """Numbers of GPUs (ranks) to predict the speed for."""
     scaling: Literal["strong", "weak", "both"] = "both"
-    """strong (num_envs and batch_size are totals), weak (they are per rank) or both."""
+    """strong: num_envs and batch_size are totals over all ranks; weak: they are per rank; both:
+    predict both."""
     gpu: Literal["", *CARDS] = ""  # type: ignore[valid-type]
-    """Name of a GPU model to estimate for, instead of this machine."""
+    """GPU model to predict the speed for; without it, predict the speed of this machine."""
     sps: float = Field(0.0, ge=0)
-    """Steps/s of one rank in a run on this machine or on `gpu`; 0 measures them now."""
+    """Steps/s of an earlier run on one rank, on this machine or on `gpu`; 0: measure them now."""
     num_episodes: int = Field(5000, ge=1)
-    """Length of the training run in episodes, 5000 if not given."""
+    """Length of the training run in episodes (default: 5000)."""
     total_steps: int = Field(0, ge=0)
-    """Length of the training run in environment steps; 0 uses num_episodes."""
+    """Length of the training run in environment steps; 0: use num_episodes."""
     price_per_hour: float = Field(0.0, ge=0)
-    """Price of one GPU hour; 0 uses the lowest list price of `gpu` in US dollars."""
+    """Price of one GPU hour; 0: the lowest list price of `gpu` in US dollars."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device on which the short runs train."""
 
 
 @dataclass(frozen=True)
 class SpeedupReport:
-    """All predictions of one call, as JSON values; None marks an unknown value."""
+    """The predictions of one call, as JSON values; an unknown value is None."""
 
-    title: str  # names the job and the device
+    title: str  # name of the job and of the device
     rows: list[dict[str, Any]]
     notes: list[str]
 
@@ -82,8 +84,8 @@ def estimate_training_speedup(flags: Sequence[str] = (), **options: Any) -> Spee
 
     Args:
         flags: flags of train_distributed.py.
-        options: gpus, scaling, gpu, sps, num_episodes, total_steps, price_per_hour and device,
-            which the flags of `python -m rl_dist.speedup` with these names explain.
+        options: gpus, scaling, gpu, sps, num_episodes, total_steps, price_per_hour and device.
+            These are options of `python -m rl_dist.speedup`; its help text explains them.
 
     Raises:
         UserError: wrong arguments, or flags that training refuses.
@@ -111,7 +113,7 @@ def estimate_training_speedup(flags: Sequence[str] = (), **options: Any) -> Spee
 
 
 def print_training_speedup_estimates(flags: Sequence[str] = (), **options: Any) -> None:
-    """Print the result of `estimate_training_speedup`, with the same arguments.
+    """Print the result of `estimate_training_speedup` with the same arguments.
 
     print_training_speedup_estimates(["--env", "CartPole-v1"], gpus=[1, 2])
     """
@@ -130,26 +132,26 @@ def _rows(
         env_steps: length of the training run in environment steps; NaN if unknown.
     """
     rows = []
-    baseline: Prediction | None = None  # the first prediction, which is for one rank
-    slower = 1.0  # time per step at the rate `sps`, divided by the measured time
+    baseline: Prediction | None = None  # the first prediction; it is for one rank
+    slower = 1.0  # time per step according to `sps`, divided by the measured time
     card = CARDS.get(options.gpu)
     usd_per_hour = options.price_per_hour or (card.usd_per_hour if card else 0.0)
-    # time on the card divided by the time on one CPU thread or GPU of this machine
+    # computing time on the card, divided by the time on one CPU thread or GPU of this machine
     ratio = _fp32_tflops(device) / card.fp32_tflops if card else 1.0
     for share in job.shares:
-        # the factor by which the card changes the time of an update
+        # an update takes this many times longer on the card than here
         update = share.processors * ratio if card else 1.0
         work = share.work.scaled(1.0, update)
         if options.sps and not baseline:
             slower = work.env_steps / options.sps / work.seconds
-        # ranks on other cards share no cores
+        # ranks on other cards do not compete for the cores of this machine
         crowding = 1.0 if card else share.crowding
         work = work.scaled(crowding * slower, crowding * slower)
         talk_s = job.network.iteration_s(work.gradient_steps, job.gradient_bytes, share.ranks)
         prediction = predict(work, share.ranks, talk_s * crowding)
         baseline = baseline or prediction
         speedup = prediction.steps_per_s / baseline.steps_per_s
-        # NaN means that the rate is unknown, which makes time and cost NaN as well
+        # if the rate is unknown (NaN), time and cost become NaN, too
         rate = prediction.steps_per_s if options.sps or not card else math.nan
         hours = env_steps / rate / 3600
         cost = hours * share.ranks * usd_per_hour or math.nan
@@ -169,14 +171,14 @@ def _rows(
 
 
 def _fp32_tflops(device_type: str) -> float:
-    """Measure the fp32 TFLOP/s of one CPU thread, or of the GPU."""
+    """Measure the fp32 TFLOP/s of one CPU thread, or of one GPU."""
     matrix = torch.randn(768, 768, device=device_type)
     timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=1)
     return 2 * 768**3 / timer.timeit(8).median / 1e12
 
 
 def as_text(report: SpeedupReport) -> str:
-    """Format a report as title, table and notes; omit columns without values."""
+    """Format a report as a title, a table and notes; omit columns without values."""
     names = [name for name, value in report.rows[0].items() if value is not None]
     cells = [[_shown(row[name]) for name in names] for row in report.rows]
     notes = [f"note: {note}" for note in report.notes]

@@ -1,9 +1,9 @@
 """Measure the inputs of the scaling model without training on several ranks.
 
-First, one rank trains the whole job for some seconds. Then processes that only reduce gradients
-show the cost of a reduction. Finally, independent copies of one rank's share of the job train at
-the same time: like real ranks, they compete for cores and memory. `rl_dist.speedup.model` predicts
-the rest.
+First, one rank trains the whole job for some seconds. Then several processes that only reduce
+gradients show how long a reduction takes. Finally, independent copies of one rank's share of the
+job train at the same time: like real ranks, they compete for cores and memory. From these
+measurements, `rl_dist.speedup.model` predicts the speed of real ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup.model import Link, Network, RankCost, fit_link, rank_cost
 
 logger = logging.getLogger(__name__)
-# Time reductions of these sizes, relative to the gradient, to separate latency from bandwidth.
+# Sizes of the timed reductions, as multiples of the gradient's size. Two sizes are needed to tell
+# latency from bandwidth.
 FIT_FACTORS = (1 / 64, 4)
 
 
@@ -39,21 +40,21 @@ class Share:
 
     ranks: int
     scaling: str  # strong: num_envs and batch_size are totals; weak: they are per rank
-    work: RankCost  # cost of one rank if the machine has enough cores
+    work: RankCost  # cost of one rank on a machine with enough cores
     processors: int  # CPU threads of a rank; 1 on a GPU
-    crowding: float  # slowdown factor if the ranks need more cores than the machine has
-    source: str  # "measured": a copy ran for each rank; "modelled": fewer copies ran
+    crowding: float  # slowdown because the ranks need more cores than there are; 1: none
+    source: str  # "measured": with one copy per rank; "modelled": with fewer copies
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredJob:
     """Measurements of a job on this machine."""
 
-    records: list[dict[str, Any]]  # metrics of one rank
-    title: str  # names the job
+    records: list[dict[str, Any]]  # metrics of the run on one rank
+    title: str  # name of the job
     gradient_bytes: int
     network: Network
-    shares: list[Share]  # grouped by scaling; ascending numbers of ranks, from 1
+    shares: list[Share]  # for each scaling, in ascending order of ranks, from 1 rank
     notes: list[str]
 
 
@@ -66,15 +67,15 @@ def measure_job(
     steady: bool,
     network: Network | None,
 ) -> MeasuredJob:
-    """Measure a job on one rank, reductions, and copies of one rank's share.
+    """Time a job on one rank, then reductions, then copies of one rank's share.
 
-    Copies train at the same time, at most one per core or GPU. A number of ranks that does not
+    The copies train at the same time, at most one per core or GPU. A number of ranks that does not
     divide the job's sizes is skipped and reported in the notes.
 
     Args:
         gpus: numbers of ranks to measure, in addition to 1.
-        steady: raise an error if the measured steps/s keep changing.
-        network: connections between the ranks; None measures this machine's connections.
+        steady: raise an error if the speed keeps changing.
+        network: connections between the ranks; None: measure the connections of this machine.
     """
     flags = [*flags, "--num_gpus=1", f"--device={device_type}", "--gpu_ids="]
     whole = measure_one_rank(flags, steady)
@@ -87,7 +88,7 @@ def measure_job(
     }
     most_threads = config["launch"]["threads"]
 
-    # how many ranks and copies this machine runs
+    # number of ranks and of copies that run on this machine
     on_cpu = device_type == "cpu"
     cores = available_cores()
     numbers = sorted({1, *gpus})
@@ -112,7 +113,7 @@ def measure_job(
         copies = min(ranks, most_copies)
         key = divisor, threads, copies
         if key not in costs:
-            logger.info("measuring %d x 1/%d of the job", copies, divisor)
+            logger.info("measuring %d copies of 1/%d of the job", copies, divisor)
             smaller = [f"--{name}={size // divisor}" for name, size in sizes.items()]
             share = [*flags, "--strategy=ddp", f"--threads={threads}", *smaller]
             gpu_ids = [[] if on_cpu else [f"--gpu_ids={number}"] for number in range(copies)]
@@ -139,13 +140,13 @@ def measure_job(
 
 
 def measure_one_rank(flags: Sequence[str], steady: bool) -> ShortRuns:
-    """Train the whole job for some seconds; if `steady`, refuse a changing speed."""
+    """Train the whole job briefly; if `steady`, raise an error if its speed changes."""
     logger.info("measuring the whole job on one rank")
     whole = measure_short_runs([[*flags, "--strategy=default"]])
     problem = unsteady(round_rates(whole.records[0]))
     if steady and problem:
         raise ChildError(
-            f"the rate of one rank keeps changing: {problem}: stop other programs "
+            f"the speed of one rank keeps changing: {problem}: stop other programs "
             "and measure again, or pass the steps/s of a longer run with --sps N"
         )
     return whole

@@ -3,10 +3,11 @@
     iteration = rollouts + update + reductions of gradients + small collectives
                 + expected wait for the slowest rank
 
-Ranks synchronise after the rollout and in every gradient step, and wait there for the slowest rank.
-The times of a rank are means, measured with the same sizes and threads, and with the same number of
-processes on the machine, as in a run on N ranks. Their variation is assumed to be normal and
-independent between ranks. The time of a reduction follows from latency and bandwidth.
+Ranks synchronise after the rollout and in every gradient step; each time, they wait for the slowest
+rank. The times of a rank are measured means. For each measurement, sizes, threads and the number of
+processes on the machine are the same as in a run on N ranks. The model assumes that the times are
+normally distributed and independent between ranks. It computes the time of a reduction from latency
+and bandwidth.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from statistics import NormalDist, fmean, harmonic_mean, median, stdev
 from typing import Any
 
 SMALL_COLLECTIVES = 3  # collectives per iteration that do not reduce gradients
-WARM_UP = 2  # an audit skips this many iterations at the start
+WARM_UP = 2  # number of iterations at the start that an audit skips
 
 
 # ---- the work of one rank
@@ -27,22 +28,22 @@ WARM_UP = 2  # an audit skips this many iterations at the start
 
 @dataclass(frozen=True, kw_only=True)
 class RankCost:
-    """The cost of one rank's iteration, without waiting for other ranks."""
+    """The cost of one iteration on one rank, without waits for other ranks."""
 
     env_steps: int  # environment steps of this rank
     gradient_steps: int
     collect_s: float
-    update_s: float  # time of everything after the rollout
-    collect_spread_s: float = 0.0  # standard deviation over iterations and ranks
-    update_spread_s: float = 0.0  # standard deviation of the whole update
+    update_s: float  # time of all work after the rollout
+    collect_spread_s: float = 0.0  # standard deviation of collect_s over iterations and ranks
+    update_spread_s: float = 0.0  # standard deviation of update_s
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of a whole iteration without waiting for other ranks."""
+        """Return the time of an iteration in seconds, without waits for other ranks."""
         return self.collect_s + self.update_s
 
     def scaled(self, collect: float, update: float) -> RankCost:
-        """Return the cost with rollout and update times multiplied by these factors."""
+        """Return a copy with the rollout and update times multiplied by these factors."""
         return replace(
             self,
             collect_s=self.collect_s * collect,
@@ -55,8 +56,8 @@ class RankCost:
 def rank_cost(records: Sequence[Mapping[str, Any]]) -> RankCost:
     """Return the cost of one rank as means over iterations and ranks.
 
-    It uses means because the cores of a shared host alternate between two speeds, and a median
-    would show only one of them.
+    Medians would be wrong: the cores of a shared host alternate between two speeds, and a median
+    shows only one of them.
 
     Args:
         records: lines of metrics.jsonl from one or more training runs with the same sizes.
@@ -72,7 +73,7 @@ def rank_cost(records: Sequence[Mapping[str, Any]]) -> RankCost:
         collect_s=fmean(collect_s),
         update_s=fmean(update_s),
         collect_spread_s=_spread(collect_s),
-        # Either single steps vary, or whole updates do. Use the larger of the two variations.
+        # Times may vary from step to step or from update to update. Use the larger variation.
         update_spread_s=max(steps * step_spread_s, _spread(update_s)),
     )
 
@@ -89,8 +90,8 @@ def steps_per_iteration(records: Sequence[Mapping[str, Any]]) -> float:
 def steps_per_episode(records: Sequence[Mapping[str, Any]]) -> float:
     """Return the environment steps per episode that ended; NaN if none ended.
 
-    The mean length of the episodes that ended would be too short, because long episodes are still
-    running.
+    This is not the mean length of the episodes that ended. That mean would be too small, because
+    long episodes are still running.
     """
     episodes = sum(record["episode/count"] for record in records)
     return len(records) * steps_per_iteration(records) / episodes if episodes else math.nan
@@ -107,7 +108,7 @@ class Link:
     bytes_per_s: float = math.inf
 
     def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
-        """Return the seconds of an all-reduce with the faster algorithm, ring or tree.
+        """Return the time of an all-reduce with the faster algorithm, ring or tree.
 
         Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
             MPICH" (2005); NCCL chooses in the same way:
@@ -139,8 +140,8 @@ def fit_link(ranks: int, measured_s: Mapping[int, float]) -> Link:
 
 # Latencies are NCCL's constants: 4.0 us per NVLink hop, 14 us per network hop
 # (https://github.com/NVIDIA/nccl/blob/master/src/graph/tuning.cc, copied in
-# torch/_inductor/comm_analysis.py). Bandwidths are 80 % of the nominal rate per direction, except
-# where a source is named.
+# torch/_inductor/comm_analysis.py). Bandwidths are 80 % of the nominal rate per direction, unless a
+# comment gives another source.
 NVLINK_HOP_S = 4.0e-6
 NETWORK = Link(14e-6, 0.8 * 50e9)  # InfiniBand NDR with 400 Gbit/s per GPU
 
@@ -154,14 +155,14 @@ class Network:
     between: Link = NETWORK  # between machines; each rank has its own link
 
     def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
-        """Return the seconds of an all-reduce within machines, then between machines."""
+        """Return the time of an all-reduce within machines, then between machines."""
         local_ranks = min(ranks, self.ranks_per_machine)
         machines = math.ceil(ranks / self.ranks_per_machine)
         inside_s = self.inside.all_reduce_s(num_bytes, local_ranks)
         return inside_s + self.between.all_reduce_s(num_bytes / local_ranks, machines)
 
     def iteration_s(self, gradient_steps: int, gradient_bytes: int, ranks: int) -> float:
-        """Return an iteration's communication time in seconds, without waiting."""
+        """Return an iteration's communication time, without waits for slow ranks."""
         gradients_s = gradient_steps * self.all_reduce_s(gradient_bytes, ranks)
         return gradients_s + SMALL_COLLECTIVES * self.all_reduce_s(64, ranks)
 
@@ -175,11 +176,11 @@ class Card:
 
     fp32_tflops: float  # peak rate without sparsity
     network: Network
-    usd_per_hour: float  # lowest list price that we found
+    usd_per_hour: float  # lowest list price found
 
 
-# Rates with a source were checked there in November 2026; rates without a source are from memory.
-# Prices come from the web pages of cloud providers, August to November 2026.
+# Rates with a source were checked against it in November 2026; rates without a source are from
+# memory. Prices are from the web pages of cloud providers, August to November 2026.
 CARDS = {
     # NVLink 3, 600 GB/s in both directions together;
     # https://hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200
@@ -203,11 +204,11 @@ class Prediction:
 
     ranks: int
     env_steps: int  # environment steps of all ranks together
-    parts_s: dict[str, float]  # seconds of each part; the keys name the parts
+    parts_s: dict[str, float]  # name of each part of the iteration -> its duration
 
     @property
     def iteration_s(self) -> float:
-        """Return the seconds of the whole iteration."""
+        """Return the duration of the whole iteration in seconds."""
         return sum(self.parts_s.values())
 
     @property
@@ -217,7 +218,7 @@ class Prediction:
 
 
 def predict(work: RankCost, ranks: int, communication_s: float) -> Prediction:
-    """Predict an iteration on `ranks` ranks that each do the same work."""
+    """Predict the times of an iteration in which `ranks` ranks each do this work."""
     spread_s = work.collect_spread_s + work.update_spread_s
     return Prediction(
         ranks=ranks,
@@ -241,8 +242,8 @@ def expected_maximum(count: int) -> float:
 
 
 def bottleneck(baseline: Prediction, many: Prediction) -> str:
-    """Name the part of an iteration in which `many` loses most time, and its share."""
-    # each rank's environment steps, relative to those of the one-rank baseline
+    """Name the part in which `many` loses most time, and the loss in percent."""
+    # environment steps of one rank, as a fraction of the steps of the baseline
     share = many.env_steps / many.ranks / baseline.env_steps
     lost_s = {name: many.parts_s[name] - baseline.parts_s[name] * share for name in many.parts_s}
     worst = max(lost_s, key=lambda name: lost_s[name])
@@ -253,7 +254,7 @@ def bottleneck(baseline: Prediction, many: Prediction) -> str:
 
 
 def audit(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Compare measured steps/s with the model; None for 1 rank or few iterations.
+    """Compare measured steps/s with the model; None if 1 rank or too few iterations.
 
     The prediction uses measurements of the same run: the times of its ranks, their variation, and
     the duration of a reduction after all ranks have arrived. The difference between predicted and
@@ -264,7 +265,8 @@ def audit(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         ranks = len(records[-1]["ranks"])
         same = [record for record in records if len(record["ranks"]) == ranks][WARM_UP:]
         work = rank_cost(same)
-        # The last rank to arrive at a reduction waits only for the transfer: take the minimum.
+        # The last rank to arrive at a reduction has the shortest wait: it waits for the transfer
+        # only. Therefore use the minimum over the ranks.
         reductions_s = [min(rank["time/reduction_s"] for rank in r["ranks"]) for r in same]
         gradients_s = work.gradient_steps * median(reductions_s)
         small_s = min(record["time/sync_s"] for record in same)

@@ -1,1 +1,1 @@
-"""Train a module on several ranks: parallel strategies and number precisions."""
+"""Train a module on several ranks: parallel strategies and numeric precisions."""

@@ -1,4 +1,4 @@
-"""Adam that does not load torch.compile, and steps that a GPU flag can skip."""
+"""An Adam that does not load torch.compile, and steps that a GPU flag can skip."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 class EagerAdam(torch.optim.Adam):
     """Adam that does not load torch.compile, to start faster.
 
-    Loading torch.compile takes as long as loading torch itself. Torch wraps the methods below to
-    exclude them from compilation, and the wrappers load the compiler. The results are the same
-    without the wrappers.
+    Loading torch.compile takes as long as loading torch itself. In torch's Adam, the methods below
+    have wrappers that exclude them from compilation, and these wrappers load the compiler. The
+    results are the same without the wrappers.
     """
 
     add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
@@ -31,7 +31,7 @@ def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """
     fused: Any = optimizer
     if finite.device.type == "cuda" and getattr(fused, "_step_supports_amp_scaling", False):
-        # torch.amp.GradScaler passes its flag the same way
+        # torch.amp.GradScaler passes its flag in the same way
         fused.grad_scale, fused.found_inf = None, (~finite).float()
         fused.step()
         del fused.grad_scale, fused.found_inf
@@ -40,7 +40,7 @@ def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
 
 
 def keep_options(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the saved `state` with its options replaced by those of `optimizer`.
+    """Return the saved `state`, but with the current options of `optimizer`.
 
     Options are, for example, the learning rate and `eps`.
     """

@@ -19,19 +19,21 @@ class StrategyConfig:
     """Settings for training one module on several ranks: StrategyConfig(mode="ddp")."""
 
     mode: Mode = "default"
-    """none: one rank only; dp: one process, several GPUs; ddp; hybrid: see sharded.py; default:
-    none on one rank, ddp on several; auto: time the modes before training and use the fastest."""
+    """none: one rank only; dp: one process for several GPUs; ddp: DistributedDataParallel; hybrid:
+    see hybrid_form; default: none on one rank, ddp on several ranks; auto: time the modes before
+    training and use the fastest one."""
     device_ids: tuple[int, ...] = ()
-    """GPUs that mode dp uses; the first one must be the device of the world."""
+    """GPUs that mode dp uses; the first one must be `world.device`."""
     find_unused_parameters: bool = False
-    """Allow steps that use only some parameters; searching for them takes time."""
+    """Allow steps that do not use all parameters; finding the unused ones takes time."""
     hybrid_form: HybridForm = "shard"
-    """In mode hybrid, shard: split parameters over ranks; pipeline: 2 stages on rank pairs."""
+    """How mode hybrid splits a module; shard: parameters over ranks; pipeline: two stages over
+    pairs of ranks."""
     shard_size: int = Field(0, ge=0, le=10**6)
     """Number of ranks that share one copy of gradients and optimizer state in mode hybrid; 0 means
     all ranks of a machine."""
     gradient_compression: Compression = "none"
-    """bf16 halves the bytes of the gradients sent, rounding to 8 bits; ddp only."""
+    """bf16: halve the bytes sent for gradients, by rounding to 8 significant bits; ddp only."""
     precision: Precision = "auto"
     """Precision of matrix products; forward passes must be inside `Strategy.autocast`."""
 
@@ -44,7 +46,7 @@ class StrategyConfig:
 def check_strategy(
     config: StrategyConfig, ranks: int, device_type: str = "cpu", num_devices: int = 0
 ) -> str:
-    """Resolve mode "default"; raise UserError if the settings cannot work here.
+    """Return the mode, with "default" resolved; raise UserError if it cannot work.
 
     Args:
         ranks: number of ranks.
@@ -54,7 +56,7 @@ def check_strategy(
     mode = config.mode
     if mode == "default":
         mode = "ddp" if ranks > 1 else "none"
-    # each rule: True if it is broken, the problem, and how to fix it
+    # each rule consists of: whether it is broken, the problem, how to fix it
     rules = (
         (mode in ("none", "dp") and ranks > 1,
          f"strategy {mode} works in one process, got {ranks} ranks", "use --strategy ddp"),

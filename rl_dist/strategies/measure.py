@@ -3,7 +3,8 @@
     candidates = [Candidate("fp32", steps_in_fp32), Candidate("bf16", steps_in_bf16)]
     best, results = fastest(candidates, world)
 
-Training uses it to choose its strategy, precision, batch size and number of environment workers.
+Training uses this module to choose its strategy, precision, batch size and number of environment
+workers.
 """
 
 from __future__ import annotations
@@ -22,33 +23,33 @@ from rl_dist.machine import clear_gpu_memory
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import CollectiveError, World
 
-STEPS = 8  # timed steps of a candidate
+STEPS = 8  # number of timed steps for each candidate
 USABLE_SHARE = 0.9  # fraction of the memory that a batch may use
-# Choose the first setting whose time is within this factor of the shortest time: later settings
-# need more memory or cores, or are less precise.
+# Choose the first setting that takes at most this many times the shortest time: later settings need
+# more memory or cores, or are less precise.
 TOLERANCE = 1.1
-PATIENCE = 2  # stop after this many sizes in a row that are not faster
-LONGEST_STEP_S = 10.0  # try no larger size once a step takes this long
+PATIENCE = 2  # stop when this many sizes in a row are not faster
+LONGEST_STEP_S = 10.0  # once a step takes longer, try no larger size
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting to try, and an iterator of training steps that use the setting.
+    """A setting to try, and a function that returns an iterator over training steps.
 
     The first `next` runs the part of a step that this rank can do alone; it raises an error if the
-    setting does not work or does not fit into memory. Each later `next` takes a step together with
-    the other ranks. Closing the iterator frees its memory.
+    setting does not work or needs too much memory. Each later `next` runs a step together with the
+    other ranks. Closing the iterator frees its memory.
     """
 
     name: str
     steps: Callable[[], Iterator[None]]
-    samples: float = 1.0  # samples in one step; times are compared per sample
+    samples: float = 1.0  # number of samples in a step; the time per sample is compared
 
 
 @dataclass(frozen=True)
 class Result:
-    """The measured time of a candidate, or why it failed; the same on all ranks."""
+    """The measured time of a candidate, or why it failed; equal on all ranks."""
 
     name: str
     seconds: float = math.inf  # time per sample on the slowest rank
@@ -63,12 +64,12 @@ def fastest(
 ) -> tuple[Result | None, list[Result]]:
     """Return the first candidate that is about as fast as the fastest one.
 
-    Every rank must call this. Candidates run one after another, so each one has all memory to
-    itself. The state of torch's random generators is restored afterwards.
+    Every rank must call this. Candidates run one after another, so each one can use all of the
+    memory. Afterwards, the state of torch's random generators is restored.
 
     Args:
-        growing: the candidates are increasing sizes; stop trying at the first size that fails or
-            takes too long, or once PATIENCE sizes in a row are not faster.
+        growing: True if the candidates are sizes in ascending order. Stop at the first size that
+            fails or takes too long, or when PATIENCE sizes in a row are not faster.
 
     Returns:
         The result of the chosen candidate, or None if no candidate works on all ranks; and the
@@ -89,7 +90,7 @@ def fastest(
 
 
 def _pays_to_grow(results: list[Result], samples: float) -> bool:
-    """Return True if a size larger than the last one may be faster per sample."""
+    """Return True if a larger size than the last one may be faster per sample."""
     last = results[-1]
     if last.problem or last.seconds * samples > LONGEST_STEP_S:
         return False
@@ -101,8 +102,8 @@ def _pays_to_grow(results: list[Result], samples: float) -> bool:
 def measure(candidate: Candidate, world: World) -> Result:
     """Time a candidate on all ranks together, then free its memory.
 
-    If a step fails on one rank while the other ranks are waiting for that rank inside the step,
-    they wait until the watchdog ends the job.
+    If a step fails on one rank while the other ranks wait for that rank inside the step, the other
+    ranks wait until the watchdog ends the job.
 
     Raises:
         CollectiveError: the ranks lost their connection, so they cannot agree on a result.
@@ -111,7 +112,7 @@ def measure(candidate: Candidate, world: World) -> Result:
     steps = candidate.steps()
     seconds: list[float] = []
     problem = ""
-    # one step of this rank alone, one untimed step with all ranks, then STEPS timed steps
+    # one step on this rank alone, then one untimed and STEPS timed steps with all ranks
     for _ in range(2 + STEPS):
         started = time.perf_counter()
         local_problem = ""
@@ -121,7 +122,7 @@ def measure(candidate: Candidate, world: World) -> Result:
                 torch.cuda.synchronize(world.device)
         except CollectiveError:
             raise
-        # torch raises a RuntimeError when memory runs out
+        # torch raises a RuntimeError if there is not enough memory
         except (RuntimeError, ValueError, MemoryError) as error:
             local_problem = one_line(error, named=False)
             logger.info("trial failed: %s", local_problem)
@@ -135,7 +136,7 @@ def measure(candidate: Candidate, world: World) -> Result:
     clear_gpu_memory()
     if problem:
         return Result(candidate.name, problem=problem)
-    # take the shortest step: other load on the machine only makes steps longer
+    # use the shortest step: other programs on the machine can only make steps longer
     shortest_s = all_gather_json(min(seconds[2:]), world)
     result = Result(candidate.name, max(shortest_s) / candidate.samples)
     logger.info("%s", result)
@@ -143,7 +144,7 @@ def measure(candidate: Candidate, world: World) -> Result:
 
 
 def doublings(sizes: Iterable[int]) -> Iterator[int]:
-    """Yield the first size, then every size at least twice the last one yielded."""
+    """Yield the first size, then each size at least twice as large as the last one."""
     last = 0
     for size in sizes:
         if size >= 2 * last:
@@ -163,16 +164,16 @@ def fastest_batch_size(
 
         size = fastest_batch_size(try_step, range(8, 65_537, 8))
 
-    The size doubles until a batch would leave less than a tenth of the memory free, or until larger
-    batches are no faster. With a `world`, every rank must call this, and all ranks get the same
-    answer; the slowest rank and the rank with the least memory decide. `try_step` changes the
-    model, so give it a copy that is not wrapped for distributed training.
+    This function doubles the size until a batch would leave less than a tenth of the memory free,
+    or until larger batches are no faster. With a `world`, every rank must call this function, and
+    all ranks get the same result, which suits the slowest rank and the rank with the least memory.
+    `try_step` changes the model, so let it use a copy that is not wrapped for distributed training.
 
     Args:
         try_step: takes one training step with the given number of samples, without collective
             calls.
         sizes: allowed batch sizes of one rank in ascending order, such as a range.
-        world: the ranks that choose together; None: this process chooses alone.
+        world: the ranks that choose a common size; None: choose for this process only.
 
     Raises:
         UserError: even the first size does not work.

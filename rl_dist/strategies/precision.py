@@ -1,8 +1,8 @@
 """Apply a precision: dtypes of parameters and matrix products, autocast, TF32.
 
 Parameters, optimizer state, losses and statistics are fp64 with precision fp64, and fp32 with all
-others. bf16 and fp16 use torch's autocast. fp16 also needs a loss scale, because gradients below
-6e-8 would become zero.
+other precisions. Precisions bf16 and fp16 use torch's autocast. fp16 also needs a loss scale,
+because gradients below 6e-8 would become zero.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-# auto means fp32, unless training timed bf16 and found it faster
+# auto means fp32, unless training has timed bf16 and found it faster
 Precision = Literal["auto", "fp32", "fp64", "tf32", "bf16", "fp16"]
 
 
@@ -41,7 +41,7 @@ def set_tf32(precision: str) -> None:
 def autocast(dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
     """Compute matrix products inside the block in `dtype`; None changes nothing.
 
-    If oneDNN has no LSTM for this dtype on this CPU, torch's slower LSTM without oneDNN runs.
+    If oneDNN has no LSTM for this dtype and this CPU, the block uses torch's own, slower LSTM.
     """
     if dtype is None:
         yield
@@ -62,9 +62,9 @@ def weights_cast_once(
 ) -> AbstractContextManager[object]:
     """Cast each weight only once for all `autocast` blocks inside this context.
 
-    The weights must not change inside the context. Torch caches the casts until the outermost
-    autocast context ends. The context returned here is only that outermost one: it keeps the cache
-    alive and casts nothing itself.
+    The weights must not change inside the context. Torch caches cast weights until the outermost
+    autocast context ends. This function returns an outermost context that keeps the cache alive but
+    casts nothing itself.
     """
     return nullcontext() if dtype is None else torch.autocast(device.type, enabled=False)
 
@@ -73,7 +73,7 @@ def weights_cast_once(
 def _onednn_has_lstm(dtype: torch.dtype) -> bool:
     """Return True if oneDNN's LSTM works with this dtype on this CPU.
 
-    Torch calls oneDNN's LSTM on every CPU, even where it raises an error.
+    Torch calls oneDNN's LSTM on every CPU, even on those on which the call raises an error.
     """
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", dtype=dtype):
         try:

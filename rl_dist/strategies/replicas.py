@@ -1,7 +1,7 @@
 """Train replicas of a module with DistributedDataParallel or DataParallel.
 
-This file uses private functions of torch, which were checked with torch 2.11, 2.12 and 2.13.
-`tests/strategies/test_replicas.py` fails if another release changes them.
+This module uses private functions of torch. It was tested with torch 2.11, 2.12 and 2.13;
+`tests/strategies/test_replicas.py` fails if another release changes these functions.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ HOOKS = {"none": allreduce_hook, "bf16": bf16_compress_hook}
 class OrderedDDP(TorchDDP):
     """DistributedDataParallel that orders its gradient buckets before the first step.
 
-    Torch's class orders the buckets after the first step. The position of a gradient in its bucket
-    determines the order in which gloo's ring adds the values of the ranks. With three or more
-    ranks, the first step of a resumed run would therefore round differently from the same step of
-    an uninterrupted run.
+    Torch's class orders the buckets only after the first step. The position of a gradient in its
+    bucket determines the order in which gloo's ring adds the values of the ranks. With three or
+    more ranks, the first step after a resume would therefore be rounded differently from the same
+    step of an uninterrupted run.
     """
 
-    # torch's method without its wrapper, which would load torch.compile
+    # torch's method without its wrapper, because the wrapper would load torch.compile
     _inside_ddp_forward = contextmanager(inspect.unwrap(TorchDDP._inside_ddp_forward))
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         with _compiler_settings():
             super().__init__(module, **options)
-        # torch makes these two calls once, after the first step
+        # torch itself makes these two calls only once, after the first step
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        """Return the parameters in reverse order, because the last gradients come first."""
+        """Return the parameters in reverse order, in which gradients become ready."""
         parameters, sparse = super()._build_params_for_reducer()
         # With find_unused_parameters, torch keeps its first buckets and reverses them itself.
         step = 1 if self.find_unused_parameters else -1
@@ -87,14 +87,14 @@ def with_ddp(module: nn.Module, num_bytes: int, config: StrategyConfig, world: W
         wrapped = OrderedDDP(
             module,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
-            broadcast_buffers=False,  # the code that owns the buffers merges them over ranks
+            broadcast_buffers=False,  # other code merges the buffers over ranks
             gradient_as_bucket_view=True,
             find_unused_parameters=config.find_unused_parameters,
             bucket_cap_mb=math.ceil(num_bytes / 2**20) + 1,
         )
     hook: Any = HOOKS[config.gradient_compression]
 
-    # No annotations: torch would compare them with its own types and refuse them.
+    # This function has no annotations: torch would compare them with its own types and refuse them.
     def reduce(state, bucket):  # type: ignore[no-untyped-def]
         world.gradients_ready()
         return hook(None, bucket)
@@ -108,8 +108,8 @@ class DataParallel(nn.DataParallel):
 
     torch.nn.DataParallel splits every input along the same axis, but the inputs of a recurrent
     module have different batch axes: sequences are [L, N, ...], states are [N, S, H]. The module's
-    class constant BATCH_AXES holds the batch axis of each input; outputs are joined along the first
-    of these axes. `forward` takes tensors and returns a tensor or a tuple of tensors.
+    class constant BATCH_AXES lists the batch axis of each input. Outputs are concatenated along the
+    first axis in this list. `forward` takes tensors and returns a tensor or a tuple of tensors.
     """
 
     def __init__(self, module: nn.Module, device_ids: Sequence[int]) -> None:
@@ -127,7 +127,7 @@ class DataParallel(nn.DataParallel):
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
         """Run the replicas in threads with the autocast dtype of this thread.
 
-        Torch does not pass that dtype to the threads.
+        Torch itself does not pass this dtype on to the threads.
         """
         enabled = torch.is_autocast_enabled("cuda")
         dtype = torch.get_autocast_dtype("cuda")

@@ -1,9 +1,10 @@
 """Shard gradients and optimizer state over groups of ranks (FSDP2).
 
-FSDP runs collectives whenever the forward of one of its units is called. The whole module is one
-unit here, because ranks with different episodes call the parts of a policy different numbers of
-times. Between steps, every rank holds the whole parameters, so acting, evaluating and hashing work
-with the unwrapped module as in other modes. Gradients and optimizer state stay sharded.
+FSDP runs collectives in every forward call of one of its units, so all ranks must make the same
+calls. Ranks with different episodes call the parts of a policy different numbers of times.
+Therefore, the whole module is a single unit. Between steps, every rank holds the whole parameters,
+so acting, evaluating and hashing can use the unwrapped module, as in other modes. Gradients and
+optimizer state are always sharded.
 
 Source: Zhao et al., "PyTorch FSDP", https://arxiv.org/abs/2304.11277 (hybrid sharding).
 """
@@ -25,10 +26,11 @@ from rl_dist.process_group.collectives import broadcast_from_rank0
 from rl_dist.process_group.world import World, make_mesh
 from rl_dist.strategies.config import resolve_shard_size
 
-SHARD = 1  # the mesh axis along which parameters are split; along axis 0 they are replicated
+SHARD = 1  # mesh axis along which parameters are split; along axis 0, they are replicated
 # Newer torch has renamed this function and warns about the old name.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# A policy's outputs are views of its network's outputs. No code changes them in place.
+# A policy's outputs are views of its network's outputs. FSDP2 warns about them, but no code
+# changes them in place.
 warnings.filterwarnings(
     "ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning
 )
@@ -52,7 +54,7 @@ class Shards:
         self._unit = fully_shard(module, mesh=self.mesh, reshard_after_forward=False)
         # gloo cannot reduce to a mean, so let FSDP sum and divide
         self._unit.set_force_sum_reduction_for_comms(True)
-        # Any: torch's base class of such an object is private
+        # typed as Any, because torch's base class of this object is private
         reducing: Any = _AnnouncedReduceScatter(world)
         self._unit.set_custom_reduce_scatter(reducing)
         self.parameters = [p for p in module.parameters() if p.requires_grad]
@@ -64,7 +66,7 @@ class Shards:
             self._unit.unshard()
 
     def accumulate(self, last: bool) -> None:
-        """Prepare for a backward pass; the `last` one of a step reduces gradients."""
+        """Prepare a backward pass; only the `last` pass of a step reduces gradients."""
         self._unit.set_requires_gradient_sync(last)
         self._unit.set_reshard_after_backward(last)
 
@@ -113,8 +115,8 @@ class Shards:
 class _AnnouncedReduceScatter:
     """Reduces and scatters gradients for FSDP.
 
-    When called, it reports to the world that this rank's gradients are ready: the time after that
-    counts as waiting for other ranks.
+    Each call first reports to the world that this rank's gradients are ready. From then on, the
+    time counts as waiting for other ranks.
     """
 
     def __init__(self, world: World) -> None:
@@ -134,9 +136,9 @@ def _whole(state: Any) -> Any:
 
 
 def _shard_of(value: Any, like: Tensor) -> Any:
-    """Return this rank's shard of a tensor, cut like the sharded tensor `like`.
+    """Return this rank's shard of a tensor, split like the sharded tensor `like`.
 
-    Every rank must hold the whole tensor. A value with another shape than `like`, such as a step
+    Every rank must pass the whole tensor. A value whose shape differs from `like`, such as a step
     count, is returned unchanged.
     """
     if not isinstance(like, DTensor) or getattr(value, "shape", None) != like.shape:

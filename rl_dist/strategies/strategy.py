@@ -7,8 +7,8 @@
             strategy.backward(loss_of(module(part)))
     grad_norm, stepped = strategy.step(optimizer, max_grad_norm=0.5)
 
-The optimizer steps along the gradient of the mean loss over all ranks. Either all ranks take a
-step or none does.
+The optimizer uses the gradient of the mean loss over all ranks. Either all ranks take a step or
+none of them does.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ class Strategy:
         device_type = world.device.type
         self.mode = check_strategy(config, world.size, device_type, len(config.device_ids))
         if self.mode == "auto":
-            raise UserError("strategy auto works in train_distributed.py only: name another")
+            raise UserError("strategy auto works only in train_distributed.py: use another")
         if device_type == "cuda":
             set_tf32(config.precision)
-        # multiplies losses so that fp16 gradients do not become zero; other precisions disable it
+        # scales losses up so that fp16 gradients do not become zero; disabled for other precisions
         self.scaler = torch.amp.GradScaler(device_type, enabled=config.precision == "fp16")
         # True if the last step was skipped, possibly only because the loss scale was too large
         self.overflowed = torch.tensor(False)
-        # `wrap` sets these
+        # `wrap` sets the attributes below
         self.bare: Any = None  # the module before it is wrapped
         self.module: Any = None  # the wrapped module
         # the parameters that the optimizer trains; in mode hybrid, only this rank's shards
         self.parameters: list[nn.Parameter] = []
-        self.gradient_bytes = 0  # size of the gradients that each step reduces
+        self.gradient_bytes = 0  # size in bytes of the gradients that each step reduces
         self.unequal_devices = False  # True if ranks have different GPU or CPU models
         self.shards: Shards | None = None
         self.mesh: DeviceMesh | None = None  # only in mode hybrid
@@ -70,12 +70,12 @@ class Strategy:
     def wrap(self, module: nn.Module) -> nn.Module:
         """Wrap a module, which must be on world.device, for the strategy's mode.
 
-        Compute losses with the returned module. If you compute them with the original module, the
-        gradients are not reduced, and the ranks drift apart without any error.
+        Compute losses with the returned module. With the original module, gradients are not
+        reduced, and the weights of the ranks drift apart without any error.
         """
         if self.config.pipelined:
             raise UserError(
-                "hybrid_form pipeline trains the cascaded policy only: use shard, or ddp"
+                "hybrid_form pipeline trains only the cascaded policy: use shard or ddp"
             )
         self._keep(module, [p for p in module.parameters() if p.requires_grad])
         if self.mode == "dp":
@@ -83,7 +83,7 @@ class Strategy:
         elif self.mode == "ddp":
             self.module = with_ddp(module, self.gradient_bytes, self.config, self.world)
         elif self.mode == "hybrid":
-            from rl_dist.strategies.sharded import Shards  # takes a second to import
+            from rl_dist.strategies.sharded import Shards  # the import takes a second
 
             self.shards = Shards(module, self.config.shard_size, self.world)
             self.parameters = self.shards.parameters
@@ -118,10 +118,10 @@ class Strategy:
         return autocast(autocast_dtype(self.config.precision), self.world.device)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a loss to `grad` and reduce it over ranks.
+        """Add the gradient of a loss to the parameters' `grad`, and reduce it over ranks.
 
-        A loss that is NaN or infinite makes the reduced gradient NaN on all ranks, so all ranks
-        skip the step.
+        If the loss is NaN or infinite on one rank, the reduced gradient is NaN on all ranks, so all
+        ranks skip the step.
         """
         factor = loss.detach() * 0.0 + 1.0  # 1, or NaN if the loss is not finite
         with section("backward"), self.world.reduction_context():
@@ -133,7 +133,7 @@ class Strategy:
     ) -> tuple[Tensor, Tensor]:
         """Clip the reduced gradient and take a step, unless the gradient is not finite.
 
-        Either all ranks take the step or none does. With one of torch's fused optimizers, this
+        Either all ranks take the step or none of them does. With torch's fused optimizers, this
         method never waits for a GPU.
 
         Returns:
@@ -149,7 +149,7 @@ class Strategy:
                 "wrapped: after `wrap`, create it from strategy.parameters"
             )
 
-        # compute the norm and clip
+        # compute the norm and clip the gradient
         self.scaler.unscale_(optimizer)
         if self.shards:
             grad_norm = self.shards.grad_norm()
@@ -159,7 +159,7 @@ class Strategy:
         clip_grads_with_norm_(self.parameters, max_grad_norm, grad_norm)
 
         # take the step
-        stepped = torch.isfinite(grad_norm)  # same on all ranks: gradients are reduced
+        stepped = torch.isfinite(grad_norm)  # equal on all ranks, because gradients are reduced
         step_if(stepped, optimizer)
         if self.shards:
             self.shards.unshard()
@@ -170,11 +170,11 @@ class Strategy:
         return grad_norm, stepped
 
     def agreed_norm(self, norm: Tensor) -> Tensor:
-        """Return rank 0's gradient norm if the devices of the ranks differ, else `norm`.
+        """Return rank 0's gradient norm if the ranks' devices differ, otherwise `norm`.
 
         Every rank must call this. Reduced gradients are bitwise equal on all ranks, but different
-        devices add the squares in different orders. If the ranks did not agree on one norm, they
-        would clip by different factors and their weights would drift apart.
+        device models add their squares in different orders. If the ranks did not agree on one norm,
+        they would clip by different factors, and their weights would drift apart.
         """
         if self.unequal_devices:
             with self.world.waiting("norm of the gradient"):
@@ -184,7 +184,8 @@ class Strategy:
     def share_parameters(self) -> None:
         """Receive parameters that only other ranks train.
 
-        Do nothing here, because every rank trains all parameters; a subclass may override this.
+        This class does nothing, because every rank trains all parameters; a subclass may override
+        this method.
         """
 
     def module_state(self) -> dict[str, Tensor]:
@@ -204,7 +205,7 @@ class Strategy:
         optimizer: torch.optim.Optimizer,
         optimizer_state: dict[str, Any],
     ) -> None:
-        """Load whole states, saved in any mode on any number of ranks."""
+        """Load unsharded states that were saved in any mode, on any number of ranks."""
         if self.shards:
             self.shards.load(weights, optimizer, optimizer_state)
         else:
@@ -216,12 +217,12 @@ class Strategy:
         return {"loss_scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict`; only precision fp16 has saved a loss scale."""
+        """Load the result of `state_dict`; it has a loss scale only with precision fp16."""
         if state.get("loss_scaler"):
             self.scaler.load_state_dict(state["loss_scaler"])
 
     def close(self) -> None:
-        """Release the module and close its mesh's process groups; keep the world open."""
+        """Release the module and close the process groups of its mesh, but not the world."""
         if self.mesh is not None and dist.is_initialized():
             for group in self.mesh.get_all_groups():
                 destroy_group(group)

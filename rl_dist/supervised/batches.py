@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import World
 
-CHECK_S = 2.0  # `check_loader` measures for this long
+CHECK_S = 2.0  # duration of the measurement in `check_loader`
 
 
 def check_shares(loader: DataLoader, world: World, *, training: bool) -> None:
-    """Raise UserError if the batches of a loader cannot be shared out over the ranks.
+    """Raise UserError if the batches of a loader cannot be divided among the ranks.
 
     The sampler must be torch's SequentialSampler or its RandomSampler without replacement. The
     training batch size must be divisible by the number of ranks and must not exceed the number of
@@ -31,7 +31,7 @@ def check_shares(loader: DataLoader, world: World, *, training: bool) -> None:
     replaces = getattr(loader.sampler, "replacement", False)
     if size is None or replaces or kind not in (SequentialSampler, RandomSampler):
         raise UserError(
-            f"a {kind.__name__} or batch_sampler cannot be shared out over ranks: use "
+            f"a {kind.__name__} or batch_sampler cannot be divided among ranks: use "
             "DataLoader(dataset, batch_size=N, shuffle=True or False)"
         )
     count = len(loader.sampler)  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def shared_batches(
     sharded module communicate in each batch. The tensors are on the rank's device.
 
     Args:
-        seed: determines, together with `epoch`, the order of the samples and the workers' seeds.
+        seed: seed for the order of the samples and for the workers; `epoch` is combined with it.
     """
     rank, ranks = world.rank, world.size
     size: Any = loader.batch_size
@@ -84,7 +84,7 @@ def shared_batches(
         prefetch_factor=loader.prefetch_factor,
         pin_memory=world.device.type == "cuda",
         multiprocessing_context=loader.multiprocessing_context or start,
-        # a separate generator, so that the global one does not change
+        # use a separate generator, so that the state of the global one does not change
         generator=torch.Generator().manual_seed(epoch_seed(seed, epoch, rank)),
     )
     for samples, batch in zip(numbers, shared, strict=True):
@@ -100,7 +100,7 @@ def _cut(numbers: Any, parts: int) -> list[Any]:
 
 
 def epoch_seed(seed: int, epoch: int, rank: int) -> int:
-    """Return a random seed for one rank in one epoch."""
+    """Derive the seed for one rank in one epoch."""
     return int(np.random.SeedSequence([seed, epoch, rank]).generate_state(1, np.uint64)[0]) >> 1
 
 
@@ -125,14 +125,15 @@ def check_loader(
         >>> check_loader(DataLoader(dataset, num_workers=2), step)
         {'wait_s': 0.0001, 'step_s': 0.02}
 
-    If more than 5 % of the time is spent waiting, raise num_workers or make __getitem__ faster. The
-    first batch is not measured, because its time includes the start of the workers.
+    If more than 5 % of the time is spent waiting, increase num_workers or make __getitem__ faster.
+    The first batch is not measured, because its time includes the start of the workers.
 
     Args:
-        step: trains a copy of the model on one batch (forward, backward, optimizer step). It gets
-            the batch on `device`.
+        step: trains a copy of the model on one batch (forward, backward, optimizer step). The batch
+            is passed to it on `device`.
     """
-    moments: list[float] = []  # times when a batch was loaded and when its step ended, in turn
+    # alternately: the time when a batch was loaded, and the time when its step ended
+    moments: list[float] = []
     for batch in loader:
         moments.append(time.perf_counter())
         step(to_device(batch, device))

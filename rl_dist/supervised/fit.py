@@ -32,9 +32,9 @@ from rl_dist.supervised.batches import check_shares, epoch_seed, shared_batches
 from rl_dist.telemetry.loggers import GuardedLogger, open_tensorboard
 from rl_dist.telemetry.metrics import without_nan
 
-STOP_EVERY = 10  # the ranks check for stop signals every STOP_EVERY optimizer steps
+STOP_EVERY = 10  # number of optimizer steps between two checks for stop signals
 SAVED = ("epoch", "best_epoch", "best_loss", "bad_in_a_row", "history", "extra")
-# (outputs, targets) -> values, the same number for each sample
+# (outputs, targets) -> tensor with the same number of values for each sample
 Metric = Callable[[Any, Any], Tensor]
 Criterion = Callable[[Any, Any], Tensor]  # (outputs, targets) -> mean loss over the batch
 
@@ -66,7 +66,7 @@ class FitConfig:
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return, for each sample, whether the largest output is at the target class.
+    """Return True for each sample whose largest output is that of its target class.
 
     Outputs are [N, C], targets [N]. For example,
     accuracy(torch.tensor([[0.1, 0.9]]), torch.tensor([1])) returns tensor([True]).
@@ -76,13 +76,13 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass
 class Pass:
-    """Computes the losses of one pass over the data, and mean loss and metrics."""
+    """Computes the loss of each batch in one pass over the data, and final means."""
 
     module: nn.Module
     criterion: Criterion
     strategy: Strategy
     metrics: Mapping[str, Metric]
-    sums: dict[str, Any] = field(default_factory=lambda: defaultdict(float))  # float64, by name
+    sums: dict[str, Any] = field(default_factory=lambda: defaultdict(float))  # sums by name
 
     def loss(self, num_samples: int, inputs: Any, targets: Any) -> Tensor:
         """Return the loss of a batch in the strategy's precision."""
@@ -140,13 +140,13 @@ def evaluate(
 
 @dataclass
 class Fitting:
-    """The state and the result of a call of `fit`."""
+    """The state of `fit` during training, and its result."""
 
     optimizer: torch.optim.Optimizer
     strategy: Strategy
     scheduler: Any
     config: FitConfig
-    extra: dict[str, Any]  # settings that must be the same when resuming
+    extra: dict[str, Any]  # settings that must not change when the training is resumed
     epoch: int = 0  # number of epochs completed so far
     # epoch with the lowest validation loss; without validation, the last epoch
     best_epoch: int = 0
@@ -158,7 +158,7 @@ class Fitting:
     best_weights: dict[str, Tensor] | None = None
 
     def train_epoch(self, loader: DataLoader, training: Pass) -> dict[str, float] | None:
-        """Train on each batch once; return means, or None if a signal stopped the epoch.
+        """Train on each batch once; return means, or None after a stop signal.
 
         Raise UserError if the loss or gradient was NaN or infinite in too many steps in a row.
         """
@@ -166,11 +166,11 @@ class Fitting:
         seed = self.config.seed
         epoch = self.epoch + 1
         world.set_phase(f"epoch {epoch}")
-        world.forget_waits()  # otherwise the list of wait times grows in every epoch
+        world.forget_waits()  # otherwise, the list of wait times would grow forever
         torch.manual_seed(epoch_seed(seed, epoch, world.rank))
         training.module.train()
         batches = shared_batches(loader, world, training=True, seed=seed, epoch=epoch)
-        # An optimizer step uses several batches; the last step of an epoch may use fewer.
+        # A step uses `grad_accumulation` batches; the last step of an epoch may use fewer.
         steps = iter(lambda: list(islice(batches, self.config.grad_accumulation)), [])
         for number, parts in enumerate(steps):
             self.optimizer.zero_grad()
@@ -179,7 +179,7 @@ class Fitting:
                     loss = training.loss(num_samples, inputs, targets)
                     self.strategy.backward(loss / len(parts))
             _, stepped = self.strategy.step(self.optimizer, self.config.max_grad_norm)
-            if not self.strategy.overflowed:  # an overflow may only mean a too large loss scale
+            if not self.strategy.overflowed:  # the loss scale may only be too large
                 self.bad_in_a_row = 0 if stepped else self.bad_in_a_row + 1
             if self.bad_in_a_row > self.config.max_bad_steps:
                 raise UserError(
@@ -193,7 +193,7 @@ class Fitting:
         return training.means()
 
     def end_epoch(self, record: dict[str, float]) -> bool:
-        """Add the epoch's record; return True and keep the weights if it is the best.
+        """Add the epoch's record; if it is the best epoch, keep weights and return True.
 
         Every rank must call this.
         """
@@ -247,7 +247,7 @@ class Fitting:
             check_layout(run.path)
             newest = str(latest_checkpoint(run.path) or "") if resume else ""
             if not newest and any(run.checkpoints.glob("*.pt")):
-                raise UserError(f"{run.path} holds checkpoints: resume it, or pass another run_dir")
+                raise UserError(f"{run.path} holds checkpoints: resume it, or use another run_dir")
         newest = all_gather_json(newest, self.strategy.world)[0]
         if not newest:
             return
@@ -264,8 +264,8 @@ class Fitting:
                 self.scheduler.load_state_dict(state["scheduler"])
             for name in SAVED:
                 setattr(self, name, state[name])
-            # A process that was killed while saving may have written best.pt for the next epoch.
-            # That epoch is repeated now, which writes the file again.
+            # If the process was killed while saving, best.pt may be from the epoch after this
+            # checkpoint. That epoch is now repeated, and best.pt is then written again.
             if self.best_loss < math.inf:
                 self.best_weights = load_checkpoint(run.checkpoints / BEST_FILE)["module"]
         except Exception as error:  # torch's error type depends on the mismatch
@@ -291,8 +291,8 @@ def fit(
 
         result = fit(module, loader, optimizer, criterion, strategy, validation=held_out)
 
-    A resumed run gives the same result as an uninterrupted run, because it repeats an epoch that a
-    stop signal cut short. At the end, the module gets the weights of the best epoch, unless a
+    A resumed run has the same result as an uninterrupted run: an epoch that a stop signal cut short
+    is repeated. At the end, the weights of the best epoch are loaded into the module, unless a
     signal stopped the training or there is no validation.
 
     Args:
@@ -300,9 +300,10 @@ def fit(
         loader: training data; its batch_size is the total over all ranks.
         criterion: returns the mean loss over the samples of a batch.
         validation: held-out data that decides which epoch is best and when to stop (`patience`).
-        scheduler: advanced after every epoch; ReduceLROnPlateau also gets the validation loss.
+        scheduler: learning-rate scheduler to step after every epoch. For ReduceLROnPlateau, the
+            step uses the validation loss.
         resume: continue from the newest checkpoint in `run_dir`, if there is one.
-        extra: plain values to store in checkpoints; they must be the same when resuming.
+        extra: plain values to store in checkpoints; they must not change when a run is resumed.
     """
     config = config or FitConfig()
     world = strategy.world
@@ -357,7 +358,7 @@ def fit(
 def merge_buffers(module: nn.Module, world: World) -> None:
     """Average floating-point buffers, such as BatchNorm's statistics, over ranks.
 
-    The buffers differ because each rank sees only its own share of every batch.
+    The buffers differ between ranks, because each rank processes only a part of every batch.
     """
     buffers = {name: b for name, b in module.named_buffers() if b.is_floating_point()}
     if world.size > 1 and buffers:

@@ -1,6 +1,6 @@
 """Run the user's command when something happens in a run, e.g. to send an email.
 
-The process that starts the ranks calls `configure`; the main rank does so too, for events during
+The process that starts the ranks calls `configure`. The main rank also calls it, for events during
 training. In other processes, or without a command, `notify` does nothing.
 """
 
@@ -26,7 +26,7 @@ LIMIT_S = 20.0  # longest wait for running commands at the end of a run
 LONGEST_MESSAGE = 4000  # in characters; longer messages are cut
 
 _command, _run_dir = "", ""
-_running: list[tuple[str, subprocess.Popen[str]]] = []  # started commands, with their events
+_running: list[tuple[str, subprocess.Popen[str]]] = []  # event and process of each started command
 
 
 def configure(command: str, run_dir: str | Path) -> None:
@@ -38,14 +38,14 @@ def configure(command: str, run_dir: str | Path) -> None:
 def notify(kind: str, message: str = "", **facts: Any) -> None:
     """Run the user's command for an event in the background; never raise an error.
 
-    The command receives the event as a JSON object on stdin. It also receives each entry as an
-    environment variable: RL_EVENT (`kind`), RL_MESSAGE, RL_RUN_DIR, RL_TIME, RL_HOST, and RL_NAME
-    for a fact called "name". The command's stderr goes to the stderr of this process.
+    The command receives the event as a JSON object on stdin. It also receives each entry of this
+    object as an environment variable: RL_EVENT (`kind`), RL_MESSAGE, RL_RUN_DIR, RL_TIME, RL_HOST,
+    and RL_NAME for a fact called "name". It writes to the same stderr as this process.
 
     Args:
         kind: failed, restarted, bad_steps, stopped or finished.
         message: one line for a human reader.
-        facts: additional entries of the event: numbers or strings, by name.
+        facts: additional entries of the event (numbers or strings), by name.
     """
     if not _command:
         return
@@ -60,7 +60,7 @@ def notify(kind: str, message: str = "", **facts: Any) -> None:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
-            start_new_session=True,  # Ctrl-C must not end the command
+            start_new_session=True,  # Ctrl-C must not reach the command
             # the command must not inherit the launcher's blocked signals
             preexec_fn=functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, STOP_SIGNALS),
         )
@@ -73,10 +73,10 @@ def notify(kind: str, message: str = "", **facts: Any) -> None:
 
 
 def close(wait_s: float = LIMIT_S) -> None:
-    """Wait up to `wait_s` seconds for running commands, then kill the rest.
+    """Wait up to `wait_s` seconds for running commands, then kill the others.
 
-    A command is killed with all processes that it started. Each command that fails is
-    logged as one warning.
+    If a command is killed, all processes that it has started are killed, too. One warning is logged
+    for each command that fails.
     """
     configure("", "")
     deadline_s = time.monotonic() + wait_s

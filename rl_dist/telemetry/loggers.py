@@ -1,6 +1,7 @@
 """Log metrics to TensorBoard, Weights & Biases and MLflow.
 
-TensorBoard files are always written. The other loggers are imported only if `--loggers` names them.
+TensorBoard files are always written. The other loggers are imported only if the flag `--loggers`
+selects them.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ from rl_dist.files import path_to_write, read_plain, write_whole
 logger = logging.getLogger(__name__)
 # fields that identify when and where a record was measured; they are not logged as scalars
 NO_SCALARS = ("iteration", "global_step", "rank", "epoch")
-# default project name; the environment variables of Weights & Biases and MLflow can change it
+# default name of the project; environment variables of Weights & Biases and MLflow override it
 PROJECT = "clstm-ppo"
 Settings = Mapping[str, Mapping[str, Any]]  # values by section and name
-Write = Callable[[dict[str, float], int], object]  # takes scalars by name and their step
+Write = Callable[[dict[str, float], int], object]  # arguments: scalars by name, and a step
 Finish = Callable[[], object]
 
 
 class GuardedLogger:
-    """A logger that stops with a warning when it fails, so that training continues."""
+    """A logger that, after an error, prints a warning and does nothing more."""
 
     def __init__(
         self, name: str, write: Write, finish: Finish, flush: Finish = lambda: None
     ) -> None:
-        """Wrap three functions: they write scalars, finish the log, and flush it."""
+        """Wrap functions that write scalars, finish the log, and flush the log."""
         self.name = name
         self._write, self._finish, self._flush = write, finish, flush
         self._has_ended = False
@@ -64,7 +65,8 @@ def open_tensorboard(folder: Path, *, purge_step: int | None) -> GuardedLogger:
     """Open a new TensorBoard event file in a folder.
 
     Args:
-        purge_step: TensorBoard hides values of earlier event files from this step on.
+        purge_step: from this step on, TensorBoard hides the values in earlier event files. None:
+            hide nothing.
     """
     # import here, because it takes 1 s and only the main process needs it
     from torch.utils.tensorboard import SummaryWriter
@@ -80,14 +82,14 @@ def open_tensorboard(folder: Path, *, purge_step: int | None) -> GuardedLogger:
 
 
 def open_wandb(run_dir: Path, settings: Settings) -> tuple[Write, Finish]:
-    """Open a Weights & Biases run; environment variables such as WANDB_MODE apply."""
+    """Open a Weights & Biases run; it uses environment variables such as WANDB_MODE."""
     import wandb
 
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT", PROJECT),
         name=run_dir.resolve().name,
         id=_kept_id(run_dir, "wandb", lambda: secrets.token_hex(4)),
-        resume="allow",  # a resumed training run stays the same W&B run
+        resume="allow",  # a resumed training run continues its W&B run
         dir=str(run_dir),
         config=settings,
     )
@@ -133,7 +135,7 @@ def named_loggers(text: str) -> list[str]:
 
 
 def open_logger(name: str, run_dir: Path, settings: Settings) -> GuardedLogger:
-    """Open a logger by its name, and log the settings of the run with it."""
+    """Open the logger with this name, and log the settings of the run."""
     try:
         return GuardedLogger(name, *LOGGERS[name](run_dir, settings))
     except FOREIGN_ERRORS as error:  # for example no login, no network or no such package
@@ -153,8 +155,8 @@ def _scalars_of(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 def _kept_id(run_dir: Path, name: str, make: Callable[[], str]) -> str:
     """Return the id of this run at a logging service.
 
-    The first call makes the id and saves it in a file. Later calls read the file, also after the
-    run is resumed.
+    The first call creates the id and saves it in a file. Later calls, also in a resumed run, read
+    the file.
     """
     path = path_to_write(run_dir, f"{name}_run_id")
     if not path.exists():

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 tqdm.set_lock(threading.RLock())
 tqdm.monitor_interval = 0  # no monitor thread, because every iteration refreshes the bar
 
-STATE_EVERY_S = 1.0  # shortest time between two records that update state.json
-LINE_EVERY_S = 5.0  # shortest time between two lines of progress
+STATE_EVERY_S = 1.0  # shortest time between two updates of state.json with metrics
+LINE_EVERY_S = 5.0  # shortest time between two printed lines of progress
 LINE = "{n}/{total}{unit} ({percentage:.0f}%){postfix} | {remaining} left"
 SHOWN = ("time/sps", "episode/return", "valid/sharpe", "valid/return")
 LOG_FORMAT = "%(asctime)s %(levelname)s rank {} %(name)s: %(message)s"
@@ -39,7 +39,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s rank {} %(name)s: %(message)s"
 
 
 class NullWriter:
-    """The writer for all ranks except the main one; it writes nothing."""
+    """The writer for all ranks except the main rank; it writes nothing."""
 
     def write(self, record: Mapping[str, Any], *, done: int) -> None:
         """Write the metrics of one iteration."""
@@ -58,7 +58,7 @@ class NullWriter:
 
 
 class MetricsWriter(NullWriter):
-    """Writes one record per iteration to all files and to the progress display."""
+    """Writes the metrics of each iteration to files, loggers and a progress display."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class MetricsWriter(NullWriter):
         """Open the files of a run; new lines are appended to metrics.jsonl.
 
         Args:
-            run: the run to write to; `write` fails after its directory is deleted or replaced.
-            total: value of `done` at the end of the run.
+            run: directory of the run. If it is deleted or replaced, `write` raises an error.
+            total: value of `done` (see `write`) at the end of the run.
             unit: unit of `done`, such as "episodes".
-            start: value of `done` at the start, above 0 in a resumed run.
+            start: value of `done` at the start; it is above 0 in a resumed run.
             purge_step: the first `global_step` that this writer will write. From this step on,
                 TensorBoard hides the values from earlier writers.
             loggers: names of loggers in addition to TensorBoard, see `loggers.LOGGERS`.
@@ -91,7 +91,7 @@ class MetricsWriter(NullWriter):
         self._loggers += [open_logger(name, run.path, config) for name in loggers]
         self._progress = _Progress(total, unit, start)
         self._run = run
-        self._state_s = -math.inf  # time when a record last updated state.json
+        self._state_s = -math.inf  # time when `write` last updated state.json
         self._unwritten: dict[str, Any] = {}  # changes not yet in state.json
 
     def write(self, record: Mapping[str, Any], *, done: int) -> None:
@@ -100,14 +100,14 @@ class MetricsWriter(NullWriter):
         Args:
             record: numbers by name. It must have "iteration" and "global_step", and may have
                 "ranks", a list with one mapping per rank. NaN and infinities become null.
-            done: progress so far, in the writer's unit.
+            done: progress so far, in the unit that was passed to the writer.
 
         Raises:
             UserError: the run directory was deleted or replaced.
         """
         plain = without_nan(record)
         if not self._run.is_in_place():
-            self._loggers.clear()  # if they stayed open, they would write to another folder
+            self._loggers.clear()  # `close` would make them write to another folder
             problem = "was deleted or replaced during training, so nothing more is saved there"
             raise UserError(f"{self._run.path} {problem}", exit_code=1)
         self._lines.append(json.dumps(plain, allow_nan=False) + "\n")
@@ -155,13 +155,13 @@ class MetricsWriter(NullWriter):
 
 
 class _Progress:
-    """Shows progress on stderr: a bar on a terminal, otherwise single lines."""
+    """Shows progress on stderr: as a bar on a terminal, otherwise as single lines."""
 
     def __init__(self, total: int, unit: str, start: int) -> None:
         self._figures: dict[str, str] = {}  # latest values of the metrics in SHOWN
         self._printed_s = -math.inf
         self._on_terminal = sys.stderr.isatty()
-        # Without a terminal, the bar only formats the text of a line.
+        # Without a terminal, the bar is not shown; it only formats the text of the lines.
         self._bar = tqdm(
             total=total,
             unit=f" {unit}",
@@ -198,12 +198,12 @@ class _LineFile:
         self._file = open(path, "ab", buffering=0, opener=plain_file)  # noqa: SIM115
 
     def append(self, lines: str = "") -> None:
-        """Append these and all waiting lines, or none of them."""
+        """Append the waiting lines and the new `lines`, or none of them."""
         self._waiting += lines.encode()
         end = self._file.seek(0, os.SEEK_END)
         left = self._waiting
         try:
-            while left:  # a full disk may accept some of the bytes; the next write then fails
+            while left:  # if the disk is almost full, it may accept only some bytes
                 left = left[self._file.write(left) :]
             self._waiting = b""
         except OSError as error:
@@ -214,7 +214,7 @@ class _LineFile:
 
     def flush(self) -> None:
         self.append()
-        with suppress(OSError):  # `append` already reports a full disk
+        with suppress(OSError):  # `append` has already reported a full disk
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -263,12 +263,12 @@ def setup_logging(run_dir: str | Path, rank: int) -> None:
     for handler in _handlers:
         root.addHandler(handler)
     logging.captureWarnings(True)
-    logging.raiseExceptions = False  # no traceback for each line that does not fit on the disk
+    logging.raiseExceptions = False  # on a full disk, print no traceback for every line
     threading.excepthook = _log_end_of_thread
 
 
 def _log_end_of_thread(args: threading.ExceptHookArgs) -> None:
-    """Log on one line that a thread failed, as TensorBoard's does on a full disk."""
+    """Log on one line that a thread failed; TensorBoard's thread does on a full disk."""
     if args.exc_value and args.thread:
         logger.warning("thread %s ended: %s", args.thread.name, one_line(args.exc_value))
 

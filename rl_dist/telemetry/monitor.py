@@ -22,8 +22,8 @@ GPU_FIELDS = (
     *("utilization_percent", "memory_allocated_gib", "memory_reserved_gib", "memory_peak_gib"),
     *("memory_free_gib", "temperature_c", "power_w"),
 )
-# The first two numbers in this file are nanoseconds: how long the main thread has run on a core,
-# and how long it has waited for a core.
+# The first two numbers in this file are the nanoseconds for which the main thread has run on a
+# core, and the nanoseconds for which it has waited for a core.
 SCHEDSTAT = Path("/proc/self/schedstat")
 Values = dict[str, float | None]
 Source = Callable[[], Values]
@@ -35,8 +35,8 @@ class Monitor:
     def __init__(self, sources: Sequence[Source], every_s: float) -> None:
         self._sources = sources
         self._every_s = every_s
-        self._samples: list[Values] = []  # samples since the last `take`, which replaces the list
-        self._names: Values = {}  # names of all values seen so far; only the keys matter
+        self._samples: list[Values] = []  # samples since the last `take`, which begins a new list
+        self._names: Values = {}  # the keys are the names of all values so far
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         if every_s:
@@ -45,8 +45,8 @@ class Monitor:
     def take(self) -> Values:
         """Return the mean of each value since the last call.
 
-        For names with "peak", return the maximum; for names with "free", the minimum. A value
-        without samples is None.
+        If the name contains "peak", return the maximum; if it contains "free", the minimum. A
+        value without samples is None.
         """
         samples, self._samples = self._samples, []
         merged: Values = {}
@@ -78,7 +78,7 @@ class Monitor:
 def sources_of(device: torch.device) -> list[Source]:
     """Return the sources to sample on a rank that uses this device."""
     process = psutil.Process()
-    process.cpu_percent()  # the next call measures from here
+    process.cpu_percent()  # the next call returns the usage since this call
     before_ns = [0, 0]
 
     def read_host() -> Values:

@@ -8,7 +8,8 @@
 
 Each process skips its first iteration, warms the tracer up in the second and traces the third.
 Every rank writes RUN_DIR/profile/rank_N.txt and a trace for TensorBoard, Chrome or Perfetto.
-Tracing slows short operators down; this does not affect the `time/` metrics of other iterations.
+Tracing slows short operators down, but only in the traced iteration: the `time/` metrics of other
+iterations are not affected.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from rl_dist.process_group.world import World
 
 logger = logging.getLogger(__name__)
 FOLDER = "profile"
-TRACED = 3  # the traced iteration, counted from the start of this process
-NUM_ROWS = 40  # longest sections and operators in the report; the trace has all
+TRACED = 3  # number of the traced iteration, counted from the start of this process
+NUM_ROWS = 40  # the report lists only this many of the longest sections and operators
 
 
 class NullProfiler:
-    """Replaces `Profiler` and measures nothing."""
+    """A replacement for `Profiler` that measures nothing."""
 
     def begin(self, *_: object) -> None:
         """Do nothing."""
@@ -45,7 +46,7 @@ class Profiler:
     def __init__(self, run_dir: Path, world: World) -> None:
         self._run_dir, self._world = run_dir, world
         self._number = 0  # counts the iterations of this process from 1
-        # keep the tracer from printing its start and stop on stderr
+        # prevent the tracer from printing on stderr that it starts and stops
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._trace = profile(
             schedule=schedule(wait=TRACED - 2, warmup=1, active=1, repeat=1),
@@ -64,7 +65,7 @@ class Profiler:
             listen(record_function)
 
     def end(self, say: Callable[[str], None]) -> None:
-        """End an iteration; after the traced one, pass the report to `say`."""
+        """End an iteration; if it was the traced one, pass the report to `say`."""
         if self._number != TRACED:
             return
         listen(None)

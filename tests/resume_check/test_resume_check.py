@@ -67,7 +67,7 @@ def test_the_tensor_or_the_metric_that_differs_is_named(proof, tmp_path, capsys)
     (run_dir / "metrics.jsonl").write_bytes((killed / "metrics.jsonl").read_bytes())
     assert not compare(straight, run_dir, 0.0) and compare(straight, run_dir, 1e-4)
     assert "different: policy/critic_head.weight: " in capsys.readouterr().out
-    assert differences({"a": 1}, {"a": 1, "b": [2]}) == ["b/0 exists in only one of the two"]
+    assert differences({"a": 1}, {"a": 1, "b": [2]}) == ["b/0 exists in only one run"]
 
 
 def test_the_budget_is_derived_from_the_sizes_and_a_bad_one_is_a_one_line_error(capsys):

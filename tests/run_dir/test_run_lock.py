@@ -30,7 +30,7 @@ def test_two_runs_cannot_start_in_one_directory_unless_the_first_was_removed(tmp
         RunDir(tmp_path).hold_new()
     with RunDir(tmp_path).hold_new() as run:
         run.write_config({})
-    with pytest.raises(UserError, match="holds a run already"):
+    with pytest.raises(UserError, match="already contains a run"):
         RunDir(tmp_path).hold_new()
     with RunDir(tmp_path).hold() as first:
         first.config_path.unlink()
