@@ -37,7 +37,7 @@ Record = dict[str, Any]
 
 
 def check_layout(run_dir: Path) -> None:
-    """Refuse a run directory with links or special files where training writes."""
+    """Refuse a run directory with links or special files in places to be written."""
     for pattern in (*FOLDERS, *FILES):
         for path in run_dir.glob(pattern):
             is_folder = path_to_write(run_dir, path.relative_to(run_dir)).is_dir()
@@ -200,7 +200,7 @@ def remove(path: Path) -> None:
 
 
 def is_first() -> bool:
-    """Return True if this process is rank 0 or not a rank: it may write and print."""
+    """Return True if this process may write and print: it is rank 0, or not a rank."""
     return os.environ.get("RANK", "0") == "0"
 
 

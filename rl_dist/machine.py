@@ -21,7 +21,7 @@ import torch
 from rl_dist.errors import one_line
 
 GIB = 2**30
-OUT_OF_MEMORY = (  # texts in the message of a RuntimeError, in lower case
+OUT_OF_MEMORY = (  # a RuntimeError with one of these texts (in lower case) means out of memory
     *("out of memory", "status_out_of_memory"),  # CUDA, NCCL
     *("not enough memory", "can't allocate memory"),  # torch's host memory allocator
     "cannot allocate memory",  # Linux's message, which any library may include
@@ -229,7 +229,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def free_memory_bytes(device: torch.device, sharers: int = 1) -> int:
     """Return how many more bytes this process can allocate.
 
-    On a GPU this includes memory that torch has reserved but no tensor uses.
+    On a GPU, this includes memory that torch has reserved but that no tensor uses.
 
     Args:
         sharers: number of processes that share the free memory of this machine. The limit on
@@ -246,7 +246,7 @@ def free_memory_bytes(device: torch.device, sharers: int = 1) -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak bytes used by this process; on a GPU, only by its tensors."""
+    """Return this process's peak memory in bytes; on a GPU, the peak of its tensors."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -30,7 +30,7 @@ from rl_dist.run_dir import RunDir
 # affect the result.
 SMALL = ("--bptt_steps=8", "--batch_size=8", "--validate_every=0", "--eval_episodes=2")
 TOLERANCE = 1e-4  # with another number of ranks, sums are rounded differently
-# Metrics that are not compared: those with one of these words between slashes in their names
+# A metric is not compared if its name, split at slashes, contains one of these words.
 MACHINE_FACTS = {"time", "host", "gpu", "cpu", "ram"}
 DESCRIPTION = (
     "Train 2K iterations twice, once without a break and once with a SIGKILL and a resume "
@@ -125,10 +125,10 @@ def train(
 
 
 def check(args: Namespace, folder: Path) -> bool:
-    """Train both runs and print the comparison; return True if they are equal."""
+    """Train both runs and compare them; return True if the runs are equal."""
     k = args.iterations
     straight, killed = RunDir(folder / "straight"), RunDir(folder / "killed")
-    print(f"straight: iterations 1..{2 * k} ...", flush=True)
+    print(f"uninterrupted: iterations 1..{2 * k} ...", flush=True)
     train([*args.flags, f"--run_dir={straight.path}"], args.num_gpus, folder)
     print(f"killed: iterations 1..{k}, a checkpoint, then SIGKILL ...", flush=True)
     saved = killed.checkpoints / f"iteration_{k:08d}.pt"
@@ -159,7 +159,7 @@ def compare(straight: Path, resumed: Path, tolerance: float) -> bool:
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
-    """Parse the options; `flags` in the result holds the flags of the training runs."""
+    """Parse the options; put all flags of the training runs into `flags`."""
     parser = CommandParser(
         prog="python -m rl_dist.resume_check",
         usage="%(prog)s [--iterations K] [--num_gpus N] [--resume_on M] [training flags]",

@@ -39,7 +39,7 @@ from rl_dist.files import (
 
 STATE_FILE = "state.json"
 CHECKPOINT_DIR = "checkpoints"
-PATIENCE_S = 25.0  # ranks may still be saving after their launcher was killed
+PATIENCE_S = 25.0  # wait this long: the ranks of a killed launcher may still be saving
 LONGEST_ERROR = 2000  # in characters
 WORKING = ("dry_run", "warm_up", "training", "validation", "saving", "evaluation")
 ENDED = ("done", "stopped", "failed")
@@ -97,7 +97,7 @@ class JobState(BaseModel):
     target: Count
     unit: Text  # "episodes" or "steps"
     checkpoint: SavedCheckpoint | None = None
-    gradient_bytes: Count = 0  # bytes that the ranks reduce in each gradient step
+    gradient_bytes: Count = 0  # size of the gradients that the ranks reduce in each step
     exit: RunExit | None = None
 
 
@@ -258,7 +258,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         return read_object(self.summary_path) if self.summary_path.exists() else {}
 
     def write_summary(self, content: Mapping[str, Any]) -> None:
-        """Write summary.json. Write it last: its presence marks a finished run."""
+        """Write summary.json; call this last, because the file marks a finished run."""
         write_whole(self.summary_path, json.dumps(content, indent=2) + "\n")
 
     # ---- metrics.jsonl

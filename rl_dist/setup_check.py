@@ -46,7 +46,7 @@ NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report."""
+    """The result of one check, which is one line of the report."""
 
     name: str
     verdict: str  # OK, WARNING or PROBLEM
@@ -225,7 +225,7 @@ def check_run(
 
     # speed: estimate the duration of the training run only if the speed is steady
     rates, (length, unit) = round_rates(records), budget
-    steps_per_s = median(record["time/sps"] for record in records)  # sum over all ranks
+    steps_per_s = median(record["time/sps"] for record in records)  # summed over all ranks
     total_steps = length * (1.0 if unit == "steps" else steps_per_episode(records))
     total_s = None  # duration of the training run, without start-up and evaluations
     if problem := unsteady(rates):

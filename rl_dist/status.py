@@ -99,7 +99,7 @@ def _state_of(run: RunDir, job: JobState) -> tuple[str, str]:
     if job.phase in ENDED:
         return job.phase, (job.exit and job.exit.error) or "--resume continues it"
     if job.phase == "restarting" and job.exit:
-        return "stopped", "torchrun ended its ranks and did not restart them; --resume continues it"
+        return "stopped", "torchrun ended all ranks and restarted none; --resume continues the run"
     fix = "--resume continues from its checkpoint" if job.checkpoint else "it has no checkpoint"
     why = "without recording why: it was killed, or the machine went down"
     return "dead", f"it ended during {job.phase} {why}; {fix}"

@@ -46,7 +46,7 @@ FIT = "rl_dist.supervised.fit"
 MEASURED = "measured"  # entry with the name and value of the metric that selects best.pt
 LARGEST_COUNT = 10**15
 _PLAIN_TYPES = (str, int, float, bool, type(None))
-# entry that only one program writes -> that program
+# entry of a checkpoint -> the only program that writes this entry
 _MARKS = {"carry": RUN, "global_step": RUN, "module": FIT, "best_epoch": FIT}
 _TENSORS = ("policy", "carry", "normalizers")  # entries that contain only tensors
 _COUNTS = ("iteration", "global_step", "episodes", "num_obs", "num_actions", "bad_in_a_row")
@@ -143,7 +143,7 @@ def seal(archive: bytes) -> bytes:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file completely or not at all; create its folder.
+    """Write a file completely or not at all; create its folder if needed.
 
     Raises:
         CheckpointError: the file cannot be written; the message gives its path and the reason.
@@ -376,7 +376,7 @@ class Best:
         value: Any = all_gather_json(metrics[name], self.world)[0] if name else None
         # the metric is None if, for example, no episode has ended
         is_known = value is not None and math.isfinite(value)
-        self.measured = {name: float(value)} if is_known else {}  # {} if unknown
+        self.measured = {name: float(value)} if is_known else {}  # in this iteration
         self.improved = is_known and value > self.value
         return self.improved
 

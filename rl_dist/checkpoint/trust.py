@@ -33,7 +33,7 @@ def import_from_here(*values: str) -> None:
 
 
 def import_own(field: str, value: str) -> Any:
-    """Import the class or function with the address `module:name`.
+    """Import the class or function that is given as `module:name`.
 
     Raises:
         UserError: the module does not exist, raises an error during import, or does not contain
@@ -82,7 +82,7 @@ def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: st
         why = f"is in the run directory {run_dir}, from which no code is run"
         raise UserError(f"{field} {value} {why}: move it elsewhere")
     if value != given and not _is_own(run_dir / "config.json", section, saved):
-        why = f"{run_dir} has no config.json with this {field} that only you can write"
+        why = f"{run_dir} has no config.json that sets this {field} and that only you can write"
         flag = f"--{field} {shlex.quote(value)}"
         fix = f"if you trust the module {module}, add {flag}, or in Python {field}={value!r}"
         raise UserError(f"{field} {value} would run code, but {why}: {fix}")

@@ -98,7 +98,7 @@ def _last_arrival_s(num_bytes: int, world: World) -> float:
     """
     module = nn.Linear(max(1, num_bytes // 4), 1, bias=False, device=world.device)
     wrapped = Strategy(StrategyConfig(mode="ddp"), world).wrap(module)
-    # If the loss is the sum of its outputs, the gradient of a linear layer's weights is its input.
+    # The loss is the sum of the outputs, so the gradient of the layer's weights equals its input.
     gradient = torch.full_like(module.weight, world.rank + 1.0)
     matrix = torch.full((256, 256), 0.01, device=world.device)
     waits_s = []

@@ -118,7 +118,7 @@ class Child(AbstractContextManager["Child"]):
     def error(self) -> ChildError | UserError:
         """Return the error that the child reported, or the last lines of its stderr.
 
-        Return a UserError if the child rejected its arguments, otherwise a ChildError.
+        It is a UserError if the child rejected its arguments, otherwise a ChildError.
         """
         facts, code = self.facts(), self.job.returncode
         error = facts.get("error", "")

@@ -71,7 +71,7 @@ from rl_dist.telemetry import events
 logger = logging.getLogger(__name__)  # only for log files, because `launch` itself prints errors
 logger.addHandler(logging.NullHandler())
 
-AGENT_PATIENCE_S = 10.0  # longest wait for a signal of torchrun, which checks ranks every 0.1 s
+AGENT_PATIENCE_S = 10.0  # longest wait for a signal from torchrun, which checks ranks every 0.1 s
 POLL_S = 0.05
 DEATH_GRACE_S = 5.0  # after a rank has failed, other ranks have this time to report errors
 # lengths in characters; both texts together must fit into a `ReportPage`
@@ -228,9 +228,9 @@ class LocalJob:
     def _outcome(self) -> RankReport:
         """Return one report for the whole job.
 
-        A rank that reports itself as the cause of a failure is the cause. If there is none, the
-        cause is a rank that died without a report: the other ranks failed only because they lost
-        their connection to it.
+        If a rank reports itself as the cause of the failure, return its report. Otherwise the cause
+        is a rank that died without a report: the other ranks failed only because they lost their
+        connection to this rank.
         """
         signum = self._stop_signal()
         if self.stop.insists:
@@ -341,7 +341,7 @@ def launch(
         finally:
             job.stop.uninstall()
     _print_end(report)
-    may_restart = may_start_again(report.exit_code - 128)  # torchrun may do this
+    may_restart = may_start_again(report.exit_code - 128)  # torchrun may restart it
     if run_dir is not None and is_first():
         pid, code = launcher_pid(), report.exit_code
         RunDir(run_dir).record_exit(pid, code, report.summary, may_restart=may_restart)

@@ -60,7 +60,7 @@ def supervise() -> None:
     die_with_parent(supervisor, signal.SIGKILL)  # killing the supervisor also kills the training
     sys.excepthook = _quiet_interrupt
     report_to(page)
-    atexit.register(report, ended_in_order=True)  # only then, the parent trusts the exit code
+    atexit.register(report, ended_in_order=True)  # only then does the parent trust the exit code
 
 
 def imports_done() -> None:

@@ -133,7 +133,7 @@ def part_of_this_start(store: dist.Store, rank: int, size: int, deadline_s: floa
     TORCHELASTIC_RESTART_COUNT. Therefore the ranks of a start agree on a random name:
 
     1. Every rank writes a random greeting to the store.
-    2. Rank 0 answers every other rank with two greetings: that of rank 0 and that of the rank.
+    2. Rank 0 answers every other rank with two greetings: its own, and the one from that rank.
     3. A rank that finds its own greeting in the answer knows that rank 0 is alive. It confirms the
        greeting of rank 0, which becomes the name of the part.
     """

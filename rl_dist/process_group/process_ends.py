@@ -184,7 +184,7 @@ def flush_and_leave(code: int) -> NoReturn:
 
 
 def stopped_in_evaluation(signum: int, run_dir: Path | None) -> str:
-    """Return a message that a signal stopped the evaluation, and how to resume."""
+    """Return a message: a signal has stopped the evaluation, and how to resume it."""
     message = f"stopped by {signal.Signals(signum).name}"
     if run_dir is None:
         return message

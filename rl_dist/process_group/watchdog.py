@@ -90,8 +90,8 @@ class Verdicts:
     # number of calls of `look` since this rank's status last changed; there are no calls while the
     # process is suspended
     _looks: int = 0
-    # (other rank, its status) -> time when `look` first read this status; cleared when the status
-    # of this rank changes
+    # (rank, its status) -> time when `look` first read this status; cleared when this process
+    # changes its own status
     _seen: dict[tuple[int, bytes], float] = field(default_factory=dict)
 
     @property
@@ -129,7 +129,7 @@ class Verdicts:
         waited_s = now_s - self._since_s
         waited = f"waited {waited_s:.0f} s {own.where}"
         if now_s - self._heard_s >= limit_s:
-            return f"{waited}, and the store does not answer: its machine may be lost"
+            return f"{waited}, and the store does not answer: the machine that hosts it may be lost"
         missing = {rank: "never came" for rank in range(self.size) if rank != self.rank}
         # a rank whose status has changed since this time is slow, but makes progress
         progress_s = now_s - limit_s + 2 * self.period_s

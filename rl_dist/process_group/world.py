@@ -43,7 +43,7 @@ _mesh_numbers = itertools.count()
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 stop_flag = StopFlag()  # one per process, because signal handlers belong to the process
-_left_groups: deque[Any] = deque(maxlen=8)  # see `destroy_group`
+_left_groups: deque[Any] = deque(maxlen=8)  # groups to free later, see `destroy_group`
 atexit.register(_left_groups.clear)
 
 
@@ -86,7 +86,7 @@ class World:
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        """Record progress; other ranks do not wait long for a rank without progress."""
+        """Record that this rank makes progress, so that other ranks wait for it."""
         self.doing.progress += 1
 
     @contextmanager
@@ -178,7 +178,7 @@ class World:
         data = torch.cat([torch.tensor([raw.numel()]).view(torch.uint8), raw])
 
         def gather(begin: int, end: int) -> Tensor:
-            """Return bytes begin..end of all W ranks, padded with zeros: [W, end - begin]."""
+            """Return bytes begin..end from each of W ranks, zero-padded: [W, end - begin]."""
             chunk = data[begin:end]
             chunk = nn.functional.pad(chunk, (0, end - begin - len(chunk))).to(self.device)
             gathered = [torch.empty_like(chunk) for _ in range(self.size)]
@@ -276,7 +276,9 @@ def open_world(
     )
     world.doing.place = ""
     if JOB_DIR_VARIABLE in os.environ:
-        leave_with_parent(os.getppid())  # so far, the launcher's death would have killed it
+        # Until now, this rank would have received SIGKILL after the death of its launcher. From now
+        # on, it would receive SIGTERM and could save.
+        leave_with_parent(os.getppid())
     return world
 
 

@@ -139,7 +139,7 @@ def _rows(
     # computing time on the card, divided by the time on one CPU thread or GPU of this machine
     ratio = _fp32_tflops(device) / card.fp32_tflops if card else 1.0
     for share in job.shares:
-        # an update takes this many times longer on the card than here
+        # an update takes this many times as long on the card as on this machine
         update = share.processors * ratio if card else 1.0
         work = share.work.scaled(1.0, update)
         if options.sps and not baseline:

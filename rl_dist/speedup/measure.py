@@ -29,8 +29,8 @@ from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup.model import Link, Network, RankCost, fit_link, rank_cost
 
 logger = logging.getLogger(__name__)
-# Sizes of the timed reductions, as multiples of the gradient's size. Two sizes are needed to tell
-# latency from bandwidth.
+# Sizes of the timed reductions, as multiples of the gradient's size. Two sizes are needed to
+# separate latency from bandwidth.
 FIT_FACTORS = (1 / 64, 4)
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist, fmean, harmonic_mean, median, stdev
 from typing import Any
 
-SMALL_COLLECTIVES = 3  # collectives per iteration that do not reduce gradients
+SMALL_COLLECTIVES = 3  # number of collectives per iteration that do not reduce gradients
 WARM_UP = 2  # number of iterations at the start that an audit skips
 
 
@@ -132,7 +132,7 @@ def fit_link(ranks: int, measured_s: Mapping[int, float]) -> Link:
     small, large = min(measured_s), max(measured_s)
     # measurement noise can make the slope or the latency negative
     byte_s = max(1e-15, (measured_s[large] - measured_s[small]) / (large - small))
-    # latency of the tree algorithm, see `all_reduce_s`
+    # assume that the small all-reduce used the tree algorithm, see `all_reduce_s`
     latency_s = max(0.0, measured_s[small] - small * byte_s)
     hop_s = latency_s / (2 * math.ceil(math.log2(ranks)))
     return Link(hop_s=hop_s, bytes_per_s=2.0 * (ranks - 1) / ranks / byte_s)
@@ -242,7 +242,10 @@ def expected_maximum(count: int) -> float:
 
 
 def bottleneck(baseline: Prediction, many: Prediction) -> str:
-    """Name the part in which `many` loses most time, and the loss in percent."""
+    """Name the part of an iteration in which `many` loses most time, and the loss.
+
+    The loss is the extra time compared with `baseline`, in percent of an iteration of `many`.
+    """
     # environment steps of one rank, as a fraction of the steps of the baseline
     share = many.env_steps / many.ranks / baseline.env_steps
     lost_s = {name: many.parts_s[name] - baseline.parts_s[name] * share for name in many.parts_s}
@@ -254,11 +257,12 @@ def bottleneck(baseline: Prediction, many: Prediction) -> str:
 
 
 def audit(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Compare measured steps/s with the model; None if 1 rank or too few iterations.
+    """Compare measured steps/s with the steps/s that the model predicts.
 
-    The prediction uses measurements of the same run: the times of its ranks, their variation, and
-    the duration of a reduction after all ranks have arrived. The difference between predicted and
-    measured steps/s is the error of the model.
+    The prediction uses measurements of the same run: the times of its ranks, the variation of these
+    times, and the duration of a reduction after all ranks have arrived. The difference between
+    predicted and measured steps/s is the error of the model. Return None if the run has only 1 rank
+    or too few iterations.
     """
     # Records that another program wrote may lack some values.
     with suppress(LookupError, TypeError, ValueError, ArithmeticError):

@@ -51,7 +51,10 @@ class OrderedDDP(TorchDDP):
         self.reducer._rebuild_buckets()
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        """Return the parameters in reverse order, in which gradients become ready."""
+        """Return the parameters in the order in which their gradients become ready.
+
+        This is the reverse of their order in the module.
+        """
         parameters, sparse = super()._build_params_for_reducer()
         # With find_unused_parameters, torch keeps its first buckets and reverses them itself.
         step = 1 if self.find_unused_parameters else -1

@@ -2,9 +2,9 @@
 
 FSDP runs collectives in every forward call of one of its units, so all ranks must make the same
 calls. Ranks with different episodes call the parts of a policy different numbers of times.
-Therefore, the whole module is a single unit. Between steps, every rank holds the whole parameters,
-so acting, evaluating and hashing can use the unwrapped module, as in other modes. Gradients and
-optimizer state are always sharded.
+Therefore, the whole module is a single unit. Between steps, every rank holds all parameters in
+full, so acting, evaluating and hashing can use the unwrapped module, as in other modes. Gradients
+and optimizer state are always sharded.
 
 Source: Zhao et al., "PyTorch FSDP", https://arxiv.org/abs/2304.11277 (hybrid sharding).
 """
@@ -115,8 +115,8 @@ class Shards:
 class _AnnouncedReduceScatter:
     """Reduces and scatters gradients for FSDP.
 
-    Each call first reports to the world that this rank's gradients are ready. From then on, the
-    time counts as waiting for other ranks.
+    Each call first reports to the world that this rank's gradients are ready. The time after this
+    report counts as waiting for other ranks.
     """
 
     def __init__(self, world: World) -> None:

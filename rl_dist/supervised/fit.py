@@ -76,7 +76,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass
 class Pass:
-    """Computes the loss of each batch in one pass over the data, and final means."""
+    """Computes batch losses in one pass over the data, and means over the pass."""
 
     module: nn.Module
     criterion: Criterion
@@ -179,7 +179,7 @@ class Fitting:
                     loss = training.loss(num_samples, inputs, targets)
                     self.strategy.backward(loss / len(parts))
             _, stepped = self.strategy.step(self.optimizer, self.config.max_grad_norm)
-            if not self.strategy.overflowed:  # the loss scale may only be too large
+            if not self.strategy.overflowed:  # maybe only the loss scale is too large
                 self.bad_in_a_row = 0 if stepped else self.bad_in_a_row + 1
             if self.bad_in_a_row > self.config.max_bad_steps:
                 raise UserError(
@@ -300,8 +300,7 @@ def fit(
         loader: training data; its batch_size is the total over all ranks.
         criterion: returns the mean loss over the samples of a batch.
         validation: held-out data that decides which epoch is best and when to stop (`patience`).
-        scheduler: learning-rate scheduler to step after every epoch. For ReduceLROnPlateau, the
-            step uses the validation loss.
+        scheduler: stepped after every epoch; ReduceLROnPlateau also receives the validation loss.
         resume: continue from the newest checkpoint in `run_dir`, if there is one.
         extra: plain values to store in checkpoints; they must not change when a run is resumed.
     """

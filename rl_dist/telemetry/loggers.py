@@ -27,7 +27,7 @@ Finish = Callable[[], object]
 
 
 class GuardedLogger:
-    """A logger that, after an error, prints a warning and does nothing more."""
+    """A logger that, after its first error, logs a warning and then does nothing."""
 
     def __init__(
         self, name: str, write: Write, finish: Finish, flush: Finish = lambda: None

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 tqdm.set_lock(threading.RLock())
 tqdm.monitor_interval = 0  # no monitor thread, because every iteration refreshes the bar
 
-STATE_EVERY_S = 1.0  # shortest time between two updates of state.json with metrics
+STATE_EVERY_S = 1.0  # shortest time between two updates of state.json by `write`
 LINE_EVERY_S = 5.0  # shortest time between two printed lines of progress
 LINE = "{n}/{total}{unit} ({percentage:.0f}%){postfix} | {remaining} left"
 SHOWN = ("time/sps", "episode/return", "valid/sharpe", "valid/return")
@@ -139,7 +139,7 @@ class MetricsWriter(NullWriter):
         print(text, flush=True)
 
     def flush(self) -> None:
-        """Flush everything written so far to disk; call this before a checkpoint."""
+        """Flush everything written so far to disk; call this before saving a checkpoint."""
         self._lines.flush()
         for metrics_logger in self._loggers:
             metrics_logger.flush()
@@ -268,7 +268,7 @@ def setup_logging(run_dir: str | Path, rank: int) -> None:
 
 
 def _log_end_of_thread(args: threading.ExceptHookArgs) -> None:
-    """Log on one line that a thread failed; TensorBoard's thread does on a full disk."""
+    """Log on one line that a thread failed, such as TensorBoard's on a full disk."""
     if args.exc_value and args.thread:
         logger.warning("thread %s ended: %s", args.thread.name, one_line(args.exc_value))
 
