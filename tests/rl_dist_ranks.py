@@ -101,7 +101,7 @@ def check_errors(world):
     ):
         with pytest.raises(UserError, match=says):
             call(values, world)
-    # As with NCCL, ranks now do not compare their calls.
+    # From here on, as with NCCL, ranks do not compare their calls.
     world.backend = "without announcements"
     with pytest.raises(UserError, match="other names"):
         all_reduce_sum(name, world)

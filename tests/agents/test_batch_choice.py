@@ -81,7 +81,7 @@ def test_auto_trains_like_the_value_it_chooses_and_a_resume_keeps_that_value(
     assert differences(result_of(tmp_path / "named"), result_of(run_dir)) == []
     if flag == "precision":
         assert read_object(run_dir / "state.json")["precision"] == value
-    # Not for env_workers: a resume may change it, so auto would measure again.
+    # Do not repeat --env_workers auto: a resume may change this flag and would measure again.
     again = [] if flag == "env_workers" else [f"--{flag}", "auto"]
     capsys.readouterr()
     assert train_here(monkeypatch, "--resume", run_dir, *again, "--total_steps", "1024") == 0

@@ -28,7 +28,7 @@ def test_two_stages_train_like_two_replicas(ranks, label):
     check_curve(ranks, label)
 
 
-@pytest.mark.slow  # launches more ranks
+@pytest.mark.slow  # slow because it launches new ranks
 @pytest.mark.parametrize(("num_ranks", "labels"), [(2, REST), (4, BRIEFLY)])
 def test_pairs_of_stages_train_like_replicas_in_all_other_cases(num_ranks, labels, tmp_path):
     assert launch(exercise, (str(tmp_path), labels), num_ranks) == 0

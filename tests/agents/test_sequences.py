@@ -38,7 +38,7 @@ def run_packed(*given):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_sequence_equals_its_single_steps_for_any_pattern_of_resets(shape):
-    """Compare outputs, last state, and gradients, which end at episode starts."""
+    """Compare outputs, last state and gradients, which must not pass episode starts."""
     policy = make_policy(FORMS["clstm"], SEVERAL)
     inputs = [tensor.requires_grad_() for tensor in make_inputs(policy, *shape)[:2]]
     for name, starts in patterns(*shape).items():

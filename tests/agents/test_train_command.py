@@ -228,7 +228,7 @@ def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, monkeypatch):
 
 
 REFUSED = [  # (flags, [parts of the error line: the field, the value or the fix])
-    ("--interactive", ["--interactive"]),  # needs a terminal, but tests have none
+    ("--interactive", ["--interactive"]),  # refused, because tests have no terminal
     ("--num_steps 33", ["num_steps 33", "bptt_steps"]),
     ("--num_gpus 3 --device cpu", ["batch_size", "3 rank(s)", "--batch_size"]),
     ("--env Nope-v9", ["Nope-v9"]),

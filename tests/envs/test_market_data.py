@@ -118,7 +118,7 @@ WEEKENDS = {
         ({"train_end": C}, [(0, 199), (200, 214), (215, 239)]),
         ({"train_end": A, "valid_start": C, "test_start": D}, [(0, 100), (199, 219), (220, 239)]),
         ({"train_end": A, "test_start": str(DATES[102])}, [(0, 100), None, (102, 239)]),
-        (WEEKENDS, [(23, 107), (113, 142), (153, 217)]),  # dates on weekends shorten a span
+        (WEEKENDS, [(23, 107), (113, 142), (153, 217)]),  # a date on a weekend shortens its span
     ],
 )
 def test_given_dates_are_kept_and_the_others_are_filled_in_without_gaps(given, expected):
