@@ -1,4 +1,4 @@
-"""Check whether this machine can train with given flags; estimate the duration.
+"""Check if this machine can train with given flags; estimate the training time.
 
 Run it as `python check_gpu_setup.py [flags of train_distributed.py]`.
 """

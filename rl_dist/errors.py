@@ -97,7 +97,7 @@ def message_and_code(error: ValueError | OSError) -> tuple[str, int]:
         message = f"{error.object!r} is not UTF-8 text: use another name"
     if isinstance(error, OSError):
         exit_code = 1
-        if error.filename and error.errno not in FULL_DISK:  # another path could avoid the error
+        if error.filename and error.errno not in FULL_DISK:  # another path may avoid the error
             message = f"{error.filename}: {error.strerror}; check the path, or use another one"
             exit_code = 2
     return printable(" ".join(message.split())), exit_code
@@ -152,7 +152,7 @@ def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
 
 
 def report_to_caller(**facts: str) -> None:
-    """Pass facts, such as run_dir or error, to the parent process or the caller."""
+    """Pass facts, such as `run_dir` or `error`, to the parent process or the caller."""
     reported.update(facts)
     if path := os.environ.get(RESULT_FILE):
         with suppress(OSError, ValueError):
@@ -208,7 +208,7 @@ def _mark(name: str, *, every_start: bool = False) -> Path | None:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser that prints errors as one line and exits with code 2."""
+    """An argument parser that prints errors on one line and exits with code 2."""
 
     def __init__(self, **options: Any) -> None:
         as_written = argparse.RawDescriptionHelpFormatter

@@ -37,12 +37,12 @@ Record = dict[str, Any]
 
 
 def check_layout(run_dir: Path) -> None:
-    """Refuse a run directory with links or special files in places to be written."""
+    """Refuse a run directory if training would write to a link or a special file."""
     for pattern in (*FOLDERS, *FILES):
         for path in run_dir.glob(pattern):
             is_folder = path_to_write(run_dir, path.relative_to(run_dir)).is_dir()
             if is_folder != (pattern in FOLDERS):
-                raise UserError(f"{path} is a folder instead of a file, or vice versa: move it")
+                raise UserError(f"{path} is a file instead of a folder, or the reverse: move it")
 
 
 def path_to_write(run_dir: str | Path, name: str | Path) -> Path:

@@ -82,7 +82,7 @@ def fields_of(section: Any) -> dict[str, FieldInfo]:
 
 
 def changed(sections: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of the sections, with the field values that `values` contains."""
+    """Return copies of the sections with the new field values in `values`."""
     return {
         heading: dataclasses.replace(
             section, **{name: values[name] for name in values.keys() & vars(section).keys()}
@@ -150,7 +150,7 @@ def parse_flags(
                 options = {"nargs": "?", "const": "true"}
             group.add_argument(
                 f"--{name}",
-                default=argparse.SUPPRESS,  # only given flags have a value, as text
+                default=argparse.SUPPRESS,  # a flag that is not given has no value
                 help=text if shows_all or name in main else argparse.SUPPRESS,
                 metavar="X",
                 **options,

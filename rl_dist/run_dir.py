@@ -204,7 +204,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         try:
             with open(self.config_path, "rb", opener=plain_file) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return False  # closing the file releases the lock; a starting run retries
+                return False  # closing the file releases this shared lock; a starting run retries
         except BlockingIOError:
             return True
         except OSError:

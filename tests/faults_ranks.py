@@ -124,7 +124,7 @@ def drift(world, folder, iteration, **options):
     job = make_job(JOB, folder, iterations=6, **options)
     training, _, error = run(job, world, update=update)
     assert training.iteration == iteration
-    assert "rank 1 in " in error and all(name in error for name in DRIFTED), error
+    assert "rank 1 differs in " in error and all(name in error for name in DRIFTED), error
     assert not (folder / "checkpoints").exists()
 
 

@@ -96,8 +96,8 @@ def check_errors(world):
     for call, values, says in (
         (all_reduce_sum, name, "rank 0 in 'sum of name 0' .*; rank 1 in 'sum of name 1' "),
         (gather_dicts, wrong, "rank 1 gathers"),
-        (check_in_sync, module, r"rank 1 in 0.weight, 0.bias, 2.weight; "),
-        (check_in_sync, more, "rank 1 in y; "),
+        (check_in_sync, module, r"rank 1 differs in 0.weight, 0.bias, 2.weight; "),
+        (check_in_sync, more, "rank 1 differs in y; "),
     ):
         with pytest.raises(UserError, match=says):
             call(values, world)

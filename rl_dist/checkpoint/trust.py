@@ -59,8 +59,8 @@ def module_files(names: Sequence[str]) -> dict[str, list[Path]]:
 def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: str | None) -> None:
     """Refuse an untrusted `module:name` of a run before it is imported.
 
-    This also removes the run directory from sys.path, so that nothing is imported from it later,
-    even if it is the current directory.
+    This function also removes the run directory from sys.path, so that nothing is imported from it
+    later, even if it is the current directory.
 
     Args:
         section: section of config.json that holds these values.

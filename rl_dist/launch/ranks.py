@@ -203,7 +203,7 @@ class LocalJob:
             time.sleep(POLL_S)
             ended = {rank for rank, p in enumerate(self.processes) if p.exitcode is not None}
             reports = self._reports()
-            # normally a rank reports before it ends
+            # normally, a rank sends its report before it ends
             self.silent = self.silent or sorted(ended - reports.keys())
             if len(ended) == self.num_ranks:
                 return

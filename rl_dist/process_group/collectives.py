@@ -149,7 +149,7 @@ def check_in_sync(tensors: Mapping[str, Tensor], world: World) -> None:
     for rank, local in enumerate(hashes):
         names = [name for name in usual | local if local.get(name) != usual.get(name)]
         if names:
-            differences.append(f"rank {rank} in {', '.join(names[:3])}")
+            differences.append(f"rank {rank} differs in {', '.join(names[:3])}")
     message = f"the ranks drifted apart: {'; '.join(differences)}; this state is not saved"
     raise UserError(message, exit_code=1)
 

@@ -193,7 +193,7 @@ class World:
         return [row[LENGTH_BYTES:end] for row, end in zip(rows, ends, strict=True)]
 
 
-_leaving = ExitStack()  # undoes what `open_world` did
+_leaving = ExitStack()  # calls that undo what `open_world` did
 
 
 def threads_per_rank(local_ranks: int) -> int:
@@ -258,7 +258,7 @@ def open_world(
         _leaving.callback(world.watchdog.close)
     # Without LOCAL_WORLD_SIZE (as under srun and mpirun), ranks may be on several machines.
     if size == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(size):
-        # Let ranks talk over loopback only, unless the user has chosen an interface.
+        # Let the ranks communicate over loopback, unless the user has chosen another interface.
         for variable in {*INTERFACES} - os.environ.keys():
             os.environ[variable] = "lo"
             # Undo this at the end, because a later child process may have to reach other machines.

@@ -70,7 +70,7 @@ def measure_job(
     """Time a job on one rank, then reductions, then copies of one rank's share.
 
     The copies train at the same time, at most one per core or GPU. A number of ranks that does not
-    divide the job's sizes is skipped and reported in the notes.
+    divide num_envs and batch_size is skipped and reported in the notes.
 
     Args:
         gpus: numbers of ranks to measure, in addition to 1.
@@ -107,7 +107,7 @@ def measure_job(
     for scaling, ranks in itertools.product(scalings, numbers):
         divisor = ranks if scaling == "strong" else 1
         if any(size % divisor for size in sizes.values()):
-            notes.append(f"{sizes} do not divide over {ranks} ranks: use --scaling weak")
+            notes.append(f"{sizes} are not divisible by {ranks} ranks: use --scaling weak")
             continue
         threads = min(threads_per_rank(min(ranks, ranks_here)), most_threads)
         copies = min(ranks, most_copies)

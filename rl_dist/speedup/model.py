@@ -20,7 +20,7 @@ from statistics import NormalDist, fmean, harmonic_mean, median, stdev
 from typing import Any
 
 SMALL_COLLECTIVES = 3  # number of collectives per iteration that do not reduce gradients
-WARM_UP = 2  # number of iterations at the start that an audit skips
+WARM_UP = 2  # number of iterations that an audit skips at the start of a run
 
 
 # ---- the work of one rank
@@ -130,7 +130,7 @@ def fit_link(ranks: int, measured_s: Mapping[int, float]) -> Link:
         measured_s: seconds of an all-reduce for each number of bytes.
     """
     small, large = min(measured_s), max(measured_s)
-    # measurement noise can make the slope or the latency negative
+    # limit slope and latency, because measurement noise can make them negative
     byte_s = max(1e-15, (measured_s[large] - measured_s[small]) / (large - small))
     # assume that the small all-reduce used the tree algorithm, see `all_reduce_s`
     latency_s = max(0.0, measured_s[small] - small * byte_s)
@@ -204,7 +204,7 @@ class Prediction:
 
     ranks: int
     env_steps: int  # environment steps of all ranks together
-    parts_s: dict[str, float]  # name of each part of the iteration -> its duration
+    parts_s: dict[str, float]  # name of each part of the iteration -> seconds
 
     @property
     def iteration_s(self) -> float:

@@ -25,11 +25,11 @@ from rl_dist.process_group.world import CollectiveError, World
 
 STEPS = 8  # number of timed steps for each candidate
 USABLE_SHARE = 0.9  # fraction of the memory that a batch may use
-# Choose the first setting that takes at most this many times the shortest time: later settings need
-# more memory or cores, or are less precise.
+# Choose the first setting whose time is at most TOLERANCE times the shortest time: later settings
+# need more memory or cores, or are less precise.
 TOLERANCE = 1.1
-PATIENCE = 2  # stop when this many sizes in a row are not faster
-LONGEST_STEP_S = 10.0  # once a step takes longer, try no larger size
+PATIENCE = 2  # stop after this many larger sizes without a gain in speed
+LONGEST_STEP_S = 10.0  # if a step takes longer than this, try no larger sizes
 logger = logging.getLogger(__name__)
 
 
@@ -166,8 +166,9 @@ def fastest_batch_size(
 
     This function doubles the size until a batch would leave less than a tenth of the memory free,
     or until larger batches are no faster. With a `world`, every rank must call this function, and
-    all ranks get the same result, which suits the slowest rank and the rank with the least memory.
-    `try_step` changes the model, so let it use a copy that is not wrapped for distributed training.
+    all ranks get the same result: the time of the slowest rank counts, and a batch must fit into
+    the memory of every rank. `try_step` changes the model, so let it use a copy that is not wrapped
+    for distributed training.
 
     Args:
         try_step: takes one training step with the given number of samples, without collective

@@ -56,7 +56,7 @@ class OrderedDDP(TorchDDP):
         This is the reverse of their order in the module.
         """
         parameters, sparse = super()._build_params_for_reducer()
-        # With find_unused_parameters, torch keeps its first buckets and reverses them itself.
+        # With find_unused_parameters, torch keeps its initial buckets, and reverses them itself.
         step = 1 if self.find_unused_parameters else -1
         return parameters[::step], sparse[::step]
 

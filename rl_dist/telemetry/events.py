@@ -69,7 +69,7 @@ def notify(kind: str, message: str = "", **facts: Any) -> None:
         with suppress(BrokenPipeError), stdin:  # the command may end without reading stdin
             stdin.write(json.dumps(event, default=str) + "\n")
     except Exception as error:  # a failing command must not stop the run
-        logger.warning("on_event: the command for %s could not be started: %s", kind, error)
+        logger.warning("on_event: the command for event %s could not be started: %s", kind, error)
 
 
 def close(wait_s: float = LIMIT_S) -> None:
@@ -90,4 +90,4 @@ def close(wait_s: float = LIMIT_S) -> None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         if problem:
-            logger.warning("on_event: the command for %s %s", kind, problem)
+            logger.warning("on_event: the command for event %s %s", kind, problem)

@@ -26,7 +26,7 @@ from rl_dist.telemetry.loggers import open_logger, open_tensorboard
 logger = logging.getLogger(__name__)
 # tqdm's default lock uses a semaphore. A failing rank would leak it and print a warning.
 tqdm.set_lock(threading.RLock())
-tqdm.monitor_interval = 0  # no monitor thread, because every iteration refreshes the bar
+tqdm.monitor_interval = 0  # disable tqdm's monitor thread: every iteration refreshes the bar
 
 STATE_EVERY_S = 1.0  # shortest time between two updates of state.json by `write`
 LINE_EVERY_S = 5.0  # shortest time between two printed lines of progress
@@ -128,7 +128,7 @@ class MetricsWriter(NullWriter):
     def update_state(self, **changes: Any) -> None:
         """Write changes to state.json immediately.
 
-        The next record also updates the file, without waiting for STATE_EVERY_S.
+        The next call of `write` also updates the file, without waiting for STATE_EVERY_S seconds.
         """
         self._run.update_state(**self._unwritten | changes)
         self._unwritten = {}
@@ -244,7 +244,7 @@ class _Console(logging.Handler):
 def setup_logging(run_dir: str | Path, rank: int) -> None:
     """Log INFO and above to logs/rank_N.log; rank 0 also prints warnings.
 
-    This removes the handlers of an earlier call.
+    The handlers of an earlier call are removed.
     """
     close_logging()
     name = f"logs/rank_{rank}.log"
@@ -263,7 +263,7 @@ def setup_logging(run_dir: str | Path, rank: int) -> None:
     for handler in _handlers:
         root.addHandler(handler)
     logging.captureWarnings(True)
-    logging.raiseExceptions = False  # on a full disk, print no traceback for every line
+    logging.raiseExceptions = False  # print no traceback for each line lost on a full disk
     threading.excepthook = _log_end_of_thread
 
 

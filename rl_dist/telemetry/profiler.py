@@ -45,7 +45,7 @@ class Profiler:
 
     def __init__(self, run_dir: Path, world: World) -> None:
         self._run_dir, self._world = run_dir, world
-        self._number = 0  # number of the current iteration of this process, from 1
+        self._number = 0  # number of iterations that this process has begun
         # prevent the tracer from printing on stderr that it starts and stops
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         self._trace = profile(
