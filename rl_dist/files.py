@@ -92,7 +92,7 @@ def read_plain(path: str | Path, most: int | None = SMALL) -> bytes:
     with open(path, "rb", opener=plain_file) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            problem = f"it has {size:,} bytes, but the limit is {most:,} bytes"
+            problem = f"the file has {size:,} bytes, but the limit is {most:,} bytes"
             raise OSError(errno.EINVAL, problem, str(path))
         return file.read(size)  # if the file is growing, do not read more
 

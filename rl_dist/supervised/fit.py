@@ -257,7 +257,7 @@ class Fitting:
             for name, saved in state["extra"].items():
                 now = self.extra[name]
                 if str(now) != str(saved):
-                    raise UserError(f"{name} {now} differs from the run to resume (it has {saved})")
+                    raise UserError(f"{name} is {now}, but {saved} in the run to resume")
             self.strategy.load(state["module"], self.optimizer, state["optimizer"])
             self.strategy.load_state_dict(state["strategy"])
             if self.scheduler is not None:

@@ -143,7 +143,7 @@ def test_a_pre_training_whose_validation_is_never_finite_fails(tmp_path, monkeyp
         (train_distributed, "--pretrained {} --policy mlp", "feature_core"),
         (train_distributed, "--pretrained {} --no-normalize_obs", "normalize_obs"),
         (train_distributed, "--pretrained no_such_run", "no_such_run"),
-        (pretrain, "--resume {} --window 30", "(it has 20)"),
+        (pretrain, "--resume {} --window 30", "window is 30, but 20"),
         (pretrain, "--run_dir {}", "--resume"),
         (pretrain, "--strategy auto --device cpu", "auto"),
         (pretrain, "--window 100000", "--window"),
