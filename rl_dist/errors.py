@@ -121,7 +121,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 class UserError(ValueError):
-    """An error that the user can fix; printed as one line, without a traceback."""
+    """An error that the user can fix; it is printed on one line, with no traceback."""
 
     def __init__(self, message: str, *, exit_code: int = 2) -> None:
         super().__init__(message)

@@ -22,7 +22,7 @@ from rl_dist.errors import UserError, one_line, unwritable
 
 logger = logging.getLogger(__name__)
 
-SMALL = 64 * 2**20  # bytes; config.json and summary.json are always much smaller
+SMALL = 64 * 2**20  # largest size of a small file; config.json and summary.json are far smaller
 TAIL_BYTES = 2**20  # bytes to read when only the last lines of a file are needed
 # Folders and files that training writes. Files in checkpoints/ are not listed, because they are
 # written under a temporary name and then renamed. Files in wandb/ are not listed either, because
@@ -32,7 +32,7 @@ FILES = (
     *("*.json", "*.jsonl", "events.out.tfevents.*", "*_run_id", "mlflow.db"),
     *("logs/rank_*.log", "plots/*.png*", "profile/*"),
 )
-LARGE = 1e18  # larger metric values become None
+LARGE = 1e18  # metric values above this become None
 Record = dict[str, Any]
 
 
@@ -109,7 +109,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
     Raises:
         OSError: the file cannot be read.
-        UserError: the file does not hold a JSON object.
+        UserError: the file does not contain a JSON object.
     """
     try:
         return dict(json.loads(read_plain(path)))

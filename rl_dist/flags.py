@@ -66,7 +66,7 @@ def configuration(cls: type[T]) -> type[T]:
 def _one_line(error: ValidationError) -> ValueError:
     """Describe pydantic's first error on one line: the field, the rule and the value."""
     first = error.errors(include_url=False)[0]
-    if "error" in first.get("ctx", {}):  # raised by __post_init__
+    if "error" in first.get("ctx", {}):  # an error raised by __post_init__
         return first["ctx"]["error"]
     name = str(first["loc"][0])
     problem = first["msg"].replace("Input should", "must")
@@ -169,7 +169,7 @@ def parse_flags(
 
 
 def _parse_known(parser: CommandParser, argv: list[str]) -> argparse.Namespace:
-    parser._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # -1e-3 is a value
+    parser._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # -1e-3 is no flag
     flags = parser._option_string_actions
     namespace, unknown = parser.parse_known_args([_canonical(word, flags) for word in argv])
     if unknown:

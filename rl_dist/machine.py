@@ -138,7 +138,7 @@ def get_gpu_info() -> GpuInfo:
 
 
 def print_gpu_info() -> None:
-    """Print one line for every GPU, or the reason why there is none.
+    """Print one line for every GPU, or the reason why torch sees no GPU.
 
     >>> print_gpu_info()  # doctest: +SKIP
     GPU 0: NVIDIA H100 80GB HBM3, ...

@@ -311,7 +311,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             raise UserError(f"{problem}: {one_line(error, 150, named=False)}") from None
 
     def begin_state(self, **values: Any) -> None:
-        """Write the first state.json of a run; `values` are fields of `JobState`."""
+        """Write the first state.json of a run; `values` sets fields of `JobState`."""
         values |= {"launcher_pid": launcher_pid(), "host": socket.gethostname()}
         state = JobState(started=time.time(), **values)
         with suppress(OSError):

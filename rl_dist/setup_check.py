@@ -125,8 +125,8 @@ class Facts:
     """Facts about this machine that are known without a measurement."""
 
     gpu: GpuInfo
-    nvidia_gpus: int  # GPUs that the NVIDIA driver lists, even if torch does not see them
-    cores: int  # cores that this process may use
+    nvidia_gpus: int  # number of GPUs that the NVIDIA driver lists; torch may see fewer
+    cores: int  # number of cores that this process may use
     load: float  # mean number of running and waiting processes in the last minute
     memory_total_gib: float  # or the limit of the container, if it is smaller
     shm_free_gib: float  # free space in /dev/shm

@@ -113,7 +113,7 @@ def _places(module: str) -> list[str]:
         except (ImportError, ValueError):
             spec = None
         if spec is None:
-            return places  # the import itself will report the problem
+            return places  # the later import will report this problem
         path = list(spec.submodule_search_locations or [])
         places += [*path, *([spec.origin] if spec.has_location and spec.origin else [])]
     return places

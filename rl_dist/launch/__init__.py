@@ -1,1 +1,1 @@
-"""Start ranks in this process, in new processes or under torchrun; watch them."""
+"""Start and watch ranks in this process, in new processes or under torchrun."""

@@ -1,4 +1,4 @@
-"""Start the ranks in this process, in new ones or under torchrun; watch them.
+"""Start the ranks in this process, in new ones or under torchrun, and watch them.
 
 If the launcher, its process group or any rank receives a SIGINT, SIGTERM, SIGUSR1 or SIGHUP, all
 ranks finish their iteration, save and leave. A second SIGINT or SIGTERM ends everything
@@ -267,7 +267,7 @@ class LocalJob:
 def _announce_restart(
     report: RankReport, restarts: int, max_restarts: int, run_dir: Path | None
 ) -> None:
-    """Print why the job restarts and from which iteration, and send the event."""
+    """Print why the job restarts, and from which iteration; send event `restarted`."""
     message = f"{report.summary}: restart {restarts} of {max_restarts}"
     facts = {"restart": restarts, "rank": report.rank}
     if run_dir is not None:

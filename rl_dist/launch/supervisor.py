@@ -104,10 +104,13 @@ def _watch(child: int, page: ReportPage) -> int:
 
 
 def _conclude(child: int, facts: dict[str, Any], code: int, stop: StopFlag) -> int:
-    """Print how the child died, complete state.json and send the event, if needed."""
+    """Report the end of the child, unless the child has already done so.
+
+    Print how the child died, complete state.json and send the event `failed`.
+    """
     run_dir, error, signum = facts.get("run_dir", ""), "", max(0, -code)
     if "exit_code" in facts:
-        code, signum = facts["exit_code"], 0  # ignore a failure in teardown
+        code, signum = facts["exit_code"], 0  # ignore failures after this report
         error = facts.get("summary", "")  # the child has already printed this error
     elif not facts.get("ended_in_order") or code < 0:
         if stop.signum and (stop.insists or signum in STOP_SIGNALS):

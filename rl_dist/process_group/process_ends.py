@@ -118,7 +118,7 @@ def die_with_parent(parent_pid: int, signum: int = signal.SIGTERM) -> None:
 
 
 def leave_with_parent(parent_pid: int) -> None:
-    """Receive SIGTERM when the parent dies, and exit within ORPHAN_GRACE_S."""
+    """Receive SIGTERM when the parent dies; exit within ORPHAN_GRACE_S seconds."""
 
     def leave_when_orphaned() -> None:
         while os.getppid() == parent_pid:

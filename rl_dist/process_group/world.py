@@ -129,7 +129,7 @@ class World:
 
     @property
     def gradient_seconds(self) -> float:
-        """Seconds spent waiting for other ranks' gradients; reading waits for the GPU."""
+        """Seconds of waiting for other ranks' gradients; reading this waits for the GPU."""
         return sum(between(*marks) for marks in self.gradient_waits)
 
     def forget_waits(self) -> None:

@@ -1,1 +1,1 @@
-"""Predict training speed on more GPUs from short measured runs and a model."""
+"""Use short runs and a model to predict the speed of training on more GPUs."""

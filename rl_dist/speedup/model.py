@@ -172,7 +172,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU model: rates from its data sheet and a list price."""
+    """The data-sheet rates and a list price of a GPU model."""
 
     fp32_tflops: float  # peak rate without sparsity
     network: Network

@@ -61,7 +61,7 @@ class Shards:
         self.unshard()
 
     def unshard(self) -> None:
-        """Gather the whole parameters from their shards, unless they are already whole."""
+        """Gather all parameters from their shards, unless this has already been done."""
         with self.world.waiting("gather of parameters"):
             self._unit.unshard()
 

@@ -163,7 +163,7 @@ class Strategy:
         step_if(stepped, optimizer)
         if self.shards:
             self.shards.unshard()
-        if self.scaler.is_enabled():  # lower a loss scale that was too large
+        if self.scaler.is_enabled():  # lower the loss scale if it was too large
             scale = self.scaler.scale(torch.ones_like(grad_norm))
             self.overflowed = ~stepped & (scale > 1.0)
             self.scaler.update()

@@ -53,7 +53,8 @@ class FitConfig:
     max_grad_norm: float = Field(1e6, ge=1e-6, le=1e30)
     """Scale the gradient down to this norm if its norm over all ranks is larger."""
     max_bad_steps: int = Field(10, ge=0, le=10**9)
-    """Skip steps whose loss or gradient is NaN or inf; fail after more than this many in a row."""
+    """Skip steps whose loss or gradient is NaN or inf; fail if more than this many steps in a row
+    are skipped."""
     seed: int = Field(1, ge=0, le=2**63 - 1)
     """Seed for the order of the samples and for random numbers in the module."""
     keep_checkpoints: int = Field(3, ge=1, le=10**6)
@@ -85,7 +86,7 @@ class Pass:
     sums: dict[str, Any] = field(default_factory=lambda: defaultdict(float))  # sums by name
 
     def loss(self, num_samples: int, inputs: Any, targets: Any) -> Tensor:
-        """Return the loss of a batch in the strategy's precision."""
+        """Compute a batch's loss in the strategy's precision, and update the sums."""
         with self.strategy.autocast():
             outputs = self.module(inputs)
             loss = self.criterion(outputs, targets)
@@ -268,7 +269,7 @@ class Fitting:
             # checkpoint. That epoch is now repeated, and best.pt is then written again.
             if self.best_loss < math.inf:
                 self.best_weights = load_checkpoint(run.checkpoints / BEST_FILE)["module"]
-        except Exception as error:  # torch's error type depends on the mismatch
+        except Exception as error:  # a mismatch can raise many types of errors
             raise UserError(f"{newest} does not fit this training: {one_line(error)}") from error
 
 
