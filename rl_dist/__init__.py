@@ -15,7 +15,7 @@ from typing import Any
 # time from the threads for which they wait. With a short spin, OpenMP is equally fast on free cores
 # and leaves busy cores to other threads (see docs/performance.md).
 SPIN_COUNT = "1000"  # spins before a waiting thread sleeps; this many take a few microseconds
-if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # neither one is set
+if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # neither variable is set
     os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPIN_COUNT}
 
 _HOMES = {

@@ -169,7 +169,7 @@ def parse_flags(
 
 
 def _parse_known(parser: CommandParser, argv: list[str]) -> argparse.Namespace:
-    parser._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # -1e-3 is no flag
+    parser._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # -1e-3 is not a flag
     flags = parser._option_string_actions
     namespace, unknown = parser.parse_known_args([_canonical(word, flags) for word in argv])
     if unknown:

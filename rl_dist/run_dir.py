@@ -85,7 +85,7 @@ class JobState(BaseModel):
     host: Text = ""  # host name of the launcher's machine
     started: Real = 0.0  # seconds since 1970
     updated: Real = 0.0  # seconds since 1970
-    restarts: Count = 0  # how often the launcher has restarted all ranks
+    restarts: Count = 0  # how many times the launcher has restarted all ranks
     num_ranks: Count
     ranks: list[RankEntry] = []
     strategy: Text

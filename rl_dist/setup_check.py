@@ -128,7 +128,7 @@ class Facts:
     nvidia_gpus: int  # number of GPUs that the NVIDIA driver lists; torch may see fewer
     cores: int  # number of cores that this process may use
     load: float  # mean number of running and waiting processes in the last minute
-    memory_total_gib: float  # or the limit of the container, if it is smaller
+    memory_total_gib: float  # of the machine, or the limit of its container
     shm_free_gib: float  # free space in /dev/shm
     folder: str  # the run directory, or its nearest existing parent
     disk_free_gib: float

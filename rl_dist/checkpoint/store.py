@@ -109,7 +109,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
             f"{FORMAT_VERSION}: use {reader} of the program"
         )
     try:
-        with warnings.catch_warnings(action="ignore"):  # the error raised below says enough
+        with warnings.catch_warnings(action="ignore"):  # the error raised below replaces them
             state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
         check_plain(state)
         check_state(state)
@@ -376,7 +376,7 @@ class Best:
         value: Any = all_gather_json(metrics[name], self.world)[0] if name else None
         # the metric is None if, for example, no episode has ended
         is_known = value is not None and math.isfinite(value)
-        self.measured = {name: float(value)} if is_known else {}  # in this iteration
+        self.measured = {name: float(value)} if is_known else {}  # value in this iteration
         self.improved = is_known and value > self.value
         return self.improved
 

@@ -72,7 +72,7 @@ def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: st
             values are not in a config.json that `_is_own` accepts.
     """
     run_dir = run_dir.absolute()
-    if not _inside(__file__, run_dir):  # unless this program itself is in it
+    if not _inside(__file__, run_dir):  # unless this program is in run_dir
         sys.path[:] = [entry for entry in sys.path if not _inside(entry or ".", run_dir)]
     field, value = next(iter(saved.items()))
     module = value.rpartition(":")[0]

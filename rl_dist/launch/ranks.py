@@ -282,7 +282,7 @@ def _announce_restart(
 @contextmanager
 def _prepared_for_starts(threads: int) -> Iterator[None]:
     """Block stop signals and set OMP_NUM_THREADS while processes are started."""
-    resource_tracker.ensure_running()  # a later start would unblock the signals
+    resource_tracker.ensure_running()  # a tracker that starts later would unblock the signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     limit = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -341,7 +341,7 @@ def launch(
         finally:
             job.stop.uninstall()
     _print_end(report)
-    may_restart = may_start_again(report.exit_code - 128)  # torchrun may restart it
+    may_restart = may_start_again(report.exit_code - 128)  # torchrun may restart this rank
     if run_dir is not None and is_first():
         pid, code = launcher_pid(), report.exit_code
         RunDir(run_dir).record_exit(pid, code, report.summary, may_restart=may_restart)

@@ -42,7 +42,7 @@ class Share:
     scaling: str  # strong: num_envs and batch_size are totals; weak: they are per rank
     work: RankCost  # cost of one rank on a machine with enough cores
     processors: int  # CPU threads of a rank; 1 on a GPU
-    crowding: float  # slowdown because the ranks need more cores than there are; 1: none
+    crowding: float  # slowdown factor if the ranks need more cores than there are, else 1
     source: str  # "measured": with one copy per rank; "modelled": with fewer copies
 
 
