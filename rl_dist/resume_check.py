@@ -46,7 +46,7 @@ examples:
 
 Runs are bit-identical only if the environment has the methods get_state and set_state (see
 envs/vector/batched.py); without them, a resumed run restarts the episodes. On a GPU, some kernels
-round differently from run to run: try --device cpu to find out if they are the cause.
+round differently from run to run: try --device cpu to find out if they cause the difference.
 exit codes: 0 bit-identical (--resume_on: equal within 1e-4), 1 different or failed, 2 bad usage"""
 
 

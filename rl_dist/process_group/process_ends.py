@@ -138,7 +138,7 @@ class ReportPage:
     """
 
     def __init__(self) -> None:
-        self._text = RawArray("c", PAGE_BYTES)  # can also be passed to spawned processes
+        self._text = RawArray("c", PAGE_BYTES)  # this type can be passed to spawned processes
 
     def write(self, **facts: Any) -> None:
         """Add facts to the shared memory."""

@@ -2,7 +2,7 @@
 
 The timeout of torch's process group cannot distinguish a slow rank from a dead one and does not say
 which rank is missing. Therefore every rank writes its status to the store every few seconds and
-reads the statuses of the others. A rank that waits in a collective call ends in two cases:
+reads the statuses of the others. A rank that waits in a collective call is ended in two cases:
 
 - Another rank has neither arrived in that call nor made progress for `timeout_s` (during start-up:
   `startup_timeout_s`). A rank that is slow but makes progress is no reason to end.
@@ -34,7 +34,7 @@ from rl_dist.process_group.process_ends import flush_and_leave, report
 logger = logging.getLogger(__name__)
 
 STARTUP = "start-up"
-# Value of `RankStatus.place` while a rank that has opened the store connects to the other ranks.
+# Value of `RankStatus.place` while a rank, after opening the store, connects to the other ranks.
 CONNECTION = "connection of the ranks"
 STARTUP_TIMEOUT_S = 600.0
 PERIOD_S = 5.0  # longest time between two status messages of a rank

@@ -36,7 +36,7 @@ from rl_dist.process_group.watchdog import (
 # From then on, libgomp no longer spins between the parallel regions of the training. Without
 # chunks, this doubled the time of an iteration.
 CHUNK_BYTES = 32_768
-# The first chunk is shorter, because most data fits into it. The data begins with its length.
+# The first chunk is shorter, because most messages fit into it. A message begins with its length.
 FIRST_BYTES, LENGTH_BYTES = 4096, 8
 GROUP_TIMEOUT = timedelta(days=1)  # never reached, because the watchdog ends a rank much earlier
 _mesh_numbers = itertools.count()
