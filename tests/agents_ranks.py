@@ -101,7 +101,7 @@ SLOW_JOBS = {
         "brief", CLSTM, batch_size=4, options={"num_steps": 1, "bptt_steps": 1}
     ),
 }
-TWELVE = "twelve, cartpole, strata of 4"  # 12 environments also divide over 3 ranks
+TWELVE = "twelve, cartpole, strata of 4"  # 12 is also divisible by 3 ranks
 WEAK = Case(
     "recall",
     CLSTM,
@@ -378,7 +378,7 @@ def parameters_of(training):
 
 
 def count_small_collectives(out_dir):
-    """Save how many collective calls and gradient steps one iteration has."""
+    """Count the collective calls and gradient steps of an iteration; save the counts."""
     quiet = {"sync_check_every": 0, "checkpoint_every": 100, "keep_best": "off"}
     job = make_job("recall, clstm", out_dir, iterations=3, dtype=torch.float32, **quiet)
     world = open_world("cpu", timeout_s=60)

@@ -95,7 +95,10 @@ def write_module(folder, canary, name="foreign_envs"):
 
 
 def setting(run, section, name, value, *, config=True):
-    """Set a configuration field in all checkpoints and, if `config`, in config.json."""
+    """Set a configuration field in all checkpoints.
+
+    If `config` is true, also set the field in config.json.
+    """
 
     def altered(text):
         sections = json.loads(text)
@@ -284,7 +287,7 @@ def everything_in(path):
 
 
 def check(case, run, canary, monkeypatch, capsys):
-    """Run a case on `run`, the only run in its folder, and check the result."""
+    """Apply a case to the run `run`, which is alone in its folder; check the result."""
     case.alter(run)
     target = run.parent / "target"
     kept = everything_in(target)

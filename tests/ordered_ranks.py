@@ -19,7 +19,7 @@ TRAININGS = FORMS | {"hybrid": StrategyConfig(mode="hybrid")}
 
 @saves_results
 def exercise(world, out):
-    """Train and fit, uninterrupted and resumed; return the final parameters of all."""
+    """Train and fit, each uninterrupted and resumed; return all final parameters."""
     results = {}
     for name, strategy in TRAININGS.items():
         if name == "pipeline" and world.size % 2:

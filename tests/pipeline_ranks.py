@@ -42,7 +42,7 @@ def trained(training, resume_from=""):
 
 
 def resumed(before, after, world, out_dir):
-    """Resume a run of form `before` at iteration 2, and train on in form `after`."""
+    """Resume a run of form `before` at iteration 2, and continue it in form `after`."""
     training = training_of(BRIEFLY[0], after, world, out_dir / f"{before}, then {after}")
     saved = out_dir / f"{BRIEFLY[0]}, {before}" / "checkpoints" / "iteration_00000001.pt"
     return trained(training, saved)["parameters"]

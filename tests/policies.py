@@ -94,7 +94,10 @@ def planned(starts, call_steps, resets_inside=False):
 
 
 def plans_of(policy, starts):
-    """Return [None], or [None, packed plan] if the policy can reset inside a call."""
+    """Return the plans that are possible for a policy: None and perhaps a packed one.
+
+    A packed plan is possible if the policy has a state and can reset it inside a call.
+    """
     if not policy.resets_inside or policy.config.stateless:
         return [None]
     plan = planned(starts, 1e9, True)

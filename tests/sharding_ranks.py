@@ -76,7 +76,7 @@ def probe(world, out, shard_size=0):
 
 
 def refusals(world):
-    """Provoke a NaN on one rank, an optimizer older than `wrap`, and unequal calls."""
+    """Provoke a NaN on one rank, an optimizer made before `wrap`, and unequal calls."""
     module = make_module(seed=world.rank)
     early = torch.optim.SGD(module.parameters(), lr=1.0)
     strategy = Strategy(StrategyConfig(mode="hybrid"), world)

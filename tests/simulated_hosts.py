@@ -119,7 +119,7 @@ class Network:
         own = f"mount --bind {self.folder}/etc_hosts /etc/hosts && {setup}"
         host = self.hosts[name] = self._unshare(name, number, own)
         port = f"port{number}"
-        # Run this outside the switch: its process namespace does not contain the id of the host.
+        # Enter only the network of the switch: its process namespace does not know the host's id.
         switch = ["nsenter", "--target", str(self.switch.pid), "--net"]
         pair = [port, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid)]
         subprocess.check_call([*switch, "ip", "link", "add", *pair])

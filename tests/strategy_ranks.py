@@ -21,7 +21,7 @@ BROKEN = UserError("shard_size 3 does not divide 2 ranks")
 
 
 def sleeping(seconds):
-    """Simulate steps, with a yield after each; all but the first sleep for `seconds`."""
+    """Simulate steps and yield after each; all but the first take `seconds` seconds."""
     for number in itertools.count():
         time.sleep(seconds if number else 0)
         yield
@@ -72,7 +72,7 @@ def norm_of_another_device(*args):
 
 @saves_results
 def train_on_unequal_devices(world, _):
-    """Train with a different gradient norm on rank 1; all CPUs seem to differ.
+    """Train while the CPUs seem to differ and rank 1 computes another gradient norm.
 
     Return two parameter hashes: one of a training in which the ranks agree on the norm, and one of
     a training in which they do not.

@@ -1,4 +1,4 @@
-"""Test flags with the value auto in real runs, and runs that run out of memory."""
+"""Test flags set to auto in real training, and training that exceeds the memory."""
 
 import itertools
 import shlex
@@ -67,7 +67,7 @@ def test_auto_trains_like_the_value_it_chooses_and_a_resume_keeps_that_value(
 ):
     section, name = field.split(".")
     monkeypatch.setattr(auto, "available_cores", lambda: 2)
-    # Offer auto two strategies that both work on one rank.
+    # Let auto choose between two strategies that both work on one rank.
     monkeypatch.setattr(auto, "strategy_modes", lambda *_: ("none", "ddp"))
     run_dir = tmp_path / "auto"
 
@@ -81,7 +81,7 @@ def test_auto_trains_like_the_value_it_chooses_and_a_resume_keeps_that_value(
     assert differences(result_of(tmp_path / "named"), result_of(run_dir)) == []
     if flag == "precision":
         assert read_object(run_dir / "state.json")["precision"] == value
-    # Do not repeat --env_workers auto: a resume may change this flag and would measure again.
+    # Leave out --env_workers auto: with this flag, a resumed run would measure again.
     again = [] if flag == "env_workers" else [f"--{flag}", "auto"]
     capsys.readouterr()
     assert train_here(monkeypatch, "--resume", run_dir, *again, "--total_steps", "1024") == 0

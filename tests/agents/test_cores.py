@@ -1,4 +1,4 @@
-"""Test that a scan equals its recurrence, and test the checks of users' cores."""
+"""Test that scans equal recurrences, and that invalid user cores are refused."""
 
 import pytest
 import torch

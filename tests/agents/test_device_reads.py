@@ -42,7 +42,7 @@ def test_the_host_reads_once_after_a_rollout_and_once_after_an_update(name, worl
     """No vector step and no gradient step reads a device value."""
     training = Training(make_job(name), world)
     training.warm_up_normalizers()
-    # Switch off the branches for CPU training: only they may read values in every step.
+    # Take the branches for GPUs: those for CPU training may read values in every step.
     training.env.reads_steps = False
     with mock.patch.object(strategy, "step_if", lambda finite, optimizer: optimizer.step()):
         with counted_reads() as collecting:

@@ -40,7 +40,7 @@ ALL = {name: (config, VECTOR, BOUNDED) for name, config in FORMS.items()} | {
     "images": (small(policy="gru"), IMAGES, spaces.Discrete(4)),
     "windows of images": (small(feature_window=3), IMAGES, BOUNDED),
 }
-# Tracing takes seconds, so the tests of all other policies are marked slow.
+# Tracing takes seconds: by default only these policies are traced, the others with `-m slow`.
 QUICK = ("clstm", "own")
 TRACED = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ALL]
 
@@ -68,10 +68,10 @@ def agent_of(form, folder, extras=()):
 
 
 def difference(agent, change=lambda *inputs: inputs):
-    """Return the largest difference between an agent and its exported step in torch.
+    """Return how much actions of an agent and of its exported step differ at most.
 
-    `change` alters the inputs of the exported step. The step is not traced to ONNX, because that
-    takes seconds.
+    `change` alters the inputs of the exported step. The step runs in torch; it is not traced to
+    ONNX, because that takes seconds.
     """
     step = export.ExportedStep(agent)
 
@@ -111,7 +111,7 @@ def test_the_check_detects_a_faulty_step(fault, tmp_path):
 
 
 def test_the_contract_describes_how_values_become_rows(tmp_path):
-    """Rows built from the contract alone equal the rows of the training encoder."""
+    """Rows that are built only from the contract equal those of the training encoder."""
     agent = agent_of("images", tmp_path, [Part("previous_reward", "vector", (1,))])
     contract = export.make_contract(agent, export.ExportedStep(agent))
     values = IMAGES.sample()
@@ -130,9 +130,10 @@ def test_the_contract_describes_how_values_become_rows(tmp_path):
 
 
 def test_a_run_is_exported_by_the_command(tmp_path, monkeypatch, untraced, capsys):
-    """Test the command, a model that differs from its policy, and a missing runtime.
+    """Test the command: a good model, a model unlike its policy, no ONNX Runtime.
 
-    The command deletes a model that differs; without ONNX Runtime it prints a one-line error.
+    The command deletes a model that acts unlike its policy. Without ONNX Runtime, the command
+    prints a one-line error.
     """
     flags = ["--env", "Pendulum-v1", "--total_steps", "128", "--eval_episodes", "2"]
     run_dir, folder = tmp_path / "run", tmp_path / "run" / "export" / "onnx"

@@ -1,4 +1,4 @@
-"""Compare action heads with known distributions: choices and masks."""
+"""Compare heads for several choices and for masks with known distributions."""
 
 import math
 

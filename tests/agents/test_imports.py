@@ -26,7 +26,7 @@ AT_THE_END = "agents.evaluate.command"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Train two ranks on an environment in the current folder; return the folder."""
+    """Train on two ranks in a folder that holds the environment; return the folder."""
     folder = tmp_path_factory.mktemp("trained")
     shutil.copy(REPO / "examples/own_environment.py", folder)
     flags = [*RECALL, "--env", "own_environment:Cue-v0", "--num_gpus", "2", "--total_steps", "128"]

@@ -1,4 +1,4 @@
-"""Test the policy: sequences against single steps, windows, and known densities."""
+"""Compare sequences with single steps, densities with known ones; test windows."""
 
 import math
 

@@ -194,7 +194,7 @@ def test_noise_of_sampled_actions_is_white_and_differs_from_that_of_training(tmp
     """The noise differs from that of a training run with the same seed."""
     agent = agent_of("clstm", tmp_path)
     policy = LoadedPolicy(agent, seed=7)
-    # Actions have the middle of the bounds as mean and a tenth of their width as deviation.
+    # The mean action is the middle of the bounds; the deviation is a tenth of their distance.
     with torch.no_grad():
         agent.policy.actor_head.weight.zero_()
         agent.policy.log_std.fill_(np.log(0.2))

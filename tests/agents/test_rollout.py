@@ -112,7 +112,7 @@ def test_a_truncated_step_uses_the_value_of_its_final_observation(
 
 @pytest.mark.parametrize("window", [0, 3])
 def test_bootstrap_values_change_neither_states_nor_windows(normalizer, window):
-    """Two rollouts of 8 steps, with bootstrap values between them, equal one of 16."""
+    """Two rollouts of 8 steps with a bootstrap between them equal a rollout of 16."""
     policy = make_policy(small(feature_window=window))
     halves, carry, _ = collected(policy, normalizer)
     (whole,), whole_carry, _ = collected(policy, normalizer, num_steps=16)

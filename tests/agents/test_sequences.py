@@ -11,7 +11,7 @@ SHAPES = [(1, 1), (1, 7), (2, 1), (5, 4), (17, 3), (32, 5)]
 
 
 def patterns(num_steps, num_columns):
-    """Return reset patterns by name: none, all, one, staircases, random densities."""
+    """Return regular and random patterns of episode starts, each [T, N], by name."""
     t, n = np.indices((num_steps, num_columns))
     rng = np.random.default_rng(7)
     resets = {
@@ -38,7 +38,10 @@ def run_packed(*given):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_sequence_equals_its_single_steps_for_any_pattern_of_resets(shape):
-    """Compare outputs, last state and gradients, which must not pass episode starts."""
+    """Compare outputs, last state and gradients.
+
+    Gradients must not flow back across an episode start.
+    """
     policy = make_policy(FORMS["clstm"], SEVERAL)
     inputs = [tensor.requires_grad_() for tensor in make_inputs(policy, *shape)[:2]]
     for name, starts in patterns(*shape).items():

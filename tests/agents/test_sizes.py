@@ -1,4 +1,4 @@
-"""Test how ranks divide sizes, and that sizes proposed by error messages work."""
+"""Test how ranks divide sizes, and that the sizes that errors propose are valid."""
 
 import contextlib
 import math
@@ -66,7 +66,7 @@ def test_random_sizes_work_or_all_proposed_sizes_do(num_ranks):
 
 
 def test_minibatches_of_all_ranks_together_equal_those_of_one_rank():
-    """Check 400 random choices of sizes that several ranks accept."""
+    """Check 400 random sets of sizes that are valid on one rank and on several."""
     rng = np.random.default_rng(5)
     strata = []
     while len(strata) < 400:

@@ -55,7 +55,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cartpole(tmp_path_factory):
-    """Train CartPole-v1 with a best checkpoint; return the run directory."""
+    """Train CartPole-v1 and save a best checkpoint; return the run directory."""
     run_dir = tmp_path_factory.mktemp("cartpole") / "run"
     flags = [*CARTPOLE, "--total_steps", 384, "--validate_every", 1, "--run_dir", run_dir]
     with pytest.MonkeyPatch.context() as patch:
@@ -142,7 +142,7 @@ def test_the_last_policy_and_the_best_are_evaluated_in_episodes_that_chose_neith
     assert evaluated() == best != last
     assert "checkpoints/best.pt" in capsys.readouterr().out
     assert evaluated("--which", "last") == last
-    # Another seed gives other episodes. Validation and final evaluation have different episodes.
+    # Evaluations with different seeds draw different episodes; so do validation and evaluation.
     assert evaluated("--seed", 2) != best
     assert any(chosen_by[f"valid/{name}"] != last[name] for name in ("return", "return_std"))
 
@@ -228,7 +228,7 @@ def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, monkeypatch):
 
 
 REFUSED = [  # (flags, [parts of the error line: the field, the value or the fix])
-    ("--interactive", ["--interactive"]),  # refused, because tests have no terminal
+    ("--interactive", ["--interactive"]),  # needs a terminal; tests have none
     ("--num_steps 33", ["num_steps 33", "bptt_steps"]),
     ("--num_gpus 3 --device cpu", ["batch_size", "3 rank(s)", "--batch_size"]),
     ("--env Nope-v9", ["Nope-v9"]),

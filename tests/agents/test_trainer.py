@@ -62,8 +62,8 @@ def test_training_times_its_phases_and_validates(world, tmp_path):
         phases = [record[f"time/{name}_s"] for name in ("forward", "backward", "optimizer")]
         assert min(phases) > 0 and sum(phases) <= record["time/update_s"]
     assert [record["global_step"] for record in writer.records] == [128, 256, 384] == writer.done
-    # Validation runs in every second iteration and in the last one. This job's valid/sharpe is the
-    # sample count of the normaliser, which includes the warm-up.
+    # Validation runs in every second iteration and in the last one. As valid/sharpe, the function
+    # above returns the number of samples in the normaliser, including those of the warm-up.
     figures = [record.get("valid/sharpe") for record in writer.records]
     assert figures == [None, 3.0 * 128, 4.0 * 128]
 
@@ -115,7 +115,8 @@ def test_the_lower_bound_of_the_advantage_deviation_is_a_multiple_of_that_of_ret
     (divided,), deviation = advantages_of(world, 1)
     torch.testing.assert_close(divided, (raw - raw.mean()) / (100.0 * deviation))
 
-    # Without normalisers, update 1 knows no returns: it divides by the deviation of the advantages.
+    # Without normalisers, no returns are known before update 1. This update therefore divides by
+    # the deviation of the advantages.
     nothing = {"normalize_obs": False, "normalize_rewards": False}
     (first, second), _ = advantages_of(world, 2, **nothing)
     assert first.std(correction=0) == pytest.approx(1.0) and second.std(correction=0) < 0.1

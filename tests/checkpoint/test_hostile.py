@@ -1,4 +1,4 @@
-"""Untrusted run directories execute no code; bad content is a one-line error."""
+"""Untrusted run directories run no code; bad content causes a one-line error."""
 
 import copy as copies
 import dataclasses
@@ -40,7 +40,8 @@ WRONG += [{"a": NESTED}, NESTED, *HUGE]
 def canary(tmp_path, monkeypatch):
     """Return the path of a file that exists only if an untrusted run executed code.
 
-    Modules on the import path create it when they are imported; commands create it with `touch`.
+    This fixture adds modules to the import path that create the file when they are imported.
+    Commands create the file with `touch`.
     """
     monkeypatch.syspath_prepend(tmp_path / "modules")
     write_module(tmp_path / "modules", tmp_path / "canary")
@@ -141,7 +142,7 @@ def test_a_run_with_any_field_value_continues_or_is_refused_in_one_line(
     values = [*WRONG, *places, f"$(touch {canary})", FOREIGN, "foreign_envs"]
     saved = load_checkpoint(latest_checkpoint(copy))
     monkeypatch.setattr(start, "launch", lambda *_, **__: 0)
-    # To save time, each field tries only every eighth value; 8 consecutive fields try all values.
+    # To save time, each field gets only every eighth value; 8 consecutive fields get all values.
     for value in values[FIELDS.index((section, name)) % 8 :: 8]:
         config = json.loads(saved["config"])
         if section in ("data", "market", "trading"):

@@ -41,7 +41,7 @@ class ActingWriter(NullWriter):
 def run(world, run_dir, values, *, first=0, act=None, writer=None, **train_options):
     """Train one iteration for each valid/score in `values`.
 
-    If `first` is above 0, resume from the checkpoint of that iteration.
+    If `first` is above 0, resume from the checkpoint of iteration `first`.
     """
     options = {"checkpoint_every": 1000, "validate_every": 1} | train_options
     job = make_job("recall, mlp, KL stop", run_dir, iterations=len(values), **options)

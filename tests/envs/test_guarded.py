@@ -17,7 +17,7 @@ from envs.vector.guards import EnvironmentFaultError
 
 
 class Ticking(gymnasium.Env):
-    """Environment that observes its step count; `third` changes the result of step 3."""
+    """Environment that shows its step count; `third` changes the result of step 3."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(3)
@@ -119,7 +119,7 @@ def test_a_bad_step_of_a_batch_is_named_too(third, problem):
 
 
 @pytest.mark.parametrize(
-    # The first handler is like that of a training; the second one is Python's default.
+    # The first handler is like the one that training sets; the second is Python's default.
     ("handler", "error"),
     [
         (lambda signum, frame: None, EnvironmentFaultError),
@@ -193,7 +193,7 @@ def test_a_hanging_call_reports_progress_until_its_timeout():
     env = failing(lambda step: time.sleep(60), **options)
     signal.raise_signal(signal.SIGALRM)
     signal.signal(signal.SIGALRM, before)
-    assert arrived == [signal.SIGALRM]  # alarms of other code reach the handler of that code
+    assert arrived == [signal.SIGALRM]  # an alarm set by other code reaches that code's handler
     play(env, 2)
     count = len(beats)
     with pytest.raises(EnvironmentFaultError, match="5 at its step 3: did not come back"):

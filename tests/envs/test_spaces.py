@@ -48,7 +48,7 @@ class GivenEnv(gymnasium.Env):
 
 
 def batch_of(*envs, **options):
-    """Return a batch of these environments, and the first observation of the first."""
+    """Return a batch of the environments, and the first observation of number 0."""
     env = OneByOne(list(envs), env_id="Given-v0", **options)
     return env, env.reset(seed=list(range(len(envs))))[0][0]
 
@@ -72,7 +72,7 @@ def test_a_nested_observation_becomes_a_row_of_named_parts():
 
 
 @pytest.mark.parametrize(
-    # axes: first frames and channels, if any, then height and width; () if it is no image
+    # axes: those of frames and channels, if any, then height and width; () if not an image
     ("shape", "largest", "axes"),
     [
         ((84, 84), 1, (0, 1)),

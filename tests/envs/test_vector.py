@@ -1,4 +1,4 @@
-"""The contract of vector environments, Gymnasium's and ours, and creation errors."""
+"""Test that all vector environments meet the contract; test errors in creation."""
 
 import gymnasium
 import pytest

@@ -1,4 +1,4 @@
-"""Skip tests without enough GPUs; describe the machine in the test report."""
+"""Skip tests if there are too few GPUs; describe the machine in the test report."""
 
 import platform
 from pathlib import Path

@@ -8,7 +8,7 @@ from train_runs import REPO, start
 from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.ranks import launch
 
-STRATEGIES = {  # name: (fields of StrategyConfig, largest allowed difference from one GPU)
+STRATEGIES = {  # name: (fields of StrategyConfig, largest allowed difference from a run on one GPU)
     "ddp": ({"mode": "ddp"}, 1e-6),
     "ddp, bf16 gradients": ({"mode": "ddp", "gradient_compression": "bf16"}, 0.1),
     "hybrid": ({"mode": "hybrid"}, 1e-6),

@@ -114,7 +114,7 @@ def test_a_signal_during_the_evaluation_ends_the_run_with_a_single_event(
     job = misbehaving(run_dir, {3: "hang"}, 5, *flags, stream="evaluation", ranks=1)
     path = run_dir / "state.json"
     wait_until(lambda: path.exists() and '"evaluation"' in path.read_text(), job)
-    time.sleep(0.5)  # let the evaluation begin; an earlier signal has the same effect
+    time.sleep(0.5)  # probably the evaluation has begun; if not, the result is the same
     job.send_signal(signal.SIGTERM)
     finish(job, 143)
     assert (tmp_path / "events").read_text() == "stopped 143\n"

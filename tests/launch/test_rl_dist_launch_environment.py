@@ -170,9 +170,9 @@ sys.exit(launch(stop, (), 1))
 
 
 def test_a_rank_stopped_by_others_waits_for_the_signal_of_its_torchrun(environment):
-    """Torchrun regards a rank that exits before torchrun signals it as failed.
+    """If a rank exits before torchrun has signalled it, torchrun counts it as failed.
 
-    It would then count a restart or end the job, although a host has only joined or left.
+    Torchrun would then count a restart or end the job, although a host has only joined or left.
     """
     environment(RANK="0", WORLD_SIZE="1", TORCHELASTIC_RUN_ID="job")
     job = start("-c", STOPPED)

@@ -53,7 +53,7 @@ def end_of(job):
         ("os.closerange(3, 256); leave(5)", 5, ""),
         # The child reported success before it died.
         ("report(exit_code=0); os.abort()", 0, ""),
-        # The exit of a process that the child forks does not count as a report of the child.
+        # If the child forks, the exit of the forked process is not a report of the child.
         ("if os.fork() == 0: sys.exit(0)\nos.wait(); os._exit(0)", 1, "code 0"),
         # A thread that never ends does not delay the exit.
         ("threading.Thread(target=time.sleep, args=(1000,)).start(); report(exit_code=0)", 0, ""),
@@ -138,7 +138,7 @@ def test_repeated_presses_of_ctrl_c_force_an_exit(monkeypatch):
     monkeypatch.setattr(process_ends, "time", SimpleNamespace(monotonic=lambda: now[0]))
     stop = StopFlag()
     for pressed in range(3):
-        for _ in range(2):  # each press arrives twice: from terminal and supervisor
+        for _ in range(2):  # one press sends two signals: terminal's and supervisor's
             stop.count(signal.SIGINT)
         now[0] += 0.6 * SAME_KEYPRESS_S
         assert stop.insists == (pressed == 2)

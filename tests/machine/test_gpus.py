@@ -20,7 +20,7 @@ WHOLE = {
     [
         ({}, {}),
         ({"power_draw": LOST}, {"power_w": None, "error": "GPU is lost"}),
-        # torch also reports the used memory, so no value is missing.
+        # If the driver does not report the used memory, torch does, so no value is missing.
         ({"device_memory_used": LOST}, {"error": "GPU is lost"}),
         # mem_get_info must not be called: it would open a device that this process does not use.
         ({"memory_stats": {}, "mem_get_info": LOST},

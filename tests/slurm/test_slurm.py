@@ -115,8 +115,8 @@ def test_a_requeued_job_on_two_nodes_ends_like_an_uninterrupted_one(cluster, tmp
     cluster.wait(lambda: cluster.job(job)["Restarts"] == "1")
     assert cluster.job(job)["JobState"] == "PENDING"
     assert 10 <= saved() < ITERATIONS
-    # SLURM would wait two minutes before it restarts the job, so set its start time to now. Sleep
-    # first: nodes reject a job in the second in which they ended it ("Job credential revoked").
+    # SLURM would wait two minutes before it restarts the job, so set the start time of the job to
+    # now. Sleep first: a node that has just ended a job refuses it ("Job credential revoked").
     time.sleep(3)
     cluster.wait(lambda: not cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now"))
     cluster.wait(lambda: cluster.job(job)["JobState"] == "COMPLETED")

@@ -122,7 +122,7 @@ ISAAC_LAB = {
 
 
 PCIE = Link(5.7e-6, 0.8 * 32e9)
-ETHERNET = Link(30e-6, 0.8 * 12.5e9 / 4)  # 4 cards share the port of a machine
+ETHERNET = Link(30e-6, 0.8 * 12.5e9 / 4)  # the 4 cards of a machine share one network port
 
 
 def isaac_lab_efficiencies(name, ranks):
@@ -177,7 +177,7 @@ def test_the_audit_predicts_ranks_that_behave_like_the_model(ranks):
     ("records", "compared"),
     [
         (simulated(1, 5), None),
-        # Only the 6 records with the final number of ranks are used, without the first 2 of these.
+        # Of the 6 records with the final number of ranks, all but the first 2 are used.
         ([*simulated(4, 10), *simulated(2, 6, first=11)], 4),
         ([{"iteration": 3, "global_step": 3, "ranks": [{}, {}]}] * 5, None),
     ],

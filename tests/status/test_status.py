@@ -28,7 +28,7 @@ def record(iteration, **figures):
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a run directory with 3 records; `set_state` writes its state.json."""
+    """Return a RunDir with 3 records and a method `set_state` that writes state.json."""
     run = RunDir(tmp_path / "runs" / "run")
     run.path.mkdir(parents=True)
     run.config_path.write_text('{"task": {"env": "Recall-v0"}}')
@@ -105,7 +105,7 @@ def test_lock_phase_and_exit_determine_the_state_and_the_exit_code(
 
 
 def damaged(data, rng):
-    """Return the bytes with a key, a value or a longer stretch replaced by bad bytes."""
+    """Return `data` with a key, a value or a longer part replaced by bad bytes."""
     at, to = rng.choice([*re.finditer(rb"[^,:{}\[\]]+", data)]).span()
     ends = [to, len(data), rng.randrange(at, len(data))]
     odd = [b"", b"null", b"-1", b"1e999", b"NaN", b"{}", b"[" * 3000, b"9" * 400, b"\x1b\xff"]

@@ -30,7 +30,7 @@ def test_out_of_memory_errors_are_recognised(error, exhausted):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Replace the clock by a list that holds the time, which only the test advances."""
+    """Replace the clock; return a list with the time, which only the test advances."""
     now = [0.0]
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
     return now

@@ -21,7 +21,7 @@ ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}  # relative rounding error of one num
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", LOW)
 def test_acting_and_evaluating_agree_to_the_rounding_of_the_precision(name, form):
-    """Therefore the probability ratio is about 1 before the first gradient step."""
+    """Before the first gradient step, the probability ratio must be about 1."""
     policy = make_policy(FORMS[form], BOX if name == "bf16" else DISCRETE).float()
     obs, state, starts, noise = (
         x.float() if x.is_floating_point() else x for x in make_inputs(policy)
@@ -54,7 +54,7 @@ def test_training_stays_close_to_fp32(name, world):
     assert low.hashes[0] != full.hashes[0]
     # Each of the 8 Adam steps changes a parameter by about 0.003.
     torch.testing.assert_close(low.parameters[-1], full.parameters[-1], rtol=0, atol=0.02)
-    for metric in ("loss/value", "optim/grad_norm"):  # both exclude the loss scale
+    for metric in ("loss/value", "optim/grad_norm"):  # neither contains the loss scale
         assert low.losses[0][metric] == pytest.approx(full.losses[0][metric], rel=0.02)
     kept = {tensor.dtype for tensor in tensors_in(low.checked_state()).values()}
     assert kept <= {torch.float32, torch.float64, torch.int64}

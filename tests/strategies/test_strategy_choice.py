@@ -1,4 +1,4 @@
-"""Refused strategies, and choices of auto and --fallback that a resume keeps."""
+"""Test which strategies are refused, and which automatic choices a resume keeps."""
 
 import json
 from dataclasses import replace
@@ -47,7 +47,7 @@ def test_strategies_that_cannot_work_are_refused(options, hardware, field):
     ("chosen", "flags", "mode"),
     [
         (CHOSEN, (), "ddp"),
-        # A different number of ranks or shard size needs a new measurement.
+        # A new number of ranks or a new shard size requires a new measurement.
         (CHOSEN, ("--num_gpus", "1"), "auto"),
         (CHOSEN, ("--shard_size", "2"), "auto"),
         # The saved choice of --fallback was one rank.
