@@ -101,7 +101,7 @@ SLOW_JOBS = {
         "brief", CLSTM, batch_size=4, options={"num_steps": 1, "bptt_steps": 1}
     ),
 }
-TWELVE = "twelve, cartpole, strata of 4"  # 12 is also divisible by 3 ranks
+TWELVE = "twelve, cartpole, strata of 4"  # 12 environments can also be split among 3 ranks
 WEAK = Case(
     "recall",
     CLSTM,

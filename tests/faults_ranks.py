@@ -69,7 +69,7 @@ def restarts(world, folder):
 
     job = replace(make_job(JOB, folder, iterations=3), make_env=make_env)
     training, records, _ = run(job, world)
-    rollout = training.rollouts[2]  # that of iteration 2: number 0 is the warm-up
+    rollout = training.rollouts[2]  # the rollout of iteration 2: number 0 is the warm-up
     return training.record() | {
         "truncated": rollout.truncated,
         "plain rewards": rollout.rewards,

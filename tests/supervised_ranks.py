@@ -85,7 +85,7 @@ def exercise(world, out_dir):
         "test": evaluate(plain.module, test, CRITERION, plain.strategy, METRICS),
     }
 
-    # Fit without a stop, then fit again with a stop after one epoch and a resume. A save fails if
+    # Fit without a stop; then fit again, stop after one epoch, and resume. A save fails if
     # BatchNorm statistics differ between the ranks.
     for name, lengths in (("whole", [3]), ("resumed", [1, 3])):
         for epochs in lengths:

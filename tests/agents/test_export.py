@@ -68,7 +68,7 @@ def agent_of(form, folder, extras=()):
 
 
 def difference(agent, change=lambda *inputs: inputs):
-    """Return how much actions of an agent and of its exported step differ at most.
+    """Return the largest difference between the actions of agent and exported step.
 
     `change` alters the inputs of the exported step. The step runs in torch; it is not traced to
     ONNX, because that takes seconds.

@@ -1,4 +1,4 @@
-"""Compare heads for several choices and for masks with known distributions."""
+"""Compare action heads to known distributions, with and without action masks."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Test how ranks divide sizes, and that the sizes that errors propose are valid."""
+"""Test how ranks divide sizes, and that error messages propose valid sizes."""
 
 import contextlib
 import math

@@ -40,7 +40,7 @@ WRONG += [{"a": NESTED}, NESTED, *HUGE]
 def canary(tmp_path, monkeypatch):
     """Return the path of a file that exists only if an untrusted run executed code.
 
-    This fixture adds modules to the import path that create the file when they are imported.
+    This fixture puts modules on the import path; if they are imported, they create the file.
     Commands create the file with `touch`.
     """
     monkeypatch.syspath_prepend(tmp_path / "modules")

@@ -33,7 +33,7 @@ STILL = SimulatedMarketConfig(market_edge=0.0)
 
 
 def figures_of(config, rule, **options):
-    """Trade 6 worlds with `rule`; return the mean of each performance figure."""
+    """Trade in 6 worlds by `rule`; return the mean of each performance figure."""
     markets = simulate_markets(config, world_seeds(config, "valid", 6))
     span, trading = Span(first=1890, last=2519), TradingConfig(**options)
     env = TradingVectorEnv(6, markets=markets, span=span, config=trading, evaluation=True)

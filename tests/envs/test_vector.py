@@ -32,7 +32,7 @@ def test_every_environment_meets_the_contract(
     env_id, vectorization, num_features, can_snapshot, tmp_path
 ):
     def make(count=8, **options):
-        if env_id == "trading":  # short episodes: their starts are drawn several times
+        if env_id == "trading":  # episodes are short, so several starts are drawn
             return make_env(count, MARKETS, episode_days=2)
         return make_vector_env(env_id, count, vectorization=vectorization, **options)
 

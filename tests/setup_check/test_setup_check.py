@@ -43,7 +43,7 @@ def facts_with(monkeypatch, tmp_path):
 
 
 def complaints(checks):
-    """Return {name: verdict} of all checks that are not ok; only they have a fix."""
+    """Return {name: verdict} of the checks that are not ok; only those suggest a fix."""
     checks = list(checks)
     assert all(bool(check.fix) == (check.verdict != "ok") for check in checks)
     return {check.name: check.verdict for check in checks if check.verdict != "ok"}

@@ -1,4 +1,4 @@
-"""--precision rounds matrix products, and training stays close to that in fp32."""
+"""--precision rounds matrix products; training stays close to training in fp32."""
 
 import pytest
 import torch
