@@ -22,7 +22,7 @@ def make_batch(
     world: World,
     config: PPOConfig,
 ) -> Batch:
-    """Divide a rollout into sequences, and add their advantages and returns.
+    """Compute the advantages and returns of a rollout, and cut it into sequences.
 
     Every rank must call this: one all-reduce sums the statistics of advantages, observations and
     rewards over all ranks.
@@ -105,8 +105,8 @@ def normalize_advantages(
 ) -> Tensor:
     """Normalise advantages [T, B] to mean 0 and standard deviation 1 over all ranks.
 
-    `least` is a lower bound for the divisor. If it applies, the standard deviation of the result is
-    below 1.
+    `least` is a lower bound for the divisor. If it exceeds the standard deviation of the
+    advantages, the result has a standard deviation below 1.
     """
     mean, variance = _moments(sums["advantages"])
     deviation = (variance.clamp(min=0.0).sqrt() + 1e-8).clamp(min=least)

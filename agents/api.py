@@ -36,12 +36,13 @@ from rl_dist.run_dir import RunDir
 from rl_dist.telemetry.metrics import close_logging
 
 # The state of a policy consists of the recurrent state [B, S, H], the earlier observations of the
-# window [B, n-1, F], and the previous action as an input [B, D]; D is 0 without --previous_action.
+# window [B, n-1, F], and the previous action, encoded as a policy input [B, D]. Without
+# --previous_action, D is 0.
 State = tuple[np.ndarray, ...]
 
 
 class LoadedPolicy:
-    """A trained policy; callers pass its state to `predict` and get the next one.
+    """A trained policy; `predict` takes its state and returns the next state.
 
     Observations and actions belong to the spaces of the environment in which the policy was
     trained: `observation_space` and `action_space`.
@@ -241,7 +242,7 @@ def train(
         "evaluation": on_evaluation,
         "checkpoint": on_checkpoint,
     }
-    reported.clear()  # an earlier call may have stored its error
+    reported.clear()  # forget the error of an earlier call
     try:
         parsed = parse_training(as_flags({"env": env, "num_gpus": num_ranks} | settings))
         code = explains_errors(start)(parsed, run_rank, callbacks)
@@ -262,7 +263,7 @@ def train(
 class SeedsResult:
     """The scores of several runs that differ only in their seeds."""
 
-    run_dir: str  # the run with seed N is in its folder seed_N
+    run_dir: str  # its subfolder seed_N holds the run with seed N
     metric: str  # name of the score
     scores: dict[int, float]  # score in the final evaluation, by seed
     interval: Interval  # mean score, and lower and upper bound of its 95 % interval
@@ -274,8 +275,8 @@ def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any)
         >>> from agents import train_seeds
         >>> print(train_seeds([1, 2, 3], env="CartPole-v1", total_steps=20_000))
 
-    Runs that already exist in `run_dir` are resumed; finished runs are only evaluated again. Only
-    settings that may change when a run is resumed may differ from those of the existing runs.
+    Runs that already exist in `run_dir` are resumed; finished runs are only evaluated again. For
+    these runs, you can change only the settings that --resume allows you to change.
 
     Args:
         run_dir: directory for all these runs; "" creates a new directory in runs/.

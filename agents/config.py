@@ -94,7 +94,7 @@ class TrainConfig:
     """Stop after this many environment steps, counted over all ranks; 0: use num_episodes."""
     batch_size: Annotated[int, or_auto(AUTO)] = Field(128, ge=AUTO, le=10**7)
     """Number of sequences per minibatch; 128 sequences with bptt_steps 32 are 4,096 steps; auto or
-    0: measure at the start which of the sizes that fit into memory is the fastest."""
+    0: when the run starts, time sizes that fit into memory, and use the fastest."""
     grad_accumulation: int = Field(1, ge=1, le=10**6)
     """Number of minibatches whose gradients are added up before each optimizer step. This has the
     effect of a batch_size that is this many times larger, but needs less memory."""
@@ -114,8 +114,8 @@ class TrainConfig:
     pretrained: Text = ""
     """Start from the feature LSTM that python -m agents.pretrain wrote to this directory."""
     init_from: Text = ""
-    """Start from the weights and normalisers of an earlier run or checkpoint whose inputs and
-    outputs have the same shapes. The optimizer, counters and environments start from scratch."""
+    """Start from the weights and normalisers of an earlier run or checkpoint; its inputs and
+    outputs must have the shapes of the new run. Optimizer, counters and environments start anew."""
     seed: int = Field(1, ge=0, le=2**63 - 1)
     """Seed for the policy, the environments, the action noise and the shuffling of sequences."""
     normalize_obs: bool = True
@@ -143,12 +143,12 @@ class TrainConfig:
     """What to do if a checkpoint cannot be written, for example because the disk is full: end the
     run, or continue without this checkpoint."""
     sync_check_every: int = Field(5, ge=0, le=10**9)
-    """Number of iterations between checks that all ranks have the same parameters. This is also
-    checked before every checkpoint; 0: check only before checkpoints."""
+    """Number of iterations between comparisons of the parameters, which must be equal on all ranks.
+    They are also compared before every checkpoint; 0: compare only before checkpoints."""
     collective_timeout: float = Field(600.0, ge=1, le=80_000)
-    """End the run if a rank makes no progress for this many seconds: while other ranks wait for it,
-    during one call of an environment, callback, core or logger, or while it writes a checkpoint.
-    The error names the rank and what it was doing."""
+    """End the run if a rank makes no progress for this many seconds. The limit holds while other
+    ranks wait for this rank, for each call of an environment, callback, core or logger, and for
+    writing a checkpoint. The error names the rank and what it was doing."""
     startup_timeout: float = Field(600.0, ge=1, le=80_000)
     """Timeout in seconds that replaces collective_timeout until the first rollout begins, while the
     ranks connect to each other and build their environments."""
@@ -167,7 +167,7 @@ class TrainConfig:
         named_loggers(self.loggers)
         if self.pretrained and (self.init_from or not self.normalize_obs):
             raise ValueError(
-                "pretrained needs normalize_obs and conflicts with init_from: change one of them"
+                "pretrained needs normalize_obs and excludes init_from: change one of the three"
             )
         try:
             _ = self.stop
@@ -305,7 +305,7 @@ def with_threads(config: RunConfig) -> RunConfig:
 
 
 def data_digest(config: DataConfig) -> str:
-    """Return a digest of the price file, which shows whether the file has changed."""
+    """Return a digest of the price file; it reveals whether the file has changed."""
     if config.data == "simulated":
         return ""
     content = read_plain(Path(config.data).expanduser(), most=None)
@@ -313,7 +313,7 @@ def data_digest(config: DataConfig) -> str:
 
 
 def probe(task: TradingTask | GymTask) -> TorchEnv:
-    """Return a task's smallest environment, already closed; read only its spaces."""
+    """Return a task's smallest environment, closed: only its spaces are still usable."""
     if isinstance(task, GymTask):
         env = task.probe_env()
     else:

@@ -115,7 +115,7 @@ def float_copy(agent: LoadedAgent) -> Any:
 
 
 def write_onnx(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None:
-    """Write an ONNX model for any batch size, with the contract in its metadata."""
+    """Write an ONNX model for any batch size; put `contract` into its metadata."""
     num_rows = 3  # torch would turn a batch size of 0 or 1 into a constant
     inputs = (
         torch.zeros(num_rows, step.policy.num_obs),
@@ -150,10 +150,11 @@ def run_onnx(path: Path) -> Runner:
 
 
 def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> float:
-    """Return the largest relative difference of actions over episodes with resets.
+    """Return the largest relative difference between exported and original actions.
 
-    The difference of each action component is divided by the largest magnitude of this component
-    over all steps, or by half the range of the component (1 if unbounded) if that is larger.
+    Both policies act on the same random observations, in episodes that start at random steps. The
+    difference of each action component is divided by the largest magnitude of this component over
+    all steps, or by half the range of the component (1 if unbounded) if that is larger.
     Discrete choices are compared by the logits of the chosen options, because rounding may decide
     between options that are equally likely.
     """

@@ -1,4 +1,4 @@
-"""PPO on pairs of ranks, each with half of the cascade: --hybrid_form pipeline.
+"""PPO with --hybrid_form pipeline: each rank of a pair trains half of the cascade.
 
 The first rank of a pair trains the feature LSTM (stage 0), the second rank trains actor and critic
 (stage 1). Together they process the sequences of both ranks, divided into parts. The first rank
@@ -40,7 +40,7 @@ NEEDED = (
 
 
 class StageStrategy(Strategy):
-    """Clips, updates and saves both stages; `PipelinePPO` computes the gradients."""
+    """Updates and saves both stages, with gradients that `PipelinePPO` computes."""
 
     def __init__(self, config: StrategyConfig, world: World) -> None:
         super().__init__(config, world)
@@ -77,7 +77,7 @@ class StageStrategy(Strategy):
 
         If the norm is not finite, no rank takes the step.
         """
-        # free the optimizer state of the other stage, which exists after a save or a resume
+        # after a save or a resume, this rank also holds the other stage's optimizer state: free it
         for parameter in self.stages[1 - self.stage]:
             optimizer.state.pop(parameter, None)
         grad_norm = self.agreed_norm(self.grad_norm)
@@ -172,7 +172,7 @@ class PipelinePPO(PPO):
     def _train_features(self, parts: Sequence[Minibatch]) -> Tensor:
         """Compute the feature LSTM's gradient, summed over parts; return zero loss terms.
 
-        Each iteration sends one part's features and receives the gradient for the previous part.
+        Each pass of the loop sends one part's features and receives the previous part's gradient.
         """
         waiting: list[Tensor] = []  # features of the previous part, still without gradient
         for number in range(len(parts) + 1):
@@ -186,7 +186,7 @@ class PipelinePPO(PPO):
     def _train_decisions(self, parts: Sequence[Minibatch]) -> Tensor:
         """Compute actor and critic gradients, summed over parts; return the loss terms.
 
-        Each iteration receives one part's features and sends the gradient for the previous part.
+        Each pass of the loop receives one part's features and sends the previous part's gradient.
         """
         terms: list[Tensor] = []
         gradients: list[Any] = []  # gradient for the features of the previous part

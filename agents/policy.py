@@ -26,8 +26,8 @@ from envs.vector.layout import Layout
 from rl_dist.flags import Field, Text, configuration
 from rl_dist.strategies.precision import autocast, weights_cast_once
 
-# Every call of a core has a fixed overhead of 0.8 ms on a CPU. A core with this many weights takes
-# the same time to compute one step with a batch size of 1.
+# Calling a core has a fixed overhead of 0.8 ms on a CPU. This equals the time in which a core with
+# this many weights computes one step with a batch size of 1.
 CALL_WEIGHTS = 10_000_000
 FORBIDDEN = -1e9  # logit of a forbidden action: its probability is exactly 0
 
@@ -97,11 +97,11 @@ class Policy(nn.Module):
     With `feature_window` n, the input is the last n observations of the episode, oldest first,
     flattened to n * F numbers, with zeros for steps before the start of the episode (see
     `agents.rollout.policy_input`). If `low_precision` is set, the encoder, the cores and the tanh
-    layer compute in that type; the parameters and the output layers keep theirs.
+    layer compute in that type; the parameters and output layers keep their own type.
     """
 
     low_precision: torch.dtype | None = None
-    BATCH_AXES = (1, 1, 0, 1)  # axis of the sequences in each input of `forward`; 1 in all outputs
+    BATCH_AXES = (1, 1, 0, 1)  # sequence axis of each input of `forward`; of every output: 1
 
     def __init__(self, config: PolicyConfig, layout: Layout, action_space: spaces.Space) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Policy(nn.Module):
         return (actor, values), after
 
     def _masked(self, logits: Tensor, obs: Tensor) -> Tensor:
-        """Give choices that the mask in obs forbids probability 0 and no gradient."""
+        """Give forbidden choices probability 0 and no gradient; obs contains the mask."""
         if not self.mask_columns:
             return logits
         newest = obs[..., -self.num_obs :]  # a window also contains older masks

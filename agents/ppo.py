@@ -43,8 +43,7 @@ class PPOConfig:
     anneal_lr: bool = True
     """Lower the learning rate linearly to zero over num_episodes or total_steps."""
     warmup: int = Field(0, ge=0, le=10**9)
-    """Number of iterations at the start in which the learning rate rises linearly from zero;
-    0: off."""
+    """Raise the learning rate linearly from zero over this many iterations at the start; 0: off."""
     gamma: float = Field(0.99, ge=0, le=1)
     """Discount factor of the rewards, per step."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
@@ -61,7 +60,7 @@ class PPOConfig:
     norm_adv: bool = True
     """Normalise advantages over the whole rollout of all ranks."""
     min_adv_std: float = Field(0.0, ge=0, le=100)
-    """Lower bound for the number by which norm_adv divides, in standard deviations of the returns.
+    """Lower bound for the divisor of norm_adv, as a multiple of the returns' standard deviation.
     It prevents norm_adv from amplifying the noise of a solved task; 0: off."""
     ent_coef: float = Field(0.0, ge=0, le=10)
     """Weight of the entropy bonus in the loss."""

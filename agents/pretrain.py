@@ -165,7 +165,7 @@ def make_windows(
 
 
 def _targets(close: Tensor) -> Tensor:
-    """Compute targets [M, D - VOLATILITY_DAYS, 2, n], without the last days."""
+    """Compute targets [M, D - VOLATILITY_DAYS, 2, n]; the last days have none."""
     log_returns = close.log().diff(dim=1)  # [M, D-1, n], from each day to the next
     coming = log_returns.unfold(1, VOLATILITY_DAYS, 1)  # [M, D-VOLATILITY_DAYS, n, VOLATILITY_DAYS]
     volatility = (coming.square().mean(-1).sqrt() + SMALLEST_MOVE).log()
@@ -213,7 +213,7 @@ class FeatureTraining(nn.Module):
         self.feature_core = policy.feature_core
         self.feature_mlp = policy.feature_mlp
         self.head = nn.Linear(shape.hidden_size, 2 * num_stocks)
-        self.to(config.launch.dtype)  # before the normaliser is added, which stays float64
+        self.to(config.launch.dtype)  # the normaliser is added later, because it stays float64
         self.normalizer = Normalizer(policy.num_obs)
 
         # The first pass computes the mean of the observations. The second pass sums deviations
@@ -244,7 +244,7 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def sign_accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return a mask [N, days, n] that is True where the predicted sign is right."""
+    """Return a mask [N, days, n] that is True where the predicted sign is correct."""
     return (outputs[:, :, 0] > 0) == (targets[:, :, 0] > 0.5)
 
 
@@ -294,8 +294,8 @@ def run_rank(config: PretrainRunConfig, resolved: ResolvedLaunch, run: RunDir, r
         num_epochs = len(result.history)
         run.write_summary({"best_epoch": result.best_epoch, "epochs": num_epochs, "best": best})
         print(
-            f"best epoch {result.best_epoch} of {num_epochs}: correct for "
-            f"{best['valid/sign_accuracy']:.1%} of the return signs on the validation span\n"
+            f"best epoch {result.best_epoch} of {num_epochs}: on the validation span, "
+            f"{best['valid/sign_accuracy']:.1%} of the predicted return signs are correct\n"
             f"next: python train_distributed.py --pretrained {run_dir}",
             flush=True,
         )

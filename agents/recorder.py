@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Times the parts of each iteration and gathers the records of all ranks."""
+    """Measures the parts of each iteration, and gathers the records of all ranks."""
 
     def __init__(self, world: World, clock: StepClock) -> None:
         self.world = world
-        self.clock = clock  # times the phases of gradient steps
+        self.clock = clock  # measures the phases of gradient steps
         self.stragglers = Stragglers()
         self.restarts_seen = 0  # environment restarts already counted in earlier records
         self.started = 0.0

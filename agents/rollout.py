@@ -20,7 +20,7 @@ from rl_dist.strategies.precision import weights_cast_once
 
 @dataclass
 class Carry:
-    """State of each environment that is carried over from one rollout to the next.
+    """Per-environment state that is carried over from one rollout to the next.
 
     Checkpoints contain this state. No field is zeroed between rollouts.
     """

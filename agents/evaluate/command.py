@@ -119,13 +119,13 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
     torch.set_num_threads(min(config.launch.threads or 1, torch.get_num_threads()))
     say = print if world.is_main_process else lambda text: None
     say(f"{agent.path}, iteration {agent.iteration}")
-    # Check that the user trusts the environment's module before it is imported.
+    # Before the environment's module is imported, check that the user trusts it.
     saved = {"env": config.task.env, "env_kwargs": config.task.env_kwargs}
     check_named(agent.run_dir, "task", saved, options.env)
     with faults_as_user_errors(agent.run_dir, world):
         task = config.prepare_task(world.heartbeat)
         if isinstance(task, GymTask):
-            if options.video:  # done first, so that environments that cannot draw fail early
+            if options.video:  # done first, because it fails if the environment cannot draw
                 from agents.evaluate.pictures import film  # imported late: matplotlib takes 0.5 s
 
                 film(agents["policy"], task, Path(options.video), config.train.seed, world)

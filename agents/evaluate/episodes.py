@@ -46,8 +46,8 @@ def until_stopped(evaluate: Callable[[], None], world: World, run_dir: Path | No
     """Call `evaluate`, and end it if a stop signal arrives; return the exit code.
 
     With several ranks, a signal ends each process immediately, because a rank may be waiting for
-    others in code that Python signal handlers cannot interrupt. The launcher then prints the
-    message.
+    others in code that Python signal handlers cannot interrupt. In this case, the launcher reports
+    the stop.
 
     Args:
         run_dir: run directory, for the evaluation at the end of training; otherwise None.
@@ -72,7 +72,7 @@ def until_stopped(evaluate: Callable[[], None], world: World, run_dir: Path | No
 class PolicyController:
     """Chooses a policy's most likely actions; keeps its state between calls.
 
-    If `zero_state` is True, the state is reset before every step, to measure how much memory helps.
+    With `zero_state`, the state is reset before every step, to measure how much the memory helps.
     """
 
     policy: Policy

@@ -95,11 +95,12 @@ def evaluate_markets(
     """Let each trader trade once through all markets, divided among the ranks.
 
     Returns:
-        The record of each trader over all M markets, in their order; the same on every rank.
+        The record of each trader over all M markets, in the order of `markets`; the same on every
+        rank.
     """
     local_markets = [markets[index] for index in shard(len(markets), world)]
 
-    @cache  # traders share environments, because building one takes longer than a pass
+    @cache  # building environments takes longer than one pass, so traders share them
     def make_env(held: bool) -> Any:
         return task.evaluation_env(local_markets, span, held=held, device=world.device)
 
@@ -188,7 +189,7 @@ def performance(record: Record) -> dict[str, np.ndarray]:
 
 
 def difference(record: Record, baseline: Record, name: str) -> Interval:
-    """Return the difference of a statistic from the baseline and its 95 % interval.
+    """Return a statistic's difference from the baseline, with a 95 % interval.
 
     Several markets count as independent samples. For a single market, blocks of days are resampled.
 
@@ -217,8 +218,8 @@ def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
                 for figure in ("sharpe", "annual_return")
             }
 
-    # gap_closed is the Sharpe difference between a trader and equal weight, divided by that between
-    # the reference rule and equal weight; None unless the latter's 95 % interval lies above 0.1.
+    # gap_closed is a trader's gain in Sharpe ratio over equal weight, divided by the gain of the
+    # reference rule. It is None unless the 95 % interval of the rule's gain lies above 0.1.
     if best := policies.get("reference"):
         sharpe = policies[EQUAL_WEIGHT]["sharpe"]
         gap, low, _ = best[AGAINST]["sharpe"]
@@ -245,7 +246,7 @@ def report(
     test: bool = False,
     num_worlds: int | None = None,
 ) -> tuple[dict[str, Any], str]:
-    """Compare agents on each span to evaluate; return summaries by span and a text.
+    """Compare agents on every evaluated span; return a summary per span, and a text.
 
     Write the daily results of every span and the equity curves of the last span to files. If the
     agent "policy" is a cascaded LSTM, also evaluate it without memory.
@@ -283,7 +284,7 @@ def report(
             write_daily(path, records, markets, dates)
             plot_equity(records, dates, picture, name, simulated)
     text += (
-        "in brackets: 95 % interval over markets, or over resampled blocks of days for one market\n"
+        "in brackets: 95 % interval over markets or, for one market, resampled blocks of days\n"
         f"risk-free rate: 0; costs: {task.trading.fee_bps:g} bps of every purchase and sale\n"
         f"daily figures: {run_dir / 'evaluation'}\nequity curves: {picture}"
     )

@@ -69,7 +69,7 @@ def film(agent: PolicyController, task: GymTask, folder: Path, seed: int, world:
         env_workers=0,
         env_restarts=0,
     )
-    policy = replace(agent)  # a copy keeps the state of `agent` unchanged
+    policy = replace(agent)  # a copy, so that the state of `agent` does not change
     frames: list[Image.Image] = []
 
     def draw_and_act(env: Any, obs: Tensor, episode_start: Tensor) -> Tensor:

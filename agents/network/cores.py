@@ -1,11 +1,11 @@
 """Cores with a common interface: LSTM, GRU, minGRU, and memoryless tanh layers.
 
 A core is a module with the constructor arguments (num_inputs, hidden_size, num_layers). Its
-`num_states` is the number S of vectors [H] in its state. It maps inputs [L, N, F] and the state
-[S, N, H] before the first step to outputs [L, N, H] and the state after the last step; the module
-itself stores no state. LSTM and GRU may return the state as a list of S vectors [N, H], so that the
-caller can stack the states of all cores in one operation. A one-layer LSTM also accepts resets
-[L, N, 1]: 1 at a step whose state and output must be zero, else 0.
+`num_states` is the number S of vectors [H] in its state. It takes inputs [L, N, F] and the state
+[S, N, H] that precedes the first step; it returns outputs [L, N, H] and the state after the last
+step. The module itself stores no state. LSTM and GRU may return the state as a list of S vectors
+[N, H], so that the caller can stack the states of all cores in one operation. A one-layer LSTM also
+accepts resets [L, N, 1]: 1 at a step whose state and output must be zero, else 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHUT = -1e4  # adding this to the input of a gate makes the gate and its gradien
 
 
 class RememberingCore(nn.RNNBase):
-    """An LSTM or GRU. Its second block of biases belongs to the gate that remembers."""
+    """An LSTM or GRU. Its second block of biases is for the forget or update gate."""
 
     @property
     def num_states(self) -> int:
@@ -28,7 +28,7 @@ class RememberingCore(nn.RNNBase):
         return self.num_layers * (2 if self.mode == "LSTM" else 1)
 
     def open_gates(self) -> None:
-        """Set the biases of the gates that remember to 1 (Jozefowicz et al. 2015)."""
+        """Set the biases of forget or update gates to 1 (Jozefowicz et al. 2015)."""
         for _, _, bias, _ in self.all_weights:
             nn.init.ones_(bias[self.hidden_size : 2 * self.hidden_size])
 
@@ -105,7 +105,7 @@ class MinGRUCore(nn.Module):
         return outputs, torch.stack(after)
 
     def open_gates(self) -> None:
-        """Set biases so that units remember 1 to `LONGEST` steps (Tallec, Ollivier 2018)."""
+        """Set biases for memories of 1 to `LONGEST` steps (Tallec, Ollivier 2018)."""
         for layer in self.layers:
             size = layer.out_features // 2
             steps = self.LONGEST ** torch.linspace(0.0, 1.0, size, device=layer.bias.device)

@@ -23,7 +23,7 @@ CLIP = 10.0  # normalised values are clipped to [-CLIP, CLIP]
 class RunningMoments(nn.Module):
     """Mean and variance of F quantities over all samples merged so far.
 
-    If `columns` is given, the other columns always keep mean 0 and variance 1.
+    If `columns` is given, all columns not listed there always keep mean 0 and variance 1.
     """
 
     count: Tensor
@@ -42,7 +42,7 @@ class RunningMoments(nn.Module):
     def sums(self, samples: Tensor) -> Tensor:
         """Return the count, the sums and the sums of squares of samples [..., F].
 
-        Both kinds of sums are of deviations from the mean.
+        Both kinds of sums are taken over deviations from the current mean.
         """
         rows = samples.flatten(0, -2).index_select(1, self.index)
         deviations = rows.double() - self.mean[self.index]
@@ -62,7 +62,7 @@ class RunningMoments(nn.Module):
 
 
 class Normalizer(nn.Module):
-    """Scales values to mean 0 and standard deviation 1 and clips them, if enabled."""
+    """If enabled, scales values to mean 0 and standard deviation 1, and clips them."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Normalizers(nn.Module):
         self.rewards.moments.count.zero_()
 
     def return_deviation(self) -> Tensor | float:
-        """Return the standard deviation of discounted returns, after any reward scaling."""
+        """Return the standard deviation of discounted returns; 1 if rewards are scaled."""
         if self.rewards.enabled:
             return 1.0
         moments = self.rewards.moments

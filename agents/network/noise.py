@@ -31,8 +31,8 @@ def philox(counter: Sequence[Tensor], key: Sequence[int]) -> tuple[Tensor, ...]:
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     k0, k1 = key
     for _ in range(10):
-        # The products may overflow, but their low 64 bits are correct. The mask removes the sign
-        # bits that the shift copies, and the upper 32 bits of c1 and c3.
+        # The products may overflow, but their low 64 bits are correct. The mask removes the upper
+        # 32 bits of c1 and c3, and the copies of the sign bit that the right shift creates.
         first, second = c0 * FACTORS[0], c2 * FACTORS[1]
         c0 = (second >> 32).bitwise_xor_(c1).bitwise_xor_(k0).bitwise_and_(MASK)
         c2 = (first >> 32).bitwise_xor_(c3).bitwise_xor_(k1).bitwise_and_(MASK)

@@ -1,4 +1,4 @@
-"""Separate random streams for the policy, environments, noise and evaluation."""
+"""Give policy, environments, noise and evaluation separate random streams."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 # stream numbers: each is the second entry of SeedSequence([seed, stream, ...])
 POLICY_STREAM, ENVIRONMENT_STREAM, NOISE_STREAM, SHUFFLE_STREAM, VALIDATION_STREAM = range(5)
-# Evaluation has its own episodes, because validation episodes chose the best checkpoint.
+# Evaluation has its own episodes, because the best checkpoint was chosen on validation episodes.
 PREDICTION_STREAM, EVALUATION_STREAM = 5, 6
 
 

@@ -1,4 +1,4 @@
-"""Run recurrent networks over [T, N] steps with episode resets, in dense calls.
+"""Run recurrent networks over [T, N] steps with episode resets, in dense blocks.
 
 Episode starts divide sequences into pieces. A recurrent network is fast on dense blocks of
 [steps, rows], so pieces of similar length share a block: each row contains one piece, padded to the
@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PACKING = 1.07  # time per step in packed rows (with resets), divided by that in padded rows
-# A network maps obs [L, N, F] and the state [N, S, H] before the first step to outputs, each
-# [L, N, ...], and the state after the last step. For packed plans it also takes resets [L, N, 1],
-# which are 1 at a step after which the state must be zero.
+PACKING = 1.07  # time per step in packed rows (with resets), relative to padded rows
+# A network takes obs [L, N, F] and the state [N, S, H] that precedes the first step. It returns
+# outputs, each [L, N, ...], and the state after the last step. For packed plans, it also takes
+# resets [L, N, 1], which are 1 at a step after which the state must be zero.
 Network = Callable[..., tuple[tuple[Tensor, ...], Tensor]]
 
 
@@ -113,7 +113,7 @@ def cheapest_splits(counts: list[int], longest: list[int], call_steps: float) ->
         longest: length of the longest piece of each level.
         call_steps: overhead of a call, in steps of one row.
     """
-    # entry n: the least time for the first n levels, and the first levels of its groups
+    # entry n: the least time for the first n levels, and the first level of each group
     best: list[tuple[float, list[int]]] = [(0.0, [])]
     for end in range(1, len(counts) + 1):
         best.append(
@@ -225,7 +225,7 @@ def state_after(
         obs = obs.masked_fill(resets > 0.5, 0.0)  # zero inputs, as in `run_sequence`
         after: Tensor = network(obs, state * ~episode_start[0][:, None, None], resets)[1]
         return after
-    # One call for each interval between the steps at which a sequence begins its last episode.
+    # Cut all sequences at every step at which one of them begins its last episode.
     last = (np.arange(len(obs))[:, None] * starts).max(0)  # [N] step of the last episode start
     cuts = sorted({0, *last.tolist()})
     for begin, end in zip(cuts, [*cuts[1:], len(obs)], strict=True):

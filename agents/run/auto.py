@@ -74,7 +74,7 @@ def check_rollouts(config: RunConfig, world: World) -> None:
 
 
 def undecided(config: RunConfig) -> dict[str, bool]:
-    """Return for each flag that can be auto whether the run must still measure it."""
+    """For each flag that can be auto, return whether the run must still measure it."""
     return {
         "batch_size": config.train.batch_size == AUTO,
         "precision": config.launch.precision == "auto",

@@ -85,9 +85,9 @@ class RunFlags:
     """Directory to write to; by default, runs/DATE_TIME."""
     resume: Text = ""
     """Continue the run in this directory from its newest checkpoint; auto: continue run_dir if
-    given, else the newest run, or start a new run if there is nothing to continue."""
+    it is given, otherwise the newest run; if there is no run to continue, start a new one."""
     quick: bool = False
-    """Do a complete but small run in half a minute, in which the policy learns little."""
+    """Do a small but complete run, which takes half a minute; the policy learns little."""
     preset: Literal["auto", "trading", "small", "control", "memory", "paper"] = "auto"
     """Defaults for a kind of task; auto: trading for StockTrading-v0, memory for the memory tasks,
     small for others; control: the same as small; paper: the settings of arXiv 2212.02721."""
@@ -115,7 +115,7 @@ class ChosenRun(NamedTuple):
     """Configuration, directory and checkpoint of the run to start."""
 
     config: RunConfig
-    directory: RunDir | None  # locked if it already holds a run; None: create one in runs/
+    directory: RunDir | None  # locked if it already holds a run; None: create a new one in runs/
     checkpoint: LoadedCheckpoint | None  # checkpoint to resume from; None: a new run
 
 
@@ -228,7 +228,7 @@ def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
         for name in new.keys() & given.keys()
         if new[name] != old[name] and (name, given[name]) not in KEPT_CHOICES
     }
-    # Reset values that were valid only for the old ranks or the old strategy.
+    # Reset values that were valid only for the old devices, number of ranks or strategy.
     reset: dict[str, Any] = {}
     if changes.keys() & {"num_gpus", "device", "gpu_ids"}:
         reset = {"gpu_ids": "", "threads": 0}

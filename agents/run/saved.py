@@ -85,8 +85,8 @@ def load_newest(run_dir: Path) -> LoadedCheckpoint | None:
 def share_checkpoint(directory: RunDir, offers: list[str], world: World) -> str:
     """Choose the newest checkpoint of all ranks; copy it to hosts that lack it.
 
-    Every rank must call this. A checkpoint offered by a rank other than 0 counts only if rank 0 has
-    no file of that name: if rank 0 has the file but does not offer it, rank 0's copy is damaged.
+    Every rank must call this. If rank 0 has a file but does not offer it, its copy is damaged.
+    Therefore, a checkpoint offered by another rank counts only if rank 0 has no file of that name.
 
     Args:
         offers: for each rank, the path of the checkpoint that it would load; "" if it has none.
@@ -237,7 +237,7 @@ def check_initial(config: TrainConfig, policy: Policy) -> None:
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Describe each difference in a short phrase; None stands for a missing value."""
+    """Describe each value that differs from the checkpoint; None means missing."""
     names = sorted({*now, *before})
     pairs = [(name, now.get(name), before.get(name)) for name in names]
     return [f"{name} {new} (the checkpoint has {old})" for name, new, old in pairs if new != old]
@@ -257,8 +257,8 @@ def check_readable(policy: Policy, now: Layout) -> None:
     trained = policy.layout.kinds()
     if now.kinds() != trained:
         raise UserError(
-            f"the policy was trained on observations of parts {trained:.200}, but the given "
-            f"ones have {now.kinds():.200}: use the same environment and version as in training"
+            f"the policy was trained on observations with the parts {trained:.200}, not with the "
+            f"parts {now.kinds():.200}: use the same environment and version as in training"
         )
 
 

@@ -202,7 +202,7 @@ def test_a_video_shows_every_step_of_the_first_evaluated_episode(evaluated, tmp_
 @pytest.mark.parametrize(
     ("run", "flags", "expected"),
     [
-        ("fading", "--compare {}/csv", "trained on observations of parts"),
+        ("fading", "--compare {}/csv", "trained on observations with the parts"),
         ("five.csv", "", "/five.csv"),
         ("nan.pt", "--env FadingNan-v0", "FadingNan-v0 number 0 at its step 2"),
     ],
