@@ -1,4 +1,4 @@
-"""Compare the speed of our recurrent trainer and others; all trainers take turns.
+"""Compare the speed of our recurrent trainer with the speed of other trainers.
 
     python benchmarks/against_peers.py --python /path/to/venv/bin/python [--minutes 7]
 
@@ -33,7 +33,7 @@ from typing import Any
 from turns import STEPS, describe, median_interval
 
 SCRIPT = Path(__file__).with_name("peers.py")
-PEERS = {  # name of a driver: package that the driver needs
+PEERS = {  # from the name of a driver to the package that it needs
     "rl_games": "rl_games",
     "skrl": "skrl",
     "clean": "gymnasium",
@@ -71,7 +71,7 @@ class Trainer(Program):
     def __init__(self, held: ExitStack, python: str, *arguments: str | int) -> None:
         folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment["TMPDIR"] = held.enter_context(folder)  # killed drivers leave files there
+        environment["TMPDIR"] = held.enter_context(folder)  # a killed driver leaves files here
         super().__init__(
             held,
             [python, str(SCRIPT), *map(str, arguments)],
@@ -110,7 +110,7 @@ def installed(python: str) -> set[str]:
 
 
 def row_of(task: str, about: dict[str, Any], turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the medians of steps/s, seconds per phase and episode length."""
+    """Return medians: steps per second, duration of each phase, length of episodes."""
     row = {"task": task, **about, "turns": len(turns)}
     row["steps_per_s"] = round(STEPS / median(turn["seconds"] for turn in turns))
     for name in ("collect_s", "update_s", "episode_length"):
@@ -171,7 +171,7 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=2, help="number of threads of each trainer")
     parser.add_argument(
-        "--ranks", type=int, default=1, help="number of ranks of our trainer, which share --threads"
+        "--ranks", type=int, default=1, help="number of ranks of our trainer; they share --threads"
     )
     args = parser.parse_args()
     if args.threads % args.ranks:

@@ -46,7 +46,7 @@ FLAGS = (  # all sizes can be divided among one to four ranks
 )
 VICTIMS = ("main rank", "other rank", "launcher", "supervisor", "group")
 WAYS = ("SIGKILL", "SIGSEGV", "SIGABRT")
-# moment of the hit: fraction of all hits
+# from the moment of a hit to the fraction of all hits that are aimed at it
 AIMS = {"starting": 0.2, "any moment": 0.5, "saving": 0.3}
 START_UP_S = 8.0
 GONE_WITHIN_S = 30.0
@@ -85,7 +85,7 @@ class Run:
         deadline_s = time.monotonic() + patience_s
         while self.job.poll() is None and time.monotonic() < deadline_s:
             state = self.run_dir.state()
-            with suppress(ProcessLookupError):  # an earlier start wrote the state
+            with suppress(ProcessLookupError):  # the state is that of an earlier start
                 if state and os.getsid(state.launcher_pid) == self.job.pid and condition(state):
                     return state
             time.sleep(0.002)
@@ -131,7 +131,7 @@ class Run:
         return ""
 
     def num_left(self) -> int:
-        """Wait for all processes to end; kill the rest and return their number."""
+        """Give all processes time to end; kill those that did not; return their number."""
         deadline_s = time.monotonic() + GONE_WITHIN_S
         while (left := self._alive()) and time.monotonic() < deadline_s:
             self.job.poll()
@@ -167,7 +167,7 @@ def undisturbed(folder: Path, ranks: int) -> tuple[Path, float]:
 def hit_and_resume(
     folder: Path, cases: list[Case], expected: Path, span_s: float, rng: random.Random
 ) -> dict[Case, str]:
-    """Hit one run several times, then let it finish; return each hit's problem or ""."""
+    """Hit one run several times, then let it finish; return a problem or "" per case."""
     problems: dict[Case, str] = {}
     ranks, restarting = cases[0].ranks, cases[0].restarting
     run = Run(folder, ranks, restarting)

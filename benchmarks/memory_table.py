@@ -54,8 +54,8 @@ SOURCES = {
     "read from its event files",
 }
 FROZEN_STEPS = 2  # number of steps in which PocMemory shows the signs
-END_PLACE = 5  # number of places, 0.2 apart, from the middle of the corridor to each end
-FARTHEST_START = 2  # an episode begins at most this many places from the middle
+END_PLACE = 5  # distance of each end from the middle of the corridor, in steps of 0.2
+FARTHEST_START = 2  # an episode begins at most this many steps from the middle
 PRIZE = 1.6
 STEP_COST = 0.1
 
@@ -77,10 +77,10 @@ class PocMemoryVectorEnv(BatchedEnv):
     def __init__(self, num_envs: int = 1) -> None:
         super().__init__(num_envs, spaces.Box(-1.0, 1.0, (3,), np.float32), spaces.Discrete(2))
         self.place = np.zeros(num_envs, dtype=np.int64)  # positions, from -END_PLACE to END_PLACE
-        self.right = np.ones(num_envs, dtype=np.int64)  # sign of the right end
+        self.right = np.ones(num_envs, dtype=np.int64)  # sign of the end on the right
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
-        """Draw the start and the sign of the right end."""
+        """Draw the start place and the sign of the end on the right."""
         start = generator.integers(-FARTHEST_START, FARTHEST_START + 1)
         good = generator.integers(2)
         return np.array([start, 2 * good - 1], dtype=np.float64)
@@ -131,7 +131,7 @@ class MemoryLengthVectorEnv(BatchedEnv):
         self.bit[rows] = draws[:, 0].astype(np.int64)
 
     def observe(self) -> np.ndarray:
-        """Return the observations, one step late as in the source of the rules."""
+        """Return the observations; as in the original task, they lag by one step."""
         shown = np.maximum(self.elapsed - 1, 0)
         obs = np.zeros((self.num_envs, 3), dtype=np.float32)  # with one bit the query is always 0
         obs[:, 0] = 1.0 - shown / self.length
@@ -199,7 +199,7 @@ ROWS = [
     popgym("PositionOnlyCartPoleEasy", 60_000, "GRU 1.000"),
     popgym("PositionOnlyCartPoleMedium", 60_000, "GRU 1.000"),
     popgym("NoisyPositionOnlyCartPoleEasy", 300_000, "GRU (best) 0.995"),
-    # This environment sets obs_requires_prev_action: its policies need the previous action.
+    # This environment sets obs_requires_prev_action, so its policies must see the previous action.
     popgym("MultiarmedBanditEasy", 300_000, "GRU 0.619, Elman (best) 0.631", "--previous_action"),
     Row(
         "PocMemory",
@@ -224,7 +224,7 @@ ROWS = [
 
 
 def best_window(metrics: Sequence[dict[str, Any]]) -> float | None:
-    """Return the mean return of the best WINDOW steps, or None if no episode ended."""
+    """Cut a run into windows of WINDOW steps; return the best mean return, or None."""
     means: list[float] = []
     first_step, total, count = 0, 0.0, 0.0
     for record in metrics:
@@ -292,7 +292,7 @@ def stored(path: Path, command: list[str]) -> dict[str, Any] | None:
 
 
 def result_path(out: Path, row: Row, seed: int) -> Path:
-    """Return the path of the file for the result of a row and seed."""
+    """Return the path of the file with the result for one row and one seed."""
     return out / f"{re.sub('[^a-zA-Z0-9]+', '_', row.name)}.{seed}.json"
 
 
@@ -301,7 +301,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument(
-        "--rows", nargs="+", default=[""], help="rows whose names contain these texts; default: all"
+        "--rows", nargs="+", default=[""], help="rows with any of these in their name; default: all"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/memory_table"))
     parser.add_argument("--print_only", action="store_true", help="only print the stored results")

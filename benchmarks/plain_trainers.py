@@ -39,14 +39,14 @@ from turns import (
     vector_env,
 )
 
-DRIVER = "BENCHMARK_DRIVER"  # environment variable: the driver's process id and output descriptor
+DRIVER = "BENCHMARK_DRIVER"  # environment variable: process id and output descriptor of the driver
 
 
 @functools.cache
 def our_turns() -> Turns:
     """Return the Turns of this process.
 
-    Ranks that the driver started read from and write to the driver's files.
+    If this process is a rank that the driver started, the Turns use the driver's files.
     """
     number, reports = map(int, os.environ[DRIVER].split())
     if number == os.getpid():
@@ -57,7 +57,7 @@ def our_turns() -> Turns:
 
 
 def end_of_iteration(moment: Any) -> None:
-    """Let rank 0 report and wait for the next turn; other ranks then wait for rank 0."""
+    """On rank 0, report and wait for the next turn; the other ranks wait for rank 0."""
     metrics = moment.metrics
     if moment.is_main_process:
         our_turns().next(

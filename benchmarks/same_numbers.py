@@ -248,7 +248,7 @@ def result_of(run_dir: Path) -> dict[str, Any]:
 def differences(base: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return the paths whose values differ or are present on one side only.
 
-    Entries of environment snapshots that BASE does not have are ignored.
+    If an entry of an environment snapshot is missing in BASE, it is ignored.
     """
     return sorted(
         name

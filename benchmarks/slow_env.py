@@ -13,7 +13,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-ROUNDS = 14_000  # passes of a Python loop, which take about 1 ms
+ROUNDS = 14_000  # number of passes of a Python loop; together they take about 1 ms
 WAIT_S = 2e-3
 WAYS = ((0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (8, 1), (8, 2))  # pairs (workers, groups)
 

@@ -2,13 +2,13 @@
 
     python benchmarks/speedup_accuracy.py [--ranks 2] [--jobs main slow_env]
 
-As in `python -m rl_dist.speedup`, the prediction is computed from two timings: processes that each
-train one rank's share of the job without communication, and ranks that only reduce gradients. The
-measured run trains on all ranks. Timings of separate processes alternate with measured runs, so
-that other work on the machine slows both down equally. Both must be long: a core of a shared host
-may change its speed by a factor of 1.7 every second, and runs of 2 s had errors of up to 40 % for
-this reason alone. The output is one JSON line per job and scaling, with the error of each round's
-prediction and the median error. Run nothing else on the machine meanwhile.
+As in `python -m rl_dist.speedup`, the prediction is computed from two timings: one of processes
+that each train one rank's share of the job without communication, and one of ranks that only reduce
+gradients. The measured run trains on all ranks. Timings of separate processes alternate with
+measured runs, so that other work on the machine slows both down equally. Both must take long: the
+speed of a core of a shared host may change by a factor of 1.7 every second, and for this reason
+alone, runs of 2 s had errors of up to 40 %. The output is one JSON line per job and scaling, with
+the error of each round's prediction and the median error. Run nothing else on the machine.
 """
 
 from __future__ import annotations

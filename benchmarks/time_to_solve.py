@@ -109,7 +109,7 @@ def mean_of_last(moments: Sequence[Moment], episodes: int) -> float | None:
 
 
 def solved_at(moments: Sequence[Moment], goal: Goal) -> Moment | None:
-    """Return the moment at which the goal was reached, if it was kept afterwards."""
+    """Return the moment at which the goal was reached and then kept, or None."""
     reached: Moment | None = None
     after = 0  # number of episodes since `reached`
     for number, moment in enumerate(moments):
@@ -126,7 +126,7 @@ def solved_at(moments: Sequence[Moment], goal: Goal) -> Moment | None:
 
 
 def race(seed: int, args: argparse.Namespace) -> list[Run]:
-    """Train in turns until both runs solve the task or end; return ours first."""
+    """Train in turns until both runs solve the task or end; return both, ours first."""
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
         ours = (

@@ -59,8 +59,8 @@ def make_vector_env(
     from envs.vector.adapter import OneByOne, TorchVectorEnv
 
     spec = find_spec(env_id)
-    # The adapter checks every step and enforces the step limit, so Gymnasium's wrappers for these
-    # tasks are not needed.
+    # The adapter checks every step and enforces the step limit, so Gymnasium's wrappers that do the
+    # same are not needed.
     spec = replace(
         spec,
         order_enforce=False,
@@ -116,7 +116,7 @@ def _seeds_each(make_batch: Callable[..., Any]) -> bool:
         env = make_batch(num_envs=2)
         first, second = env.reset(seed=[11, 11])[0]
         env.close()
-    except Exception:  # an environment that expects one seed may raise any error
+    except Exception:  # an environment that takes only one seed may raise any kind of error
         return False
     same_step = env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
     return same_step and np.array_equal(first, second)

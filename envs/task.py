@@ -47,8 +47,8 @@ class TaskConfig:
     returned NaN."""
     env_workers: Annotated[int, or_auto(AUTO)] = Field(0, ge=AUTO, le=1024)
     """Number of worker processes that step the environments, for each rank and group; 0: the rank
-    steps them itself; auto: before training, measure 0, one per core and four per core, and use the
-    fastest. Workers make training faster if one step of all environments takes 5 ms or more."""
+    steps the environments itself; auto: before training, time no workers, one per core and four per
+    core, and use the fastest. Workers help if one step of all environments takes 5 ms or more."""
     env_groups: int = Field(1, ge=1, le=2)
     """Number of groups into which a rank's environments are divided; more than 1 needs workers.
     With 2 groups, the policy computes actions for one group while workers step the other."""
@@ -76,7 +76,7 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class GymTask:
-    """Makes the Gymnasium environments of a run; TradingTask makes the trading ones."""
+    """Makes the Gymnasium environments of a run; for trading, see TradingTask."""
 
     config: TaskConfig
     # Ends the process if an environment hangs and cannot be interrupted.

@@ -50,7 +50,7 @@ class MemoryTask(gymnasium.Env[Any, Any]):
 
 
 class PatchRecall(MemoryTask):
-    """Task: name the quarter of the first image that contained the white patch.
+    """Task: name the quarter in which the first image showed a white patch.
 
     The first image is noise with a white patch of 3 x 3 pixels. Noise images follow. The last image
     is all white and asks for the answer.

@@ -1,9 +1,9 @@
 """A recurrent core with an untrained memory: oscillators store recent inputs.
 
-Each channel drives `hidden_size` oscillators with different fixed frequencies, like a linear
-recurrent unit (Orvieto et al., ICML 2023) with fixed eigenvalues spread over the unit circle.
-Together their phases store the last 2 * hidden_size inputs. Only the layers that write to and read
-from this memory are trained. All steps of a sequence are computed in parallel.
+Each channel drives `hidden_size` oscillators with different fixed frequencies. They form a linear
+recurrent unit (Orvieto et al., ICML 2023) with fixed eigenvalues, spread over the unit circle. The
+phases of all oscillators together store the last 2 * hidden_size inputs. Only the layers that write
+to this memory and read from it are trained. All steps of a sequence are computed in parallel.
 This command trains a policy with the core:
 
 python train_distributed.py --env popgym:popgym-RepeatPreviousMedium-v0 --preset memory \

@@ -16,8 +16,8 @@ class DataConfig:
     """Choose the market data and the training, validation and test spans."""
 
     data: Text = "simulated"
-    """simulated, or a CSV or CSV.gz file of daily bars
-    (date,tic,open,high,low,close,adj_close,volume)."""
+    """simulated: use simulated markets; else the path of a CSV or CSV.gz file of daily bars, with
+    the columns date,tic,open,high,low,close,adj_close,volume."""
     data_missing: Literal["error", "drop"] = "error"
     """Handling of days on which a ticker has no bar. error: refuse the file; drop: omit these days
     for all tickers, but refuse the file if they are more than 5 percent of its days."""
@@ -62,7 +62,7 @@ class SimulatedMarketConfig:
     """Number of simulated markets to train on."""
 
 
-MAX_INITIAL_CASH_USD = 1e8  # amounts up to 80 times as large are exact, see features.GRID
+MAX_INITIAL_CASH_USD = 1e8  # even 80 times this amount is exact, see features.GRID
 Observation = Literal["relative", "paper"]
 
 
@@ -90,7 +90,7 @@ class TradingConfig:
     in the training span; 0: off."""
     reward: Literal["attributed", "excess", "plain"] = "attributed"
     """Kind of training rewards (reported rewards are always plain). attributed: each trade earns
-    its discounted later profit when it is made; excess: the return minus the return of an
+    its discounted later profit when it is made; excess: the day's change of value minus that of an
     equal-weight portfolio; plain: the day's change of value. The best policy is the same for all
     three; only the noise differs."""
     risk_aversion: float = Field(20.0, ge=0, le=1000)

@@ -20,7 +20,7 @@ REWARD_SCALE = 1e-4  # reward per USD
 # names of the attributes that make up a snapshot
 STATE = ("keys", "episode", "row", "end_row", "cash", "value", "shares", "risk")
 RUIN_SHARE = 0.1  # an episode terminates if the value is below this fraction of the initial cash
-AHEAD = 32  # number of future episodes to draw in one call, which takes as long as drawing one
+AHEAD = 32  # number of later episodes drawn in one call; drawing many takes as long as drawing one
 
 
 def fill_orders(
@@ -58,7 +58,7 @@ def fill_orders(
     affordable = spendable.div_(buy_price, rounding_mode="trunc")
     trades = torch.clamp(affordable, min=sold, max=orders)  # for a sell, both bounds are equal
     spent = trades.clamp_min(0.0).mul_(buy_price).sum(1, keepdim=True)
-    # Amounts below 2**33 USD are exact, so the clamp changes nothing. For larger amounts, it
+    # Amounts below 2**33 USD are exact, so the clamp does not change them. For larger amounts, it
     # prevents rounding errors from making cash negative.
     return funds.sub_(spent).clamp_min_(0.0), trades
 
@@ -80,7 +80,7 @@ class TradingVectorEnv(TorchEnv):
     (Ng, Harada and Russell 1999, "Policy invariance under reward transformations"):
     - "attributed" adds discount * potential(next) - potential(now). The potential is the discounted
       later profit of the shares held, so the profit of a trade is rewarded when the trade is made.
-    - "excess" subtracts what an equal-weight portfolio of the initial cash earns on that day.
+    - "excess" subtracts what the initial cash, invested equally in all stocks, earns on that day.
     The total that either change adds to an episode's rewards does not depend on the actions.
 
     Evaluation (`evaluation=True`, one environment per market): every episode is one pass from
@@ -171,7 +171,7 @@ class TradingVectorEnv(TorchEnv):
         self._restarts_left = AHEAD
         num_starts = self.num_days - self._episode_days
         later = torch.arange(AHEAD + 1, device=self.device)[:, None]
-        # start row = market * num_days + day, with market, day = divmod(draw, num_starts)
+        # start row = market * num_days + day, where (market, day) = divmod(draw, num_starts)
         draws = random_int63(self.keys, self.episode + later) % (num_starts * len(self.markets))
         if self.evaluation:  # environment i always starts on the first day of market i
             draws[:] = torch.arange(self.num_envs, device=self.device)
@@ -257,9 +257,9 @@ class TradingVectorEnv(TorchEnv):
         """Return the training rewards [B], computed from the plain rewards.
 
         With `risk_aversion`, a day's risk is risk_aversion / 2 * value * variance of the
-        portfolio's return, computed with the covariance of the stocks' returns over the span. The
-        price of risk is the discounted sum of the same risk on all later days, that is, the day's
-        risk divided by (1 - discount). Its increase since the last day is subtracted.
+        portfolio's return, computed with the covariance of the stocks' returns over the span. If
+        the same risk recurs on every later day, its discounted sum is risk / (1 - discount). The
+        increase of this sum since the day before is subtracted from the rewards.
         """
         if self.config.reward == "attributed":
             rewards = torch.sub(plain, lost_usd, alpha=REWARD_SCALE)

@@ -25,7 +25,7 @@ from envs.trading.market_data import Market, Span
 GRID = 2.0**20  # steps per USD
 INDICATOR_DAYS = 30
 MEAN_DAYS = 20  # closes and log volumes are compared with their mean over this many days
-SMALLEST_VARIANCE = 1e-9  # relative to the largest variance; anything smaller is rounding noise
+SMALLEST_VARIANCE = 1e-9  # fraction of the largest variance; smaller ones are rounding noise
 
 
 # ---- indicators
@@ -124,7 +124,7 @@ def feature_table(markets: Sequence[Market], observation: str, span: Span) -> np
 
 
 def first_tradable_day(market: Market, config: TradingConfig) -> int:
-    """Return the index of the first day from which on all features in use are warm.
+    """Return the index of the day as of which all features in use are warm.
 
     If there is no such day, return the number of days; `split_spans` then refuses the training
     span.
@@ -134,9 +134,8 @@ def first_tradable_day(market: Market, config: TradingConfig) -> int:
     warm = np.isfinite(table[0]).all(axis=1)
     if config.turbulence_quantile > 0:
         warm &= np.isfinite(turbulence(market.close))
-    return num_days - int(
-        warm[::-1].argmin()
-    )  # the day after the last day on which a feature is not warm
+    # the day after the last day on which a feature is not warm
+    return num_days - int(warm[::-1].argmin())
 
 
 # ---- tables

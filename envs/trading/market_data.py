@@ -61,8 +61,8 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
     A configured date that is not a tradable day is moved to the nearest tradable day within its
     span. Without configured dates, training starts at `first_tradable`, the test span ends on the
     last day, and each span starts on the day after the previous span. If neither the end of a span
-    nor the start of the next span is given, the days of both are divided in proportion to SHARES.
-    If no validation date is given, and training and test leave too few days for validation, `valid`
+    nor the start of the next is given, the two spans divide their days in proportion to SHARES. If
+    no validation date is given, and training and test leave too few days for validation, `valid`
     is None.
 
     Raises: ValueError: a span is too short, outside the data, or overlaps the previous span.
@@ -100,8 +100,8 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
             end_before = end
         elif name != "valid" or config.valid_start or config.valid_end:
             raise ValueError(
-                f"the {name} span has {num_days} trading days; it needs {MIN_SPAN_DAYS} after "
-                f"the previous span and the indicators' {first_tradable} days of warm-up: change "
+                f"the {name} span has {num_days} trading days; it needs {MIN_SPAN_DAYS}, all after "
+                f"the previous span and after the indicators' {first_tradable}-day warm-up: change "
                 f"--{name}_start, --{name}_end or the dates next to them, or use a longer history"
             )
     return Spans(**spans)
@@ -192,7 +192,7 @@ def _refuse(
         values = ", ".join(f"{name} {row[name]}" for name in NUMBERS)
         date = str(row["date"])[:10]
         raise ValueError(
-            f"{row['tic']!r} on {date}: {problem} ({values}), {bad.sum()} rows in total: {fix}"
+            f"{row['tic']!r} on {date}: {problem} ({values}), {bad.sum()} rows of this kind: {fix}"
         )
 
 
@@ -214,5 +214,5 @@ def _complete(bars: pd.DataFrame, missing: str, name: str) -> pd.DataFrame:
         )
         bars = bars[~bars["date"].isin(dropped)]
     after_gap = bars["date"].diff().dt.days > MAX_GAP_DAYS
-    _refuse(bars, after_gap, f"no day for more than {MAX_GAP_DAYS} days before it", "fill the gap")
+    _refuse(bars, after_gap, f"follows a gap of more than {MAX_GAP_DAYS} days", "fill the gap")
     return bars

@@ -51,7 +51,7 @@ VOLUME_WAVE = (0.99, 0.15)  # AR(1) coefficient and standard deviation of the us
 VOLUME_ON_MOVE = 0.10  # log volume added per standard deviation of a stock's own daily move
 
 # Prices. Log volatility is the sum of a slow market wave and a slow wave per stock.
-MARKET_DRIFT = 0.0006  # per day; an equal-weight portfolio then has a Sharpe ratio of about 0.8
+MARKET_DRIFT = 0.0006  # per day; gives an equal-weight portfolio a Sharpe ratio of about 0.8
 ANNUAL_VOLATILITY = 0.25  # volatility of each stock without the planted drift
 MARKET_SHARE = 0.62  # fraction of each stock's variance due to the market, without planted drifts
 # AR(1) coefficient and standard deviation of each wave
@@ -66,10 +66,10 @@ SURPRISE_NOISE = 0.30  # standard deviation of (log volume - usual log volume) w
 BLUNDER = 1e-4  # added to densities, so that one unlikely volume cannot rule out a state
 VOLATILITY_MEMORY = 0.94  # decay of the exponentially weighted variance (RiskMetrics)
 FIRST_VARIANCE = 3e-4  # variance of daily returns that is assumed before the first return is known
-DIRECTIONS = np.array([[-1.0], [0.0], [1.0]])  # from drought to surge, or from down to up
+DIRECTIONS = np.array([[-1.0], [0.0], [1.0]])  # drought, no event, surge; or down, no move, up
 WARM_UP_DAYS = 60  # about 10 announcements: the filter's start state then hardly matters
 BAND = 0.01  # smaller differences from the target weights are not traded
-OUTLOOK_DAYS = 4  # days to look ahead, because orders of 5 % take days to reach a target
+OUTLOOK_DAYS = 4  # days to look ahead: at 5 % per order, reaching a target takes days
 HURDLE = 0.30  # the reference rule holds stocks with a larger expected move, in units of the edge
 WEAK_EDGE = 15.0  # bps; up to this edge, always holding a stock beats selling it before falls
 
@@ -141,7 +141,7 @@ def draw_news(rng: np.random.Generator, num_stocks: int) -> tuple[np.ndarray, np
 
 
 def _scatter(day: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Return a calendar [D, n] with the values [K, n] on their days [K, n], else 0."""
+    """Return zeros [D, n], except for `value` [K, n] on the days `day` [K, n]."""
     calendar = np.zeros((NUM_DAYS, day.shape[1]), dtype=np.int8)
     inside = np.nonzero((day >= 0) & (day < NUM_DAYS))  # pairs (index along K, stock)
     calendar[day[inside], inside[1]] = value[inside]

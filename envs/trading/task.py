@@ -50,7 +50,7 @@ class TradingTask:
         return split_spans(self.sample.dates, self.data, first_tradable=first_tradable)
 
     def markets(self, purpose: str, count: int | None = None) -> Sequence[Market]:
-        """Return the real market, or `count` simulated ones for train, valid or test."""
+        """Return the real market, or `count` simulated markets for one purpose."""
         if self.real is not None:
             return [self.real]
         counts = {
@@ -84,8 +84,8 @@ class TradingTask:
     ) -> TradingVectorEnv:
         """Make one environment per market; an episode covers the whole span.
 
-        `held` removes the order limit and the turbulence rule, for a rule that buys on the first
-        day and then holds.
+        With `held`, neither the order limit nor the turbulence rule applies. This is meant for a
+        strategy that buys on the first day and then holds.
         """
         config = self.trading
         if held:

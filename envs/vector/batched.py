@@ -34,7 +34,7 @@ def has_snapshots(env: Any) -> bool:
 
 
 def pack_generator(generator: np.random.Generator) -> np.ndarray:
-    """Pack the state of a PCG64 generator, as Gymnasium uses it, into [22] int64."""
+    """Pack the state of a PCG64 generator (as in Gymnasium) into an int64 array [22]."""
     text = json.dumps(generator.bit_generator.state)  # at most 176 characters
     return np.frombuffer(text.ljust(176).encode(), np.int64)
 

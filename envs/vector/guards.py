@@ -51,7 +51,7 @@ class HungError(Interruption):
 
 
 def is_own_fault(error: BaseException) -> bool:
-    """Return whether an environment caused an exception, not the user or a signal."""
+    """Return whether an environment, and not the user or a signal, caused an error."""
     by_user = (
         isinstance(error, KeyboardInterrupt)
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -107,7 +107,8 @@ class TorchEnv:
     """Interface of a batch of environments that takes and returns tensors.
 
     Every environment has its own seed. Autoreset is SAME_STEP: when an episode ends, the next one
-    starts in the same step. Subclasses need not override attributes and methods with a default.
+    starts in the same step. Subclasses may leave out attributes and methods that have a
+    default.
     """
 
     num_envs: int  # B

@@ -70,7 +70,7 @@ def _leaves(space: Space, path: Path = ()) -> Iterator[tuple[Path, Space]]:
 
 
 def _choices(space: Space) -> np.ndarray:
-    """Return the first value and the number of options of each choice, [2, D].
+    """Return the smallest values and the numbers of options of all choices, [2, D].
 
     D is 0 if the space is not Discrete, MultiDiscrete or MultiBinary.
     """
@@ -111,7 +111,7 @@ class Leaf:
     """Encodes one part of an observation as numbers in a row."""
 
     def __init__(self, path: Path, space: Space, mask_sizes: np.ndarray) -> None:
-        """Choose the encoding of the part from its space.
+        """Choose how to encode the part, according to its space.
 
         Args:
             mask_sizes: number of options of each choice that this part masks; empty if this part is

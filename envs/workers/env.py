@@ -190,7 +190,7 @@ class WorkerEnv(ArrayEnv):
         self._answers(self.workers)
 
     def close(self) -> None:
-        """Let the workers close their environments, then end them."""
+        """Let the workers close their environments, then end the workers."""
         self._limit_s = CLOSE_S
         for worker in self.workers:
             self._ask(worker, ("close",))

@@ -3,8 +3,9 @@
 The host imports everything that workers need and otherwise only forks and kills workers. Therefore
 a worker starts in a few hundredths of a second and shares the host's memory. Python's
 multiprocessing module is not used for two reasons: it would run the main module of the training
-again in every worker, and a SIGTERM to the job would end its fork server and all workers. The host
-ignores stop signals. When the rank ends, the host is killed, which in turn kills the workers.
+again in every worker, and a SIGTERM to the job would end the module's fork server and with it all
+workers. The host ignores stop signals. When the rank ends, the host is killed, which in turn kills
+the workers.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def serve() -> None:
         signal.signal(signum, signal.SIG_IGN)
     host_pid = os.getpid()
     die_with_parent(int(sys.argv[2]), signal.SIGKILL)
-    from envs.workers.worker import Worker  # this import is slow, so ignore signals before it
+    from envs.workers.worker import Worker  # this import is slow, so signals are ignored first
 
     channel = socket.socket(fileno=int(sys.argv[1]))
     while True:

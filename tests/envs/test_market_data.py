@@ -72,7 +72,7 @@ REFUSED = [
     (bars_with(DAY, "volume", -5), "'T1' on 2018-01-09: .*volume -5"),
     (bars_with([DAY], "date", "2018-01-08"), "'T1' on 2018-01-08: this ticker and date have"),
     (bars_with().drop(range(1, 13, 3)), "'T1' on 2018-01-01: .* 4 of 60 days"),
-    (bars_with().drop(range(30, 51)), "'NA' on 2018-01-24: no day for more than 11 days"),
+    (bars_with().drop(range(30, 51)), "'NA' on 2018-01-24: follows a gap of more than 11 days"),
 ]
 
 
