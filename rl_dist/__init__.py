@@ -1,7 +1,7 @@
 """Distributed training runtime, independent of reinforcement learning.
 
 The runtime starts ranks and provides collectives, metrics and checkpoints. The names in `__all__`
-can be imported from this package; the module of a name is loaded when the name is first used.
+can be imported from this package; each module is loaded when one of its names is first used.
 
     from rl_dist import Strategy, StrategyConfig, evaluate, fit, launch_distributed_training
 """
@@ -10,11 +10,11 @@ import os
 from importlib import import_module
 from typing import Any
 
-# OpenMP reads the variables below when torch is loaded. By default, OpenMP threads that wait for
-# each other spin for milliseconds. If other programs use the same cores, spinning threads take CPU
+# OpenMP reads the variables below when torch is loaded. By default, a waiting OpenMP thread spins
+# for milliseconds before it sleeps. If other programs use the same cores, spinning threads take CPU
 # time from the threads for which they wait. With a short spin, OpenMP is equally fast on free cores
 # and leaves busy cores to other threads (see docs/performance.md).
-SPIN_COUNT = "1000"  # spins before a waiting thread sleeps; this many take a few microseconds
+SPIN_COUNT = "1000"  # number of spins before a waiting thread sleeps: a few microseconds in all
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # neither variable is set
     os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPIN_COUNT}
 

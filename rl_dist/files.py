@@ -42,7 +42,9 @@ def check_layout(run_dir: Path) -> None:
         for path in run_dir.glob(pattern):
             is_folder = path_to_write(run_dir, path.relative_to(run_dir)).is_dir()
             if is_folder != (pattern in FOLDERS):
-                raise UserError(f"{path} is a file instead of a folder, or the reverse: move it")
+                raise UserError(
+                    f"{path} is a file instead of a folder, or a folder instead of a file: move it"
+                )
 
 
 def path_to_write(run_dir: str | Path, name: str | Path) -> Path:
@@ -86,7 +88,7 @@ def read_plain(path: str | Path, most: int | None = SMALL) -> bytes:
         OSError: the file cannot be read, is not a regular file, or is too large.
     """
     if most is None:
-        from rl_dist.machine import host_memory  # import only when needed: it loads torch (2 s)
+        from rl_dist.machine import host_memory  # late, because this import loads torch (2 s)
 
         most = host_memory().available // 2
     with open(path, "rb", opener=plain_file) as file:
@@ -138,7 +140,7 @@ def parse_record(line: bytes) -> Record | None:
 
 
 def _numbers(values: Mapping[str, Any]) -> Record:
-    """Replace each value that is too large or not a number with None."""
+    """Replace with None each value that is too large or is not a number."""
     return {
         name: value if type(value) in (int, float) and abs(value) < LARGE else None
         for name, value in values.items()
@@ -166,7 +168,7 @@ def replace_file(path: Path, data: bytes, *, sync: bool = False, part: str = "")
     """
     unfinished = path.with_name(part or f"{path.name}.tmp")
     try:
-        unfinished.unlink(missing_ok=True)  # a killed process may have left it
+        unfinished.unlink(missing_ok=True)  # a killed process may have left this file
         with unfinished.open("xb") as file:
             file.write(data)
             file.flush()
@@ -200,7 +202,7 @@ def remove(path: Path) -> None:
 
 
 def is_first() -> bool:
-    """Return True if this process may write and print: it is rank 0, or not a rank."""
+    """Return True if RANK is 0 or not set: this process may then write and print."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -76,13 +76,13 @@ def _one_line(error: ValidationError) -> ValueError:
 
 
 def fields_of(section: Any) -> dict[str, FieldInfo]:
-    """Return those fields of a section that have a flag, by name."""
+    """Return the fields of a section that have a flag, as name -> field."""
     fields = type(section).__pydantic_fields__.items()
     return {name: field for name, field in fields if field.description}
 
 
 def changed(sections: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of the sections with the new field values in `values`."""
+    """Return copies of the sections, with the fields in `values` set to these values."""
     return {
         heading: dataclasses.replace(
             section, **{name: values[name] for name in values.keys() & vars(section).keys()}
@@ -108,9 +108,9 @@ def shown(value: Any) -> str:
 class ParsedFlags:
     """The result of parsing a command line."""
 
-    given: dict[str, str]  # text of each flag on the command line, by name
+    given: dict[str, str]  # name of each flag on the command line -> its value as text
     configs: dict[str, Any]  # sections with the parsed values, by heading
-    extra: argparse.Namespace  # values of the arguments that `extra` has added
+    extra: argparse.Namespace  # values of the arguments that function `extra` added
 
 
 def parse_flags(

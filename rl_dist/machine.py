@@ -1,6 +1,6 @@
 """Facts about this machine: GPUs, cores and memory.
 
-Inside a container, the limits of the container on memory and cores apply.
+Inside a container, the container's limits on memory and cores apply.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Gpu:
 
     index: int  # torch's index of the GPU
     name: str
-    utilization_percent: float | None  # % of the last sample period in which kernels ran
+    utilization_percent: float | None  # % of time with kernels running, in the last sample period
     memory_allocated_gib: float  # used by tensors
     memory_reserved_gib: float  # reserved by torch's allocator
     memory_peak_gib: float  # highest memory_allocated_gib so far

@@ -1,1 +1,1 @@
-"""Write, check and load checkpoints; import only trusted modules."""
+"""Write, check and load checkpoints; check which modules a run may import."""

@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     files = checkpoint_files(args.path) if args.path.is_dir() else [args.path]
     if not args.path.exists() or not files:
-        fix = "give a checkpoint file, a folder of them or a run directory"
+        fix = "give a checkpoint file, a folder of checkpoints or a run directory"
         parser.error(f"{args.path} holds no checkpoints: {fix}")
     if args.command != "inspect":
         return 0 if show_list(files) or args.command == "list" else 1

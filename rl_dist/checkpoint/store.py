@@ -109,7 +109,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
             f"{FORMAT_VERSION}: use {reader} of the program"
         )
     try:
-        with warnings.catch_warnings(action="ignore"):  # the error raised below replaces them
+        with warnings.catch_warnings(action="ignore"):  # the errors below replace the warnings
             state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
         check_plain(state)
         check_state(state)
@@ -127,7 +127,7 @@ def pack(state: dict[str, Any]) -> bytes:
     """Convert a state of plain values to the bytes of a checkpoint file."""
     check_plain(state)
     buffer = io.BytesIO()
-    torch.save(state, buffer)  # not into a file: on a full disk, torch would raise a zip error
+    torch.save(state, buffer)  # with a file, torch would raise a zip error if the disk is full
     return seal(buffer.getvalue())
 
 
@@ -161,7 +161,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def kind_of(state: Mapping[str, Any]) -> str:
-    """Return the program that wrote a state: RUN, FIT, or "" if it is neither."""
+    """Return the program that wrote a state: RUN or FIT, or "" if unknown."""
     return next((_MARKS[name] for name in state if name in _MARKS), "")
 
 
@@ -183,7 +183,7 @@ def flatten(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def tensors_in(state: Any) -> dict[str, Tensor]:
-    """Return the tensors in nested dicts, lists and tuples by path."""
+    """Return the tensors in nested dicts, lists and tuples, as path -> tensor."""
     return {name: value for name, value in flatten(state) if isinstance(value, Tensor)}
 
 
@@ -273,7 +273,7 @@ def save_agreed(
 
     Args:
         state: state to save; None on ranks other than the main process.
-        measured: value of the metric that selects the best checkpoint, by the metric's name.
+        measured: name -> value of the metric that selects the best checkpoint.
         best: True if this is the best checkpoint so far.
 
     Raises:
@@ -381,6 +381,6 @@ class Best:
         return self.improved
 
     def saved(self) -> None:
-        """Make an improved value the best one; call this after saving a checkpoint."""
+        """Store an improved value as the best one; call this after saving a checkpoint."""
         if self.improved:
             (self.value,) = self.measured.values()

@@ -46,7 +46,8 @@ WARM_UP = 3  # the first WARM_UP iterations are not measured
 ROUNDS, ROUNDS_S = 3, 3.0
 # After this many seconds, 1 iteration of warm-up and 2 measured iterations are enough.
 ENOUGH_S = 12.0
-MAX_SPREAD = 1.5  # the speed is steady if the highest is at most this many times the lowest
+# The speed is steady if the fastest round is at most this many times as fast as the slowest one.
+MAX_SPREAD = 1.5
 
 
 class ChildError(Exception):
@@ -64,7 +65,7 @@ def leave_at_signals() -> None:
 
 
 class Child(AbstractContextManager["Child"]):
-    """A child process that runs a program of this project until the context ends."""
+    """A child process with a program of this project; killed when the context ends."""
 
     def __init__(self, arguments: Sequence[object], folder: Path, *, echo: bool = False) -> None:
         """Start this Python interpreter in a new session, without stdin.
@@ -215,7 +216,7 @@ def as_flags(named: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class ShortRuns:
-    """Measurements of several copies of a training run that ran at the same time."""
+    """Measurements of several copies of a run, which trained at the same time."""
 
     records: list[list[Record]]  # for each copy, the metrics of its measured iterations
     config: dict[str, Any]  # settings of the first copy, by section
@@ -223,13 +224,14 @@ class ShortRuns:
 
 
 def measure_short_runs(copies: Sequence[Sequence[str]], timeout_s: float = 600.0) -> ShortRuns:
-    """Train independent copies at the same time, and measure while all of them train.
+    """Train independent copies of a run at the same time, and return their metrics.
 
-    If each copy has the threads or the GPU of one rank, the copies show how much the ranks of one
-    machine slow each other down by sharing cores, caches and memory. Unlike ranks, the copies never
-    wait for each other. All copies are killed at the end, or when the caller dies. The flags for
-    run length, run directory, checkpoints and seed are replaced. At least ROUNDS iterations of each
-    copy are measured, or only 2 if the iterations are very slow.
+    If each copy has as many threads as a rank, or a rank's GPU, the metrics show how much the ranks
+    of one machine slow each other down by sharing cores, caches and memory. Unlike ranks, the
+    copies never wait for each other. All copies are killed at the end, or when the caller dies.
+    This function overrides the flags for run length, run directory, checkpoints and seed.
+    While all copies train, it measures at least ROUNDS iterations of each copy, or only 2 if the
+    iterations are very slow.
 
     Args:
         copies: flags of the training script for each copy.

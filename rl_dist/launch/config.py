@@ -41,13 +41,13 @@ class LaunchConfig:
     """GPUs to use, one for each rank, such as 0,2,3. If CUDA_VISIBLE_DEVICES is set, the ids are
     positions in that list."""
     threads: int = Field(0, ge=0, le=1024)
-    """CPU threads of each rank; 0: one for small networks, otherwise one for each core of the rank.
+    """CPU threads of each rank; 0: one for small networks, otherwise the rank's share of the cores.
     This flag overrides OMP_NUM_THREADS, also under torchrun. A resumed run uses the same number of
     threads as before, so that its results are equal bit for bit."""
     strategy: Mode = "default"
-    """Strategy for training on several ranks; default: ddp, or none on one rank; dp: one process
-    for several GPUs; hybrid: see hybrid_form; auto: the strategy whose gradient steps are fastest
-    when training starts."""
+    """Strategy for training on several ranks; default: ddp on several ranks, none on one; dp: one
+    process for several GPUs; hybrid: see hybrid_form; auto: the strategy whose gradient steps are
+    fastest when training starts."""
     hybrid_form: HybridForm = "shard"
     """How strategy hybrid splits the work; shard: gradients and Adam's state are split over ranks;
     pipeline: the network is split into two stages, which run on pairs of ranks."""
@@ -67,7 +67,7 @@ class LaunchConfig:
     """Largest number of restarts after a rank has died or failed. Each time, all ranks restart and
     continue from the newest checkpoint."""
     on_event: Text = Field("", exclude=True)
-    """Shell command to run at the events failed, restarted, bad_steps, stopped and finished. It
+    """Shell command to run at each event: failed, restarted, bad_steps, stopped or finished. It
     receives JSON on stdin, and environment variables such as RL_EVENT, RL_MESSAGE and RL_RUN_DIR.
     The command is not stored: pass it again with --resume."""
 
@@ -181,11 +181,11 @@ def parse_gpu_ids(text: str, num_visible: int) -> tuple[int, ...]:
 
 
 def resolve_launch(config: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch, str]:
-    """Return a configuration that can start, its ranks, and a note on any fallback.
+    """Return a configuration that works here, the ranks, and a note on any fallback.
 
     If a strategy was chosen earlier in this run, it is used again, unless the number of ranks or
     their device has changed. With --fallback, the ranks are first started briefly as a test. If
-    they fail, strategy hybrid is replaced by ddp, and any other strategy by none on one rank.
+    they fail, ddp replaces hybrid, and strategy none on one rank replaces any other strategy.
     """
     if config.chosen_strategy:
         with suppress(ValueError):

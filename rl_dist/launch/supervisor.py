@@ -60,11 +60,12 @@ def supervise() -> None:
     die_with_parent(supervisor, signal.SIGKILL)  # killing the supervisor also kills the training
     sys.excepthook = _quiet_interrupt
     report_to(page)
-    atexit.register(report, ended_in_order=True)  # only then does the parent trust the exit code
+    # The parent trusts the exit code only if it has received this report.
+    atexit.register(report, ended_in_order=True)
 
 
 def imports_done() -> None:
-    """Unblock the stop signals; during imports, library code could swallow them."""
+    """Unblock the stop signals; they stayed blocked because imports can swallow them."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 

@@ -117,7 +117,7 @@ def between(begun: Mark, ended: Mark) -> float:
 
 
 class Stragglers:
-    """Counts for how many iterations in a row each rank has been slow.
+    """Counts the consecutive slow iterations of each rank.
 
     All ranks observe the same metrics and therefore have the same counts.
     """
@@ -148,8 +148,8 @@ class Stragglers:
                 self._in_a_row[key] = self._in_a_row[key] + 1 if is_slow else 0
                 if self._in_a_row[key] == IN_A_ROW:
                     lines.append(
-                        f"straggler: rank {rank} is slow in {phase}: {own_s:.3g} s without waits "
-                        f"per iteration, while the other ranks need {other_s:.3g} s (median); "
+                        f"straggler: rank {rank} is slow in {phase}: {own_s:.3g} s per iteration, "
+                        f"waits excluded, while the other ranks need {other_s:.3g} s (median); "
                         f"it has been slow for {IN_A_ROW} iterations in a row"
                     )
         return lines

@@ -67,7 +67,8 @@ def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tenso
     """Concatenate each named tensor [B, ...] over all ranks, in rank order.
 
     Returns:
-        On rank 0, CPU tensors [sum of all B, ...], where B may differ by rank; None on other ranks.
+        On rank 0, CPU tensors [sum of all B, ...], where B may differ between ranks; None on
+        other ranks.
 
     Raises:
         UserError: the ranks passed different names, types or trailing shapes.
@@ -122,7 +123,7 @@ def broadcast_from_rank0(tensor: Tensor) -> None:
     # gaps, too.
     dense = local.contiguous()
     dist.broadcast(dense, src=0)
-    # write only if the value differs, because an expanded tensor is not writable
+    # Do not write equal values: the tensor may be expanded, and thus not writable.
     if not torch.equal(dense, local):
         local.copy_(dense)
 
@@ -136,8 +137,8 @@ def check_in_sync(tensors: Mapping[str, Tensor], world: World) -> None:
     """Check by hashes that tensors are equal on all ranks.
 
     Raises:
-        UserError: tensors differ. The message names these tensors and the ranks whose values are
-            not the most frequent ones.
+        UserError: tensors differ. The message names these tensors and the ranks whose values
+            differ from the most frequent values.
     """
     if world.size == 1:
         return
@@ -160,7 +161,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def parameter_hash(module: nn.Module) -> str:
-    """Return the SHA-256 of all parameters of a module, which may be wrapped."""
+    """Return the SHA-256 of all parameters of a module or wrapped module."""
     return tensor_hash(*module.parameters())
 
 

@@ -114,7 +114,10 @@ def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
 
 
 def _wait_for_listener(host: str, port: int, deadline_s: float) -> None:
-    """Wait until a process listens; if torch waited, it would print many warnings."""
+    """Wait until a process listens at `host` and `port`.
+
+    If torch itself waited for this process, it would print many warnings.
+    """
     while True:
         try:
             socket.create_connection((host, port), timeout=5.0).close()
@@ -129,7 +132,7 @@ def part_of_this_start(store: dist.Store, rank: int, size: int, deadline_s: floa
     """Return a part of the store that only the ranks of the current start use.
 
     torchrun's store outlives the ranks, and restarted ranks must not read what dead ranks wrote. No
-    environment variable numbers the starts reliably: a node that rejoins keeps its
+    environment variable reliably contains the number of the start: a node that rejoins keeps its
     TORCHELASTIC_RESTART_COUNT. Therefore the ranks of a start agree on a random name:
 
     1. Every rank writes a random greeting to the store.

@@ -1,7 +1,7 @@
 """Handle stop signals and the parent's death, and report how a process ends.
 
-This module imports only the standard library, because the supervisor and the processes that host
-environments load it.
+This module imports only the standard library, because it is loaded by the supervisor and by the
+processes in which environments run.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class StopFlag:
         vars(self).update(vars(StopFlag()))
 
     def count(self, signum: int) -> None:
-        """Count a signal, unless it comes from the same key press as the last one."""
+        """Count a signal, unless it comes from the same key press as the last signal."""
         now_s = time.monotonic()
         if now_s - self._counted_s < SAME_KEYPRESS_S:
             return
@@ -199,6 +199,6 @@ def how_it_ended(code: int) -> str:
     if code == SCRIPT_RAN_AGAIN:
         return 'ran the whole script again: move train() below `if __name__ == "__main__":`'
     if code >= 0:
-        return f"ended with code {code} without a report: a library or environment may have exited"
+        return f"ended with code {code} without a report: perhaps a library or environment ended it"
     names = {member.value: member.name for member in signal.Signals}
     return f"was ended by {names.get(-code, f'signal {-code}')}"

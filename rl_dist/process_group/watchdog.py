@@ -179,7 +179,7 @@ class Watchdog:
     def close(self) -> None:
         """Stop both threads; safe to call twice."""
         self._closed.set()
-        # If the thread is still in a store call when the process exits, it aborts the process.
+        # A thread that is still in a store call when the process exits would abort the process.
         self._exchange.join(LAST_CALL_S)
 
     def _exchange_statuses(self) -> None:

@@ -178,7 +178,7 @@ class World:
         data = torch.cat([torch.tensor([raw.numel()]).view(torch.uint8), raw])
 
         def gather(begin: int, end: int) -> Tensor:
-            """Return bytes begin..end from each of W ranks, zero-padded: [W, end - begin]."""
+            """Gather data[begin:end] of W ranks, padded with zeros: [W, end - begin]."""
             chunk = data[begin:end]
             chunk = nn.functional.pad(chunk, (0, end - begin - len(chunk))).to(self.device)
             gathered = [torch.empty_like(chunk) for _ in range(self.size)]
@@ -322,8 +322,8 @@ def make_mesh(world: World, shape: tuple[int, int]) -> DeviceMesh:
     Every rank must call this. If torch created the groups for the mesh, calls would time out after
     10 minutes with NCCL and 30 minutes with gloo, regardless of `--collective_timeout`. Therefore
     this function creates groups that leave the timeout to the watchdog. Each mesh has new axis
-    names: DTensor treats equal meshes as the same mesh, and would use the closed groups of an
-    earlier mesh.
+    names: DTensor treats equal meshes as the same mesh, and would otherwise use the closed groups
+    of an earlier mesh.
     """
     ranks = torch.arange(world.size).reshape(shape)
     groups_of_rank: list[dist.ProcessGroup] = []
