@@ -1,4 +1,4 @@
-"""Check that a run that was killed and resumed equals an uninterrupted run.
+"""Check that killing and resuming a run does not change its result.
 
 Run it as `python -m rl_dist.resume_check [--iterations K] [training flags]`. It starts the training
 script for two runs. The first run trains 2K iterations without a break. The second run is killed by
@@ -54,7 +54,7 @@ exit codes: 0 bit-identical (--resume_on: equal within 1e-4), 1 different or fai
 
 
 def differences(left: Any, right: Any, tolerance: float = 0.0) -> list[str]:
-    """List the differences between two nested states; tolerance 0 compares all bits."""
+    """List the differences of two nested states, bit for bit if `tolerance` is 0."""
     left, right = dict(flatten(left)), dict(flatten(right))
     lines = [f"{name} exists in only one run" for name in sorted(left.keys() ^ right.keys())]
     shared = [name for name in left if name in right]
@@ -88,8 +88,8 @@ def _shown(value: Any) -> str:
 def result_of(run_dir: Path) -> dict[str, Any]:
     """Return the metrics of a run and the values in its last checkpoint, by name.
 
-    The configuration, the times and the metrics of single ranks are omitted, because they may
-    differ between two equal runs.
+    The configuration, the times and the per-rank metrics are omitted, because they may differ
+    between two equal runs.
     """
     newest = load_latest(run_dir)
     if newest is None:
@@ -143,7 +143,7 @@ def check(args: Namespace, folder: Path) -> bool:
 
 
 def compare(straight: Path, resumed: Path, tolerance: float) -> bool:
-    """Print and return whether two runs are equal; tolerance 0 compares all bits."""
+    """Print and return whether two runs are equal, bit for bit if `tolerance` is 0."""
     left, right = result_of(straight), result_of(resumed)
     lines = differences(left, right, tolerance)
     limit = f" within {tolerance:g}" if tolerance else ""
@@ -167,8 +167,8 @@ def parse(argv: Sequence[str] | None) -> Namespace:
         epilog=EPILOG,
     )
     for name, default, letter, text in (
-        ("iterations", 5, "K", "iterations before the kill, and as many after it (default: 5)"),
-        ("num_gpus", -1, "N", "number of ranks, as for training (default: -1)"),
+        ("iterations", 5, "K", "K iterations run before the kill, and K after it (default: 5)"),
+        ("num_gpus", -1, "N", "number of ranks; -1: choose it as in training (default: -1)"),
         ("resume_on", None, "M", "number of ranks in the resumed run (default: N)"),
         ("num_envs", 8, "", SUPPRESS),
         ("num_steps", 32, "", SUPPRESS),

@@ -120,7 +120,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.lock: IO[bytes] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle, with a duplicate of the lock file's descriptor."""
+        """Return the attributes to be pickled, with a duplicate of the lock's descriptor."""
         return vars(self) | {"lock": self.lock and reduction.DupFd(self.lock.fileno())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -204,7 +204,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         try:
             with open(self.config_path, "rb", opener=plain_file) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return False  # closing the file releases this shared lock; a starting run retries
+                return False  # closing the file releases this lock; a run that starts now retries
         except BlockingIOError:
             return True
         except OSError:
@@ -239,7 +239,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         return read_object(self.config_path)
 
     def write_config(self, content: Mapping[str, Any]) -> None:
-        """Overwrite config.json in place, because it is locked; after errors, restore it."""
+        """Overwrite the locked config.json in place; restore its old content on an error."""
         before = read_plain(self.config_path)
         try:
             self._overwrite_config(json.dumps(content, indent=2).encode() + b"\n")
@@ -258,13 +258,13 @@ class RunDir(AbstractContextManager["RunDir"]):
         return read_object(self.summary_path) if self.summary_path.exists() else {}
 
     def write_summary(self, content: Mapping[str, Any]) -> None:
-        """Write summary.json; call this last, because the file marks a finished run."""
+        """Write summary.json; call this last: a run with this file counts as finished."""
         write_whole(self.summary_path, json.dumps(content, indent=2) + "\n")
 
     # ---- metrics.jsonl
 
     def records(self, last: int | None = None) -> list[Record]:
-        """Return all valid records of metrics.jsonl, or only the newest `last` of them."""
+        """Return all valid records of metrics.jsonl, or at most the `last` newest ones."""
         try:
             content = read_tail(self.metrics_path) if last else read_plain(self.metrics_path, None)
         except OSError:
@@ -276,7 +276,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         """Remove the records of all iterations after `iteration`, and incomplete lines.
 
         Raises:
-            UserError: the file cannot be written. It is unchanged in this case.
+            UserError: the file cannot be written. In this case, the file is unchanged.
         """
         if not self.metrics_path.exists():
             return
@@ -332,7 +332,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         Call this after all ranks have ended. Only the first call changes the file.
 
         Args:
-            pid: process id of the launcher. If another launcher wrote the state, it is not changed.
+            pid: process id of the launcher. If another launcher wrote the file, do not change it.
             code: exit code of the run.
             error: why the run failed.
             signum: number of the signal that ended the launcher; 0: no signal.

@@ -1,4 +1,4 @@
-"""Check by rules and a short run whether this machine can train with given flags.
+"""Check, by rules and a short run, if this machine can train with given flags.
 
 Each check has one of three verdicts:
 
@@ -207,7 +207,7 @@ def check_run(
     figures: dict[str, Any],
 ) -> Iterator[Check]:
     """Check the memory use and the speed of a short run; add them to `figures`."""
-    # memory: the highest use by any rank, and the least free memory
+    # memory: the highest use by a single rank, and the least memory that remained free
     ranks = [rank for record in records for rank in record["ranks"]]
     gpu_totals = [gpu.memory_total_gib for gpu in facts.gpu.gpus if gpu.memory_total_gib]
     memory_gib = {}

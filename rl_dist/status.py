@@ -88,7 +88,7 @@ def _latest(records: Iterable[Record], names: tuple[str, ...]) -> Record:
 def _state_of(run: RunDir, job: JobState) -> tuple[str, str]:
     """Return the state of a run, and the reason for this state.
 
-    The state is starting, restarting, running or one of OVER.
+    The state is "starting", "restarting", "running" or an element of OVER.
     """
     if run.is_locked():
         if job.phase in ("starting", "restarting"):
@@ -109,7 +109,7 @@ def _state_of(run: RunDir, job: JobState) -> tuple[str, str]:
 
 
 def describe(run: Status) -> dict[str, str]:
-    """Return the text of each row to print, by the name of the row."""
+    """Return the rows to print, as a mapping from the name of a row to its text."""
     done = f"{run['done']:,} of {run['target']:,} {run['unit']}"
     rows = {
         "run": run["run_dir"],

@@ -36,7 +36,8 @@ from rl_dist.process_group.watchdog import (
 # From then on, libgomp no longer spins between the parallel regions of the training. Without
 # chunks, this doubled the time of an iteration.
 CHUNK_BYTES = 32_768
-# The first chunk is shorter, because most messages fit into it. A message begins with its length.
+# The first chunk is shorter than the others, because most messages are short. Each message begins
+# with its length.
 FIRST_BYTES, LENGTH_BYTES = 4096, 8
 GROUP_TIMEOUT = timedelta(days=1)  # never reached, because the watchdog ends a rank much earlier
 _mesh_numbers = itertools.count()
@@ -261,10 +262,10 @@ def open_world(
         # Let the ranks communicate over loopback, unless the user has chosen another interface.
         for variable in {*INTERFACES} - os.environ.keys():
             os.environ[variable] = "lo"
-            # Undo this at the end, because a later child process may have to reach other machines.
+            # At the end, unset it: a later child process may have to reach other machines.
             _leaving.callback(os.environ.pop, variable, None)
     # All ranks have reached the store, but connecting them to each other can still fail. In that
-    # case, the watchdog ends this rank, and its message names this place.
+    # case, the watchdog ends this rank with a message that names the place set here.
     world.doing.place = CONNECTION
     dist.init_process_group(
         backend,
@@ -276,8 +277,8 @@ def open_world(
     )
     world.doing.place = ""
     if JOB_DIR_VARIABLE in os.environ:
-        # Until now, this rank would have received SIGKILL after the death of its launcher. From now
-        # on, it would receive SIGTERM and could save.
+        # A rank receives SIGKILL if its launcher dies before this line. After this line, the rank
+        # receives SIGTERM instead, and can save a checkpoint.
         leave_with_parent(os.getppid())
     return world
 

@@ -132,7 +132,7 @@ def _rows(
         env_steps: length of the training run in environment steps; NaN if unknown.
     """
     rows = []
-    baseline: Prediction | None = None  # the first prediction; it is for one rank
+    baseline: Prediction | None = None  # the first prediction, which is for one rank
     slower = 1.0  # time per step according to `sps`, divided by the measured time per step
     card = CARDS.get(options.gpu)
     usd_per_hour = options.price_per_hour or (card.usd_per_hour if card else 0.0)

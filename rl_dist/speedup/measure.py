@@ -54,7 +54,7 @@ class MeasuredJob:
     title: str  # name of the job
     gradient_bytes: int
     network: Network
-    shares: list[Share]  # for each scaling, in ascending order of ranks, from 1 rank
+    shares: list[Share]  # for each scaling, one share per number of ranks, from 1 rank upwards
     notes: list[str]
 
 
@@ -67,7 +67,7 @@ def measure_job(
     steady: bool,
     network: Network | None,
 ) -> MeasuredJob:
-    """Time a job on one rank, then reductions, then copies of one rank's share.
+    """Time a job on one rank, then reductions, then copies of one rank's part of it.
 
     The copies train at the same time, at most one per core or GPU. A number of ranks that does not
     divide num_envs and batch_size is skipped and reported in the notes.
@@ -88,7 +88,7 @@ def measure_job(
     }
     most_threads = config["launch"]["threads"]
 
-    # number of ranks and of copies that run on this machine
+    # how many ranks can run on this machine, and how many copies of a rank are timed at once
     on_cpu = device_type == "cpu"
     cores = available_cores()
     numbers = sorted({1, *gpus})
@@ -103,7 +103,7 @@ def measure_job(
 
     shares: list[Share] = []
     notes: list[str] = []
-    costs = {(1, most_threads, 1): cost}  # the key is (divisor of the sizes, threads, copies)
+    costs = {(1, most_threads, 1): cost}  # the keys are (divisor of the sizes, threads, copies)
     for scaling, ranks in itertools.product(scalings, numbers):
         divisor = ranks if scaling == "strong" else 1
         if any(size % divisor for size in sizes.values()):

@@ -4,10 +4,10 @@
                 + expected wait for the slowest rank
 
 Ranks synchronise after the rollout and in every gradient step; each time, they wait for the slowest
-rank. The times of a rank are measured means. For each measurement, sizes, threads and the number of
-processes on the machine are the same as in a run on N ranks. The model assumes that the times are
-normally distributed and independent between ranks. It computes the time of a reduction from latency
-and bandwidth.
+rank. The times of a rank are measured means. They are measured with the same sizes, the same number
+of threads and the same number of processes on the machine as in a run on N ranks. The model assumes
+that the times are normally distributed and independent between ranks. It computes the time of a
+reduction from latency and bandwidth.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def steps_per_iteration(records: Sequence[Mapping[str, Any]]) -> float:
 
 
 def steps_per_episode(records: Sequence[Mapping[str, Any]]) -> float:
-    """Return the environment steps per episode that ended; NaN if none ended.
+    """Return the environment steps divided by the number of episodes that ended.
 
-    This is not the mean length of the episodes that ended. That mean would be too small, because
-    long episodes are still running.
+    The result is NaN if no episode ended. It is not the mean length of the episodes that ended:
+    that mean would be too small, because long episodes are still running.
     """
     episodes = sum(record["episode/count"] for record in records)
     return len(records) * steps_per_iteration(records) / episodes if episodes else math.nan
@@ -130,7 +130,7 @@ def fit_link(ranks: int, measured_s: Mapping[int, float]) -> Link:
         measured_s: seconds of an all-reduce for each number of bytes.
     """
     small, large = min(measured_s), max(measured_s)
-    # limit slope and latency, because measurement noise can make them negative
+    # prevent negative values of slope and latency, which measurement noise can cause
     byte_s = max(1e-15, (measured_s[large] - measured_s[small]) / (large - small))
     # assume that the small all-reduce used the tree algorithm, see `all_reduce_s`
     latency_s = max(0.0, measured_s[small] - small * byte_s)
@@ -155,7 +155,7 @@ class Network:
     between: Link = NETWORK  # between machines; each rank has its own link
 
     def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
-        """Return the time of an all-reduce within machines, then between machines."""
+        """Return the time of an all-reduce: first inside each machine, then between them."""
         local_ranks = min(ranks, self.ranks_per_machine)
         machines = math.ceil(ranks / self.ranks_per_machine)
         inside_s = self.inside.all_reduce_s(num_bytes, local_ranks)
@@ -242,9 +242,9 @@ def expected_maximum(count: int) -> float:
 
 
 def bottleneck(baseline: Prediction, many: Prediction) -> str:
-    """Name the part of an iteration in which `many` loses most time, and the loss.
+    """Return the part that costs `many` most extra time per iteration, and how much.
 
-    The loss is the extra time compared with `baseline`, in percent of an iteration of `many`.
+    The extra time is relative to `baseline`, and is given in percent of an iteration of `many`.
     """
     # environment steps of one rank, as a fraction of the steps of the baseline
     share = many.env_steps / many.ranks / baseline.env_steps

@@ -1,4 +1,4 @@
-"""An Adam that does not load torch.compile, and steps that a GPU flag can skip."""
+"""Run Adam without loading torch.compile; skip a step if a GPU flag says so."""
 
 from __future__ import annotations
 

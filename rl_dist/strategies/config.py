@@ -27,8 +27,8 @@ class StrategyConfig:
     find_unused_parameters: bool = False
     """Allow steps that do not use all parameters; finding the unused ones takes time."""
     hybrid_form: HybridForm = "shard"
-    """How mode hybrid splits a module; shard: parameters over ranks; pipeline: two stages over
-    pairs of ranks."""
+    """How mode hybrid splits a module; shard: each rank holds a shard of the parameters; pipeline:
+    each pair of ranks runs two stages, one stage per rank."""
     shard_size: int = Field(0, ge=0, le=10**6)
     """Number of ranks that share one copy of gradients and optimizer state in mode hybrid; 0 means
     all ranks of a machine."""
@@ -56,7 +56,7 @@ def check_strategy(
     mode = config.mode
     if mode == "default":
         mode = "ddp" if ranks > 1 else "none"
-    # each rule consists of: whether it is broken, the problem, how to fix it
+    # a rule consists of three parts: whether the rule is broken, the problem, how to fix it
     rules = (
         (mode in ("none", "dp") and ranks > 1,
          f"strategy {mode} works in one process, got {ranks} ranks", "use --strategy ddp"),

@@ -90,7 +90,7 @@ def fastest(
 
 
 def _pays_to_grow(results: list[Result], samples: float) -> bool:
-    """Return True if a larger size than the last one may be faster per sample."""
+    """Return True if sizes above the last tried size may need less time per sample."""
     last = results[-1]
     if last.problem or last.seconds * samples > LONGEST_STEP_S:
         return False
@@ -112,7 +112,7 @@ def measure(candidate: Candidate, world: World) -> Result:
     steps = candidate.steps()
     seconds: list[float] = []
     problem = ""
-    # one step on this rank alone, then one untimed and STEPS timed steps with all ranks
+    # one step on this rank alone, then, with all ranks, one untimed step and STEPS timed steps
     for _ in range(2 + STEPS):
         started = time.perf_counter()
         local_problem = ""
@@ -144,7 +144,7 @@ def measure(candidate: Candidate, world: World) -> Result:
 
 
 def doublings(sizes: Iterable[int]) -> Iterator[int]:
-    """Yield the first size, then each size at least twice as large as the last one."""
+    """Yield the first size, then only sizes that are at least twice the last yielded."""
     last = 0
     for size in sizes:
         if size >= 2 * last:

@@ -39,7 +39,7 @@ def set_tf32(precision: str) -> None:
 
 @contextmanager
 def autocast(dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
-    """Compute matrix products inside the block in `dtype`; None changes nothing.
+    """Use `dtype` for matrix products inside the `with` block; None: change nothing.
 
     If oneDNN has no LSTM for this dtype and this CPU, the block uses torch's own, slower LSTM.
     """

@@ -56,7 +56,7 @@ class OrderedDDP(TorchDDP):
         This is the reverse of their order in the module.
         """
         parameters, sparse = super()._build_params_for_reducer()
-        # With find_unused_parameters, torch keeps its initial buckets, and reverses them itself.
+        # With find_unused_parameters, torch reverses the order itself and keeps its first buckets.
         step = 1 if self.find_unused_parameters else -1
         return parameters[::step], sparse[::step]
 
@@ -90,7 +90,7 @@ def with_ddp(module: nn.Module, num_bytes: int, config: StrategyConfig, world: W
         wrapped = OrderedDDP(
             module,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
-            broadcast_buffers=False,  # other code merges the buffers over ranks
+            broadcast_buffers=False,  # `fit` merges the buffers over ranks after each epoch
             gradient_as_bucket_view=True,
             find_unused_parameters=config.find_unused_parameters,
             bucket_cap_mb=math.ceil(num_bytes / 2**20) + 1,
@@ -120,7 +120,7 @@ class DataParallel(nn.DataParallel):
         super().__init__(module, list(device_ids), dim=self.axes[0] if self.axes else 0)
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        """Return the inputs for each GPU, with empty keyword arguments."""
+        """Return one tuple of inputs and one empty dict of keyword arguments per GPU."""
         axes = self.axes or (0,) * len(inputs)
         parts = [
             scatter(tensor, device_ids, axis) for tensor, axis in zip(inputs, axes, strict=True)

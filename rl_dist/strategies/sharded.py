@@ -82,7 +82,7 @@ class Shards:
     def module_state(self) -> dict[str, Tensor]:
         """Gather the module's whole `state_dict` on the CPU of every rank."""
         with self.world.waiting("gather of weights"):
-            # `state_dict` frees the whole parameters, so they are gathered again below.
+            # `state_dict` leaves each rank with only its shards, so they are gathered again below.
             state = _whole(self.module.state_dict())
         self.unshard()
         return state

@@ -50,14 +50,14 @@ class Strategy:
         device_type = world.device.type
         self.mode = check_strategy(config, world.size, device_type, len(config.device_ids))
         if self.mode == "auto":
-            raise UserError("strategy auto works only in train_distributed.py: use another")
+            raise UserError("strategy auto works only in train_distributed.py: set another mode")
         if device_type == "cuda":
             set_tf32(config.precision)
         # scales losses up so that fp16 gradients do not become zero; disabled for other precisions
         self.scaler = torch.amp.GradScaler(device_type, enabled=config.precision == "fp16")
         # True if the last step was skipped, possibly only because the loss scale was too large
         self.overflowed = torch.tensor(False)
-        # `wrap` sets the attributes below
+        # The attributes below are set by `wrap`.
         self.bare: Any = None  # the module before it is wrapped
         self.module: Any = None  # the wrapped module
         # the parameters that the optimizer trains; in mode hybrid, only this rank's shards
@@ -95,7 +95,7 @@ class Strategy:
         """Store a module that is not wrapped yet.
 
         Args:
-            reduced: parameters of the module whose gradients are reduced over ranks.
+            reduced: those parameters whose gradients are reduced over ranks.
         """
         self.module = self.bare = module
         self.parameters = reduced
@@ -114,14 +114,14 @@ class Strategy:
         return nullcontext()
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Compute matrix products inside the block in the strategy's precision."""
+        """Use the strategy's precision for matrix products inside the `with` block."""
         return autocast(autocast_dtype(self.config.precision), self.world.device)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of a loss to the parameters' `grad`, and reduce it over ranks.
+        """Add the gradient of a loss to the `grad` attributes of the parameters.
 
-        If the loss is NaN or infinite on one rank, the reduced gradient is NaN on all ranks, so all
-        ranks skip the step.
+        The last part of a step also reduces the summed gradients over ranks. If the loss is NaN or
+        infinite on one rank, the reduced gradient is NaN on all ranks, so all ranks skip the step.
         """
         factor = loss.detach() * 0.0 + 1.0  # 1, or NaN if the loss is not finite
         with section("backward"), self.world.reduction_context():
@@ -172,8 +172,8 @@ class Strategy:
     def agreed_norm(self, norm: Tensor) -> Tensor:
         """Return rank 0's gradient norm if the ranks' devices differ, otherwise `norm`.
 
-        Every rank must call this. Reduced gradients are bitwise equal on all ranks, but different
-        device models add their squares in different orders. If the ranks did not agree on one norm,
+        Every rank must call this. The reduced gradient is bitwise equal on all ranks, but its norm
+        is rounded differently on different device models. If the ranks did not agree on one norm,
         they would clip by different factors, and their weights would drift apart.
         """
         if self.unequal_devices:

@@ -51,7 +51,7 @@ class FitConfig:
     """Number of batches whose gradients are averaged for one optimizer step. This acts like a
     batch_size that is this many times larger, but needs less memory."""
     max_grad_norm: float = Field(1e6, ge=1e-6, le=1e30)
-    """Scale the gradient down to this norm if its norm over all ranks is larger."""
+    """Scale the gradient down to this norm if the reduced gradient's norm is larger."""
     max_bad_steps: int = Field(10, ge=0, le=10**9)
     """Skip steps whose loss or gradient is NaN or inf; fail if more than this many steps in a row
     are skipped."""
@@ -77,7 +77,7 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass
 class Pass:
-    """Computes batch losses in one pass over the data, and means over the pass."""
+    """Computes the losses of all batches in one pass, and the means over this pass."""
 
     module: nn.Module
     criterion: Criterion
@@ -194,7 +194,7 @@ class Fitting:
         return training.means()
 
     def end_epoch(self, record: dict[str, float]) -> bool:
-        """Add the epoch's record; if it is the best epoch, keep weights and return True.
+        """Add the epoch's record; return True and keep weights if valid/loss improved.
 
         Every rank must call this.
         """

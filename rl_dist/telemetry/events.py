@@ -23,7 +23,7 @@ from rl_dist.process_group.process_ends import STOP_SIGNALS
 logger = logging.getLogger(__name__)
 
 LIMIT_S = 20.0  # longest wait for running commands at the end of a run
-LONGEST_MESSAGE = 4000  # in characters; longer messages are cut
+LONGEST_MESSAGE = 4000  # maximum number of characters in a message; the rest is cut off
 
 _command, _run_dir = "", ""
 _running: list[tuple[str, subprocess.Popen[str]]] = []  # event and process of each started command
@@ -73,7 +73,7 @@ def notify(kind: str, message: str = "", **facts: Any) -> None:
 
 
 def close(wait_s: float = LIMIT_S) -> None:
-    """Wait up to `wait_s` seconds for running commands, then kill the others.
+    """Wait up to `wait_s` seconds for commands, then kill those that still run.
 
     If a command is killed, all processes that it has started are killed, too. One warning is logged
     for each command that fails.

@@ -32,7 +32,7 @@ class GuardedLogger:
     def __init__(
         self, name: str, write: Write, finish: Finish, flush: Finish = lambda: None
     ) -> None:
-        """Wrap functions that write scalars, finish the log, and flush the log."""
+        """Wrap three functions, which write scalars, finish the log and flush the log."""
         self.name = name
         self._write, self._finish, self._flush = write, finish, flush
         self._has_ended = False

@@ -107,7 +107,7 @@ class MetricsWriter(NullWriter):
         """
         plain = without_nan(record)
         if not self._run.is_in_place():
-            self._loggers.clear()  # `close` would make them write to another folder
+            self._loggers.clear()  # else, `close` would make the loggers write to another folder
             problem = "was deleted or replaced during training, so nothing more is saved there"
             raise UserError(f"{self._run.path} {problem}", exit_code=1)
         self._lines.append(json.dumps(plain, allow_nan=False) + "\n")
@@ -128,7 +128,7 @@ class MetricsWriter(NullWriter):
     def update_state(self, **changes: Any) -> None:
         """Write changes to state.json immediately.
 
-        The next call of `write` also updates the file, without waiting for STATE_EVERY_S seconds.
+        The next call of `write` updates it again, even if STATE_EVERY_S seconds have not passed.
         """
         self._run.update_state(**self._unwritten | changes)
         self._unwritten = {}
@@ -198,12 +198,12 @@ class _LineFile:
         self._file = open(path, "ab", buffering=0, opener=plain_file)  # noqa: SIM115
 
     def append(self, lines: str = "") -> None:
-        """Append the waiting lines and the new `lines`, or none of them."""
+        """Append the waiting lines and the new `lines`; on an error, all of them wait."""
         self._waiting += lines.encode()
         end = self._file.seek(0, os.SEEK_END)
         left = self._waiting
         try:
-            while left:  # if the disk is almost full, it may accept only some bytes
+            while left:  # a disk that is almost full may accept only some of the bytes
                 left = left[self._file.write(left) :]
             self._waiting = b""
         except OSError as error:
@@ -234,7 +234,7 @@ _handlers: list[logging.Handler] = []  # added by `setup_logging`
 
 
 class _Console(logging.Handler):
-    """Prints warnings on stderr, except failures that `launch` prints itself."""
+    """Prints warnings and errors on stderr, but no error that `launch` prints itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name != "rl_dist.launch.ranks":
@@ -263,12 +263,12 @@ def setup_logging(run_dir: str | Path, rank: int) -> None:
     for handler in _handlers:
         root.addHandler(handler)
     logging.captureWarnings(True)
-    logging.raiseExceptions = False  # print no traceback for each line lost on a full disk
+    logging.raiseExceptions = False  # a line lost on a full disk must not print a traceback
     threading.excepthook = _log_end_of_thread
 
 
 def _log_end_of_thread(args: threading.ExceptHookArgs) -> None:
-    """Log on one line that a thread failed, such as TensorBoard's on a full disk."""
+    """Log one line if a thread fails, as TensorBoard's thread does on a full disk."""
     if args.exc_value and args.thread:
         logger.warning("thread %s ended: %s", args.thread.name, one_line(args.exc_value))
 

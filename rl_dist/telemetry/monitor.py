@@ -30,13 +30,13 @@ Source = Callable[[], Values]
 
 
 class Monitor:
-    """Samples its sources every `every_s` seconds until it is closed; 0: never."""
+    """Samples its sources every `every_s` seconds until `close`; 0: takes no samples."""
 
     def __init__(self, sources: Sequence[Source], every_s: float) -> None:
         self._sources = sources
         self._every_s = every_s
         self._samples: list[Values] = []  # samples since the last `take`, which begins a new list
-        self._names: Values = {}  # its keys are the names of all values read so far
+        self._names: Values = {}  # the keys are the names of all values read so far
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         if every_s:
