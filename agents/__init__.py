@@ -1,6 +1,6 @@
 """Recurrent PPO on vector environments, on one rank or many.
 
-Import the names in `__all__` from this package; each one loads its module on first use.
+Import the names in `__all__` from this package. A name loads its module when first used.
 
     from agents import load_policy, train
 """

@@ -77,7 +77,7 @@ QUICK = {  # settings of --quick, which override those of the preset
     "validate_every": 4,
     "num_worlds": 16,
 }
-# flags that --help shows
+# flags that --help shows; --help_all shows all flags
 MAIN_FLAGS = {
     "env", "data", "total_steps", "num_episodes", "stop_at", "seed", "num_gpus", "device",
     "threads", "num_envs", "batch_size", "learning_rate", "gamma", "policy", "hidden_size",
@@ -206,7 +206,7 @@ class TrainConfig:
 
     @property
     def best_metrics(self) -> tuple[str, ...]:
-        """Return metrics that can select best.pt; the first one that is reported is used."""
+        """Return the metrics that may choose best.pt; the first reported one is used."""
         return {"auto": ("valid/sharpe", "valid/return"), "off": ()}.get(
             self.keep_best, (self.keep_best,)
         )

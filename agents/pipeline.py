@@ -1,4 +1,4 @@
-"""PPO with --hybrid_form pipeline: each rank of a pair trains half of the cascade.
+"""PPO with --hybrid_form pipeline: each rank of a pair trains half the cascade.
 
 The first rank of a pair trains the feature LSTM (stage 0), the second rank trains actor and critic
 (stage 1). Together they process the sequences of both ranks, divided into parts. The first rank
@@ -216,7 +216,7 @@ class PipelinePPO(PPO):
     def _run(
         self, half: Callable[..., Any], inputs: Tensor, state: Tensor, episode_start: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run `half`, Policy.features or Policy.decisions, over inputs [L, N, ...]."""
+        """Run `half` (Policy.features or Policy.decisions) over inputs [L, N, ...]."""
         self.world.heartbeat()
         if not self.policy.config.memory:  # the state is zeroed before every step
             episode_start = torch.ones_like(episode_start)

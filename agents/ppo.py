@@ -190,7 +190,7 @@ def refreshed_states(policy: Policy, batch: Batch) -> Tensor:
 
 
 class PPO:
-    """Updates a policy on all ranks, using a distribution strategy."""
+    """Updates a policy on all ranks, with a strategy such as ddp or hybrid."""
 
     def __init__(
         self,

@@ -81,7 +81,7 @@ class EvaluateConfig:
 
 
 def record_look(task: TradingTask, loaded: dict[str, LoadedAgent]) -> None:
-    """Record this evaluation on the test span in each run directory.
+    """Note in each run directory that the run is evaluated on the test span.
 
     Print how often each run has been evaluated on the test span.
     """

@@ -314,7 +314,7 @@ def write_daily(
     path: Path,
     records: dict[str, Record],
     markets: Sequence[Market],
-    dates: np.ndarray,  # [D+1], one for each value
+    dates: np.ndarray,  # [D+1], one date for each portfolio value
 ) -> None:
     """Write a CSV row per strategy, market and date, except for the first date.
 

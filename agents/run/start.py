@@ -186,8 +186,8 @@ def faults_as_user_errors(run_dir: Path, world: World) -> Iterator[None]:
             raise UserError(
                 f"rank {world.rank} ran out of memory in {world.doing.phase}, after a peak of "
                 f"{peak_memory_bytes(world.device) / GIB:.2f} GiB on {world.device}: use a smaller "
-                "--batch_size and a --grad_accumulation larger by the same factor (also when "
-                "resuming the run), or a new run with a smaller --num_envs, --num_steps or "
+                "--batch_size and a --grad_accumulation larger by the same factor (a resumed "
+                "run may change both), or a new run with a smaller --num_envs, --num_steps or "
                 f"--hidden_size; the error was {one_line(error, 220)}",
                 exit_code=1,
             ) from error
