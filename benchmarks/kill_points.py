@@ -188,7 +188,7 @@ def hit_and_resume(
 
 
 def main() -> int:
-    """Hit and resume runs; return 0 if all have the result of an undisturbed run."""
+    """Hit and resume runs; return 0 if all end with the result of an undisturbed run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

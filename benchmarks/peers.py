@@ -283,7 +283,7 @@ def sb3_solve(task: Task, args: argparse.Namespace) -> None:
 
 
 def skrl(task: Task, args: argparse.Namespace) -> None:
-    """Train with PPO_RNN and a model like the LSTM example in skrl's documentation."""
+    """Train with PPO_RNN and a model as in the LSTM example of skrl's documentation."""
     from skrl.agents.torch.ppo import PPO_CFG, PPO_RNN
     from skrl.envs.wrappers.torch import wrap_env
     from skrl.memories.torch import RandomMemory

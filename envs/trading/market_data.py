@@ -28,7 +28,7 @@ SHARES = (0.60, 0.15, 0.25)  # fractions of the days for training, validation an
 class Market:
     """Aligned daily bars of n tickers over D days, adjusted for splits and dividends."""
 
-    name: str  # name of the data file, or for example "SIMULATED world 7"
+    name: str  # name of the data file, or a name such as "SIMULATED world 7"
     dates: np.ndarray  # [D] datetime64[D], ascending
     tickers: tuple[str, ...]  # n names, sorted
     open: np.ndarray  # [D, n] float64, USD, total-return adjusted
@@ -76,7 +76,7 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
             days[name] = max(first_tradable, next_day - is_end)
     first = days.get("train_start", first_tradable)
     last = days.get("test_end", len(dates) - 1)
-    # a span ends on the day before the next span starts; -1 if neither of these dates is given
+    # a span ends on its own end date, or else before the next start date; -1: neither is given
     train_end = days.get("train_end", days.get("valid_start", 0) - 1)
     valid_end = days.get("valid_end", days.get("test_start", 0) - 1)
     train, valid, test = SHARES
@@ -108,7 +108,7 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
 
 
 def _end_of_share(first: int, last: int, share: float) -> int:
-    """Return the last day of the leading fraction `share` of the days first to last."""
+    """Return the last day of a span that covers the first `share` of the given days."""
     return first + round((last - first + 1) * share) - 1
 
 

@@ -58,7 +58,7 @@ MARKET_SHARE = 0.62  # fraction of each stock's variance due to the market, with
 COMMON_WAVE = (0.985, 0.50)  # wave of the whole market
 OWN_WAVE = (0.95, 0.30)  # wave of one stock
 TAIL_DEGREES = 5.0  # degrees of freedom of Student's t distribution of returns
-OVERNIGHT_SHARE = 1.0 / 3.0  # fraction of the daily variance between a close and the next open
+OVERNIGHT_SHARE = 1.0 / 3.0  # fraction of daily variance that falls between close and next open
 
 # Constants of the trading rules
 LEVEL_DAYS = 20  # the usual log volume is the median over this many earlier days
@@ -68,10 +68,10 @@ VOLATILITY_MEMORY = 0.94  # decay of the exponentially weighted variance (RiskMe
 FIRST_VARIANCE = 3e-4  # variance of daily returns that is assumed before the first return is known
 DIRECTIONS = np.array([[-1.0], [0.0], [1.0]])  # drought, no event, surge; or down, no move, up
 WARM_UP_DAYS = 60  # about 10 announcements: the filter's start state then hardly matters
-BAND = 0.01  # smaller differences from the target weights are not traded
+BAND = 0.01  # no trade if a weight differs from its target by less than this
 OUTLOOK_DAYS = 4  # days to look ahead: at 5 % per order, reaching a target takes days
 HURDLE = 0.30  # the reference rule holds stocks with a larger expected move, in units of the edge
-WEAK_EDGE = 15.0  # bps; up to this edge, always holding a stock beats selling it before falls
+WEAK_EDGE = 15.0  # bps; up to this edge, always holding a stock beats selling it before it falls
 
 
 def world_seeds(config: SimulatedMarketConfig, purpose: str, count: int) -> list[int]:
@@ -248,7 +248,7 @@ def news_model() -> tuple[np.ndarray, ...]:
 
     Returns:
         Transition [S, S]: probability of the next day's state (column) given today's state (row).
-        Event [S] and move [S], each -1, 0 or 1, on the day that ends in a state.
+        Event [S] and move [S] of the day that leads to a state, each -1, 0 or 1.
         Outlook [S, OUTLOOK_DAYS]: expected moves on the next days, in units of the edge.
     """
     states: list[State] = [(1, ((0, 1),))]

@@ -1,4 +1,4 @@
-"""Base class of vector environments with tensors; stateless random numbers."""
+"""Base class for adapters from arrays to tensors; stateless random numbers."""
 
 from __future__ import annotations
 
