@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Environment variable: path of the file to which a child process writes its result.
+# Environment variable with the path of the file to which a child process writes its result.
 RESULT_FILE = "RL_DIST_RESULT_FILE"
 # All facts that `report_to_caller` has received, for a caller in the same process.
 reported: dict[str, str] = {}

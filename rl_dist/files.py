@@ -2,7 +2,7 @@
 
 A run directory may contain a pipe, a device, a huge file or a link that someone else put there.
 Opening or reading it could block forever or use all memory; writing to it could change a file
-elsewhere. In the function names of this module, "plain" stands for regular files.
+elsewhere. In the function names of this module, "plain" means "regular file".
 """
 
 from __future__ import annotations

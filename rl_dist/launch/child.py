@@ -29,7 +29,7 @@ RANK_VARIABLES = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MAST
 RANK_VARIABLES |= {JOB_DIR_VARIABLE, *COPIES}
 POLL_S = 0.1
 KILL_PATIENCE_S = 5.0
-# With these flags a run trains until it is killed, saves nothing and evaluates nothing.
+# With these flags, a run saves nothing, evaluates nothing and trains until it is killed.
 SHORT_RUN_FLAGS: dict[str, Any] = {
     "total_steps": 10**15,
     "validate_every": 0,

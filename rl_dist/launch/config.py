@@ -25,7 +25,7 @@ from rl_dist.strategies.config import (
 )
 from rl_dist.strategies.precision import Precision, parameter_dtype
 
-PROBE_BYTES = 4096  # size of the gradient that a trial run of the ranks reduces
+PROBE_BYTES = 4096  # size of the gradient that the ranks reduce in a trial run
 
 
 @configuration

@@ -34,7 +34,7 @@ from rl_dist.process_group.process_ends import flush_and_leave, report
 logger = logging.getLogger(__name__)
 
 STARTUP = "start-up"
-# Value of `RankStatus.place` while a rank, after opening the store, connects to the other ranks.
+# Value of `RankStatus.place` while a rank that has opened the store connects to other ranks.
 CONNECTION = "connection of the ranks"
 STARTUP_TIMEOUT_S = 600.0
 PERIOD_S = 5.0  # longest time between two status messages of a rank

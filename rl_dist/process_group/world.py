@@ -92,7 +92,7 @@ class World:
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
-        """Enclose a collective call; add the time that it takes to `sync_seconds`.
+        """Enclose a collective call; its duration is added to `sync_seconds`.
 
         Args:
             place: name of the call in messages.
