@@ -26,8 +26,8 @@ from rl_dist.launch.child import SCRIPT, Child, leave_at_signals
 from rl_dist.process_group.collectives import as_bytes
 from rl_dist.run_dir import RunDir
 
-# Flags for small runs; the user's flags override them. Validation is off, because it does not
-# affect the result.
+# Flags for small runs; the user's flags override them. These flags turn validation off, because
+# validation does not affect the result.
 SMALL = ("--bptt_steps=8", "--batch_size=8", "--validate_every=0", "--eval_episodes=2")
 TOLERANCE = 1e-4  # with another number of ranks, sums are rounded differently
 # A metric is not compared if its name, split at slashes, contains one of these words.

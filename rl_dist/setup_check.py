@@ -111,7 +111,7 @@ def check_setup(
         ).records
     except ChildError as error:
         only_slow = step == "short run" and isinstance(error, ChildTimeoutError)
-        fix = "choose smaller sizes, or see the lines above; NCCL_DEBUG=INFO prints more"
+        fix = "choose smaller sizes, or read the lines above; NCCL_DEBUG=INFO prints more details"
         yield Check(step, WARNING if only_slow else PROBLEM, str(error), fix)
         return
     yield from check_run(records, facts, budget, figures)
@@ -128,7 +128,7 @@ class Facts:
     nvidia_gpus: int  # number of GPUs that the NVIDIA driver lists; torch may see fewer
     cores: int  # number of cores that this process may use
     load: float  # mean number of running and waiting processes in the last minute
-    memory_total_gib: float  # of the machine, or the limit of its container
+    memory_total_gib: float  # memory of the machine, or memory limit of its container
     shm_free_gib: float  # free space in /dev/shm
     folder: str  # the run directory, or its nearest existing parent
     disk_free_gib: float

@@ -36,8 +36,8 @@ from rl_dist.process_group.watchdog import (
 # From then on, libgomp no longer spins between the parallel regions of the training. Without
 # chunks, this doubled the time of an iteration.
 CHUNK_BYTES = 32_768
-# The first chunk is shorter than the others, because most messages are short. Each message begins
-# with its length.
+# The first chunk is shorter than the others, because most messages are short. The first bytes of a
+# message contain its length.
 FIRST_BYTES, LENGTH_BYTES = 4096, 8
 GROUP_TIMEOUT = timedelta(days=1)  # never reached, because the watchdog ends a rank much earlier
 _mesh_numbers = itertools.count()

@@ -1,9 +1,10 @@
 """Measure the inputs of the scaling model without training on several ranks.
 
-First, one rank trains the whole job for some seconds. Then several processes that only reduce
-gradients show how long a reduction takes. Finally, independent copies of one rank's share of the
-job train at the same time: like real ranks, they compete for cores and memory. From these
-measurements, `rl_dist.speedup.model` predicts the speed of real ranks.
+First, one rank trains the whole job for some seconds. Then several processes reduce gradients,
+without training, to measure how long a reduction takes. Finally, several copies of a rank train
+at the same time without communication, each with one rank's share of the job: like real ranks, they
+compete for cores and memory. From these measurements, `rl_dist.speedup.model` predicts the speed of
+training on several ranks.
 """
 
 from __future__ import annotations

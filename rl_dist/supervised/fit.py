@@ -34,7 +34,7 @@ from rl_dist.telemetry.metrics import without_nan
 
 STOP_EVERY = 10  # number of optimizer steps between two checks for stop signals
 SAVED = ("epoch", "best_epoch", "best_loss", "bad_in_a_row", "history", "extra")
-# (outputs, targets) -> tensor with the same number of values for each sample
+# (outputs, targets) -> tensor; every sample must contribute the same number of values
 Metric = Callable[[Any, Any], Tensor]
 Criterion = Callable[[Any, Any], Tensor]  # (outputs, targets) -> mean loss over the batch
 
@@ -180,7 +180,7 @@ class Fitting:
                     loss = training.loss(num_samples, inputs, targets)
                     self.strategy.backward(loss / len(parts))
             _, stepped = self.strategy.step(self.optimizer, self.config.max_grad_norm)
-            if not self.strategy.overflowed:  # maybe only the loss scale is too large
+            if not self.strategy.overflowed:  # an overflow can be due to the loss scale only
                 self.bad_in_a_row = 0 if stepped else self.bad_in_a_row + 1
             if self.bad_in_a_row > self.config.max_bad_steps:
                 raise UserError(
