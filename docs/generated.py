@@ -180,7 +180,8 @@ def help_of(command: str) -> str:
 def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [heads, tuple("---" for _ in heads), *rows]
     return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+        "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in line) + " |"
+        for line in lines
     )
 
 

@@ -105,6 +105,8 @@ def test_generated_parts_of_the_pages_are_up_to_date():
     for text in (path.read_text() for path in PAGES):
         assert generated().filled(text) == text, "run python docs/generated.py"
         assert all(generated().generate(mark).strip() for mark in MARK.findall(text))
+        # a line break would end the row of a table
+        assert re.findall(r"^\| .*[^|\n]$", text, re.M) == []
     flags = [flag for section in SECTIONS.values() for flag in fields_of(section)]
     assert [flag for flag in flags if f"`--{flag}`" not in page("docs/reference.md")] == []
 
