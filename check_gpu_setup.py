@@ -43,7 +43,8 @@ def main() -> int:
     sections = {"check": CheckFlags(), **ALL_SECTIONS}
     parsed = parse_flags(sections, description=DESCRIPTION, epilog=EPILOG)
     options: CheckFlags = parsed.configs["check"]
-    if parsed.configs["run"].resume or parsed.configs["run"].interactive:
+    run = parsed.configs["run"]
+    if run.resume or run.interactive:
         raise UserError("--resume and --interactive cannot be checked: give the flags of a new run")
     flags = [word for word in sys.argv[1:] if word not in ("--json", "--strict")]
     checks: list[Check] = []

@@ -125,6 +125,8 @@ class Run:
             return ""
         if num_left := self.num_left():
             return f"{num_left} process(es) are still running"
+        if is_rank and self.job.returncode == 0 and self.run_dir.summary():
+            raise ProcessLookupError
         lines = [line for line in self.errors.read_text().splitlines() if line[:6] == "error:"]
         if is_rank and (case.restarting or not self.job.returncode or len(lines) != 1):
             return f"exit code {self.job.returncode}, error lines: {lines}"

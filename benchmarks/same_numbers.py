@@ -237,6 +237,7 @@ def result_of(run_dir: Path) -> dict[str, Any]:
     figures = json.loads(summary.read_text()) if summary.exists() else {}
     figures.pop("scaling", None)  # measures speed, which varies
     leaves = flat({"metrics": read_records(run_dir), "state": state, "summary": figures})
+    # old checkouts save each normaliser as a separate entry
     return {
         name.replace("obs_normalizer/", "normalizers/obs.").replace(
             "reward_normalizer/", "normalizers/rewards."

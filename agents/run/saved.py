@@ -170,9 +170,7 @@ def load_agent(
     policy = Policy(config.policy, layout, action_space).to(config.launch.dtype)
     policy.low_precision = autocast_dtype(config.launch.precision)
     policy.load_state_dict(state["policy"])
-    normalizers = Normalizers(
-        layout, scale_obs=config.train.normalize_obs, scale_rewards=config.train.normalize_rewards
-    )
+    normalizers = Normalizers(layout, scale_obs=config.train.normalize_obs, scale_rewards=False)
     normalizers.load_state_dict(state["normalizers"])
     return LoadedAgent(
         policy.to(device),
@@ -220,12 +218,14 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
 
 
 def check_initial(config: TrainConfig, policy: Policy) -> None:
-    """Refuse --init_from or --pretrained weights that do not fit the run's policy."""
+    """Refuse --init_from or --pretrained weights and statistics that do not fit the run."""
     if initial := initial_weights(config):
         weights = policy.state_dict()
         others = {name: weights[name] for name in weights if not name.startswith(initial.parts)}
+        normalizers = Normalizers(policy.layout, scale_obs=False, scale_rewards=False)
         try:
             policy.load_state_dict(others | initial.weights, assign=True)
+            normalizers.load_state_dict(normalizers.state_dict() | initial.moments)
         except RuntimeError as error:
             raise UserError(
                 f"the checkpoint does not fit: {one_line(error)}; use the environment, "

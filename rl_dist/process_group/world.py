@@ -67,7 +67,7 @@ class World:
     size: int
     device: torch.device
     backend: str  # "gloo" or "nccl"
-    local_size: int = 1  # number of ranks on this machine
+    local_size: int  # number of ranks on this machine
     # begin and end of each wait in a collective call
     sync_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
     # begin and end of each wait for the gradients of other ranks

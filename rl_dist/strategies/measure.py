@@ -181,7 +181,7 @@ def fastest_batch_size(
     """
     if world is None:
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-        world = World(rank=0, local_rank=0, size=1, device=device, backend="gloo")
+        world = World(0, 0, 1, device, "gloo", 1)
 
     def steps(size: int) -> Iterator[None]:
         try_step(math.ceil(size / USABLE_SHARE))

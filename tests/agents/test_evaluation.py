@@ -61,7 +61,7 @@ def idle(env, obs, episode_start):
 
 def run_on_ranks(call, size, monkeypatch):
     """Run `call(world)` for `size` ranks, each in a thread; return all results."""
-    worlds = [World(rank, rank, size, torch.device("cpu"), "gloo") for rank in range(size)]
+    worlds = [World(rank, rank, size, torch.device("cpu"), "gloo", size) for rank in range(size)]
     sent, meeting = {}, threading.Barrier(size)
 
     def gather(values, world):

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hostile import damage
 from tensorboard_readers import scalars
 from train_runs import (
@@ -30,7 +31,7 @@ from agents.run.choice import choose_run, fresh_config, parse_training
 from agents.run.metric_table import CHOICES, METRIC_TABLE, MONITORED, OTHER_TASKS, TRADING
 from agents.run.sizes import shard_sizes
 from agents.trainer import Training
-from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
+from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, pack, write_atomically
 from rl_dist.files import read_object
 from rl_dist.resume_check import differences, result_of
 
@@ -167,9 +168,15 @@ def test_a_run_starts_from_the_weights_and_statistics_of_another(
         assert (then["policy"][name] == weight).all(), name
     counts = [state["normalizers"]["obs.moments.count"] for state in (first, then)]
     assert counts[1] == counts[0] + 128
-    capsys.readouterr()
-    assert train_here(monkeypatch, *flags, "--hidden_size", 16, "--run_dir", tmp_path / "no") == 2
-    assert "--hidden_size" in only_error(capsys.readouterr().err)
+    first["normalizers"]["obs.moments.mean"] = torch.zeros(9)
+    write_atomically(tmp_path / "odd.pt", pack(first))
+    for other, word in (
+        ("--hidden_size=16", "--hidden_size"),
+        (f"--init_from={tmp_path / 'odd.pt'}", "obs.moments.mean"),
+    ):
+        capsys.readouterr()
+        assert train_here(monkeypatch, *flags, other, "--run_dir", tmp_path / "no") == 2
+        assert word in only_error(capsys.readouterr().err)
 
 
 # ---- resume

@@ -84,10 +84,11 @@ def test_ranks_that_may_be_on_several_machines_are_not_bound_to_loopback(
     assert bound == (["lo", "lo"] if local_size == "2" else ["", ""])
 
 
-def test_given_threads_win_over_torchruns_variable(environment):
-    environment(RANK="0", WORLD_SIZE="1", OMP_NUM_THREADS="1")
+@pytest.mark.parametrize("local_size", [None, "3"])
+def test_given_threads_win_over_torchruns_variable(environment, local_size):
+    environment(RANK="0", WORLD_SIZE="1", OMP_NUM_THREADS="1", LOCAL_WORLD_SIZE=local_size)
     threads = torch.get_num_threads()
-    world.open_world("cpu", threads=threads + 2)
+    assert world.open_world("cpu", threads=threads + 2).local_size == int(local_size or 1)
     assert torch.get_num_threads() == threads + 2
     world.close_world()
     assert torch.get_num_threads() == threads

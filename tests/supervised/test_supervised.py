@@ -29,7 +29,7 @@ SAMPLES = TensorDataset(torch.arange(8), torch.arange(8))
 
 
 def world_of(rank, size):
-    return World(rank=rank, local_rank=rank, size=size, device=torch.device("cpu"), backend="gloo")
+    return World(rank, rank, size, torch.device("cpu"), "gloo", size)
 
 
 def equal(left, right):
