@@ -26,10 +26,10 @@ from rl_dist.launch.child import SCRIPT, Child, leave_at_signals
 from rl_dist.process_group.collectives import as_bytes
 from rl_dist.run_dir import RunDir
 
-# Flags for small runs; the user's flags override them. These flags turn validation off, because
-# validation does not affect the result.
+# Flags that keep the runs small; the user's flags override them. Validation is turned off, because
+# it does not affect the result.
 SMALL = ("--bptt_steps=8", "--batch_size=8", "--validate_every=0", "--eval_episodes=2")
-TOLERANCE = 1e-4  # with another number of ranks, sums are rounded differently
+TOLERANCE = 1e-4  # for runs on different numbers of ranks, which round sums differently
 # A metric is not compared if its name, split at slashes, contains one of these words.
 MACHINE_FACTS = {"time", "host", "gpu", "cpu", "ram"}
 DESCRIPTION = (
@@ -54,7 +54,7 @@ exit codes: 0 bit-identical (--resume_on: equal within 1e-4), 1 different or fai
 
 
 def differences(left: Any, right: Any, tolerance: float = 0.0) -> list[str]:
-    """List the differences of two nested states, bit for bit if `tolerance` is 0."""
+    """List the values in which two states differ; compare bits if `tolerance` is 0."""
     left, right = dict(flatten(left)), dict(flatten(right))
     lines = [f"{name} exists in only one run" for name in sorted(left.keys() ^ right.keys())]
     shared = [name for name in left if name in right]
@@ -108,7 +108,7 @@ def result_of(run_dir: Path) -> dict[str, Any]:
 def train(
     flags: Sequence[str], num_gpus: int, folder: Path, until: Callable[[], bool] = lambda: False
 ) -> None:
-    """Train to the end, or kill the training run when `until` returns True.
+    """Run a training in a child process; kill it as soon as `until` returns True.
 
     Args:
         folder: directory for the temporary files of the run.
@@ -143,7 +143,7 @@ def check(args: Namespace, folder: Path) -> bool:
 
 
 def compare(straight: Path, resumed: Path, tolerance: float) -> bool:
-    """Print and return whether two runs are equal, bit for bit if `tolerance` is 0."""
+    """Print and return whether two runs are equal; compare bits if `tolerance` is 0."""
     left, right = result_of(straight), result_of(resumed)
     lines = differences(left, right, tolerance)
     limit = f" within {tolerance:g}" if tolerance else ""
@@ -159,7 +159,7 @@ def compare(straight: Path, resumed: Path, tolerance: float) -> bool:
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
-    """Parse the options; put all flags of the training runs into `flags`."""
+    """Parse the options; collect the flags of the training runs in `args.flags`."""
     parser = CommandParser(
         prog="python -m rl_dist.resume_check",
         usage="%(prog)s [--iterations K] [--num_gpus N] [--resume_on M] [training flags]",

@@ -39,7 +39,7 @@ from rl_dist.files import (
 
 STATE_FILE = "state.json"
 CHECKPOINT_DIR = "checkpoints"
-PATIENCE_S = 25.0  # wait this long: the ranks of a killed launcher may still be saving
+PATIENCE_S = 25.0  # longest wait for the lock: the ranks of a killed run may still be saving
 LONGEST_ERROR = 2000  # in characters
 WORKING = ("dry_run", "warm_up", "training", "validation", "saving", "evaluation")
 ENDED = ("done", "stopped", "failed")
@@ -177,11 +177,11 @@ class RunDir(AbstractContextManager["RunDir"]):
     def _try_to_hold(self) -> bool:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # NFS can lock only a file that is open for writing
+            # on NFS, only a file that is open for writing can be locked
             file = open(self.config_path, "a+b", opener=plain_file)  # noqa: SIM115
             with suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if leads_to(self.config_path, file):  # otherwise, the file was removed
+                if leads_to(self.config_path, file):  # False: the file was removed or replaced
                     self.lock = file
                     return True
             file.close()
@@ -192,7 +192,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     def release(self) -> None:
         """Close the lock file in this process; other processes may still hold the lock."""
         if self.lock:
-            with suppress(OSError):  # the code of an environment may have closed it
+            with suppress(OSError):  # an environment may have closed the file descriptor
                 self.lock.close()
         self.lock = None
 
@@ -204,7 +204,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         try:
             with open(self.config_path, "rb", opener=plain_file) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return False  # closing the file releases this lock; a run that starts now retries
+                return False  # `with` unlocks the file; a run that found it locked tries again
         except BlockingIOError:
             return True
         except OSError:
@@ -264,7 +264,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     # ---- metrics.jsonl
 
     def records(self, last: int | None = None) -> list[Record]:
-        """Return all valid records of metrics.jsonl, or at most the `last` newest ones."""
+        """Return the valid records of metrics.jsonl: all, or the newest `last` of them."""
         try:
             content = read_tail(self.metrics_path) if last else read_plain(self.metrics_path, None)
         except OSError:

@@ -1,4 +1,4 @@
-"""Check, by rules and a short run, if this machine can train with given flags.
+"""Check by rules and a short run whether this machine can train with given flags.
 
 Each check has one of three verdicts:
 
@@ -207,7 +207,7 @@ def check_run(
     figures: dict[str, Any],
 ) -> Iterator[Check]:
     """Check the memory use and the speed of a short run; add them to `figures`."""
-    # memory: the highest use by a single rank, and the least memory that remained free
+    # memory: the highest use by a single rank, and the smallest amount that remained free
     ranks = [rank for record in records for rank in record["ranks"]]
     gpu_totals = [gpu.memory_total_gib for gpu in facts.gpu.gpus if gpu.memory_total_gib]
     memory_gib = {}
@@ -219,7 +219,7 @@ def check_run(
             used = max(rank[use_name] for rank in sampled)
             free = min(rank[free_name] for rank in sampled)
             memory_gib[place] = used, free
-            text = f"a rank used up to {used:.3g} GiB; at least {free:.3g} GiB remained free"
+            text = f"highest use by one rank: {used:.3g} GiB; lowest free memory: {free:.3g} GiB"
             fix = "long episodes or other programs may need more memory: choose smaller sizes"
             yield check(place, text, (free < TIGHT_SHARE * total, WARNING, fix))
 

@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     parser = CommandParser(
         prog="python -m rl_dist.status",
-        description="Show a run's state, progress, speed, checkpoint and hardware usage by rank.",
+        description="Show a run's state, progress, speed, checkpoint, and hardware use per rank.",
         epilog=EPILOG,
     )
     parser.add_argument("run_dir", nargs="?", type=Path, metavar="RUN_DIR")
@@ -177,6 +177,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    for signum in (signal.SIGPIPE, signal.SIGINT):  # exit silently after `| head` or Ctrl-C
+    for signum in (signal.SIGPIPE, signal.SIGINT):  # exit silently on a closed pipe or Ctrl-C
         signal.signal(signum, signal.SIG_DFL)
     sys.exit(main())

@@ -72,7 +72,7 @@ class World:
     sync_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
     # begin and end of each wait for the gradients of other ranks
     gradient_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
-    doing: RankStatus = field(default_factory=RankStatus)  # read by the watchdogs of all ranks
+    doing: RankStatus = field(default_factory=RankStatus)  # the watchdogs of all ranks read it
     watchdog: Watchdog | None = None
     _gradients_ready: Mark | None = None
 
@@ -262,7 +262,7 @@ def open_world(
         # Let the ranks communicate over loopback, unless the user has chosen another interface.
         for variable in {*INTERFACES} - os.environ.keys():
             os.environ[variable] = "lo"
-            # At the end, unset it: a later child process may have to reach other machines.
+            # `close_world` unsets it again: later child processes may need other interfaces.
             _leaving.callback(os.environ.pop, variable, None)
     # All ranks have reached the store, but connecting them to each other can still fail. In that
     # case, the watchdog ends this rank with a message that names the place set here.
@@ -277,8 +277,8 @@ def open_world(
     )
     world.doing.place = ""
     if JOB_DIR_VARIABLE in os.environ:
-        # A rank receives SIGKILL if its launcher dies before this line. After this line, the rank
-        # receives SIGTERM instead, and can save a checkpoint.
+        # If the launcher dies before this call, its ranks receive SIGKILL. If it dies later, they
+        # receive SIGTERM instead, and can save a checkpoint.
         leave_with_parent(os.getppid())
     return world
 
@@ -328,7 +328,7 @@ def make_mesh(world: World, shape: tuple[int, int]) -> DeviceMesh:
     """
     ranks = torch.arange(world.size).reshape(shape)
     groups_of_rank: list[dist.ProcessGroup] = []
-    for lines in (ranks.T, ranks):  # groups along the first axis, then along the second
+    for lines in (ranks.T, ranks):  # first the groups along axis 0, then those along axis 1
         for members in lines.tolist():
             group = dist.new_group(members, timeout=GROUP_TIMEOUT)
             if world.rank in members:

@@ -126,14 +126,14 @@ def print_training_speedup_estimates(flags: Sequence[str] = (), **options: Any) 
 def _rows(
     job: MeasuredJob, options: SpeedupOptions, device: str, env_steps: float
 ) -> list[dict[str, Any]]:
-    """Return a row for each number of ranks, on this machine or on other cards.
+    """Return the rows of the report: one for each scaling and number of ranks.
 
     Args:
         env_steps: length of the training run in environment steps; NaN if unknown.
     """
     rows = []
     baseline: Prediction | None = None  # the first prediction, which is for one rank
-    slower = 1.0  # time per step according to `sps`, divided by the measured time per step
+    slower = 1.0  # time per step that `sps` gives, divided by the measured time per step
     card = CARDS.get(options.gpu)
     usd_per_hour = options.price_per_hour or (card.usd_per_hour if card else 0.0)
     # computing time on the card, divided by the time on one CPU thread or GPU of this machine
@@ -144,7 +144,7 @@ def _rows(
         work = share.work.scaled(1.0, update)
         if options.sps and not baseline:
             slower = work.env_steps / options.sps / work.seconds
-        # ranks on other cards do not compete for the cores of this machine
+        # machines with the GPU model `gpu` are assumed to have enough cores for their ranks
         crowding = 1.0 if card else share.crowding
         work = work.scaled(crowding * slower, crowding * slower)
         talk_s = job.network.iteration_s(work.gradient_steps, job.gradient_bytes, share.ranks)

@@ -44,7 +44,7 @@ class Share:
     work: RankCost  # cost of one rank on a machine with enough cores
     processors: int  # CPU threads of a rank; 1 on a GPU
     crowding: float  # slowdown factor if the ranks need more cores than there are, else 1
-    source: str  # "measured": with one copy per rank; "modelled": with fewer copies
+    source: str  # "measured": one copy per rank was timed; "modelled": fewer copies were timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class MeasuredJob:
     title: str  # name of the job
     gradient_bytes: int
     network: Network
-    shares: list[Share]  # for each scaling, one share per number of ranks, from 1 rank upwards
+    shares: list[Share]  # one for each scaling and number of ranks; these numbers ascend
     notes: list[str]
 
 
@@ -68,7 +68,7 @@ def measure_job(
     steady: bool,
     network: Network | None,
 ) -> MeasuredJob:
-    """Time a job on one rank, then reductions, then copies of one rank's part of it.
+    """Time a job on one rank, then reductions, then copies of one rank's work.
 
     The copies train at the same time, at most one per core or GPU. A number of ranks that does not
     divide num_envs and batch_size is skipped and reported in the notes.
@@ -104,7 +104,7 @@ def measure_job(
 
     shares: list[Share] = []
     notes: list[str] = []
-    costs = {(1, most_threads, 1): cost}  # the keys are (divisor of the sizes, threads, copies)
+    costs = {(1, most_threads, 1): cost}  # keys: divisor of the sizes, threads per copy, copies
     for scaling, ranks in itertools.product(scalings, numbers):
         divisor = ranks if scaling == "strong" else 1
         if any(size % divisor for size in sizes.values()):

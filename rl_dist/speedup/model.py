@@ -155,7 +155,7 @@ class Network:
     between: Link = NETWORK  # between machines; each rank has its own link
 
     def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
-        """Return the time of an all-reduce: first inside each machine, then between them."""
+        """Return the time of an all-reduce inside each machine, then between machines."""
         local_ranks = min(ranks, self.ranks_per_machine)
         machines = math.ceil(ranks / self.ranks_per_machine)
         inside_s = self.inside.all_reduce_s(num_bytes, local_ranks)
@@ -242,9 +242,10 @@ def expected_maximum(count: int) -> float:
 
 
 def bottleneck(baseline: Prediction, many: Prediction) -> str:
-    """Return the part that costs `many` most extra time per iteration, and how much.
+    """Return which part of an iteration takes the most extra time, and how much.
 
-    The extra time is relative to `baseline`, and is given in percent of an iteration of `many`.
+    The extra time is the time in `many` minus the time that `baseline` takes for as many steps per
+    rank. It is given in percent of an iteration of `many`.
     """
     # environment steps of one rank, as a fraction of the steps of the baseline
     share = many.env_steps / many.ranks / baseline.env_steps

@@ -1,4 +1,4 @@
-"""Run Adam without loading torch.compile; skip a step if a GPU flag says so."""
+"""Run Adam without loading torch.compile; skip a step if a flag tensor is False."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def check_strategy(
         (mode in ("none", "dp") and ranks > 1,
          f"strategy {mode} works in one process, got {ranks} ranks", "use --strategy ddp"),
         (mode == "dp" and (device_type != "cuda" or num_devices < 2),
-         f"strategy dp needs at least 2 CUDA GPUs, got {num_devices} on {device_type}",
+         f"strategy dp needs at least 2 CUDA GPUs, got {num_devices} with device {device_type}",
          "use --strategy none"),
         (config.pipelined and ranks % 2,
          f"hybrid_form pipeline works on pairs of ranks, got {ranks}", "use --strategy ddp"),

@@ -24,7 +24,7 @@ from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import CollectiveError, World
 
 STEPS = 8  # number of timed steps for each candidate
-USABLE_SHARE = 0.9  # fraction of the memory that a batch may use
+USABLE_SHARE = 0.9  # a batch may use at most this fraction of the memory
 # Choose the first setting whose time is at most TOLERANCE times the shortest time: later settings
 # need more memory or cores, or are less precise.
 TOLERANCE = 1.1
@@ -112,7 +112,7 @@ def measure(candidate: Candidate, world: World) -> Result:
     steps = candidate.steps()
     seconds: list[float] = []
     problem = ""
-    # one step on this rank alone, then, with all ranks, one untimed step and STEPS timed steps
+    # first a step on this rank alone; then 1 untimed and STEPS timed steps with all ranks
     for _ in range(2 + STEPS):
         started = time.perf_counter()
         local_problem = ""
@@ -144,7 +144,7 @@ def measure(candidate: Candidate, world: World) -> Result:
 
 
 def doublings(sizes: Iterable[int]) -> Iterator[int]:
-    """Yield the first size, then only sizes that are at least twice the last yielded."""
+    """Yield the first size, then each size that is at least twice the last result."""
     last = 0
     for size in sizes:
         if size >= 2 * last:

@@ -146,7 +146,7 @@ class Strategy:
         if self.mode in ("ddp", "hybrid") and not held <= {*self.parameters}:
             raise UserError(
                 "the optimizer holds parameters that were missing or frozen when the module was "
-                "wrapped: after `wrap`, create it from strategy.parameters"
+                "wrapped: create the optimizer from strategy.parameters, after `wrap`"
             )
 
         # compute the norm and clip the gradient

@@ -120,7 +120,7 @@ def to_device(batch: Any, device: torch.device | str) -> Any:
 def check_loader(
     loader: DataLoader[Any], step: Callable[[Any], object], device: torch.device | str = "cpu"
 ) -> dict[str, float]:
-    """Measure for 2 seconds how long a step takes, and how long it waits for data.
+    """Run steps for 2 seconds; time the steps and the waits for the next batch.
 
         >>> check_loader(DataLoader(dataset, num_workers=2), step)
         {'wait_s': 0.0001, 'step_s': 0.02}
@@ -129,8 +129,8 @@ def check_loader(
     The first batch is not measured, because its time includes the start of the workers.
 
     Args:
-        step: trains a copy of the model on one batch (forward, backward, optimizer step). The batch
-            is passed to it on `device`.
+        step: trains a copy of the model on one batch (forward, backward, optimizer step), which is
+            on `device`.
     """
     # alternately: the time when a batch was loaded, and the time when its step ended
     moments: list[float] = []

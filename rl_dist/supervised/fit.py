@@ -51,7 +51,7 @@ class FitConfig:
     """Number of batches whose gradients are averaged for one optimizer step. This acts like a
     batch_size that is this many times larger, but needs less memory."""
     max_grad_norm: float = Field(1e6, ge=1e-6, le=1e30)
-    """Scale the gradient down to this norm if the reduced gradient's norm is larger."""
+    """Scale the gradient (the mean over all ranks) down to this norm if its norm is larger."""
     max_bad_steps: int = Field(10, ge=0, le=10**9)
     """Skip steps whose loss or gradient is NaN or inf; fail if more than this many steps in a row
     are skipped."""
@@ -180,7 +180,7 @@ class Fitting:
                     loss = training.loss(num_samples, inputs, targets)
                     self.strategy.backward(loss / len(parts))
             _, stepped = self.strategy.step(self.optimizer, self.config.max_grad_norm)
-            if not self.strategy.overflowed:  # an overflow can be due to the loss scale only
+            if not self.strategy.overflowed:  # otherwise, the only cause may be the loss scale
                 self.bad_in_a_row = 0 if stepped else self.bad_in_a_row + 1
             if self.bad_in_a_row > self.config.max_bad_steps:
                 raise UserError(
@@ -194,7 +194,7 @@ class Fitting:
         return training.means()
 
     def end_epoch(self, record: dict[str, float]) -> bool:
-        """Add the epoch's record; return True and keep weights if valid/loss improved.
+        """Add the epoch's record; if valid/loss improved, keep weights and return True.
 
         Every rank must call this.
         """
@@ -292,9 +292,9 @@ def fit(
 
         result = fit(module, loader, optimizer, criterion, strategy, validation=held_out)
 
-    A resumed run has the same result as an uninterrupted run: an epoch that a stop signal cut short
-    is repeated. At the end, the weights of the best epoch are loaded into the module, unless a
-    signal stopped the training or there is no validation.
+    A resumed run has the same result as an uninterrupted run: it repeats the epoch that a stop
+    signal interrupted. At the end, the weights of the best epoch are loaded into the module, unless
+    a signal stopped the training or there is no validation.
 
     Args:
         module: the result of `strategy.wrap`.

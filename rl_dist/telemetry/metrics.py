@@ -107,7 +107,7 @@ class MetricsWriter(NullWriter):
         """
         plain = without_nan(record)
         if not self._run.is_in_place():
-            self._loggers.clear()  # else, `close` would make the loggers write to another folder
+            self._loggers.clear()  # else, `close` would let them write to a different directory
             problem = "was deleted or replaced during training, so nothing more is saved there"
             raise UserError(f"{self._run.path} {problem}", exit_code=1)
         self._lines.append(json.dumps(plain, allow_nan=False) + "\n")
@@ -234,7 +234,7 @@ _handlers: list[logging.Handler] = []  # added by `setup_logging`
 
 
 class _Console(logging.Handler):
-    """Prints warnings and errors on stderr, but no error that `launch` prints itself."""
+    """Prints warnings and errors on stderr, except those that `launch` prints itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name != "rl_dist.launch.ranks":
@@ -263,7 +263,7 @@ def setup_logging(run_dir: str | Path, rank: int) -> None:
     for handler in _handlers:
         root.addHandler(handler)
     logging.captureWarnings(True)
-    logging.raiseExceptions = False  # a line lost on a full disk must not print a traceback
+    logging.raiseExceptions = False  # print no traceback if a line is lost because the disk is full
     threading.excepthook = _log_end_of_thread
 
 

@@ -30,12 +30,12 @@ Source = Callable[[], Values]
 
 
 class Monitor:
-    """Samples its sources every `every_s` seconds until `close`; 0: takes no samples."""
+    """Samples its sources every `every_s` seconds until `close`; `every_s` 0: never."""
 
     def __init__(self, sources: Sequence[Source], every_s: float) -> None:
         self._sources = sources
         self._every_s = every_s
-        self._samples: list[Values] = []  # samples since the last `take`, which begins a new list
+        self._samples: list[Values] = []  # samples since the last call of `take`
         self._names: Values = {}  # the keys are the names of all values read so far
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
@@ -78,7 +78,7 @@ class Monitor:
 def sources_of(device: torch.device) -> list[Source]:
     """Return the sources to sample on a rank that uses this device."""
     process = psutil.Process()
-    process.cpu_percent()  # the next call returns the usage since this call
+    process.cpu_percent()  # begin the interval that the next call of this method measures
     before_ns = [0, 0]
 
     def read_host() -> Values:
