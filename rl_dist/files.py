@@ -140,7 +140,7 @@ def parse_record(line: bytes) -> Record | None:
 
 
 def _numbers(values: Mapping[str, Any]) -> Record:
-    """Replace with None each value that is too large or is not a number."""
+    """Return a copy in which values that are too large or not numbers are None."""
     return {
         name: value if type(value) in (int, float) and abs(value) < LARGE else None
         for name, value in values.items()

@@ -150,7 +150,7 @@ def parse_flags(
                 options = {"nargs": "?", "const": "true"}
             group.add_argument(
                 f"--{name}",
-                default=argparse.SUPPRESS,  # a flag that is not given has no value
+                default=argparse.SUPPRESS,  # leave out flags that are not given
                 help=text if shows_all or name in main else argparse.SUPPRESS,
                 metavar="X",
                 **options,

@@ -25,7 +25,7 @@ OUT_OF_MEMORY = (  # a RuntimeError with one of these texts (in lower case) mean
     *("out of memory", "status_out_of_memory"),  # CUDA, NCCL
     *("not enough memory", "can't allocate memory"),  # torch's host memory allocator
     "cannot allocate memory",  # Linux's message, which any library may include
-    *("alloc_failed", "bad_alloc"),  # cuBLAS and cuDNN, C++ libraries
+    *("alloc_failed", "bad_alloc"),  # text of cuBLAS and cuDNN; text of C++ libraries
 )
 # Controller in /proc/self/cgroup -> the file with the memory limit, the file with the used memory,
 # and the entry of memory.stat with the size of cached files
@@ -184,7 +184,10 @@ class HostMemory:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return the memory within all cgroup limits; count cached files as available."""
+    """Return total and available memory, after applying all cgroup limits.
+
+    Memory that holds cached files counts as available.
+    """
     machine = psutil.virtual_memory()
     total, available = machine.total, machine.available
     for line in (root / "proc/self/cgroup").read_text().splitlines():

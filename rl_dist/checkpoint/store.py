@@ -32,7 +32,7 @@ from rl_dist.process_group.world import World
 from rl_dist.run_dir import CHECKPOINT_DIR
 
 FORMAT_VERSION = 4  # increased when the program can no longer resume older checkpoints
-LAST_READER = "0.5.0"  # last version of this program that can read older formats
+LAST_READER = "0.5.0"  # the last program version that reads formats before FORMAT_VERSION
 BEST_FILE = "best.pt"
 _DIGEST_BYTES = len("sha256:") + 64
 _COMMENT = re.compile(
@@ -109,7 +109,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
             f"{FORMAT_VERSION}: use {reader} of the program"
         )
     try:
-        with warnings.catch_warnings(action="ignore"):  # the errors below replace the warnings
+        with warnings.catch_warnings(action="ignore"):  # each problem raises an error below
             state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
         check_plain(state)
         check_state(state)
@@ -127,7 +127,8 @@ def pack(state: dict[str, Any]) -> bytes:
     """Convert a state of plain values to the bytes of a checkpoint file."""
     check_plain(state)
     buffer = io.BytesIO()
-    torch.save(state, buffer)  # with a file, torch would raise a zip error if the disk is full
+    # Save to a buffer: if torch wrote to a file on a full disk, it would raise a zip error.
+    torch.save(state, buffer)
     return seal(buffer.getvalue())
 
 
@@ -197,7 +198,7 @@ def check_plain(state: Any) -> None:
 
 
 def check_state(state: Any) -> None:
-    """Refuse entries that are missing, of a wrong type, out of range or NaN.
+    """Refuse a state whose entries are missing, of a wrong type, out of range or NaN.
 
     The checksum detects damaged files. This function detects values that someone has changed, or
     that became invalid during training.
@@ -234,8 +235,8 @@ def save_checkpoint(
     """Write a file such as iteration_00000120.pt, and remove old checkpoints.
 
     Args:
-        iteration: number for the file's name. Checkpoints of later iterations are removed: they
-            were written before the run was resumed from an earlier iteration.
+        iteration: number for the file's name. Checkpoints with higher numbers are removed: they
+            were left behind when the run was resumed from an earlier iteration.
         keep: number of newest checkpoints to keep, at least 1.
         best: also write best.pt, which does not count towards `keep`.
 
@@ -273,7 +274,7 @@ def save_agreed(
 
     Args:
         state: state to save; None on ranks other than the main process.
-        measured: name -> value of the metric that selects the best checkpoint.
+        measured: the metric that selects the best checkpoint, as {name: value}; {} if unknown.
         best: True if this is the best checkpoint so far.
 
     Raises:

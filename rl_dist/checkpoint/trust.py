@@ -1,7 +1,8 @@
 """Check that the modules that a run uses are trusted, before they are imported.
 
 A run directory may come from someone else, and no code in it is ever executed. A module that the
-run uses is imported only if it is also on the command line, or if this user owns config.json.
+run uses is imported only if the current user has named it on the command line, or owns the
+config.json that names it.
 """
 
 from __future__ import annotations
@@ -68,11 +69,11 @@ def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: st
         given: the `module:name` on the command line, or None.
 
     Raises:
-        UserError: the module is in the run directory; or it is not on the command line, and the
-            values are not in a config.json that `_is_own` accepts.
+        UserError: the module is in the run directory; or neither the command line nor a config.json
+            that `_is_own` accepts names the module.
     """
     run_dir = run_dir.absolute()
-    if not _inside(__file__, run_dir):  # unless this program is in run_dir
+    if not _inside(__file__, run_dir):  # this program may itself be in run_dir
         sys.path[:] = [entry for entry in sys.path if not _inside(entry or ".", run_dir)]
     field, value = next(iter(saved.items()))
     module = value.rpartition(":")[0]

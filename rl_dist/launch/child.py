@@ -59,13 +59,13 @@ class ChildTimeoutError(ChildError):
 
 
 def leave_at_signals() -> None:
-    """Make SIGINT and SIGTERM raise SystemExit, so that `finally` ends the children."""
+    """Make SIGINT and SIGTERM raise SystemExit, so that each `Child` context is left."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda number, frame: sys.exit(128 + number))
 
 
 class Child(AbstractContextManager["Child"]):
-    """A child process with a program of this project; killed when the context ends."""
+    """A child process that runs code of this project; killed when the context ends."""
 
     def __init__(self, arguments: Sequence[object], folder: Path, *, echo: bool = False) -> None:
         """Start this Python interpreter in a new session, without stdin.
@@ -226,9 +226,10 @@ class ShortRuns:
 def measure_short_runs(copies: Sequence[Sequence[str]], timeout_s: float = 600.0) -> ShortRuns:
     """Train independent copies of a run at the same time, and return their metrics.
 
-    If each copy has as many threads as a rank, or a rank's GPU, the metrics show how much the ranks
-    of one machine slow each other down by sharing cores, caches and memory. Unlike ranks, the
-    copies never wait for each other. All copies are killed at the end, or when the caller dies.
+    If each copy has the resources of one rank (its GPU or its number of threads), the metrics show
+    how much the ranks of one machine slow each other down by sharing cores, caches and memory.
+    Unlike ranks, the copies never wait for each other. All copies are killed at the end, or when
+    the caller dies.
     This function overrides the flags for run length, run directory, checkpoints and seed.
     While all copies train, it measures at least ROUNDS iterations of each copy, or only 2 if the
     iterations are very slow.

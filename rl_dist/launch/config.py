@@ -58,9 +58,9 @@ class LaunchConfig:
     """If the strategy does not work on this machine, print a note and use a simpler strategy (ddp
     instead of hybrid, then none) instead of exiting with an error."""
     precision: Precision = "fp32"
-    """tf32: fp32 with rounded matrix products, on GPUs; bf16, fp16: autocast with fp32 parameters;
-    fp64: for exact comparisons; auto: bf16 if gradient steps are at least 1.1 times as fast with
-    it, otherwise fp32."""
+    """tf32: fp32, but GPUs round the inputs of matrix products; bf16, fp16: autocast with fp32
+    parameters; fp64: for exact comparisons; auto: bf16 if gradient steps are at least 1.1 times as
+    fast with it, otherwise fp32."""
     gradient_compression: Compression = "none"
     """bf16: halve the bytes sent for gradients, for slow connections; only with strategy ddp."""
     max_restarts: int = Field(0, ge=0, le=10**6)
@@ -72,7 +72,7 @@ class LaunchConfig:
     The command is not stored: pass it again with --resume."""
 
     chosen_strategy: Literal[Mode, ""] = ""  # the strategy that auto or fallback selected
-    chosen_on: Text = ""  # value of `ResolvedLaunch.place` when it was selected
+    chosen_on: Text = ""  # value of `ResolvedLaunch.place` when the strategy was selected
 
     @property
     def strategy_config(self) -> StrategyConfig:
@@ -185,7 +185,8 @@ def resolve_launch(config: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch, 
 
     If a strategy was chosen earlier in this run, it is used again, unless the number of ranks or
     their device has changed. With --fallback, the ranks are first started briefly as a test. If
-    they fail, ddp replaces hybrid, and strategy none on one rank replaces any other strategy.
+    they fail, simpler strategies are tried: after "hybrid", first "ddp" and then "none"; after any
+    other strategy, only "none". Strategy "none" uses a single rank.
     """
     if config.chosen_strategy:
         with suppress(ValueError):

@@ -73,7 +73,7 @@ logger.addHandler(logging.NullHandler())
 
 AGENT_PATIENCE_S = 10.0  # longest wait for a signal from torchrun, which checks ranks every 0.1 s
 POLL_S = 0.05
-DEATH_GRACE_S = 5.0  # after a rank has failed, other ranks have this time to report errors
+DEATH_GRACE_S = 5.0  # longest wait for the reports of other ranks after a rank has failed
 # lengths in characters; both texts together must fit into a `ReportPage`
 LONGEST_TRACEBACK, LONGEST_SUMMARY = 50_000, 5_000
 RankFunction = Callable[..., int | None]
@@ -127,8 +127,9 @@ def run_as_rank(
     """Run `fn` in a rank's new process, which starts with stop signals blocked."""
     os.environ.update(variables)
     outlive_readers()
-    # A spawned process also spawns its own children, such as a DataLoader's workers. This takes
-    # seconds for each child and needs picklable arguments. Restore Python's default start method.
+    # This rank was started by the method "spawn", and would use it for its own children, such as a
+    # DataLoader's workers. The method takes seconds for each child and needs picklable arguments.
+    # Restore Python's default start method.
     multiprocessing.set_start_method(None, force=True)
     stop_flag.install()  # a second signal is handled by the launcher, not by this process
     # At exit, ignore signals: Python's shutdown would restore the default handlers, and a further
@@ -282,7 +283,7 @@ def _announce_restart(
 @contextmanager
 def _prepared_for_starts(threads: int) -> Iterator[None]:
     """Block stop signals and set OMP_NUM_THREADS while processes are started."""
-    resource_tracker.ensure_running()  # a tracker that starts later would unblock the signals
+    resource_tracker.ensure_running()  # a later start of this tracker would unblock the signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     limit = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)

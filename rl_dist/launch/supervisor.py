@@ -33,7 +33,7 @@ from rl_dist.telemetry import events
 
 POLL_S = 0.02
 SI_KERNEL = 0x80  # si_code of a signal from the kernel: linux/asm-generic/siginfo.h
-LAST_WORD_S = 3.0  # after a second signal, the child has this time to exit by itself
+LAST_WORD_S = 3.0  # after a second signal, longest wait for the child to exit by itself
 
 
 def supervise() -> None:
@@ -65,7 +65,10 @@ def supervise() -> None:
 
 
 def imports_done() -> None:
-    """Unblock the stop signals; they stayed blocked because imports can swallow them."""
+    """Unblock the stop signals after the imports.
+
+    They were blocked because a signal that arrives during an import can get lost.
+    """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 

@@ -23,9 +23,9 @@ Listener = Callable[[str], AbstractContextManager[object]]
 _listener: Listener | None = None
 Mark = float | torch.cuda.Event
 
-# A rank is slow in a phase if it takes more than STRAGGLER_FACTOR times the median time of the
-# other ranks, and also over STRAGGLER_EXCESS_S seconds longer than this median. After IN_A_ROW slow
-# iterations in a row, a warning names the rank.
+# In each phase, the time of a rank is compared with the median time of the other ranks. The rank is
+# slow if its time is more than STRAGGLER_FACTOR times this median, and also exceeds it by more than
+# STRAGGLER_EXCESS_S seconds. After IN_A_ROW slow iterations in a row, a warning names the rank.
 STRAGGLER_FACTOR = 3.0
 STRAGGLER_EXCESS_S = 0.02
 IN_A_ROW = 3

@@ -54,7 +54,7 @@ def all_reduce_sum(values: Mapping[str, float | Tensor], world: World) -> dict[s
         checksums = packed[0].item()
     if checksums != checksum * world.size:
         raise UserError(
-            f"rank {world.rank} sums {listed}; another rank sums other names or shapes", exit_code=1
+            f"rank {world.rank} sums {listed}; names or shapes of another rank differ", exit_code=1
         )
     parts = packed[1:].split([tensor.numel() for tensor in flat])
     return {
@@ -123,7 +123,7 @@ def broadcast_from_rank0(tensor: Tensor) -> None:
     # gaps, too.
     dense = local.contiguous()
     dist.broadcast(dense, src=0)
-    # Do not write equal values: the tensor may be expanded, and thus not writable.
+    # If the values are equal, skip the write: an expanded tensor is not writable.
     if not torch.equal(dense, local):
         local.copy_(dense)
 

@@ -26,8 +26,8 @@ def check_variables() -> None:
     """Check the environment variables that make this process a rank.
 
     Raises:
-        ValueError: a variable is missing or wrong; or RANK is not set, so that several copies of
-            this command would each train alone.
+        ValueError: a variable is missing or wrong; or several copies of this command were started
+            without RANK, and each copy would train alone.
     """
     if "RANK" in os.environ:
         rank, size = _number("RANK"), _number("WORLD_SIZE")
@@ -40,7 +40,7 @@ def check_variables() -> None:
                 raise ValueError(f"RANK is set, but MASTER_ADDR is not: {HOW_TO_START}")
         return
     for name in COPIES:
-        count = os.environ.get(name, "").split(":")[-1]  # torchrun accepts ranges such as 1:4
+        count = os.environ.get(name, "").split(":")[-1]  # PET_NNODES may be a range such as 1:4
         if count.isdecimal() and int(count) > 1:
             raise ValueError(
                 f"{name} is {os.environ[name]}, but RANK is not set: every copy would train alone; "
@@ -109,7 +109,7 @@ def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
         raise ValueError(
             f"rank {rank} did not meet all {size} ranks at MASTER_ADDR {host}, MASTER_PORT {port} "
             f"within {timeout_s:g} s (--startup_timeout): check both variables on every machine, "
-            f"that {size} ranks were started, and the firewall ({cause})"
+            f"the firewall, and whether {size} ranks were started ({cause})"
         ) from None
 
 

@@ -24,7 +24,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # One Ctrl-C may arrive twice: from the terminal, and from a launcher that passes it on.
 SAME_KEYPRESS_S = 0.5
 TEARDOWN_S = 20.0  # longest teardown of a process after it has reported its exit code
-ORPHAN_GRACE_S = 20.0  # ranks have this time to save after their launcher has died
+ORPHAN_GRACE_S = 20.0  # longest time for ranks to save after their launcher has died
 PAGE_BYTES = 2**19
 # Exit code of a spawned rank that imports the user's script and thereby calls train() again.
 SCRIPT_RAN_AGAIN = 79
@@ -184,7 +184,7 @@ def flush_and_leave(code: int) -> NoReturn:
 
 
 def stopped_in_evaluation(signum: int, run_dir: Path | None) -> str:
-    """Return a message that names the signal that stopped the evaluation.
+    """Return a message that says which signal stopped the evaluation.
 
     If there is a run directory, the message also says how to resume.
     """

@@ -6,10 +6,10 @@ reads the statuses of the others. A rank that waits in a collective call is ende
 
 - Another rank has neither arrived in that call nor made progress for `timeout_s` (during start-up:
   `startup_timeout_s`). A rank that is slow but makes progress is no reason to end.
-- The store has not answered for the same time.
+- The store has not answered during this timeout.
 
-With `watches_work`, a rank also ends if its own work outside collective calls makes no progress for
-the same time. Time during which the process is suspended, for example by Ctrl-Z, does not count.
+With `watches_work`, a rank also ends if its own work outside collective calls makes no progress
+during this timeout. Time for which the process is suspended, for example by Ctrl-Z, does not count.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rl_dist.process_group.process_ends import flush_and_leave, report
 logger = logging.getLogger(__name__)
 
 STARTUP = "start-up"
-# Value of `RankStatus.place` while a rank that has opened the store connects to other ranks.
+# Value of `RankStatus.place` after a rank has opened the store, while it connects to other ranks.
 CONNECTION = "connection of the ranks"
 STARTUP_TIMEOUT_S = 600.0
 PERIOD_S = 5.0  # longest time between two status messages of a rank
@@ -77,7 +77,7 @@ def end_rank(message: str, *, consequence: int = 0) -> None:
 
 @dataclass
 class Verdicts:
-    """Decides from given statuses and times whether this rank must end."""
+    """Decides whether this rank must end, given the statuses of all ranks and the time."""
 
     rank: int
     size: int
@@ -131,7 +131,7 @@ class Verdicts:
         if now_s - self._heard_s >= limit_s:
             return f"{waited}, and the store does not answer: the machine that hosts it may be lost"
         missing = {rank: "never came" for rank in range(self.size) if rank != self.rank}
-        # a rank whose status has changed since this time is slow, but makes progress
+        # if a rank's status has changed after this time, the rank is slow but makes progress
         progress_s = now_s - limit_s + 2 * self.period_s
         is_slow = waited_s < limit_s
         for (rank, message), since_s in self._seen.items():
