@@ -31,7 +31,7 @@ def search():
 
     step(1)
     limit_memory(128)
-    # This limit is for this process alone, so `sharers` does not divide the free memory.
+    # The limit applies only to this process, so its free memory is not divided by `sharers`.
     print(free_memory_bytes(torch.device("cpu"), sharers=2), end=" ")
     measure.USABLE_SHARE = 0.7  # leave memory for the allocator and oneDNN
     clock = itertools.count()  # every step seems to take 1 s, so the largest batch is fastest
@@ -39,8 +39,8 @@ def search():
     largest = measure.fastest_batch_size(step, range(8, 100_000, 8))
     step(largest)
     try:
-        # The search doubles sizes and keeps a reserve. So twice the largest size may still fit, but
-        # 4 times that size cannot.
+        # The search doubles the size and keeps some memory free. So a batch of twice the size found
+        # may still fit, but a batch of 4 times that size cannot.
         step(4 * largest)
     except RuntimeError as error:
         print(type(error).__name__, end=" ")

@@ -45,10 +45,10 @@ class Misbehaving(gymnasium.Env):
     """Random walk that misbehaves once, at step `at`, counted over all its episodes.
 
     The observation is (random walk, age in the episode), and the reward is 1. In a run with seed 1,
-    `misdeeds` maps the global number of an environment to its misdeed. A restarted environment has
-    another seed and behaves well. With stream="evaluation", the environments of validation and
-    evaluation misbehave instead of those of training. `always` is the misdeed of environments with
-    any other seed.
+    `misdeeds` maps the global number of an environment to its misdeed. With stream="evaluation",
+    the numbers refer to environments of validation and evaluation, not of training. All other
+    environments commit the misdeed `always`; if it is None, they behave well. A restarted
+    environment has a new seed, so it counts as one of these others.
     """
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -99,7 +99,7 @@ class Misbehaving(gymnasium.Env):
 
 
 class Saved(Misbehaving):
-    """Misbehaving with get_state and set_state; once restored, it behaves well."""
+    """Misbehaving environment that saves its state; once restored, it behaves well."""
 
     def get_state(self):
         own = {"life": self.life, "age": self.age, "walk": self.walk}

@@ -9,7 +9,10 @@ from rl_dist.process_group.world import close_world, open_world
 
 
 def saves_results(function):
-    """Call the function with an open world and save its result in rank_N.pt."""
+    """Return a function that opens a world, calls `function` and saves its result.
+
+    The result of rank N is saved in rank_N.pt.
+    """
 
     @functools.wraps(function)
     def run(out_dir, *args):

@@ -19,7 +19,10 @@ TRAININGS = FORMS | {"hybrid": StrategyConfig(mode="hybrid")}
 
 @saves_results
 def exercise(world, out):
-    """Train and fit, each uninterrupted and resumed; return all final parameters."""
+    """Run each training and one fit, both without interruption and with a resume.
+
+    Return the final parameters of all runs.
+    """
     results = {}
     for name, strategy in TRAININGS.items():
         if name == "pipeline" and world.size % 2:

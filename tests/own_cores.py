@@ -22,14 +22,14 @@ class Decay(nn.Module):
 
 
 class Prophet(Decay):
-    """Use the whole sequence in every step, including later steps."""
+    """Let the output of a step depend on the inputs of all steps, even later ones."""
 
     def forward(self, inputs, state):
         return super().forward(inputs + inputs.mean(0), state)
 
 
 class Forgetful(Decay):
-    """Return only half of the correct new state."""
+    """Return the correct new state multiplied by 0.5."""
 
     def forward(self, inputs, state):
         outputs, after = super().forward(inputs, state)
@@ -37,7 +37,7 @@ class Forgetful(Decay):
 
 
 class Herd(Decay):
-    """Mix the sequences of a batch."""
+    """Let the output of a sequence depend on the other sequences of its batch."""
 
     def forward(self, inputs, state):
         return super().forward(inputs - inputs.mean(1, keepdim=True), state)

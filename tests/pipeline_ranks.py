@@ -42,7 +42,7 @@ def trained(training, resume_from=""):
 
 
 def resumed(before, after, world, out_dir):
-    """Resume a run of form `before` at iteration 2, and continue it in form `after`."""
+    """Resume a run of form `before` after its iteration 1, now in form `after`."""
     training = training_of(BRIEFLY[0], after, world, out_dir / f"{before}, then {after}")
     saved = out_dir / f"{BRIEFLY[0]}, {before}" / "checkpoints" / "iteration_00000001.pt"
     return trained(training, saved)["parameters"]
@@ -64,10 +64,10 @@ def poisoned(world, run_dir):
 
 @saves_results
 def exercise(world, out_dir, labels=BRIEFLY):
-    """Train the named cases of CURVES in both forms.
+    """Train the cases `labels` of CURVES in each of the two forms.
 
-    For the first case in CURVES, also resume in the same and in the other form, and train with an
-    infinite loss.
+    If the first case of CURVES is among them, also resume its pipeline run in both forms and its
+    ddp run as a pipeline; then train this case with an infinite loss.
     """
     results = {
         (label, form): trained(training_of(label, form, world, out_dir / f"{label}, {form}"))

@@ -94,9 +94,10 @@ def planned(starts, call_steps, resets_inside=False):
 
 
 def plans_of(policy, starts):
-    """Return the plans that are possible for a policy: None and perhaps a packed one.
+    """Return the plans with which a policy can evaluate the same steps.
 
-    A packed plan is possible if the policy has a state and can reset it inside a call.
+    The first is None: the policy makes its own plan. The second is a packed plan. It exists only
+    if the policy has a state and can reset it inside a call.
     """
     if not policy.resets_inside or policy.config.stateless:
         return [None]

@@ -23,14 +23,18 @@ IN_PARTS = {"batch_size": 8, "grad_accumulation": 2}
 
 
 def job(run_dir, mode="hybrid", shard_size=0, **options):
-    """Return a small job with a strategy mode; it saves a checkpoint every iteration."""
+    """Return a small job with the strategy `mode` and a checkpoint every iteration."""
     options = {"iterations": 2, "checkpoint_every": 1} | options
     strategy = StrategyConfig(mode=mode, shard_size=shard_size)
     return replace(make_job("recall, clstm", run_dir, **options), strategy=strategy)
 
 
 def run(job, world, resume_from=""):
-    """Train, optionally from a checkpoint; return final state, records and scores."""
+    """Train, optionally from a checkpoint.
+
+    Return the final parameters and their hash, some metrics of each iteration, the number of
+    gradient reductions and, if the parameters are sharded, facts about the shards.
+    """
     training, writer = Training(job, world), RecordKeeper()
     if resume_from:
         training.restore(load_checkpoint(resume_from))
@@ -76,7 +80,11 @@ def probe(world, out, shard_size=0):
 
 
 def refusals(world):
-    """Provoke a NaN on one rank, an optimizer made before `wrap`, and unequal calls."""
+    """Return how a strategy reacts to three faults.
+
+    The faults are a NaN loss on one rank, an optimizer made before `wrap`, and ranks that call
+    different collectives.
+    """
     module = make_module(seed=world.rank)
     early = torch.optim.SGD(module.parameters(), lr=1.0)
     strategy = Strategy(StrategyConfig(mode="hybrid"), world)

@@ -119,7 +119,8 @@ class Network:
         own = f"mount --bind {self.folder}/etc_hosts /etc/hosts && {setup}"
         host = self.hosts[name] = self._unshare(name, number, own)
         port = f"port{number}"
-        # Enter only the network of the switch: its process namespace does not know the host's id.
+        # Enter only the network namespace of the switch. In its process namespace, the process id
+        # of the host would be unknown.
         switch = ["nsenter", "--target", str(self.switch.pid), "--net"]
         pair = [port, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid)]
         subprocess.check_call([*switch, "ip", "link", "add", *pair])

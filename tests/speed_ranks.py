@@ -35,7 +35,7 @@ def trained(world, *args, **options):
 
 @contextmanager
 def counted_reductions():
-    """Count calls and bytes of gradient reductions: these are the async all-reduces."""
+    """Count the gradient reductions (the async all-reduces) and their bytes."""
     sent, all_reduce = Counter(), torch.distributed.all_reduce
 
     def counted(tensor, *args, **kwargs):

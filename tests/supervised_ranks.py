@@ -36,7 +36,7 @@ def make_net(dropout=0.0, batch_norm=False):
 
 
 def nan_once(world, call):
-    """Return a loss that is NaN on the last rank in one call; calls count from 1."""
+    """Return a loss that is NaN on the last rank in its `call`-th call only."""
     calls = itertools.count(1 if world.rank == world.size - 1 else call + 1)
     return lambda outputs, targets: (
         CRITERION(outputs, targets) * (math.nan if next(calls) == call else 1.0)
@@ -44,7 +44,7 @@ def nan_once(world, call):
 
 
 class Fitted:
-    """A fit with Adam, a learning-rate scheduler and metrics, and its result."""
+    """Run a fit with Adam, a learning-rate scheduler and metrics; keep its results."""
 
     def __init__(self, world, run_dir=None, *, epochs=3, batch_size=12, net=None, train=None,
                  criterion=CRITERION, config=None, strategy=None, optimizer=torch.optim.Adam,

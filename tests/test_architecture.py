@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_UNITS, MAX_MODULES, MAX_FILE, MAX_FUNCTION = 15, 10, 400, 80
-MAX_LEARNER = 65  # total lines of the methods `update` and `collect` in agents/
+MAX_LEARNER = 65  # most lines of a method `update` or `collect` in agents/
 # Lower these limits when you can; never raise them. Code is counted in tokens, because longer
 # lines would lower a count of lines, but not a count of tokens.
 MAX_SIZES = {
@@ -25,7 +25,7 @@ MAX_SIZES = {
     "tokens of tests": 104_660,
     "tokens of benchmarks": 16_090,
     "lines of README.md": 150,
-    "tokens of the path to loss.backward()": 18_390,
+    "tokens of the files that lead to loss.backward()": 18_390,
 }
 # The files that one has to read to get from the main function of a rank to loss.backward().
 READING_PATH = (
@@ -36,7 +36,7 @@ FILES = {  # name of a total in MAX_SIZES -> pattern of the files that it counts
     "tokens of source": r"(rl_dist|envs|agents|examples)/.*\.py|\w+\.py",
     "tokens of tests": r"tests/.*\.py",
     "tokens of benchmarks": r"benchmarks/.*\.py",
-    "tokens of the path to loss.backward()": READING_PATH,
+    "tokens of the files that lead to loss.backward()": READING_PATH,
 }
 SHIPPED = r"(rl_dist|envs|agents)/.*\.py|\w+\.py"
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT")}
@@ -102,8 +102,9 @@ def imports(sources, files):
 def layers(sources):
     """rl_dist imports neither agents nor envs; envs and the learner import little.
 
-    envs may import only the parts of rl_dist without torch. The learner may import rl_dist, but
-    from envs only the layout. No package has relative imports, or imports scripts or tests.
+    From rl_dist, envs may import only modules that do not use torch. The learner may import all of
+    rl_dist, but of envs only the layout. No package has relative imports, or imports scripts or
+    tests.
     """
     for files, forbidden, allowed in FORBIDDEN:
         for path, line, name in imports(sources, files):
@@ -128,7 +129,7 @@ def cycles(sources):
 
 
 def units(sources):
-    """A package has at most 15 units, a folder at most 10 modules; no name is vague."""
+    """A package holds at most 15 files and folders, a subfolder 10; no name is vague."""
     paths = [path for path in sources if re.fullmatch(SHIPPED, path) and "/__" not in path]
     members = {part for path in paths for part in (path, path.rpartition("/")[0]) if "/" in part}
     for folder, count in Counter(member.rpartition("/")[0] for member in members).items():
@@ -147,7 +148,7 @@ def code_tokens(text):
 
 
 def sizes(sources):
-    """Files, functions and totals stay within limits; tests have only a total limit."""
+    """Files, functions and totals have size limits; of tests, only the total has one."""
     counts = {
         what: sum(code_tokens(text) for path, text in sources.items() if re.fullmatch(files, path))
         for what, files in FILES.items()

@@ -57,7 +57,7 @@ def parse(*argv, sections=SECTIONS, **options):
     ("argv", "values"),
     [
         ([], {}),
-        (["--num_envs", "64"], {"num_envs": 64}),  # a default that is given counts as given
+        (["--num_envs", "64"], {"num_envs": 64}),  # the default, but it counts as given
         (["--num-envs", "8", "--learning_rate=-1e-3"], {"num_envs": 8, "learning_rate": -1e-3}),
         (["--num_envs", "auto"], {"num_envs": 1}),
         (["--no_anneal-lr"], {"anneal_lr": False}),

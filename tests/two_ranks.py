@@ -50,8 +50,8 @@ EXERCISES: dict[str, Callable[[str], Any]] = {
 def exercise_in_turn(out_dir, names):
     """Run the named exercises in turn, each in a new folder and a new world.
 
-    Each exercise has a new restart count. The name of the rendezvous file contains that count, so
-    every world gets a new file.
+    This function sets a new restart count before each exercise. The name of the rendezvous file
+    contains this count, so every world gets a new file.
     """
     rank = os.environ["RANK"]
     for number, name in enumerate(names):

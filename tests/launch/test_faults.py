@@ -42,7 +42,7 @@ def test_misbehaving_environments_restart_as_on_one_rank(ranks, ranks_folder, tm
         alone = restarts(world, tmp_path)
     assert ranks[0]["counts"] == ranks[1]["counts"] == alone["counts"] == [0, 5, 0]
     assert log_of(ranks_folder / "restarts", 1).count("rebuilt, 1 of 1") == 3
-    # step 20 of an environment is index 3 of the second rollout
+    # step 20 of an environment is step 4 of its second rollout, so it has index 3
     faulty = [*MISDEEDS]
     assert alone["truncated"][3, faulty].all() and not alone["plain rewards"][3, faulty].any()
     assert torch.isfinite(alone["obs"]).all()

@@ -1,4 +1,4 @@
-"""When a rank dies, the job names it, then ends or restarts with the same result."""
+"""If a rank dies, the job names it; a restarted job ends with the same result."""
 
 import functools
 import json
@@ -85,7 +85,7 @@ def test_a_killed_rank_is_reported_and_restarted_with_the_same_result_bit_for_bi
     monkeypatch.setenv("TMPDIR", str(temporary))
     note = f"cat >> {tmp_path}/events; echo >> {tmp_path}/events"
     flags = [*SIX, "--num_gpus", 2, "--run_dir", run_dir, "--max_restarts", 2, "--on_event", note]
-    # auto measures only once, not again after the restart.
+    # With auto, the numbers of workers are timed only once, not again after the restart.
     flags += ["--env_workers", "auto"]
     job = dying(monkeypatch, "update 1 3 SIGKILL", *flags, folder=tmp_path)
     # Both ranks listen only on loopback, and no other user can open the folder of their store.

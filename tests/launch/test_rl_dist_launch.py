@@ -1,4 +1,4 @@
-"""Start, stop and failure of ranks: one clear message, and no process remains."""
+"""Ranks that start, stop or fail give one clear message and leave no process."""
 
 import multiprocessing
 import os

@@ -149,7 +149,7 @@ def test_ranks_use_a_part_of_the_store_without_keys_of_dead_ranks():
     def meet(rank):
         parts[rank] = part_of_this_start(store, rank, size, time.monotonic() + 60)
 
-    for turn in range(2):  # in the second start, the store still holds all keys of the first
+    for turn in range(2):  # in the second start, the store still holds all keys of the first start
         ranks = [threading.Thread(target=meet, args=(rank,)) for rank in reversed(range(size))]
         for rank in ranks:
             rank.start()
@@ -171,9 +171,9 @@ sys.exit(launch(stop, (), 1))
 
 
 def test_a_rank_stopped_by_others_waits_for_the_signal_of_its_torchrun(environment):
-    """If a rank exits before torchrun has signalled it, torchrun counts it as failed.
+    """A rank that exits before torchrun has sent it a signal would count as failed.
 
-    Torchrun would then count a restart or end the job, although a host has only joined or left.
+    Torchrun would then use up a restart or end the job, although a host has only joined or left.
     """
     environment(RANK="0", WORLD_SIZE="1", TORCHELASTIC_RUN_ID="job")
     job = start("-c", STOPPED)

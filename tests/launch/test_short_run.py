@@ -23,7 +23,7 @@ def nobody_left():
 def test_copies_train_in_parallel_with_their_flags_and_different_episodes(
     enough_s, fewest, monkeypatch
 ):
-    """After `enough_s` seconds, two measured iterations are enough."""
+    """Each copy measures three iterations, or two if `enough_s` seconds have passed."""
     monkeypatch.setattr(child, "ENOUGH_S", enough_s)
     monkeypatch.setattr(child, "ROUNDS_S", 0.0 if enough_s else 10**6)
     runs = measure_short_runs([[*TINY, "--num_episodes", "7"], TINY])

@@ -138,7 +138,7 @@ def test_repeated_presses_of_ctrl_c_force_an_exit(monkeypatch):
     monkeypatch.setattr(process_ends, "time", SimpleNamespace(monotonic=lambda: now[0]))
     stop = StopFlag()
     for pressed in range(3):
-        for _ in range(2):  # a press causes two signals: from the terminal and from the supervisor
+        for _ in range(2):  # Ctrl-C causes two signals: by the terminal and by the supervisor
             stop.count(signal.SIGINT)
         now[0] += 0.6 * SAME_KEYPRESS_S
         assert stop.insists == (pressed == 2)

@@ -14,10 +14,10 @@ WHOLE = (10_000, 8_000)
     ("cgroup", "groups", "expected"),
     [
         ("0::/", {}, WHOLE),
-        # A container sees its own group as the root. The group may use more memory than its limit.
+        # A container sees its own group as the root. This group uses more memory than its limit.
         ("0::/its/name/outside", {"": (1000, 1200, 0)}, (1000, 0)),
-        # What counts is the smallest limit and the least free memory among a group and its parents:
-        # other jobs may use the memory of a parent.
+        # The result is the smallest limit and the least free memory of a group and its parents:
+        # other jobs in a parent may use that parent's memory.
         ("0::/slice/job/step",
          {"slice/job/step": ("max", 100, 0), "slice/job": (5000, 5000, 100),
           "slice": (4000, 3000, 0), "slice/other": (10, 10, 0)},

@@ -1,4 +1,4 @@
-"""Verdicts of the watchdog on made-up statuses, one real case, and stragglers."""
+"""The watchdog, with made-up statuses and a real store; reports of stragglers."""
 
 import json
 import re
@@ -61,9 +61,9 @@ def test_a_slow_rank_that_makes_progress_is_waited_for():
 
 @pytest.mark.parametrize(("looks", "watches", "hangs"), [(121, 1, 1), (120, 1, 0), (121, 0, 0)])
 def test_work_that_hangs_is_ended_after_a_time_in_which_the_process_ran(looks, watches, hangs):
-    """A check counts as at most 5 s, although the clock advances 60 s between checks.
+    """The clock advances 60 s between checks, but only 5 s of them count as work.
 
-    So the time in which the process is halted does not count.
+    So the time in which a process is halted hardly counts.
     """
     own = RankStatus("callback", 5)
     problem, _ = verdict(own, lambda number: None, looks, watches_work=bool(watches))

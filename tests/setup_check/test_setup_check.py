@@ -1,4 +1,4 @@
-"""The setup checker: verdicts on facts and measured figures, and the command."""
+"""The setup checker: its verdicts on a machine and a short run, and its command."""
 
 import json
 from dataclasses import replace
@@ -43,7 +43,10 @@ def facts_with(monkeypatch, tmp_path):
 
 
 def complaints(checks):
-    """Return {name: verdict} of the checks that are not ok; only those suggest a fix."""
+    """Return {name: verdict} of the checks that are not ok.
+
+    Assert that these checks suggest a fix and all others do not.
+    """
     checks = list(checks)
     assert all(bool(check.fix) == (check.verdict != "ok") for check in checks)
     return {check.name: check.verdict for check in checks if check.verdict != "ok"}

@@ -116,7 +116,8 @@ def test_a_requeued_job_on_two_nodes_ends_like_an_uninterrupted_one(cluster, tmp
     assert cluster.job(job)["JobState"] == "PENDING"
     assert 10 <= saved() < ITERATIONS
     # SLURM would wait two minutes before it restarts the job, so set the start time of the job to
-    # now. Sleep first: a node that has just ended a job refuses it ("Job credential revoked").
+    # now. Sleep first: a node that has just ended the job would refuse to start it again ("Job
+    # credential revoked").
     time.sleep(3)
     cluster.wait(lambda: not cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now"))
     cluster.wait(lambda: cluster.job(job)["JobState"] == "COMPLETED")

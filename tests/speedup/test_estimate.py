@@ -18,7 +18,7 @@ STEPS = 360_000  # environment steps of a training run
 
 
 def test_training_has_as_many_small_collectives_as_the_model_assumes(ranks_folder):
-    """The gradient reduction, one call per gradient step, is not a small collective."""
+    """All collectives count as small, except the reduction in each gradient step."""
     for rank in range(2):
         calls, steps = json.loads((ranks_folder / f"calls_{rank}").read_text())
         assert calls - steps == SMALL_COLLECTIVES
@@ -28,7 +28,7 @@ class Machine:
     """Fake machine that records what is measured and returns plausible metrics.
 
     In each iteration, a rank collects for 0.05 + 0.05 * share seconds and updates for
-    0.05 + 0.35 * share seconds; `share` is the fraction of 64 environments that it has.
+    0.05 + 0.35 * share seconds; `share` is its number of environments divided by 64.
     """
 
     def __init__(self, monkeypatch, cores=2, gpus=0, byte_s=1e-11, rates=(1.0, 1.0), episodes=32):

@@ -38,7 +38,7 @@ COLLECT, STEP = (0.8, 0.05), (0.1, 0.01)  # seconds: mean, standard deviation
 
 
 def record(iteration, collect_s, steps_s, **figures):
-    """Return the metrics of an iteration of R ranks with these durations.
+    """Return the metrics of one iteration of R ranks, made from given durations.
 
     `collect_s` [R] holds the seconds of the rollout on each rank; `steps_s` [STEPS, R] holds the
     seconds of each gradient step on each rank.
@@ -104,10 +104,10 @@ def test_latency_and_bandwidth_are_recovered(ranks):
 # communicate), and of training on N ranks. Numbers of environments are per rank (weak scaling).
 # Network sizes and numbers of steps are from agents/*.yaml and *_cfg.py of the tasks. An L40 has
 # PCIe 4 and no NVLink; we assume 100 Gbit/s Ethernet between machines. The published inputs lack
-# some costs, so the model misses three more published points: cartpole with camera on 16 ranks
-# (predicted efficiency 101 %, published 77 %), cartpole on 4 ranks (103 %, 91 %) and on 16 ranks
-# (98 %, 84 %). DD-PPO (arXiv 1911.00357), the DDP paper (arXiv 2006.15704) and rl_games do not
-# publish the inputs that a prediction needs.
+# some costs. Therefore the model misses three further points, which are not tested here: cartpole
+# with camera on 16 ranks (predicted efficiency 101 %, published 77 %), cartpole on 4 ranks (103 %,
+# 91 %) and on 16 ranks (98 %, 84 %). DD-PPO (arXiv 1911.00357), the DDP paper (arXiv 2006.15704)
+# and rl_games do not publish the inputs that a prediction needs.
 ISAAC_LAB = {
     # task: (environments, horizon, gradient steps, parameters, frames/s of rollouts on one rank,
     # frames/s of training on one rank, {ranks: (frames/s of rollouts alone, frames/s of training)})

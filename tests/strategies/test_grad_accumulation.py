@@ -1,4 +1,4 @@
-"""Two ranks that accumulate, compress or round gradients train like one rank."""
+"""Training on two ranks with accumulated, compressed or fp16 gradients."""
 
 import pytest
 import torch

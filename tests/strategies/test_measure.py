@@ -1,4 +1,4 @@
-"""Trial steps choose the fastest setting that fits in memory, for all ranks."""
+"""Trial steps find the fastest setting that fits in memory; ranks agree on it."""
 
 import weakref
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_out_of_memory_errors_are_recognised(error, exhausted):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Replace the clock; return a list with the time, which only the test advances."""
+    """Replace the clock; return a list with one number, the time on the new clock."""
     now = [0.0]
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
     return now

@@ -54,7 +54,7 @@ def test_training_stays_close_to_fp32(name, world):
     assert low.hashes[0] != full.hashes[0]
     # Each of the 8 Adam steps changes a parameter by about 0.003.
     torch.testing.assert_close(low.parameters[-1], full.parameters[-1], rtol=0, atol=0.02)
-    for metric in ("loss/value", "optim/grad_norm"):  # neither contains the loss scale
+    for metric in ("loss/value", "optim/grad_norm"):  # reported without the loss scale
         assert low.losses[0][metric] == pytest.approx(full.losses[0][metric], rel=0.02)
     kept = {tensor.dtype for tensor in tensors_in(low.checked_state()).values()}
     assert kept <= {torch.float32, torch.float64, torch.int64}

@@ -87,7 +87,10 @@ for _ in range(2000):
 
 @pytest.mark.slow
 def test_ranks_that_exit_right_after_a_gradient_step_do_not_hang():
-    """Freeing a process group right after a step can hang: its thread needs the GIL."""
+    """Freeing a process group right after a step could deadlock.
+
+    The freeing thread would hold the GIL while it waits for a thread of gloo, which needs the GIL.
+    """
     job = start("-c", LEAVE_AT_ONCE, cwd=REPO)
     _, stderr = job.communicate(timeout=150)
     assert job.returncode == 0, stderr

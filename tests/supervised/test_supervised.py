@@ -110,7 +110,7 @@ def test_waiting_for_data_and_stepping_are_timed_separately():
 
 @pytest.fixture(scope="module")
 def ranks(ranks_folder, tmp_path_factory):
-    """Return the results of rank 0 and rank 1 in a world of two, and of a rank alone."""
+    """Return three results: of the two ranks of one world, and of a rank on its own."""
     alone = tmp_path_factory.mktemp("one")
     exercise(str(alone))
     paths = [ranks_folder / "rank_0.pt", ranks_folder / "rank_1.pt", alone / "rank_0.pt"]

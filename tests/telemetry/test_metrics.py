@@ -125,7 +125,7 @@ def test_progress_is_a_few_lines_or_a_bar(tmp_path, capsys, monkeypatch, on_term
         line = record(iteration, **{"time/sps": 1000.0 * iteration})
         writer.write(line, done=9 * iteration)
     writer.close()
-    # 99 episodes have ended, but the progress shows at most the 96 of the budget.
+    # 99 episodes have ended, but the progress never shows more than the budget, 96.
     shown = capsys.readouterr().err
     assert "time/sps=11,000" in shown and " 96/96 " in shown
     assert (shown.count("\r") >= 11) == on_terminal
