@@ -36,7 +36,7 @@ NUM_STEPS = 16
 ITERATIONS = 6
 STEPS_PER_ITERATION = NUM_ENVS * NUM_STEPS
 NUM_DAYS = 120
-# Cases for which two ranks save checkpoints -> value of checkpoint_every.
+# In these cases, runs on two ranks save checkpoints: {case: value of checkpoint_every}.
 WITH_FILES = {"trading, clstm": 3, "weak": 2}
 # The norm limit is so small that every gradient is clipped: a strategy that clips gradients before
 # it reduces them over ranks would end with other parameters.
@@ -171,7 +171,7 @@ class Brief(gymnasium.Env):
 
 
 class Levers(Brief):
-    """Brief with two levers as actions; an action mask forbids one lever position."""
+    """Like Brief, but the actions are two levers; a mask forbids one lever position."""
 
     action_space = gymnasium.spaces.MultiBinary(2)
 
@@ -343,9 +343,10 @@ def record_of(name, world, run_dir="", **options):
 def train_all(out_dir, names_by_size):
     """Train the cases in `names_by_size` on each number of ranks, the largest first.
 
-    Starting a process takes longer than training here, so the same processes also form the smaller
-    worlds: they change the environment variables that the launcher set. A new restart count gives
-    each world a new rendezvous file. Rank N of SIZE ranks saves its records in SIZE_rank_N.pt.
+    Starting new processes would take longer than the training itself. Therefore some processes of
+    the largest world then form the smaller worlds: they change the environment variables that the
+    launcher set. Each world has its own restart count and therefore its own rendezvous file. Rank N
+    of SIZE ranks saves its records in SIZE_rank_N.pt.
     """
     for generation, (size, names) in enumerate(names_by_size.items()):
         if int(os.environ["RANK"]) >= size:

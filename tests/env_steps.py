@@ -7,8 +7,9 @@ def play(env, num_steps, first=0, rows=slice(None), num_envs=None):
     """Take random actions; return each output as a tensor [num_steps, B, ...].
 
     The outputs are obs, rewards, terminated, truncated and final_obs. An action depends only on its
-    step number, counted from `first`, and on the number of its environment. `rows` says which of
-    all `num_envs` environments `env` contains.
+    step number, counted from `first`, and on the number of its environment. If `env` holds only
+    some environments of a larger batch, `num_envs` is the size of the batch, and `rows` selects
+    those in `env`.
     """
     size = (num_envs or env.num_envs, *env.single_action_space.shape)
     steps = []

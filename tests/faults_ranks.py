@@ -78,7 +78,7 @@ def restarts(world, folder):
 
 
 def bad_steps(world, folder, bad, **options):
-    """Train with a NaN loss on rank 1 in each gradient step in `bad`."""
+    """Train; on rank 1, the loss is NaN in the gradient steps that `bad` lists."""
     losses = bad_losses(bad if world.rank == 1 else ())
     return run(make_job(JOB, folder, **options), world, losses)
 

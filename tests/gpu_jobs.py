@@ -1,6 +1,6 @@
 """Small training jobs on a device, for the GPU tests; ranks import this file.
 
-Run as a script, it runs one of its functions on two GPUs: gpu_jobs.py FUNCTION.
+The command `gpu_jobs.py FUNCTION` runs that function of this file on two GPUs.
 """
 
 import functools

@@ -155,7 +155,7 @@ class Case:
     command: str  # {run} stands for the run directory
     alter: Callable[[Path], None] = lambda run: None
     code: int = 2
-    says: str = "{run}"  # regular expression that the output must contain
+    says: str = "{run}"  # regular expression that must match some part of the output
     starts: bool = False  # False: replace the launch of ranks by a function that does nothing
     patches: dict = field(default_factory=dict)  # full attribute name -> new value
 

@@ -58,7 +58,7 @@ class ArrayEnv(TorchEnv):
         first = rows.start if row is None else row
         number = str(self.env_offset + first)
         if row is None:
-            number = f"one of {number}..{self.env_offset + rows.stop - 1}"
+            number = f"{number}..{self.env_offset + rows.stop - 1} (one of these)"
         step = self.lives["lifetime_step"][first]
         return f"environment {self.env_id} number {number} at its step {step}: {problem}"
 

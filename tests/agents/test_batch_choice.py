@@ -1,4 +1,4 @@
-"""Test flags set to auto in real training, and training that exceeds the memory."""
+"""Test training with flags set to auto, and training that needs too much memory."""
 
 import itertools
 import shlex
@@ -81,7 +81,7 @@ def test_auto_trains_like_the_value_it_chooses_and_a_resume_keeps_that_value(
     assert differences(result_of(tmp_path / "named"), result_of(run_dir)) == []
     if flag == "precision":
         assert read_object(run_dir / "state.json")["precision"] == value
-    # Leave out --env_workers auto: with this flag, a resumed run would measure again.
+    # Do not repeat --env_workers auto: with this flag, a resumed run would measure again.
     again = [] if flag == "env_workers" else [f"--{flag}", "auto"]
     capsys.readouterr()
     assert train_here(monkeypatch, "--resume", run_dir, *again, "--total_steps", "1024") == 0

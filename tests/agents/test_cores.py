@@ -1,4 +1,4 @@
-"""Test that scans equal recurrences, and that invalid user cores are refused."""
+"""Test that a scan equals stepwise recurrence; invalid user cores are refused."""
 
 import pytest
 import torch

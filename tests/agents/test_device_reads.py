@@ -42,7 +42,7 @@ def test_the_host_reads_once_after_a_rollout_and_once_after_an_update(name, worl
     """No vector step and no gradient step reads a device value."""
     training = Training(make_job(name), world)
     training.warm_up_normalizers()
-    # Take the branches for GPUs: those for CPU training may read values in every step.
+    # Choose the code paths for GPUs: the code paths for the CPU may read values in every step.
     training.env.reads_steps = False
     with mock.patch.object(strategy, "step_if", lambda finite, optimizer: optimizer.step()):
         with counted_reads() as collecting:

@@ -68,10 +68,10 @@ def agent_of(form, folder, extras=()):
 
 
 def difference(agent, change=lambda *inputs: inputs):
-    """Return the largest difference between the actions of agent and exported step.
+    """Return the largest difference between actions of `agent` and its ExportedStep.
 
-    `change` alters the inputs of the exported step. The step runs in torch; it is not traced to
-    ONNX, because that takes seconds.
+    `change` alters the inputs of the ExportedStep. The ExportedStep runs in torch; it is not traced
+    to ONNX, because tracing takes seconds.
     """
     step = export.ExportedStep(agent)
 
@@ -111,7 +111,7 @@ def test_the_check_detects_a_faulty_step(fault, tmp_path):
 
 
 def test_the_contract_describes_how_values_become_rows(tmp_path):
-    """Rows that are built only from the contract equal those of the training encoder."""
+    """Build a row from the contract alone; it must equal the row that training sees."""
     agent = agent_of("images", tmp_path, [Part("previous_reward", "vector", (1,))])
     contract = export.make_contract(agent, export.ExportedStep(agent))
     values = IMAGES.sample()
@@ -130,10 +130,10 @@ def test_the_contract_describes_how_values_become_rows(tmp_path):
 
 
 def test_a_run_is_exported_by_the_command(tmp_path, monkeypatch, untraced, capsys):
-    """Test the command: a good model, a model unlike its policy, no ONNX Runtime.
+    """Test the command on a good and a faulty model, and without ONNX Runtime.
 
-    The command deletes a model that acts unlike its policy. Without ONNX Runtime, the command
-    prints a one-line error.
+    The command deletes a model whose actions differ from those of its policy. Without ONNX Runtime,
+    the command prints a one-line error.
     """
     flags = ["--env", "Pendulum-v1", "--total_steps", "128", "--eval_episodes", "2"]
     run_dir, folder = tmp_path / "run", tmp_path / "run" / "export" / "onnx"

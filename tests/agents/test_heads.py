@@ -14,11 +14,11 @@ from envs.vector.layout import Layout, Part
 MASKED = Layout((Part("observation", "vector", (4,)), Part("action_mask", "mask", (9,))))
 WINDOWS = small(feature_window=2)
 MASK = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0]
-COUNTS = [3, 2, 4]  # number of options of each choice in SEVERAL
+COUNTS = [3, 2, 4]  # number of options of each choice in the action space SEVERAL
 
 
 def one_step(policy, mask, num_envs=1):
-    """Return the inputs of a step: observations with a mask, states, episode starts.
+    """Return the inputs of a step: observations (with mask), states, episode starts.
 
     All environments have the same values.
     """

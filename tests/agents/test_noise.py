@@ -101,7 +101,8 @@ def test_statistics_of_all_ranks_and_rollouts_equal_one_pass():
     samples = torch.from_numpy(normal * [50.0, 0.1, 300.0] + [3.0, 1e6, 3e4]).float()
     warm_up, *rollouts = samples.split(32)
     moments = RunningMoments(3)
-    # The warm-up is summed twice: the second pass sums deviations from the mean of the first pass.
+    # The warm-up samples are merged twice: the first pass only finds their mean; the second pass
+    # starts at count 0 and sums the deviations from this mean.
     for part in (warm_up, warm_up, *rollouts):
         if part is warm_up:
             moments.count.zero_()

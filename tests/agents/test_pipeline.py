@@ -1,4 +1,4 @@
-"""Test that pipeline training on pairs of ranks equals ddp, also after a resume."""
+"""Test that pipelines of two ranks train like ddp, also after a resume."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Compare sequences with single steps, densities with known ones; test windows."""
+"""Test that sequences equal single steps; test log-probabilities and windows."""
 
 import math
 

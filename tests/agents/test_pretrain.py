@@ -57,7 +57,7 @@ def test_targets_describe_the_days_after_each_day():
     # Row k is the log return from day k to day k + 1.
     returns = np.diff(np.log(MARKETS[1].close), axis=0)
     for day in (0, 7, 19):
-        # Each market has 4 windows. Counted from 0, window 5 is window 1 of market 1.
+        # Of the 8 windows, 4 to 7 belong to MARKETS[1]; window 5 starts on day SPAN.first + 10.
         today = SPAN.first + 10 + day
         coming = returns[today : today + VOLATILITY_DAYS]
         volatility = np.log(np.sqrt((coming**2).mean(0)) + SMALLEST_MOVE)

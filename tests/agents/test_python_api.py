@@ -127,7 +127,7 @@ CASES = [
 
 @pytest.mark.parametrize(("env_id", "kind", "inputs"), CASES)
 def test_a_loaded_policy_acts_as_in_the_evaluation(env_id, kind, inputs, tmp_path):
-    """The policy sees masks, last actions and last rewards as in training."""
+    """A loaded policy gets masks, last actions and last rewards, as in training."""
     rows, single = make_vector_env(env_id, 1, **inputs), gymnasium.make(env_id)
     num_observed = len(make_vector_env(env_id, 1).layout.parts)
     extras = rows.layout.parts[num_observed:]

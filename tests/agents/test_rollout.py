@@ -10,7 +10,7 @@ from agents.rollout import collect, fresh_carry
 
 SCRIPTS = [
     [(3, TERMINATED), (5, TRUNCATED)],
-    [(8, TRUNCATED)],  # every episode ends with a rollout
+    [(8, TRUNCATED)],  # each episode ends at the last step of a rollout
     [(1, TRUNCATED), (1, TERMINATED), (1, BOTH)],  # every step ends an episode
     [(100, TERMINATED)],
 ]

@@ -8,7 +8,7 @@ import pytest
 from time_to_solve import Goal, Moment, solved_at
 from train_runs import run_benchmark as run
 
-# Python of an environment that contains the trainers to compare ours with.
+# Python interpreter that can import the trainers with which our trainer is compared.
 PEERS = os.environ.get("PEERS_PYTHON", sys.executable)
 pytestmark = pytest.mark.timeout(1000)
 
@@ -39,6 +39,6 @@ def test_a_task_is_solved_when_its_mean_reaches_the_goal_and_stays_there():
         moments = [Moment(0.0, n, mean, 2 * bool(mean)) for n, mean in enumerate(means)]
         return solved_at(moments, Goal(475.0, 4))
 
-    assert solved(500, 500, 500) is None  # 4 more episodes must reach the goal
+    assert solved(500, 500, 500) is None  # the goal must be kept for 4 more episodes
     assert solved(500, None, 500, 500, None, 500).steps == 2
     assert solved(500, 500, 400, 500, 500, 490, 490).steps == 4  # the dip to 400 resets the count

@@ -143,7 +143,7 @@ def test_the_last_policy_and_the_best_are_evaluated_in_episodes_that_chose_neith
     assert evaluated() == best != last
     assert "checkpoints/best.pt" in capsys.readouterr().out
     assert evaluated("--which", "last") == last
-    # Evaluations with different seeds draw different episodes; validation draws its own.
+    # Evaluations with different seeds draw different episodes; validation draws yet others.
     assert evaluated("--seed", 2) != best
     assert any(chosen_by[f"valid/{name}"] != last[name] for name in ("return", "return_std"))
 

@@ -62,8 +62,8 @@ def test_training_times_its_phases_and_validates(world, tmp_path):
         phases = [record[f"time/{name}_s"] for name in ("forward", "backward", "optimizer")]
         assert min(phases) > 0 and sum(phases) <= record["time/update_s"]
     assert [record["global_step"] for record in writer.records] == [128, 256, 384] == writer.done
-    # Validation runs in every second iteration and in the last one. As valid/sharpe, the function
-    # above returns the number of samples in the normaliser, including those of the warm-up.
+    # Validation runs in every second iteration and in the last one. Here valid/sharpe is the number
+    # of samples in the normaliser, including those of the warm-up.
     figures = [record.get("valid/sharpe") for record in writer.records]
     assert figures == [None, 3.0 * 128, 4.0 * 128]
 
@@ -99,7 +99,7 @@ def test_the_warm_up_is_not_counted_and_all_environments_reset_after_it(world):
 
 
 def advantages_of(world, steps, norm_adv=True, **options):
-    """Return the advantages of each update and the deviation of warm-up returns."""
+    """Return each update's advantages and the standard deviation of warm-up returns."""
     ppo = PPOConfig(min_adv_std=100.0, norm_adv=norm_adv)
     training = Training(make_job("trading, mlp", ppo=ppo, **options), world)
     training.warm_up_normalizers()

@@ -142,7 +142,7 @@ def test_a_run_with_any_field_value_continues_or_is_refused_in_one_line(
     values = [*WRONG, *places, f"$(touch {canary})", FOREIGN, "foreign_envs"]
     saved = load_checkpoint(latest_checkpoint(copy))
     monkeypatch.setattr(start, "launch", lambda *_, **__: 0)
-    # To save time, each field gets only every eighth value; 8 consecutive fields get all values.
+    # To save time, each field gets an eighth of the values; 8 consecutive fields cover them all.
     for value in values[FIELDS.index((section, name)) % 8 :: 8]:
         config = json.loads(saved["config"])
         if section in ("data", "market", "trading"):

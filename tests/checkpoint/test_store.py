@@ -84,7 +84,7 @@ def test_a_checkpoint_is_loaded_bit_for_bit_also_by_plain_torch(tmp_path):
         assert differences(loaded, state) == []
 
 
-# Archives that this package did not write, but with a correct checksum.
+# Archives that have a correct checksum although this package did not write them.
 FOREIGN = {
     "of a tensor": lambda marker: archive_of(torch.zeros(2)),
     "with a set": lambda marker: archive_of({"env": {1, 2}}),
@@ -161,7 +161,7 @@ def test_the_newest_valid_checkpoint_and_run_are_found_and_leftovers_are_removed
     paths[1].write_bytes(b"")
     assert latest_checkpoint(folder) == paths[0]
     assert all(name_of(number) in caplog.text for number in (40, 60))
-    # A run resumed from iteration 20 saves iteration 30 and deletes the outdated later files.
+    # A run that resumes from iteration 20 and saves iteration 30 deletes the files of 40 and 60.
     assert save(folder, 30, keep=1) == latest_checkpoint(folder)
     assert names(folder) == [name_of(30)]
     assert find_latest_run(tmp_path) == tmp_path / "run"

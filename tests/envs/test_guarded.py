@@ -17,7 +17,7 @@ from envs.vector.guards import EnvironmentFaultError
 
 
 class Ticking(gymnasium.Env):
-    """Environment that shows its step count; `third` changes the result of step 3."""
+    """Environment whose observation is its step count; `third` changes step 3."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(3)
@@ -36,14 +36,14 @@ class Ticking(gymnasium.Env):
 
 
 def ticking(make, **options):
-    """Return a batch of environments 4 and 5; `make` creates number 5."""
+    """Return a batch of environments 4 and 5; `make` creates environment 5."""
     env = OneByOne([Ticking(), make()], make=make, env_id="Ticking-v0", env_offset=4, **options)
     env.reset(seed=[70, 80])
     return env
 
 
 def failing(third, **options):
-    """Return a batch of environments 4 and 5; number 5 calls `third` in step 3."""
+    """Return a batch of environments 4 and 5; environment 5 calls `third` in step 3."""
     return ticking(lambda: Ticking(third), **options)
 
 
@@ -104,8 +104,8 @@ def test_a_bad_step_raises_an_error_that_names_its_environment_or_restarts_it(th
 @pytest.mark.parametrize(
     ("third", "problem"),
     [
-        (raises(KeyError()), "one of 0..1 at its step 1: raised KeyError"),
-        (returns(3, np.array([False])), "one of 0..1 .* cannot reshape"),
+        (raises(KeyError()), r"0..1 \(one of these\) at its step 1: raised KeyError"),
+        (returns(3, np.array([False])), "0..1 .one of these. .* cannot reshape"),
         (returns(1, np.array([1.0, 2e30])), r"number 1 at its step 1: reward is 2e\+30"),
     ],
 )

@@ -76,7 +76,7 @@ REFUSED = [
 ]
 
 
-# --data_missing drop must not drop wrong bars silently.
+# Wrong bars are refused even with --data_missing drop, which drops days with missing bars.
 @pytest.mark.parametrize("missing", ["error", "drop"])
 @pytest.mark.parametrize(("bars", "problem"), REFUSED, ids=[problem for _, problem in REFUSED])
 def test_impossible_bars_are_refused_with_ticker_and_date(bars, problem, missing, tmp_path):

@@ -74,7 +74,8 @@ def test_only_news_that_was_not_denied_moves_the_price_and_only_after_the_delay(
     for events, moves in zip(*(part.T for part in news_of(1)), strict=True):
         days = np.flatnonzero(events)
         denials = days[1:][np.diff(days) == DENIAL_DAYS]
-        news = np.setdiff1d(days, denials)[1:]  # the first event may deny earlier news
+        # The first event is left out, because it may be a denial of news from before day 0.
+        news = np.setdiff1d(days, denials)[1:]
         assert (events[denials] == -events[denials - DENIAL_DAYS]).all()
         gaps |= set(np.diff(news))
         denied = np.isin(news + DENIAL_DAYS, denials)

@@ -48,7 +48,7 @@ class GivenEnv(gymnasium.Env):
 
 
 def batch_of(*envs, **options):
-    """Return a batch of the environments, and the first observation of number 0."""
+    """Return a batch of the environments, and environment 0's first observation."""
     env = OneByOne(list(envs), env_id="Given-v0", **options)
     return env, env.reset(seed=list(range(len(envs))))[0][0]
 

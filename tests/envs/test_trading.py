@@ -106,7 +106,7 @@ def test_indicators_of_straight_lines_have_known_values():
     up = np.arange(100.0, 220.0)
     lines = np.stack([up, up[::-1]], axis=1)
     bars = replace(random_market(), close=lines, high=lines + 0.5, low=lines - 0.5)
-    # a d-day exponential mean lags a line by (d - 1) / 2 days; 12.5 - 5.5 = 7
+    # On a straight line, a d-day exponential mean is (d - 1) / 2 days late; macd: 12.5 - 5.5 = 7.
     for name, expected in {"macd": [7, -7], "rsi": [100, 0], "adx": [100, 100]}.items():
         values = indicator(name, bars)[59:]
         np.testing.assert_allclose(values, np.tile(expected, (len(values), 1)), atol=1e-9)

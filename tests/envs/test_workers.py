@@ -1,4 +1,4 @@
-"""Workers give the same results as one process; dead ones are named or restarted."""
+"""Test that workers change no results; a dead worker is reported or restarted."""
 
 import os
 import signal
@@ -69,7 +69,7 @@ def test_any_number_of_workers_and_groups_equals_one_process(env_id, options, ma
         if state:
             kept = env.get_state()
             assert kept.keys() == state.keys() and same(kept.values(), state.values())
-            env.set_state(state)  # the state of environments without workers
+            env.set_state(state)  # this state was saved without workers
         assert same(play(env, 9, first=20), later)
         before = pids(env)
         env.close()
@@ -102,8 +102,8 @@ def test_a_killed_worker_is_named_once_its_restarts_are_used_up(restarts, make):
     assert env.restarts == [0, 0, restarts, restarts, 0, 0, 0]
     kill(env, 1)
     line = (
-        rf"environment {MISBEHAVING} number one of 5\.\.6 at its step {restarts + 1}: its worker "
-        rf"process {pids(env)[1]} was ended by SIGKILL \(after {restarts} restarts"
+        rf"environment {MISBEHAVING} number 5\.\.6 \(one of these\) at its step {restarts + 1}: "
+        rf"its worker process {pids(env)[1]} was ended by SIGKILL \(after {restarts} restarts"
     )
     with pytest.raises(EnvironmentFaultError, match=line) as fault:
         play(env, 1)

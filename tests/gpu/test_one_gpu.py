@@ -29,7 +29,7 @@ from agents.trainer import Training
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.strategies.precision import set_tf32
 
-PRECISIONS = {  # largest allowed relative difference between the value loss and that of fp32
+PRECISIONS = {  # largest allowed relative difference of the value loss from its value in fp32
     "tf32": 0.1,
     "bf16": 0.1,
     "fp16": 0.5,  # the mean loss excludes steps that overflow

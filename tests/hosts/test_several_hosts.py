@@ -50,7 +50,7 @@ def test_a_killed_host_is_replaced_and_the_run_continues_from_its_checkpoint(
 ):
     """Test a disk that both hosts share, and separate disks mounted at the same path.
 
-    Before the kill, the link between the hosts is cut for 20 s, during which the run pauses.
+    Before the second host is killed, it loses its network for 20 s; the run pauses meanwhile.
     """
     (tmp_path / "disk").mkdir()
 
@@ -108,9 +108,9 @@ def test_a_second_host_may_join_and_leave_and_the_curve_equals_that_of_one_host(
 def test_a_lost_first_host_ends_the_ranks_and_a_new_start_continues(
     network, tmp_path, uninterrupted
 ):
-    """The first host runs the store that torchrun uses on every host.
+    """On every host, torchrun uses a store that runs on the first host.
 
-    Without that store, torchrun on the second host may hang for minutes.
+    When that store is lost, torchrun on the second host may hang for minutes.
     """
     run_dir, flags = tmp_path / "run", ["--collective_timeout", "20"]
     first, second = on_both(network, run_dir, *flags)
