@@ -1,6 +1,6 @@
 """Recurrent PPO on vector environments, on one rank or many.
 
-Import the names in `__all__` from this package. A name loads its module when first used.
+Import the names in `__all__` from this package. Using a name for the first time imports its module.
 
     from agents import load_policy, train
 """
@@ -8,7 +8,7 @@ Import the names in `__all__` from this package. A name loads its module when fi
 from importlib import import_module
 from typing import Any
 
-import rl_dist  # noqa: F401  # must precede torch: it sets OpenMP variables
+import rl_dist  # noqa: F401  # must be imported before torch, because it sets OpenMP variables
 
 _HOMES = {
     "train": "api",

@@ -58,7 +58,10 @@ def make_batch(
 
 
 def to_sequences(values: Tensor, bptt_steps: int) -> Tensor:
-    """Reshape [T, B, ...] to [L, K*B, ...]; k*B + b is sequence k of environment b."""
+    """Reshape [T, B, ...] to [L, K*B, ...].
+
+    Column k*B + b of the result is sequence k of environment b.
+    """
     return values.unflatten(0, (-1, bptt_steps)).transpose(0, 1).flatten(1, 2)
 
 
@@ -86,7 +89,7 @@ def gae(
 
 
 def rollout_sums(advantages: Tensor, values: Tensor, returns: Tensor) -> dict[str, Tensor]:
-    """Return this rank's sums of advantages, returns and errors of the critic.
+    """Return this rank's sums of advantages, of returns and of the critic's errors.
 
     Each result is a tensor [3]: the number of steps, the sum, and the sum of squares.
     `normalize_advantages` and `explained_variance` need these sums, added over all ranks.

@@ -1,7 +1,7 @@
 """The Python interface: train policies, watch training, and use trained policies.
 
-`train` does what train_distributed.py does; `train_seeds` repeats it with several seeds. A policy
-loaded with `load_policy` chooses actions for observations and needs no environment.
+`train` does what train_distributed.py does; `train_seeds` trains once with each of several seeds. A
+policy loaded with `load_policy` chooses actions for observations and needs no environment.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ State = tuple[np.ndarray, ...]
 
 
 class LoadedPolicy:
-    """A trained policy; `predict` takes its state and returns the next state.
+    """A trained policy; `predict` takes the policy's state and returns the next one.
 
     Observations and actions belong to the spaces of the environment in which the policy was
     trained: `observation_space` and `action_space`.
@@ -275,8 +275,8 @@ def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any)
         >>> from agents import train_seeds
         >>> print(train_seeds([1, 2, 3], env="CartPole-v1", total_steps=20_000))
 
-    Runs that already exist in `run_dir` are resumed; finished runs are only evaluated again. For
-    these runs, you can change only the settings that --resume allows you to change.
+    A run that already exists in `run_dir` is resumed or, if it has finished, only evaluated again.
+    For existing runs, you can change only the settings that --resume allows you to change.
 
     Args:
         run_dir: directory for all these runs; "" creates a new directory in runs/.

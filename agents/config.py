@@ -39,7 +39,8 @@ AUTO = 0  # value of batch_size: measure the fastest size when the run starts
 SMALL_NETWORK = 10_000_000
 
 # Defaults for each kind of task. Sizes, learning rates and epochs were tuned: see docs/LOG.md. In
-# trading, the reward follows a trade immediately, so a low gamma and gae_lambda are enough.
+# trading, the reward follows a trade immediately, so low values of gamma and gae_lambda are
+# enough.
 _SMALL = {
     "total_steps": 200_000,
     "batch_size": 8,
@@ -146,9 +147,9 @@ class TrainConfig:
     """Number of iterations between comparisons of the parameters, which must be equal on all ranks.
     They are also compared before every checkpoint; 0: compare only before checkpoints."""
     collective_timeout: float = Field(600.0, ge=1, le=80_000)
-    """End the run if a rank makes no progress for this many seconds. The limit holds while other
-    ranks wait for this rank, for each call of an environment, callback, core or logger, and for
-    writing a checkpoint. The error names the rank and what it was doing."""
+    """End the run if a rank makes no progress for this many seconds. The limit applies to the
+    time for which other ranks wait for this rank, to each call of an environment, callback, core
+    or logger, and to writing a checkpoint. The error names the rank and what it was doing."""
     startup_timeout: float = Field(600.0, ge=1, le=80_000)
     """Timeout in seconds that replaces collective_timeout until the first rollout begins, while the
     ranks connect to each other and build their environments."""
@@ -206,7 +207,7 @@ class TrainConfig:
 
     @property
     def best_metrics(self) -> tuple[str, ...]:
-        """Return the metrics that may choose best.pt; the first reported one is used."""
+        """Return candidates for keep_best; the first one that the run reports is used."""
         return {"auto": ("valid/sharpe", "valid/return"), "off": ()}.get(
             self.keep_best, (self.keep_best,)
         )
@@ -298,7 +299,7 @@ def with_threads(config: RunConfig) -> RunConfig:
     much faster if other programs use the CPU: see docs/performance.md.
     """
     train = config.train
-    steps = train.batch_size * train.bptt_steps  # per minibatch; 0 until the batch size is known
+    steps = train.batch_size * train.bptt_steps  # steps per minibatch; 0: batch size still unknown
     if config.launch.threads or not 0 < steps * config.policy.hidden_size**2 < SMALL_NETWORK:
         return config
     return replace(config, launch=replace(config.launch, threads=1))
@@ -313,7 +314,7 @@ def data_digest(config: DataConfig) -> str:
 
 
 def probe(task: TradingTask | GymTask) -> TorchEnv:
-    """Return a task's smallest environment, closed: only its spaces are still usable."""
+    """Return a small environment of a task, already closed; use only its spaces."""
     if isinstance(task, GymTask):
         env = task.probe_env()
     else:

@@ -1,7 +1,7 @@
 """Export a trained policy as an ONNX model, and check it in ONNX Runtime.
 
 The model computes one step without action noise. It takes the state as input and returns the next
-state. It includes the normaliser, the state reset at episode starts, and the bounds of actions.
+state. It also normalises observations, resets the state at episode starts, and bounds actions.
 
 examples:
   python -m agents.export runs/my_run
@@ -69,7 +69,7 @@ class ExportedStep(nn.Module):
         # A nested action becomes one row that contains all its parts.
         self.action_shape = decoder.target.shape or decoder.space.shape or ()
         if policy.discrete:
-            self.offset = torch.as_tensor(decoder.start)  # [D] int64: first value of each choice
+            self.offset = torch.as_tensor(decoder.start)  # [D] int64: smallest value per action
             return
         # In training, actions are clipped before they are scaled, which gives the same result.
         self.stretch, self.offset, self.low, self.high = (
@@ -153,8 +153,8 @@ def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> f
     """Return the largest relative difference between exported and original actions.
 
     Both policies act on the same random observations, in episodes that start at random steps. The
-    difference of each action component is divided by the largest magnitude of this component over
-    all steps, or by half the range of the component (1 if unbounded) if that is larger.
+    difference of each action component is divided by the larger of two numbers: the largest
+    magnitude of this component over all steps, and half the component's range (1 if unbounded).
     Discrete choices are compared by the logits of the chosen options, because rounding may decide
     between options that are equally likely.
     """
@@ -186,7 +186,7 @@ def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> f
 def sample_rows(
     agent: LoadedAgent, decoder: ActionDecoder, generator: np.random.Generator, batch: int
 ) -> np.ndarray:
-    """Return random rows [B, F]; some values are so large that they get clipped."""
+    """Return random observations [B, F], some so large that they will be clipped."""
     moments, masks = agent.normalizer.moments, agent.policy.mask_columns
     mean, variance = moments.mean.numpy(), moments.variance.numpy()
     rows = mean + 6.0 * np.sqrt(variance) * generator.standard_normal((batch, len(mean)))
@@ -200,7 +200,7 @@ def sample_rows(
 
 
 def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
-    """Describe the inputs and outputs of the model for programs that run it.
+    """Describe the model's inputs and outputs, for programs that run the model.
 
     docs/deployment.md explains the entries.
     """

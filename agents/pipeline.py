@@ -170,7 +170,7 @@ class PipelinePPO(PPO):
         return replace(minibatch, **received)
 
     def _train_features(self, parts: Sequence[Minibatch]) -> Tensor:
-        """Compute the feature LSTM's gradient, summed over parts; return zero loss terms.
+        """Compute the feature LSTM's gradient, summed over parts; return zeros as losses.
 
         Each pass of the loop sends one part's features and receives the previous part's gradient.
         """

@@ -26,8 +26,8 @@ from envs.vector.layout import Layout
 from rl_dist.flags import Field, Text, configuration
 from rl_dist.strategies.precision import autocast, weights_cast_once
 
-# Calling a core has a fixed overhead of 0.8 ms on a CPU. This equals the time in which a core with
-# this many weights computes one step with a batch size of 1.
+# Calling one layer of a core has a fixed overhead of 0.8 ms on a CPU. In that time, a core with the
+# following number of weights computes one step of one row.
 CALL_WEIGHTS = 10_000_000
 FORBIDDEN = -1e9  # logit of a forbidden action: its probability is exactly 0
 
@@ -101,7 +101,7 @@ class Policy(nn.Module):
     """
 
     low_precision: torch.dtype | None = None
-    BATCH_AXES = (1, 1, 0, 1)  # sequence axis of each input of `forward`; of every output: 1
+    BATCH_AXES = (1, 1, 0, 1)  # sequence axis of each input of `forward`; for outputs, it is 1
 
     def __init__(self, config: PolicyConfig, layout: Layout, action_space: spaces.Space) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Policy(nn.Module):
         new_core: Any = partial(make_core, config.core) if config.core else CORES[config.policy]
         self.feature_encoder = Encoder(self.layout, size)
         width = self.feature_encoder.num_outputs
-        self.feature_core: Any = TanhCore(width, width, 0)  # without layers, it returns its inputs
+        self.feature_core: Any = TanhCore(width, width, 0)  # 0 layers: returns its inputs
         self.feature_mlp: nn.Module = nn.Identity()
         self.actor_core: Any = self.feature_core
         self.critic_core: Any = self.feature_core
@@ -142,7 +142,7 @@ class Policy(nn.Module):
         self.critic_head = nn.Linear(size, 1)
         self._initialise()
 
-        self.call_steps = 0.0  # overhead of one core call, in steps with batch size 1
+        self.call_steps = 0.0  # a call's overhead takes as long as this many steps of one row
         if not (config.feature_window or self.feature_encoder.images):
             cores = [core for core in self.cores if core.num_states]
             num_weights = sum(p.numel() for core in cores for p in core.parameters())
@@ -175,7 +175,7 @@ class Policy(nn.Module):
 
     @property
     def num_decision_states(self) -> int:
-        """Number of state vectors of actor and critic, which come first in the state."""
+        """Number of actor and critic vectors; they are the first vectors of the state."""
         return int(self.actor_core.num_states + self.critic_core.num_states)
 
     def plan(self, starts: np.ndarray) -> Plan | None:
@@ -224,7 +224,7 @@ class Policy(nn.Module):
         """Give forbidden choices probability 0 and no gradient; obs contains the mask."""
         if not self.mask_columns:
             return logits
-        newest = obs[..., -self.num_obs :]  # a window also contains older masks
+        newest = obs[..., -self.num_obs :]  # a window also contains the masks of earlier steps
         first = self.mask_columns[0]
         mask = newest[..., first : first + self.num_actions]
         return torch.where(mask > 0.5, logits, FORBIDDEN)

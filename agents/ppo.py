@@ -60,14 +60,15 @@ class PPOConfig:
     norm_adv: bool = True
     """Normalise advantages over the whole rollout of all ranks."""
     min_adv_std: float = Field(0.0, ge=0, le=100)
-    """Lower bound for the divisor of norm_adv, as a multiple of the returns' standard deviation.
-    It prevents norm_adv from amplifying the noise of a solved task; 0: off."""
+    """Lower bound for the divisor that norm_adv uses, as a multiple of the returns' standard
+    deviation. It prevents norm_adv from amplifying the noise of a solved task; 0: off."""
     ent_coef: float = Field(0.0, ge=0, le=10)
     """Weight of the entropy bonus in the loss."""
     vf_coef: float = Field(0.5, ge=0, le=100)
     """Weight of the value loss."""
     max_grad_norm: float = Field(0.5, ge=1e-6, le=1e6)
-    """Largest norm of the gradient over all ranks; a larger gradient is scaled down to it."""
+    """Largest allowed norm of the gradient, which is averaged over all ranks; a gradient with a
+    larger norm is scaled down to this norm."""
     target_kl: float = Field(0.0, ge=0, le=100)
     """Skip the remaining epochs of an update once the estimated KL divergence exceeds this;
     0: off."""

@@ -137,7 +137,7 @@ def make_windows(
             them from this span.
 
     Returns:
-        The windows, and the mean and standard deviation of the log volatility that were used.
+        The windows, and the mean and standard deviation used to standardise the log volatility.
     """
     num_days = span.last - span.first + 1
     if num_days < days + VOLATILITY_DAYS:
@@ -165,7 +165,7 @@ def make_windows(
 
 
 def _targets(close: Tensor) -> Tensor:
-    """Compute targets [M, D - VOLATILITY_DAYS, 2, n]; the last days have none."""
+    """Compute targets [M, D - VOLATILITY_DAYS, 2, n]; the last days have no targets."""
     log_returns = close.log().diff(dim=1)  # [M, D-1, n], from each day to the next
     coming = log_returns.unfold(1, VOLATILITY_DAYS, 1)  # [M, D-VOLATILITY_DAYS, n, VOLATILITY_DAYS]
     volatility = (coming.square().mean(-1).sqrt() + SMALLEST_MOVE).log()
@@ -173,7 +173,7 @@ def _targets(close: Tensor) -> Tensor:
 
 
 def _portfolios(close: Tensor, config: TradingConfig, seed: int) -> tuple[Tensor, Tensor]:
-    """Draw random portfolios in observation units: cash [N, 1], holdings [N, n]."""
+    """Draw random cash [N, 1] and holdings [N, n], in the units of observations."""
     generator = torch.Generator().manual_seed(seed)
     parts = torch.empty(len(close), close.shape[1] + 1).exponential_(generator=generator)
     parts /= parts.sum(1, keepdim=True)  # uniform over all possible portfolios
@@ -213,7 +213,7 @@ class FeatureTraining(nn.Module):
         self.feature_core = policy.feature_core
         self.feature_mlp = policy.feature_mlp
         self.head = nn.Linear(shape.hidden_size, 2 * num_stocks)
-        self.to(config.launch.dtype)  # the normaliser is added later, because it stays float64
+        self.to(config.launch.dtype)  # the normaliser must stay float64, so it is added afterwards
         self.normalizer = Normalizer(policy.num_obs)
 
         # The first pass computes the mean of the observations. The second pass sums deviations

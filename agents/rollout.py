@@ -93,7 +93,7 @@ def joined(parts: list[Part], dim: int) -> Part:
 
 
 def policy_input(normalize: Callable[[Tensor], Tensor], history: Tensor, obs: Tensor) -> Tensor:
-    """Return normalised `obs` [B, F]; with a window, `history` and `obs` as [B, n*F]."""
+    """Return normalised `obs` [B, F]; with a window, put `history` first: [B, n*F]."""
     seen = normalize(obs.to(history.dtype))
     return torch.cat([history, seen[:, None]], dim=1).flatten(1) if history.shape[1] else seen
 

@@ -313,7 +313,7 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
 
 
 def is_due(training: Training, every: int, now: bool = False) -> bool:
-    """Return True if `now` or in every `every`-th iteration; False if `every` is 0."""
+    """Return True if `now`, or in every `every`-th iteration; never if `every` is 0."""
     return every > 0 and (now or training.iteration % every == 0)
 
 

@@ -1,6 +1,7 @@
 """Run as `python -m agents.evaluate`.
 
-The command is in its own module, because new rank processes import its functions by module name.
+The command is in command.py and not in this file, because new rank processes import its functions
+by module name.
 """
 
 import sys

@@ -81,7 +81,7 @@ class EvaluateConfig:
 
 
 def record_look(task: TradingTask, loaded: dict[str, LoadedAgent]) -> None:
-    """Note in each run directory that the run is evaluated on the test span.
+    """Record in each run directory that the run is evaluated on the test span.
 
     Print how often each run has been evaluated on the test span.
     """
@@ -115,7 +115,7 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
         "eval_episodes": options.episodes or -1,
     }
     config = agent.config.changed({name: value for name, value in overrides.items() if value >= 0})
-    # Evaluation batches are no larger than those of training: more threads would not help.
+    # Evaluation batches are no larger than training batches, so more threads would not help.
     torch.set_num_threads(min(config.launch.threads or 1, torch.get_num_threads()))
     say = print if world.is_main_process else lambda text: None
     say(f"{agent.path}, iteration {agent.iteration}")
@@ -125,7 +125,7 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
     with faults_as_user_errors(agent.run_dir, world):
         task = config.prepare_task(world.heartbeat)
         if isinstance(task, GymTask):
-            if options.video:  # done first, because it fails if the environment cannot draw
+            if options.video:  # comes first, because it fails if the environment cannot draw
                 from agents.evaluate.pictures import film  # imported late: matplotlib takes 0.5 s
 
                 film(agents["policy"], task, Path(options.video), config.train.seed, world)

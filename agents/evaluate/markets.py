@@ -1,4 +1,4 @@
-"""Run policies and rules on markets; compare them with an equal-weight portfolio."""
+"""Let policies and rules trade; compare them with an equal-weight portfolio."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def evaluate_markets(
     traders: dict[str, Controller],
     world: World,
 ) -> dict[str, Record]:
-    """Let each trader trade once through all markets, divided among the ranks.
+    """Let each trader trade once through all markets; the ranks share the markets.
 
     Returns:
         The record of each trader over all M markets, in the order of `markets`; the same on every
@@ -208,7 +208,7 @@ def difference(record: Record, baseline: Record, name: str) -> Interval:
 
 
 def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
-    """Average statistics over markets; compare each trader with equal weight."""
+    """Average statistics over markets; compare with the equal-weight portfolio."""
     policies: dict[str, dict[str, Any]] = {}
     for name, record in records.items():
         policies[name] = {key: float(value.mean()) for key, value in performance(record).items()}
@@ -218,8 +218,8 @@ def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
                 for figure in ("sharpe", "annual_return")
             }
 
-    # gap_closed is a trader's gain in Sharpe ratio over equal weight, divided by the gain of the
-    # reference rule. It is None unless the 95 % interval of the rule's gain lies above 0.1.
+    # gap_closed is a trader's gain in Sharpe ratio over the equal-weight portfolio, divided by the
+    # reference rule's gain. It is None unless the 95 % interval of the rule's gain lies above 0.1.
     if best := policies.get("reference"):
         sharpe = policies[EQUAL_WEIGHT]["sharpe"]
         gap, low, _ = best[AGAINST]["sharpe"]

@@ -105,7 +105,10 @@ class MinGRUCore(nn.Module):
         return outputs, torch.stack(after)
 
     def open_gates(self) -> None:
-        """Set biases for memories of 1 to `LONGEST` steps (Tallec, Ollivier 2018)."""
+        """Set gate biases so that the units of a layer remember 1 to `LONGEST` steps.
+
+        Source: Tallec and Ollivier, "Can recurrent neural networks warp time?" (2018).
+        """
         for layer in self.layers:
             size = layer.out_features // 2
             steps = self.LONGEST ** torch.linspace(0.0, 1.0, size, device=layer.bias.device)

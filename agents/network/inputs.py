@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from envs.vector.layout import Layout
 from rl_dist.errors import UserError
 
-LARGEST_MAP = 6  # maximum side in pixels of the last convolution's output
+LARGEST_MAP = 6  # largest height and width of the last convolution's output, in pixels
 CHANNELS = (16, 32, 64)  # channels of successive convolutions, see `image_encoder`
 CLIP = 10.0  # normalised values are clipped to [-CLIP, CLIP]
 
@@ -98,7 +98,7 @@ class Normalizers(nn.Module):
 
     def __init__(self, layout: Layout, *, scale_obs: bool, scale_rewards: bool) -> None:
         super().__init__()
-        columns = layout.columns("vector")  # only these are normalised
+        columns = layout.columns("vector")  # only these columns are normalised
         self.obs = Normalizer(layout.size, columns=columns, enabled=scale_obs)
         self.rewards = Normalizer(1, enabled=scale_rewards, center=False)
 

@@ -3,8 +3,8 @@
 Each number is computed from its indices, such as the seed, the environment (counted over all ranks)
 and the step (counted since the start of the run). So the numbers do not depend on the distribution
 of environments over ranks, and there is no generator state to save. Integer operations compute the
-numbers of all environments in one call, on CPU and GPU. Source: Philox 4x32-10 (Salmon et al.,
-"Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+random numbers for all environments in one call, on CPU and GPU. Source: Philox 4x32-10 (Salmon et
+al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def action_noise(
     seed: int,
     env_offset: int,  # global index of the first environment
     num_envs: int,
-    first_step: int,  # first step, counted since the start of the run
+    first_step: int,  # index of the first step, counted from the start of the run
     num_steps: int,
     device: torch.device | str = "cpu",
     color: float = 0.0,
@@ -62,7 +62,8 @@ def action_noise(
     Box actions get standard normal noise (Box-Muller), `colored` over time. Discrete choices get
     standard Gumbel noise, because the argmax of logits + noise is an exact sample of the softmax.
     """
-    # Every environment and step has its own counters [T, B, C], which give 2 pairs of words each.
+    # Each step of each environment has C counters of its own, and each counter gives 2 pairs of
+    # words; all counters: [T, B, C].
     device = torch.device(device)
     is_box = isinstance(space, spaces.Box)
     num_actions = spaces.utils.flatdim(space)  # dimensions of a Box, or number of choices

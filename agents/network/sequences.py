@@ -32,7 +32,7 @@ class Plan:
     table is the concatenation of four lists:
 
     - for each cell t * N + n, its index in the stored blocks, [T * N];
-    - for each row, the number of the sequence to which its first piece belongs;
+    - for each row, the index of the sequence to which its first piece belongs;
     - for each row, 1 if it begins with the initial state of that sequence, 0 if with a zero state;
     - the indices, in the stored blocks, of the steps that reset the state.
     """
@@ -45,7 +45,7 @@ class Plan:
 def plan_pieces(
     episode_start: np.ndarray,  # [T, N] bool
     device: torch.device,  # device of the sequences
-    call_steps: float = 0.0,  # overhead of a call, in steps of one row
+    call_steps: float = 0.0,  # a call's overhead takes as long as this many steps of one row
     resets_inside: bool = False,  # the network accepts resets: pack pieces if that is faster
 ) -> Plan:
     """Cut sequences at episode starts; group the pieces by length, or pack them.
@@ -87,7 +87,7 @@ def plan_pieces(
             row, begin = packed_row, packed_begin
             num_rows, block_steps = row.max(keepdims=True) + 1, longest[:1]
 
-    # find the index of each piece's first cell in the stored blocks
+    # for each piece, find the index of its first cell in the stored blocks
     stride = np.repeat(num_rows, num_rows)[row]  # index distance between successive steps of a row
     later_cells = (block_steps - 1) * num_rows  # number of cells of each block after its first step
     offsets = np.cumsum(later_cells) - later_cells
@@ -109,9 +109,10 @@ def cheapest_splits(counts: list[int], longest: list[int], call_steps: float) ->
     """Group neighbouring levels to minimise time; return each group's first level.
 
     Args:
-        counts: number of pieces of each level, from the longest level to the shortest.
-        longest: length of the longest piece of each level.
-        call_steps: overhead of a call, in steps of one row.
+        counts: how many pieces each level has; levels are ordered by decreasing length of their
+            pieces.
+        longest: length of the longest piece in each level.
+        call_steps: the fixed overhead of a call takes as long as this many steps of one row.
     """
     # entry n: the least time for the first n levels, and the first level of each group
     best: list[tuple[float, list[int]]] = [(0.0, [])]
@@ -126,16 +127,16 @@ def cheapest_splits(counts: list[int], longest: list[int], call_steps: float) ->
 
 
 def best_fit(lengths: np.ndarray, stateful: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pack pieces, at least one step apart, into rows as long as the longest piece.
+    """Pack pieces into rows as long as the longest piece, with gaps between pieces.
 
-    Every stateful piece begins a row. The other pieces are placed in order of decreasing length,
-    each into the row with the least free room that is sufficient. Returns the row of each piece and
-    the position of its first step in the row.
+    Every stateful piece is the first of a row. The other pieces are placed in order of decreasing
+    length; among the rows with enough free room for a piece, the row with the least free room is
+    used. Returns the row of each piece and the position of the piece's first step in this row.
     """
     row, begin = np.zeros((2, len(lengths)), np.int64)
     num_rows = int(stateful.sum())
     row[stateful] = np.arange(num_rows)
-    # Placing a piece needs room for its steps and for 1 reset step before them. The first piece
+    # A piece needs room for its steps and, as a gap, for 1 reset step before them. The first piece
     # of a row needs no reset step, so the room of an empty row is counted as 1 step larger.
     whole = int(lengths.max()) + 1
     rows_by_room: dict[int, list[int]] = defaultdict(list)
@@ -165,7 +166,7 @@ def run_sequence(
     obs: Tensor,  # [T, N, F]
     state: Tensor,  # [N, S, H] before the first step
     episode_start: Tensor,  # [T, N] bool: obs is the first observation of its episode
-    plan: Plan | None = None,  # from `plan_pieces`; None: make one, which waits for the GPU
+    plan: Plan | None = None,  # from `plan_pieces`; None: made here, after a wait for the GPU
 ) -> tuple[Tensor, ...]:
     """Run a recurrent network over [T, N] steps; reset it at every episode start.
 
@@ -218,8 +219,8 @@ def state_after(
     `run_sequence`; `starts` is a copy of `episode_start` on the host.
     """
     if resets_inside:
-        # One call is enough: the outputs are not needed, so the last step before an episode can
-        # serve as its reset step.
+        # One call is enough: only the last state is needed, so the step before an episode start can
+        # serve as reset step; its output is discarded.
         resets = torch.zeros_like(obs[..., :1])
         resets[:-1, :, 0] = episode_start[1:].to(obs.dtype)
         obs = obs.masked_fill(resets > 0.5, 0.0)  # zero inputs, as in `run_sequence`

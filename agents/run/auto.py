@@ -74,7 +74,7 @@ def check_rollouts(config: RunConfig, world: World) -> None:
 
 
 def undecided(config: RunConfig) -> dict[str, bool]:
-    """For each flag that can be auto, return whether the run must still measure it."""
+    """For each flag that can be auto, return True if its value is not measured yet."""
     return {
         "batch_size": config.train.batch_size == AUTO,
         "precision": config.launch.precision == "auto",
@@ -196,7 +196,7 @@ class Trials:
             raise MemoryError(  # otherwise, Linux would kill the process
                 f"{needed / GIB:.2g} GiB are needed, only {self.free_bytes / GIB:.2g} GiB are free"
             )
-        _held = torch.empty(rollout, dtype=torch.uint8, device=device)  # the memory of a rollout
+        _held = torch.empty(rollout, dtype=torch.uint8, device=device)  # as large as a rollout
         minibatch = dummy_minibatch(policy, train.bptt_steps, sequences)
         ppo.gradients(minibatch, minibatch.episode_start.cpu().numpy())
         policy.zero_grad()

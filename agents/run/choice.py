@@ -90,7 +90,7 @@ class RunFlags:
     """Do a small but complete run, which takes half a minute; the policy learns little."""
     preset: Literal["auto", "trading", "small", "control", "memory", "paper"] = "auto"
     """Defaults for a kind of task; auto: trading for StockTrading-v0, memory for the memory tasks,
-    small for others; control: the same as small; paper: the settings of arXiv 2212.02721."""
+    small for other tasks; control: the same as small; paper: the settings of arXiv 2212.02721."""
     seeds: Text = Field("", json_schema_extra={"nargs": "+"})
     """Train once with each of these seeds; report the mean score and its 95 % interval."""
     interactive: bool = False
@@ -115,7 +115,7 @@ class ChosenRun(NamedTuple):
     """Configuration, directory and checkpoint of the run to start."""
 
     config: RunConfig
-    directory: RunDir | None  # locked if it already holds a run; None: create a new one in runs/
+    directory: RunDir | None  # locked if it already holds a run; None: new folder in runs/
     checkpoint: LoadedCheckpoint | None  # checkpoint to resume from; None: a new run
 
 

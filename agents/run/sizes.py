@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from agents.config import AUTO, TrainConfig
 from rl_dist.errors import UserError
 
-FARTHEST = 10_000  # proposed sizes differ from the given size by less than this
+FARTHEST = 10_000  # proposed sizes differ from the given size by less than this number
 
 
 @dataclass(frozen=True)
