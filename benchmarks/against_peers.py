@@ -33,7 +33,7 @@ from typing import Any
 from turns import STEPS, describe, median_interval
 
 SCRIPT = Path(__file__).with_name("peers.py")
-PEERS = {  # from the name of a driver to the package that it needs
+PEERS = {  # name of a driver: package that it needs
     "rl_games": "rl_games",
     "skrl": "skrl",
     "clean": "gymnasium",
@@ -43,7 +43,7 @@ START_UP_S = 20.0  # part of each task's time that is reserved for start and war
 
 
 class Program:
-    """A process in its own session; it is killed when the `held` context exits."""
+    """A process in its own session (setsid); killed when the context `held` exits."""
 
     def __init__(self, held: ExitStack, command: list[str], **options: Any) -> None:
         # `held` closes this file.

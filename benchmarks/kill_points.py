@@ -8,8 +8,9 @@ must start the ranks again. Otherwise all processes of the run must end by thems
 rank was killed, the run must also print exactly one error line. The same command then resumes the
 run. Every run is hit several times and then trains to the end. Its parameters, last checkpoint and
 metrics must equal the results of an undisturbed run; if they do not, all hits of the run count as
-failed. All cases occur equally often. Most random moments fall into a rollout or an update, so some
-hits are aimed at the start-up or at the writing of a checkpoint.
+failed. A case is a combination of number of ranks, `--max_restarts` on or off, victim and signal; a
+hit tests one case, and no case is tested twice. Most random moments fall into a rollout or an
+update, so some hits are aimed at the start-up or at the writing of a checkpoint.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ FLAGS = (  # all sizes can be divided among one to four ranks
 )
 VICTIMS = ("main rank", "other rank", "launcher", "supervisor", "group")
 WAYS = ("SIGKILL", "SIGSEGV", "SIGABRT")
-# from the moment of a hit to the fraction of all hits that are aimed at it
+# moment of a hit: fraction of all hits that are aimed at this moment
 AIMS = {"starting": 0.2, "any moment": 0.5, "saving": 0.3}
 START_UP_S = 8.0
 GONE_WITHIN_S = 30.0
@@ -133,7 +134,7 @@ class Run:
         return ""
 
     def num_left(self) -> int:
-        """Give all processes time to end; kill those that did not; return their number."""
+        """Give all processes time to end; kill those still alive and return how many."""
         deadline_s = time.monotonic() + GONE_WITHIN_S
         while (left := self._alive()) and time.monotonic() < deadline_s:
             self.job.poll()
@@ -169,7 +170,7 @@ def undisturbed(folder: Path, ranks: int) -> tuple[Path, float]:
 def hit_and_resume(
     folder: Path, cases: list[Case], expected: Path, span_s: float, rng: random.Random
 ) -> dict[Case, str]:
-    """Hit one run several times, then let it finish; return a problem or "" per case."""
+    """Hit one run once per case, let it finish; return each case's problem or ""."""
     problems: dict[Case, str] = {}
     ranks, restarting = cases[0].ranks, cases[0].restarting
     run = Run(folder, ranks, restarting)

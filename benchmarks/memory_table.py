@@ -80,7 +80,7 @@ class PocMemoryVectorEnv(BatchedEnv):
         self.right = np.ones(num_envs, dtype=np.int64)  # sign of the end on the right
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
-        """Draw the start place and the sign of the end on the right."""
+        """Choose a random start place and a random sign for the end on the right."""
         start = generator.integers(-FARTHEST_START, FARTHEST_START + 1)
         good = generator.integers(2)
         return np.array([start, 2 * good - 1], dtype=np.float64)
@@ -123,7 +123,7 @@ class MemoryLengthVectorEnv(BatchedEnv):
         self.bit = np.zeros(num_envs, dtype=np.int64)
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
-        """Draw the bit to remember."""
+        """Choose a random bit, which the agent has to remember."""
         return generator.integers(2, size=1).astype(np.float64)
 
     def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
@@ -224,7 +224,7 @@ ROWS = [
 
 
 def best_window(metrics: Sequence[dict[str, Any]]) -> float | None:
-    """Cut a run into windows of WINDOW steps; return the best mean return, or None."""
+    """Cut a run into windows; return the largest mean return of a window, or None."""
     means: list[float] = []
     first_step, total, count = 0, 0.0, 0.0
     for record in metrics:

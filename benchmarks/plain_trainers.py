@@ -39,14 +39,14 @@ from turns import (
     vector_env,
 )
 
-DRIVER = "BENCHMARK_DRIVER"  # environment variable: process id and output descriptor of the driver
+DRIVER = "BENCHMARK_DRIVER"  # holds the driver's process id and output descriptor
 
 
 @functools.cache
 def our_turns() -> Turns:
-    """Return the Turns of this process.
+    """Return the `Turns` object of this process.
 
-    If this process is a rank that the driver started, the Turns use the driver's files.
+    In a rank that the driver started, this object reads and writes the driver's files.
     """
     number, reports = map(int, os.environ[DRIVER].split())
     if number == os.getpid():

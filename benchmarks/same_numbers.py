@@ -40,7 +40,7 @@ MARKETS = (
 WORLDS = "--num_worlds 2 --num_stocks 2 --episode_days 60"
 SPACES = "--env examples.many_spaces"
 # A job is a list of commands. RUN stands for the run directory to compare, DIR for the folder of
-# the job. A command after "kill" is killed when its second iteration has ended.
+# the job. If "kill" precedes a command, the command is killed after its second iteration.
 JOBS: dict[str, list[str]] = {
     "trading on 2 ranks": [
         f"{TRAIN} --num_gpus 2 {MARKETS} {WORLDS} --grad_accumulation 2 --validate_every 2 "
@@ -247,9 +247,9 @@ def result_of(run_dir: Path) -> dict[str, Any]:
 
 
 def differences(base: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the paths whose values differ or are present on one side only.
+    """Return the paths of values that differ or that only one checkout has.
 
-    If an entry of an environment snapshot is missing in BASE, it is ignored.
+    Values in environment snapshots are ignored if only this checkout has them.
     """
     return sorted(
         name

@@ -37,7 +37,7 @@ class SlowSteps(gymnasium.Env):
         return self._seen, {}
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
-        """Compute or wait, then draw the next observation."""
+        """Compute or wait, then return a random observation."""
         self.work()
         reward = -abs(float(action[0]) - float(self._seen[0]))
         self._seen = self.np_random.uniform(-1, 1, 4).astype(np.float32)

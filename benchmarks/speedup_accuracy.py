@@ -1,14 +1,15 @@
-"""Compare the speed that rl_dist.speedup predicts for N ranks with a measurement.
+"""Measure the speed of N ranks; compare it with rl_dist.speedup's prediction.
 
     python benchmarks/speedup_accuracy.py [--ranks 2] [--jobs main slow_env]
 
 As in `python -m rl_dist.speedup`, the prediction is computed from two timings: one of processes
 that each train one rank's share of the job without communication, and one of ranks that only reduce
 gradients. The measured run trains on all ranks. Timings of separate processes alternate with
-measured runs, so that other work on the machine slows both down equally. Both must take long: the
-speed of a core of a shared host may change by a factor of 1.7 every second, and for this reason
-alone, runs of 2 s had errors of up to 40 %. The output is one JSON line per job and scaling, with
-the error of each round's prediction and the median error. Run nothing else on the machine.
+measured runs, so that other work on the machine slows both down equally. Both must last many
+seconds: on a shared host, the speed of a core can change by a factor of 1.7 from one second to the
+next, and this alone caused errors of up to 40 % in runs of 2 s. The output is one JSON line per job
+and scaling, with the error of each round's prediction and the median error. Run nothing else on the
+machine.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def compare(name: str, scaling: str, args: argparse.Namespace) -> dict[str, Any]
     alone = partial(measure_short_runs, copies)
     together = partial(measure_short_runs, [as_flags(job | whole)])
     num_bytes = alone().gradient_bytes
-    small_bytes = 64  # size in bytes of the reduction that sums metrics
+    small_bytes = 64  # number of bytes that the ranks reduce to sum their metrics
     reduction_s = time_reductions(ranks, [num_bytes, small_bytes], DEVICE_TYPE)
     predictions, measured = [], []
     for number in range(args.rounds):

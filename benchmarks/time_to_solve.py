@@ -68,7 +68,7 @@ class Run(Program):
 
     @property
     def last(self) -> Moment:
-        """The moment at which the run solved the task, or its last moment."""
+        """The moment at which the run solved the task; if it did not, the latest moment."""
         return self.solved or self.moments[-1]
 
     def turn(self, length_s: float) -> None:
@@ -152,7 +152,7 @@ def race(seed: int, args: argparse.Namespace) -> list[Run]:
 
 
 def main() -> None:
-    """Print a row for each seed, the number of solved runs, and the median ratio."""
+    """Print a row per seed, how many runs solved the task, and the median ratio."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

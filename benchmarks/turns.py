@@ -1,4 +1,4 @@
-"""Define tasks and turns for comparing trainers; measure the machine.
+"""Define tasks and turns for comparing trainers; measure the machine's speed.
 
 Before each iteration a trainer calls `Turns.next`, which reports the previous iteration and waits
 for a line on standard input; the end of the input ends the process. In this way several trainers

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 TRADING_ID = "StockTrading-v0"
 MEMORY_IDS = ("Recall-v0", "CartPolePositions-v1", "MountainCarPositions-v0")
-# In Gymnasium's vector CartPole all environments draw from one random generator. In ours, each
-# environment has its own.
+# In Gymnasium's vector CartPole, all environments share one random generator. In our version, each
+# environment has its own generator.
 OUR_BATCHES = {"CartPole-v1": "envs.memory_tasks:CartPoleVectorEnv"}
 
 for _env_id in MEMORY_IDS:
@@ -45,10 +45,11 @@ def make_vector_env(
     """Make a batch of environments from a Gymnasium id or `module:id`.
 
     Args:
-        vectorization: "auto" uses the environment's vector version (for CartPole-v1, the version in
-            this project) if it supports autoreset mode SAME_STEP and one seed per environment.
-            Otherwise, and always with "sync", `env_restarts` or `info_mask`, single environments
-            are stepped one after the other.
+        vectorization: "sync" steps single environments one after another. "auto" steps all
+            environments in one call of the environment's vector version, which must support
+            autoreset mode SAME_STEP and accept a list with one seed for each environment. Without
+            such a version, and whenever `env_restarts` or `info_mask` is used, "auto" does the same
+            as "sync". For CartPole-v1, "auto" uses this project's vector version.
         heartbeat: called before each single environment is made. TorchVectorEnv also calls it to
             report progress.
         options: values for other fields of TorchVectorEnv.
@@ -111,12 +112,12 @@ def _one_line(env_id: str) -> Iterator[None]:
 
 
 def _seeds_each(make_batch: Callable[..., Any]) -> bool:
-    """Return whether a batch supports SAME_STEP and one seed for each environment."""
+    """Return whether a batch supports SAME_STEP and accepts a list of seeds."""
     try:
         env = make_batch(num_envs=2)
         first, second = env.reset(seed=[11, 11])[0]
         env.close()
-    except Exception:  # an environment that takes only one seed may raise any kind of error
+    except Exception:  # a batch that does not support a list of seeds may raise any error
         return False
     same_step = env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
     return same_step and np.array_equal(first, second)

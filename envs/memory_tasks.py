@@ -62,7 +62,7 @@ class RecallVectorEnv(BatchedEnv):
         return obs
 
     def advance(self, actions: np.ndarray) -> Outcome:
-        """Reward the right answer to the query; end episodes after the query."""
+        """Reward the correct answer to the query; end episodes after the query."""
         is_query = self.elapsed == self.query_age
         return (is_query & (actions == self.cue)).astype(np.float64), is_query
 
@@ -75,10 +75,10 @@ class ControlEnv(BatchedEnv):
 
     state: np.ndarray
     state_names = ("state",)
-    observed = slice(None)  # columns of the state that an observation holds
+    observed = slice(None)  # which columns of the state the agent observes
 
     def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
-        """Start new episodes from the drawn states."""
+        """Start new episodes from the states in `draws`."""
         self.state[rows] = draws
 
     def observe(self) -> np.ndarray:
@@ -102,7 +102,7 @@ class CartPoleVectorEnv(ControlEnv):
         self.state = np.zeros((num_envs, 4))  # x (m), x_dot (m/s), theta (rad), theta_dot (rad/s)
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
-        """Draw the start state."""
+        """Return a random start state."""
         return generator.uniform(-_START_BOUND, _START_BOUND, 4)
 
     def advance(self, actions: np.ndarray) -> Outcome:
@@ -154,7 +154,7 @@ class MountainCarPositionsVectorEnv(ControlEnv):
         self.state = np.zeros((num_envs, 2))  # position (m), velocity (m per step)
 
     def draw(self, generator: np.random.Generator) -> np.ndarray:
-        """Draw a start state: a random position, and velocity 0."""
+        """Return a start state: a random position, and velocity 0."""
         return np.array([generator.uniform(-0.6, -0.4), 0.0])
 
     def advance(self, actions: np.ndarray) -> Outcome:

@@ -28,9 +28,10 @@ class TaskConfig:
     env_kwargs: Text = ""
     """JSON object with arguments for making the environment (not for StockTrading-v0)."""
     vectorization: Literal["auto", "sync"] = "auto"
-    """auto: step all environments in one call of their vector version (for CartPole-v1, the version
-    in this project) if it can seed and reset each environment separately, otherwise as with sync;
-    sync: step one environment after the other."""
+    """sync: step the environments one after another. auto: step all environments in one call of the
+    environment's vector version; if there is no vector version, or if it cannot seed and reset each
+    environment separately, do the same as sync. For CartPole-v1, auto uses this project's vector
+    version."""
     info_mask: bool = False
     """Read the allowed actions from info["action_mask"] (not for StockTrading-v0). If a Dict
     observation has an entry action_mask, this mask is used even without the flag."""
@@ -46,9 +47,10 @@ class TaskConfig:
     """Number of times that each environment may be rebuilt after it raised an error, hung or
     returned NaN."""
     env_workers: Annotated[int, or_auto(AUTO)] = Field(0, ge=AUTO, le=1024)
-    """Number of worker processes that step the environments, for each rank and group; 0: the rank
-    steps the environments itself; auto: before training, time no workers, one per core and four per
-    core, and use the fastest. Workers help if one step of all environments takes 5 ms or more."""
+    """Number of worker processes that step the environments, for each rank and group. 0: the rank
+    steps the environments itself; auto: before training, measure the speed without workers, with
+    one worker per core and with four per core, then use the fastest of the three. Workers help if
+    one step of all environments takes 5 ms or more."""
     env_groups: int = Field(1, ge=1, le=2)
     """Number of groups into which a rank's environments are divided; more than 1 needs workers.
     With 2 groups, the policy computes actions for one group while workers step the other."""

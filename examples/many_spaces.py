@@ -22,11 +22,12 @@ QUESTION = 5  # step at which a task asks for the secret that it showed at step 
 class MemoryTask(gymnasium.Env[Any, Any]):
     """A task that shows a secret at the first step and asks for it at the last step.
 
-    Subclasses define `draw` (the secret), `observe` and `score` (the reward).
+    Subclasses define three methods: `draw` returns a random secret, `observe` returns an
+    observation, and `score` returns the reward for an answer.
     """
 
     def reset(self: Any, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict]:
-        """Draw a secret and begin an episode."""
+        """Choose a random secret and begin an episode."""
         super().reset(seed=seed)
         self.age = 0
         self.secret = self.draw()
@@ -60,7 +61,7 @@ class PatchRecall(MemoryTask):
     action_space = spaces.Discrete(4)
 
     def draw(self) -> dict[str, int]:
-        """Draw the quarter that will contain the patch."""
+        """Choose at random the quarter that will contain the patch."""
         return {"quarter": int(self.np_random.integers(4))}
 
     def observe(self) -> np.ndarray:
@@ -75,15 +76,15 @@ class PatchRecall(MemoryTask):
         return image
 
     def score(self, action: int) -> float:
-        """Return 1 for the right quarter, else 0."""
+        """Return 1 for the correct quarter, else 0."""
         return float(action == self.secret["quarter"])
 
 
 class Orders(MemoryTask):
-    """Task: deliver the size and the colour that were ordered.
+    """Task: deliver an article in the size and the colour that a customer ordered.
 
-    Only the first observation shows the order. At the end, the right size and the right colour earn
-    0.5 each. One wrong size and one wrong colour are out of stock, so the mask forbids them.
+    Only the first observation shows the order. At the end, the correct size and the correct colour
+    earn 0.5 each. One wrong size and one wrong colour are out of stock, so the mask forbids them.
     """
 
     SIZES = np.array([4, 3])
@@ -95,20 +96,20 @@ class Orders(MemoryTask):
     action_space = spaces.MultiDiscrete(SIZES)
 
     def draw(self) -> dict[str, np.ndarray]:
-        """Draw the order, and the size and the colour that are out of stock."""
+        """Choose a random order, and one size and one colour that are out of stock."""
         order = self.np_random.integers(self.SIZES)
         missing = (order + self.np_random.integers(1, self.SIZES)) % self.SIZES
         return {"order": order, "missing": missing}
 
     def observe(self) -> dict[str, Any]:
-        """Return the observation: the order, the door and the mask of allowed actions."""
+        """Return the observation: order, door (1: deliver now) and mask of actions."""
         mask = np.ones(7, np.int8)
         mask[self.secret["missing"] + [0, 4]] = 0
         shown = (self.secret["order"] + 1) * (self.age == 0)
         return {"order": shown, "door": int(self.age == QUESTION), "action_mask": mask}
 
     def score(self, action: np.ndarray) -> float:
-        """Return 0.5 for each right choice, so 1 for the whole order."""
+        """Return 0.5 for each correct choice, so 1 if size and colour are correct."""
         return float((action == self.secret["order"]).mean())
 
 

@@ -23,14 +23,14 @@ class CueEnv(gymnasium.Env[np.ndarray, np.int64]):
     action_space = spaces.Discrete(2)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
-        """Draw a cue and show it."""
+        """Choose a random cue and show it."""
         super().reset(seed=seed)
         self.cue = self.np_random.integers(2)
         self.age = 0
         return np.eye(3, dtype=np.float32)[self.cue], {}
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Advance one step; after the question, reward the right answer and terminate."""
+        """Advance one step; after the question, reward the correct answer and terminate."""
         asked = self.age == DELAY
         reward = float(asked and action == self.cue)
         self.age += 1

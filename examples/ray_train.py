@@ -21,8 +21,8 @@ SCRIPT = Path(__file__).resolve().parents[1] / "train_distributed.py"
 def train_as_rank(config: dict[str, Any]) -> None:
     """Run one rank in a new process; Ray's environment variables give its rank.
 
-    Ray has opened a process group between the processes that call this function. It is only used to
-    send all ranks a free port, at which the training processes connect to each other.
+    Ray has opened a process group between the processes that call this function. This group only
+    serves to send all ranks a free port, at which the training processes connect to each other.
     """
     import torch
     import torch.distributed as dist

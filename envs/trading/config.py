@@ -62,7 +62,7 @@ class SimulatedMarketConfig:
     """Number of simulated markets to train on."""
 
 
-MAX_INITIAL_CASH_USD = 1e8  # even 80 times this amount is exact, see features.GRID
+MAX_INITIAL_CASH_USD = 1e8  # even 80 times this amount is still exact, see features.GRID
 Observation = Literal["relative", "paper"]
 
 
@@ -71,7 +71,8 @@ class TradingConfig:
     """Rules of the trading task."""
 
     observation: Observation = "relative"
-    """relative: features without units; paper: cash, closes, shares held and raw indicators."""
+    """What an observation contains. relative: features without units; paper: cash, closes, shares
+    held and raw indicators."""
     order_unit: Literal["value", "shares"] = "value"
     """Unit of max_order. value: fraction of the portfolio's value; shares: number of shares."""
     max_order: float = Field(0.05, ge=1e-6, le=10**6)

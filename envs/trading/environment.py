@@ -20,7 +20,8 @@ REWARD_SCALE = 1e-4  # reward per USD
 # names of the attributes that make up a snapshot
 STATE = ("keys", "episode", "row", "end_row", "cash", "value", "shares", "risk")
 RUIN_SHARE = 0.1  # an episode terminates if the value is below this fraction of the initial cash
-AHEAD = 32  # number of later episodes drawn in one call; drawing many takes as long as drawing one
+# Starts are drawn for this many later episodes at once: drawing many takes as long as drawing one.
+AHEAD = 32
 
 
 def fill_orders(
@@ -166,7 +167,7 @@ class TradingVectorEnv(TorchEnv):
         return self._features.index_select(0, self.row), {}
 
     def _draw_starts(self) -> None:
-        """Draw the table rows at which the current and the next AHEAD episodes start."""
+        """Determine the start rows of the current and the next AHEAD episodes."""
         self._drawn_from = self.episode
         self._restarts_left = AHEAD
         num_starts = self.num_days - self._episode_days
@@ -201,7 +202,7 @@ class TradingVectorEnv(TorchEnv):
                 orders = torch.where(sell_all, -self.shares, orders)
             # fill the orders and value the portfolio at the next close
             self.cash, trades = fill_orders(self.cash, self.shares, orders, actions, sell, buy)
-            lost_usd = self.shares * gains  # current potential; the next one is subtracted below
+            lost_usd = self.shares * gains  # potential now; the next potential is subtracted below
             self.shares = self.shares + trades
             position_usd = self.shares * next_close  # [B, n]
             value_before = self.value
@@ -256,10 +257,11 @@ class TradingVectorEnv(TorchEnv):
     ) -> Tensor:
         """Return the training rewards [B], computed from the plain rewards.
 
-        With `risk_aversion`, a day's risk is risk_aversion / 2 * value * variance of the
-        portfolio's return, computed with the covariance of the stocks' returns over the span. If
-        the same risk recurs on every later day, its discounted sum is risk / (1 - discount). The
-        increase of this sum since the day before is subtracted from the rewards.
+        With `risk_aversion`, a day's risk is risk_aversion / 2 * value * variance, where variance
+        is that of the portfolio's return, according to the covariance of the stocks' returns over
+        the span. A risk that stayed the same on all later days would have the discounted sum
+        risk / (1 - discount). Each day's reward is reduced by the increase of this sum since the
+        day before.
         """
         if self.config.reward == "attributed":
             rewards = torch.sub(plain, lost_usd, alpha=REWARD_SCALE)

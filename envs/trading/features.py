@@ -25,7 +25,7 @@ from envs.trading.market_data import Market, Span
 GRID = 2.0**20  # steps per USD
 INDICATOR_DAYS = 30
 MEAN_DAYS = 20  # closes and log volumes are compared with their mean over this many days
-SMALLEST_VARIANCE = 1e-9  # fraction of the largest variance; smaller ones are rounding noise
+SMALLEST_VARIANCE = 1e-9  # variances below this fraction of the largest are rounding noise
 
 
 # ---- indicators
@@ -38,10 +38,11 @@ def by_column(function: Callable[..., np.ndarray], days: int, *arrays: np.ndarra
 
 
 def turbulence(close: np.ndarray, days: int = 252) -> np.ndarray:
-    """Return the squared Mahalanobis distance of daily returns from past returns.
+    """Return each day's squared Mahalanobis distance of returns from past returns.
 
-    Mean and covariance are computed from the `days` daily returns before that day. Directions in
-    which past returns do not vary are ignored, for example a stock with a constant price.
+    A day's mean and covariance are computed from the returns of the `days` days before it.
+    Directions in which these returns do not vary are ignored. For example, a stock whose price was
+    constant adds nothing.
 
     Returns: [D], warm from day `days + 1` on. On ordinary days the value is about n for n stocks.
     Source: Kritzman and Li, "Skulls, Financial Turbulence, and Risk Management" (2010), without
@@ -124,7 +125,7 @@ def feature_table(markets: Sequence[Market], observation: str, span: Span) -> np
 
 
 def first_tradable_day(market: Market, config: TradingConfig) -> int:
-    """Return the index of the day as of which all features in use are warm.
+    """Return the index of the first day from which all features in use stay warm.
 
     If there is no such day, return the number of days; `split_spans` then refuses the training
     span.

@@ -108,7 +108,10 @@ def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -
 
 
 def _end_of_share(first: int, last: int, share: float) -> int:
-    """Return the last day of a span that covers the first `share` of the given days."""
+    """Return the last day of a span that starts on day `first`.
+
+    The span contains the fraction `share` of the days from `first` to `last`.
+    """
     return first + round((last - first + 1) * share) - 1
 
 

@@ -67,11 +67,11 @@ BLUNDER = 1e-4  # added to densities, so that one unlikely volume cannot rule ou
 VOLATILITY_MEMORY = 0.94  # decay of the exponentially weighted variance (RiskMetrics)
 FIRST_VARIANCE = 3e-4  # variance of daily returns that is assumed before the first return is known
 DIRECTIONS = np.array([[-1.0], [0.0], [1.0]])  # drought, no event, surge; or down, no move, up
-WARM_UP_DAYS = 60  # about 10 announcements: the filter's start state then hardly matters
+WARM_UP_DAYS = 60  # after about 10 announcements, the filter's start state hardly matters
 BAND = 0.01  # no trade if a weight differs from its target by less than this
-OUTLOOK_DAYS = 4  # days to look ahead: at 5 % per order, reaching a target takes days
+OUTLOOK_DAYS = 4  # days to look ahead: reaching a target weight at 5 % per order takes days
 HURDLE = 0.30  # the reference rule holds stocks with a larger expected move, in units of the edge
-WEAK_EDGE = 15.0  # bps; up to this edge, always holding a stock beats selling it before it falls
+WEAK_EDGE = 15.0  # bps; up to this edge, the reference rule sells only stocks expected to fall
 
 
 def world_seeds(config: SimulatedMarketConfig, purpose: str, count: int) -> list[int]:
@@ -199,7 +199,7 @@ def _volumes(noise: dict[str, np.ndarray]) -> np.ndarray:
     the size of the stock's own price move.
     """
     level = _wave(noise["volume_wave"], *VOLUME_WAVE)
-    surprise = np.minimum(np.abs(noise["own"]), 4.0)  # so a large move does not look like a surge
+    surprise = np.minimum(np.abs(noise["own"]), 4.0)  # a large move must not look like a surge
     log_volume = level + VOLUME_NOISE * noise["volume"] + VOLUME_ON_MOVE * surprise
     log_volume += EVENT_SIZE * noise["events"]
     return np.rint(noise["first_volume"] * np.exp(log_volume))
@@ -248,7 +248,7 @@ def news_model() -> tuple[np.ndarray, ...]:
 
     Returns:
         Transition [S, S]: probability of the next day's state (column) given today's state (row).
-        Event [S] and move [S] of the day that leads to a state, each -1, 0 or 1.
+        Event [S] and move [S] of today in each state, as -1, 0 or 1.
         Outlook [S, OUTLOOK_DAYS]: expected moves on the next days, in units of the edge.
     """
     states: list[State] = [(1, ((0, 1),))]

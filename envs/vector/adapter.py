@@ -38,7 +38,7 @@ Arrays = tuple[np.ndarray, ...]  # in the order of STEP_FIELDS
 
 
 def _guarded(method: Callable[..., Any]) -> Any:
-    """Make a method of an adapter run under the adapter's HangWatch."""
+    """Return the method, changed so that the adapter's HangWatch watches its calls."""
     return lambda self, *args: self.watch.call(None, method, self, *args)
 
 
@@ -47,7 +47,8 @@ class TorchVectorEnv(ArrayEnv):
     """Adapts a numpy vector environment to the TorchEnv interface.
 
     The adapter checks everything that the environments return and watches how long each call
-    takes. The vector environment must use autoreset SAME_STEP and accept one seed per environment.
+    takes. The vector environment must use autoreset SAME_STEP and accept a list with one seed for
+    each environment.
     """
 
     env: Any  # a vector environment; in `OneByOne`, a list of single environments
@@ -196,7 +197,7 @@ class OneByOne(TorchVectorEnv):
         self.can_snapshot = all(map(has_snapshots, self.env))
 
     def begin_again(self, last_obs: np.ndarray) -> None:
-        """Take over from a dead process; the next step truncates all its episodes.
+        """Take over from a dead process; the next step truncates all running episodes.
 
         `lives` and `last_obs` [B, F] are the values that the dead process left in shared memory.
         """

@@ -70,7 +70,7 @@ def _leaves(space: Space, path: Path = ()) -> Iterator[tuple[Path, Space]]:
 
 
 def _choices(space: Space) -> np.ndarray:
-    """Return the smallest values and the numbers of options of all choices, [2, D].
+    """Return the smallest value and the number of options of each choice, [2, D].
 
     D is 0 if the space is not Discrete, MultiDiscrete or MultiBinary.
     """
@@ -84,7 +84,7 @@ def _choices(space: Space) -> np.ndarray:
 
 
 def _one_hot(digits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """One-hot encode choices [count, D] with `sizes` options as [count, sum(sizes)]."""
+    """Turn choices [count, D] into joined one-hot vectors [count, sum(sizes)]."""
     chosen = [digits[:, [i]] == np.arange(size) for i, size in enumerate(sizes)]
     return np.concatenate(chosen, axis=1).astype(np.float32)
 
@@ -211,9 +211,10 @@ class ObservationEncoder:
 
 
 def check_masks(masks: np.ndarray, sizes: np.ndarray) -> None:
-    """Refuse masks [B, n] that forbid every option of a choice or are not 0 or 1.
+    """Refuse masks with values besides 0 and 1 and masks that forbid a whole choice.
 
     Args:
+        masks: masks of a batch, [B, n].
         sizes: number of options of each choice, [D].
 
     Raises:

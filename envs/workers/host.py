@@ -1,11 +1,11 @@
 """The host of a rank: a process that forks the rank's workers.
 
 The host imports everything that workers need and otherwise only forks and kills workers. Therefore
-a worker starts in a few hundredths of a second and shares the host's memory. Python's
-multiprocessing module is not used for two reasons: it would run the main module of the training
-again in every worker, and a SIGTERM to the job would end the module's fork server and with it all
-workers. The host ignores stop signals. When the rank ends, the host is killed, which in turn kills
-the workers.
+a worker starts in a few hundredths of a second and shares the host's memory. Python's package
+multiprocessing is not used for two reasons: it would run the training's main module again in every
+worker, and a SIGTERM to the job would end the fork server of multiprocessing and thus all workers.
+The host ignores stop signals. When the rank ends, the host is killed, and its death kills the
+workers.
 """
 
 from __future__ import annotations
