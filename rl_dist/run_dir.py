@@ -342,7 +342,7 @@ class RunDir(AbstractContextManager["RunDir"]):
             state = self.state()
             if not state or state.launcher_pid != pid or state.exit:
                 return
-            # if the launcher was killed, its ranks may have saved and stopped before this call
+            # after a signal has ended the launcher, its ranks may still have saved and stopped
             stopped = code > 128 or (signum and state.phase == "stopped")
             phase = "stopped" if stopped else "failed" if code else "done"
             signum = max(signum, code - 128)

@@ -265,7 +265,7 @@ def open_world(
             # `close_world` unsets it again: later child processes may need other interfaces.
             _leaving.callback(os.environ.pop, variable, None)
     # All ranks have reached the store, but connecting them to each other can still fail. In that
-    # case, the watchdog ends this rank with a message that names the place set here.
+    # case, the watchdog ends this rank, and its message contains the value of `place`.
     world.doing.place = CONNECTION
     dist.init_process_group(
         backend,

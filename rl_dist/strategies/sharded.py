@@ -115,8 +115,8 @@ class Shards:
 class _AnnouncedReduceScatter:
     """Reduces and scatters gradients for FSDP.
 
-    Each call first reports to the world that this rank's gradients are ready. The time after this
-    report counts as waiting for other ranks.
+    Each call first records, in `world`, that this rank's gradients are ready. The time from then on
+    counts as waiting for other ranks.
     """
 
     def __init__(self, world: World) -> None:

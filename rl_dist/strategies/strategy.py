@@ -131,7 +131,7 @@ class Strategy:
     def step(
         self, optimizer: torch.optim.Optimizer, max_grad_norm: float = math.inf
     ) -> tuple[Tensor, Tensor]:
-        """Clip the reduced gradient and take a step, unless the gradient is not finite.
+        """Clip the mean gradient over all ranks; take a step unless it is not finite.
 
         Either all ranks take the step or none of them does. With torch's fused optimizers, this
         method never waits for a GPU.
@@ -184,8 +184,8 @@ class Strategy:
     def share_parameters(self) -> None:
         """Receive parameters that only other ranks train.
 
-        This class does nothing, because every rank trains all parameters; a subclass may override
-        this method.
+        In this class, the method does nothing, because every rank trains all parameters. A subclass
+        may override it.
         """
 
     def module_state(self) -> dict[str, Tensor]:

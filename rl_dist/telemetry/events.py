@@ -40,7 +40,7 @@ def notify(kind: str, message: str = "", **facts: Any) -> None:
 
     The command receives the event as a JSON object on stdin. It also receives each entry of this
     object as an environment variable: RL_EVENT (`kind`), RL_MESSAGE, RL_RUN_DIR, RL_TIME, RL_HOST,
-    and RL_NAME for a fact called "name". The command shares the stderr of this process.
+    and RL_X for a fact called "x". The command shares the stderr of this process.
 
     Args:
         kind: failed, restarted, bad_steps, stopped or finished.

@@ -268,7 +268,7 @@ def setup_logging(run_dir: str | Path, rank: int) -> None:
 
 
 def _log_end_of_thread(args: threading.ExceptHookArgs) -> None:
-    """Log one line if a thread fails, as TensorBoard's thread does on a full disk."""
+    """Log one line if a thread fails, for example TensorBoard's on a full disk."""
     if args.exc_value and args.thread:
         logger.warning("thread %s ended: %s", args.thread.name, one_line(args.exc_value))
 
