@@ -223,8 +223,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     text = str(error).lower().strip()
-    # If oneDNN has no memory for its code, its error message is exactly this text. The longer
-    # message about a "primitive descriptor" has other causes.
+    # If oneDNN has no memory for its code, its error message ends after "primitive". The longer
+    # message "could not create a primitive descriptor ..." has other causes.
     no_room = text == "could not create a primitive" or any(part in text for part in OUT_OF_MEMORY)
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and no_room)
 

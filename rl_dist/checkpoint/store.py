@@ -336,7 +336,7 @@ def checkpoint_folder(path: str | Path) -> Path:
 def checkpoint_files(path: str | Path) -> list[Path]:
     """List the checkpoints of a run or folder: best.pt first, then by iteration.
 
-    Folders are skipped, even if they have the name of a checkpoint.
+    Subfolders are skipped, even if they have the name of a checkpoint.
     """
     files = [file for file in checkpoint_folder(path).glob("*.pt") if file.is_file()]
     named = [file for file in files if file.name == BEST_FILE or iteration_in_name(file) >= 0]

@@ -1,9 +1,9 @@
 """Start the ranks in this process, in new ones or under torchrun, and watch them.
 
-If the launcher, its process group or any rank receives a SIGINT, SIGTERM, SIGUSR1 or SIGHUP, all
-ranks finish their iteration, save and leave. A second SIGINT or SIGTERM ends everything
-immediately. If the launcher is killed, its ranks receive SIGTERM; ranks that have not yet joined
-the process group receive SIGKILL.
+If the launcher, any rank or all of them together (as after Ctrl-C) receive a SIGINT, SIGTERM,
+SIGUSR1 or SIGHUP, all ranks finish their iteration, save and leave. A second SIGINT or SIGTERM
+ends everything immediately. If the launcher is killed, its ranks receive SIGTERM; ranks that have
+not yet joined the other ranks receive SIGKILL.
 
 An error in a rank ends the job. A ValueError, such as a UserError, is meant for the user: its
 message is printed once (under torchrun once on each machine) as `error: ...`, and the exit code is

@@ -169,7 +169,7 @@ def tensor_hash(*tensors: Tensor) -> str:
     """Return the SHA-256 of the concatenated bytes of tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        # Copy the tensor: a numpy view would keep its memory in use after FSDP has freed it.
+        # Hash a copy: a numpy view would keep the memory of the tensor in use after FSDP frees it.
         digest.update(as_bytes(tensor.detach().to("cpu", copy=True)).numpy().data)
     return digest.hexdigest()
 

@@ -77,7 +77,7 @@ def end_rank(message: str, *, consequence: int = 0) -> None:
 
 @dataclass
 class Verdicts:
-    """Decides whether this rank must end, given the statuses of all ranks and the time."""
+    """Decides whether this rank must end, given all ranks' statuses and the time."""
 
     rank: int
     size: int
