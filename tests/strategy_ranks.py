@@ -72,7 +72,7 @@ def norm_of_another_device(*args):
 
 @saves_results
 def train_on_unequal_devices(world, _):
-    """Train while the CPUs seem to differ and rank 1 computes another gradient norm.
+    """Train on CPUs that seem to differ: rank 1 computes a different gradient norm.
 
     Return two parameter hashes: one of a training in which the ranks agree on the norm, and one of
     a training in which they do not.

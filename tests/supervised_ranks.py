@@ -19,7 +19,7 @@ CRITERION = nn.CrossEntropyLoss()
 
 
 def blobs(count, seed=0, flipped=False):
-    """Return float64 points around a centre per class; `flipped` makes labels wrong."""
+    """Return float64 points around one centre per class; `flipped`: wrong labels."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=generator)
     points = torch.randn(count, FEATURES, generator=generator, dtype=torch.float64)

@@ -42,7 +42,7 @@ def test_a_failed_start_removes_only_its_own_files(tmp_path):
     theirs = tmp_path / "data" / "prices.csv"
     theirs.parent.mkdir()
     theirs.touch()
-    with RunDir(tmp_path).hold_new() as run:  # as --resume auto does in a folder without a run
+    with RunDir(tmp_path).hold_new() as run:  # --resume auto does this in a folder without a run
         run.write_config({})
         run.discard_unstarted(2)
     assert [*tmp_path.rglob("*.*")] == [theirs]

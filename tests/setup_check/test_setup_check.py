@@ -29,7 +29,7 @@ GOOD = {"nvidia_gpus": 2, "cores": 8, "load": 0.1, "memory_total_gib": 64, "shm_
 def facts_with(monkeypatch, tmp_path):
     """Return a function that reads the facts of a machine with two fake, idle GPUs.
 
-    Its arguments replace single facts. Without arguments, all checks pass.
+    Each of its arguments replaces one fact. Without arguments, all checks pass.
     """
 
     def facts(**changes):

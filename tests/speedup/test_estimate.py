@@ -81,7 +81,7 @@ def rows_of(*gpus, scaling="strong", **options):
     [
         ({"gpus": 2}, [2, 8], [(1, 64), (2, 32), (2, 8)], [2]),
         ({"gpus": 1}, [8], [(1, 64), (1, 8)], []),
-        ({"cores": 2}, [64], [(1, 64), (2, 1)], [2]),  # at most one copy per core
+        ({"cores": 2}, [64], [(1, 64), (2, 1)], [2]),  # at most one training copy per core
     ],
 )
 def test_ranks_that_this_machine_can_run_are_measured_and_others_are_modelled(

@@ -45,7 +45,7 @@ def clock(monkeypatch):
         (lambda size: {8: 0.12, 16: 0.19, 32: 0.37}.get(size, 1.0), 10**9, [8, 16, 32], 16, 36),
         # Larger sizes would leave less than a tenth of the memory free.
         (lambda size: 1.0, 1000, range(8, 10**6, 8), 512, 1138),
-        # A step takes so long that no larger size is tried.
+        # Even the smallest batches take so long that no larger ones are tried.
         (lambda size: 11.0, 10**9, range(1, 10**6), 1, 2),
     ],
 )
