@@ -1,9 +1,9 @@
 """train_distributed.py with one rank that dies at a chosen point.
 
-This happens only in the first start; restarted ranks train normally. The changes below also apply
-to spawned ranks, because they import this script again. The environment variable DIE holds the
-place, the rank, the iteration, and how the rank ends. If DIE_FOLDER is set, the rank first creates
-the file `here` in that folder and waits for the file `go`.
+The rank dies only in the first start; restarted ranks train normally. Spawned ranks import this
+script again, so they also get the changed methods of Training. The environment variable DIE holds
+the place, the rank, the iteration, and how the rank ends. If DIE_FOLDER is set, the rank creates
+the file `here` in that folder before it dies, and waits for the file `go`.
 """
 
 if __name__ == "__main__":  # the supervisor must start before torch is imported

@@ -46,7 +46,7 @@ def test_an_environment_in_the_current_directory_is_found_by_all_ranks(trained):
     # The flag --stop_at ended the run after one iteration.
     (line,) = records(trained / "run")
     assert len(line["ranks"]) == 2
-    # Both metrics cover all ranks. They are equal, because an episode has exactly one answer.
+    # Both metrics are means over all ranks. They are equal: an episode has exactly one answer.
     assert line["env/right_answers"] == pytest.approx(line["episode/return"])
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(600)
 ALWAYS = [*JOBS, *MORE_JOBS]
 STOPS = "recall, mlp, KL stop"
 ON_FOUR = ["trading, clstm", STOPS]
-PLANS = {  # each plan is one launch: {number of ranks: names of cases}
+PLANS = {  # one launch trains all cases of a plan: {number of ranks: names of cases}
     "default": {4: ON_FOUR, 3: [TWELVE], 2: [*ALWAYS, "weak"]},
     "slow": {4: [*(set(ALWAYS) - set(ON_FOUR)), *SLOW_JOBS], 2: [*SLOW_JOBS]},
 }

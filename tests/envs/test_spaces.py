@@ -72,7 +72,7 @@ def test_a_nested_observation_becomes_a_row_of_named_parts():
 
 
 @pytest.mark.parametrize(
-    # axes: those of frames and channels, if any, then height and width; () if not an image
+    # axes: frames and channels first, if there are any, then height and width; () for no image
     ("shape", "largest", "axes"),
     [
         ((84, 84), 1, (0, 1)),
