@@ -24,8 +24,8 @@ def make_batch(
 ) -> Batch:
     """Compute the advantages and returns of a rollout, and cut it into sequences.
 
-    Every rank must call this: one all-reduce sums the statistics of advantages, observations and
-    rewards over all ranks.
+    Every rank must call this, because one all-reduce adds up the statistics of all ranks: those of
+    advantages, of observations and of rewards.
     """
     # compute advantages and returns [T, B] from scaled rewards
     values = rollout.values

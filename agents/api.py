@@ -263,7 +263,7 @@ def train(
 class SeedsResult:
     """The scores of several runs that differ only in their seeds."""
 
-    run_dir: str  # its subfolder seed_N holds the run with seed N
+    run_dir: str  # the run with seed N is in the subfolder seed_N
     metric: str  # name of the score
     scores: dict[int, float]  # score in the final evaluation, by seed
     interval: Interval  # mean score, and lower and upper bound of its 95 % interval

@@ -115,8 +115,9 @@ class TrainConfig:
     pretrained: Text = ""
     """Start from the feature LSTM that python -m agents.pretrain wrote to this directory."""
     init_from: Text = ""
-    """Start from the weights and normalisers of an earlier run or checkpoint; its inputs and
-    outputs must have the shapes of the new run. Optimizer, counters and environments start anew."""
+    """Start from the weights and normalisers of an earlier run or checkpoint. Inputs must
+    have the same shapes in both runs, and so must outputs. Optimizer, counters and environments
+    start anew."""
     seed: int = Field(1, ge=0, le=2**63 - 1)
     """Seed for the policy, the environments, the action noise and the shuffling of sequences."""
     normalize_obs: bool = True

@@ -48,7 +48,7 @@ Runner = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.nda
 
 
 class ExportedStep(nn.Module):
-    """One noise-free actor step, with normaliser, state reset and action bounds.
+    """One step of the actor without noise, from raw observations to bounded actions.
 
     The state is a row of D numbers: the recurrent state of the cores, followed by the earlier
     observations of the window. All of them are zero before the first step.
@@ -71,7 +71,8 @@ class ExportedStep(nn.Module):
         if policy.discrete:
             self.offset = torch.as_tensor(decoder.start)  # [D] int64: smallest value per action
             return
-        # In training, actions are clipped before they are scaled, which gives the same result.
+        # Scale actions, then clip them to scaled bounds. Training clips first and scales then; the
+        # result is the same.
         self.stretch, self.offset, self.low, self.high = (
             torch.as_tensor(values, dtype=torch.float32)  # [A]
             for values in (

@@ -81,7 +81,7 @@ class StageStrategy(Strategy):
         for parameter in self.stages[1 - self.stage]:
             optimizer.state.pop(parameter, None)
         grad_norm = self.agreed_norm(self.grad_norm)
-        stepped = torch.isfinite(grad_norm)  # all ranks have the same value
+        stepped = torch.isfinite(grad_norm)  # the value is the same on all ranks
         if stepped:
             clip_grads_with_norm_(self.local, max_grad_norm, grad_norm.to(self.local[0].dtype))
             optimizer.step()

@@ -179,7 +179,7 @@ class Policy(nn.Module):
         return int(self.actor_core.num_states + self.critic_core.num_states)
 
     def plan(self, starts: np.ndarray) -> Plan | None:
-        """Plan the core calls for episode starts [L, N]; None for a stateless policy."""
+        """Return a plan of core calls for episode starts [L, N]; None if stateless."""
         if self.config.stateless:
             return None
         device = self.critic_head.weight.device

@@ -107,7 +107,7 @@ class Training:
 
     @property
     def done(self) -> int:
-        """Number of steps or episodes done so far, in the unit of the budget."""
+        """Number of steps done so far, or of episodes if the budget counts episodes."""
         return self.global_step if self.config.train.total_steps else self.episodes
 
     @property

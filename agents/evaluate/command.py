@@ -51,8 +51,8 @@ class EvaluateConfig:
     """Checkpoint to evaluate, days or episodes to evaluate on, and files to write."""
 
     which: Literal["auto", "best", "last"] = "auto"
-    """Checkpoint to load from a run directory; auto: the last one for runs on real prices,
-    otherwise the best one if it exists."""
+    """Checkpoint to load from a run directory; auto: the last one for runs on real prices
+    or if there is no best one, otherwise the best one."""
     open_test: bool = False
     """Evaluate on the test span of real prices; each such evaluation is recorded in
     RUN_DIR/test_looks.jsonl."""

@@ -120,7 +120,8 @@ def evaluate_episodes(
     its episode is repeated.
 
     Returns:
-        An array [3, N], the same on every rank: return, length and repetitions of each episode.
+        An array [3, N], the same on every rank. Its rows are the return, the length and the number
+        of repetitions of each episode.
     """
     numbers = shard(task.config.eval_episodes, world)
     columns: list[list[float]] = [[], [], []]

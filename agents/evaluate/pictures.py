@@ -42,7 +42,7 @@ def plot_equity(
     span: str,
     simulated: bool,
 ) -> None:
-    """Plot the median of portfolio values over all markets, for each strategy."""
+    """For each strategy, plot the median growth of the portfolio over all markets."""
     growth = {name: record["values"] / record["values"][:, :1] for name, record in records.items()}
     medians = {name: np.median(values, axis=0) for name, values in growth.items()}
     title = f"{span}: {dates[0]} to {dates[-1]}"

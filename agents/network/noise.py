@@ -134,8 +134,8 @@ def sequence_orders(
 ) -> np.ndarray:
     """Shuffle this rank's sequences into minibatches, for every epoch.
 
-    Returns [epochs, minibatches, sequences] of indices k * B + b, for sequence k of environment b.
-    Random keys sort the sequences within strata, which are groups of neighbouring environments.
+    Returns indices [epochs, minibatches, sequences]; k * B + b stands for sequence k of environment
+    b. Random keys sort the sequences within strata, which are groups of neighbouring environments.
     Each stratum contributes the same number of sequences to every minibatch, so the global
     minibatch does not depend on the number of ranks.
     """

@@ -228,7 +228,7 @@ def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
         for name in new.keys() & given.keys()
         if new[name] != old[name] and (name, given[name]) not in KEPT_CHOICES
     }
-    # Reset values that were valid only for the old devices, number of ranks or strategy.
+    # Reset values that were valid only for the old devices, ranks or strategy.
     reset: dict[str, Any] = {}
     if changes.keys() & {"num_gpus", "device", "gpu_ids"}:
         reset = {"gpu_ids": "", "threads": 0}
