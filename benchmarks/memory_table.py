@@ -297,7 +297,7 @@ def result_path(out: Path, row: Row, seed: int) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train the rows that have no stored result; print the table."""
+    """Train each row with each seed unless a result is stored; print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument(

@@ -55,7 +55,7 @@ def batched_env(task: Task) -> Any:
 
 
 def rl_games(task: Task, args: argparse.Namespace) -> None:
-    """Train rl_games' LSTM actor-critic on a vector environment of 64 copies."""
+    """Train rl_games' LSTM actor-critic on 64 environments that are stepped together."""
     import rl_games.common.a2c_common as a2c
     from rl_games.common import env_configurations, vecenv
     from rl_games.torch_runner import Runner

@@ -110,7 +110,7 @@ PATTERNS = {  # regular expressions for options whose names do not occur in the 
     "validation": "validate_every", "warm-up": "warmup", "floor of advantages": "min_adv_std",
     "coloured noise": "noise_color",
 }  # fmt: skip
-MACHINE = ("time/", "cpu/", "gpu/", "ram/")  # prefixes of metrics that vary from run to run
+MACHINE = ("time/", "cpu/", "gpu/", "ram/")  # metrics with these prefixes vary from run to run
 # names of values in old checkouts, and their present names
 RENAMED = {
     "lifetime_step": "life/lifetime_step", "guard/restarts": "life/restarts",

@@ -10,11 +10,11 @@ Three tasks take turns of one iteration each:
 
 In the first two tasks, an iteration has 128 steps of 64 environments and 4 epochs of 4 minibatches.
 Before each turn, a fixed matrix product is timed. The output has steps per second, seconds per
-phase, GFLOP/s of the whole iteration, this rate as a fraction of the product's rate, and steps per
-GFLOP: the number of steps trained in the time in which the product does a billion operations. Steps
-per GFLOP are comparable even if the machine was faster on one day than on another. For each
-task they are compared with the newest stored result that had the same processor, torch version and
-number of threads. The results are then stored in a new file in the folder.
+phase, GFLOP/s of the whole iteration, these GFLOP/s divided by those of the matrix product, and
+steps per GFLOP: how many steps are trained in the time that the matrix product needs for a billion
+operations. Steps per GFLOP are comparable even if the machine was faster on one day than on
+another. For each task they are compared with the newest stored result that had the same processor,
+torch version and number of threads. The results are then stored in a new file in the folder.
 """
 
 from __future__ import annotations

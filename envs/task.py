@@ -24,7 +24,7 @@ class TaskConfig:
     """Flags that choose a run's environment and how to step it."""
 
     env: Text = TRADING_ID
-    """Gymnasium id of the environment, or module:id to import a module first."""
+    """Gymnasium id of the environment; if it has the form module:id, import the module first."""
     env_kwargs: Text = ""
     """JSON object with arguments for making the environment (not for StockTrading-v0)."""
     vectorization: Literal["auto", "sync"] = "auto"

@@ -20,7 +20,7 @@ from rl_dist.errors import UserError
 
 
 def objective(trial: optuna.Trial, total_steps: int, **fixed: object) -> float:
-    """Train with a trial's settings; return the mean test return without noise."""
+    """Train with a trial's settings; return the mean test return (no action noise)."""
 
     def report(moment: Moment) -> bool:
         trial.report(moment.metrics["valid/return"], moment.metrics["global_step"])

@@ -115,7 +115,7 @@ class TradingVectorEnv(TorchEnv):
         self.evaluation = evaluation
         self.span = span
         self.device = torch.device(device)
-        self.reads_steps = self.device.type == "cpu"  # on a GPU, reading values blocks the CPU
+        self.reads_steps = self.device.type == "cpu"  # on a GPU, the CPU would have to wait
         self.markets = markets
         self.tickers = markets[0].tickers
         self._episode_days = self.num_days - 1 if evaluation else config.episode_days

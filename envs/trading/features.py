@@ -162,8 +162,8 @@ def market_tables(
     Returns:
         Features [rows, F] float32: the observation of a portfolio that is all cash.
         Prices [rows, 6, n] float64, in USD per share: today's close, amount received in a sale,
-        amount paid in a purchase, tomorrow's close, discounted gain after today's close, and
-        discount times the discounted gain after tomorrow's close.
+        amount paid in a purchase, tomorrow's close, today's gain, and discount times tomorrow's
+        gain. A day's gain is the discounted sum of all later price changes in the span.
         Turbulent days [rows] bool, or None if turbulence_quantile is 0.
     """
     days = slice(span.first, span.last + 1)

@@ -191,7 +191,8 @@ class OneByOne(TorchVectorEnv):
         self._set_up(len(self.env), self.env[0].observation_space, self.env[0].action_space)
         self._actions_space = batch_space(self.env[0].action_space, self.num_envs)
         self._last_rows = [np.zeros(self.row_size, np.float32)] * self.num_envs
-        # By row: first observation of the next episode, if a restart has already begun it.
+        # Row -> first observation of its next episode, only for rows in which a restart has already
+        # begun the next episode.
         self._first_rows: dict[int, np.ndarray] = {}
         self._metrics: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))  # (sum, count)
         self.can_snapshot = all(map(has_snapshots, self.env))

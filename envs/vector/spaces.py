@@ -93,8 +93,8 @@ def _image_axes(space: Space) -> list[int]:
     """Return an image's axes in the order frames, channels, height, width.
 
     Return [] if the space is not an image. An image is uint8 [H, W], [H, W, C] or [C, H, W].
-    Stacked frames are [N, H, W, C] or [N, C, H, W]. Of the two axes that could hold the channels,
-    the shorter one does.
+    Stacked frames are [N, H, W, C] or [N, C, H, W]. Two axes could hold the channels; the shorter
+    of the two is taken.
     """
     shape = space.shape
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:

@@ -93,7 +93,7 @@ def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tenso
 
 
 def step_result(arrays: Sequence[np.ndarray], device: torch.device) -> StepResult:
-    """Return the arrays, ordered as STEP_FIELDS, as a result of `TorchEnv.step`."""
+    """Turn arrays, in the order of STEP_FIELDS, into a result of `TorchEnv.step`."""
     rewards, obs, final_obs, terminated, truncated = to_tensors(arrays, device)
     return obs, rewards, terminated, truncated, {"final_obs": final_obs}
 

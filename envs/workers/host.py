@@ -44,10 +44,11 @@ def _host() -> tuple[socket.socket, subprocess.Popen[bytes]]:
 
 
 def ask_host(pid: int, files: Sequence[int] = ()) -> int:
-    """Kill a worker and return its exit code, or fork a new worker if pid is 0.
+    """Let the host fork a worker or kill one.
 
-    A new worker inherits `files`, and its process id is returned. The exit code is negative if a
-    signal ended the worker.
+    If `pid` is 0, the host forks a worker, which inherits `files`; its process id is returned.
+    Otherwise, the host kills the worker with this process id; its exit code is returned, which is
+    negative if a signal ended the worker.
     """
     connection, _ = _host()
     try:
