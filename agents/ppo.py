@@ -254,6 +254,7 @@ class PPO:
                 self.world.heartbeat()
                 # a skipped step is not bad if only the loss scale was too large
                 bad = ~stepped & ~self.strategy.overflowed
+                # parts[0] is the total loss, which METRICS does not contain
                 rows.append(torch.stack([*parts[1:], grad_norm, bad, stepped]).detach().double())
 
             # stop all ranks early if the KL divergence is too large

@@ -283,6 +283,7 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         # gather the metrics of all ranks
         metrics = recorder.gather(rollout, training.env, training.monitor, stop.signum)
         signum = metrics.pop("signum")
+        # the three dicts have no key in common
         metrics = training.end_iteration(metrics["episode/count"]) | metrics | losses
         training.profiler.end(writer.say)
         finished = training.progress >= 1.0

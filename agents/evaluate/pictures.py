@@ -30,9 +30,12 @@ FRAME_MS = 33  # milliseconds for which the video shows each picture
 def plot_learning_curve(directory: RunDir, title: str, simulated: bool) -> None:
     """Plot training returns and validation results over environment steps."""
     table = pd.DataFrame(directory.records()).set_index("global_step")
-    curves = table.filter(CURVES).astype(float).interpolate()
-    path = path_to_write(directory.path, "plots/learning_curve.png")
-    _plot(curves, path, simulated, title, style=".-", subplots=True)
+    curves = table.filter(CURVES).astype(float)
+    # lines connect the measurements, which dots show: most iterations have no validation
+    axes = curves.interpolate(limit_area="inside").plot(title=title, subplots=True)
+    label = "environment steps"
+    curves.plot(style=".", ax=axes, subplots=True, grid=True, legend=False, xlabel=label)
+    _save(path_to_write(directory.path, "plots/learning_curve.png"), simulated)
 
 
 def plot_equity(
@@ -43,14 +46,16 @@ def plot_equity(
     simulated: bool,
 ) -> None:
     """For each strategy, plot the median growth of the portfolio over all markets."""
-    growth = {name: record["values"] / record["values"][:, :1] for name, record in records.items()}
-    medians = {name: np.median(values, axis=0) for name, values in growth.items()}
+    medians = {
+        name: np.median(record["values"] / record["values"][:, :1], axis=0)
+        for name, record in records.items()
+    }
     title = f"{span}: {dates[0]} to {dates[-1]}"
-    _plot(pd.DataFrame(medians, dates), path, simulated, title, ylabel="value / initial cash")
+    pd.DataFrame(medians, dates).plot(title=title, grid=True, ylabel="median value / initial cash")
+    _save(path, simulated)
 
 
-def _plot(table: pd.DataFrame, path: Path, simulated: bool, title: str, **options: Any) -> None:
-    table.plot(title=title, grid=True, **options)
+def _save(path: Path, simulated: bool) -> None:
     if simulated:
         plt.figtext(0.6, 0.2, "SIMULATED", fontsize=20, alpha=0.4)
     path.parent.mkdir(parents=True, exist_ok=True)

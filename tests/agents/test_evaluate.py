@@ -12,11 +12,12 @@ from gymnasium import spaces
 from PIL import Image
 from train_runs import SIZES, SMALL, daily_bars, evaluate_here, only_error, start, train_here
 
-from agents.evaluate import episodes, markets
+from agents.evaluate import episodes, markets, pictures
 from agents.evaluate.command import LOOKS
 from envs.trading import task
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
 from rl_dist.files import read_object
+from rl_dist.run_dir import RunDir
 
 BRIEF = ["--validate_every", "0", "--num_episodes", "2"]
 NO_VALIDATION = ["--train_end", "2019-01-04", "--test_start", "2019-01-07"]
@@ -234,3 +235,21 @@ def test_a_stop_signal_ends_an_evaluation_in_one_line(runs, monkeypatch, capsys)
         assert stop.name in lines[-1]
     assert train_here(monkeypatch, *resume) == 0
     assert summary_of(run_dir) == summary
+
+
+def test_the_learning_curve_has_a_dot_for_each_measurement_and_no_other(tmp_path, monkeypatch):
+    run = RunDir(tmp_path)
+    records = [
+        {"iteration": n, "global_step": n, "episode/return": n % 3 or None} for n in range(9)
+    ]
+    records[2]["valid/return"] = records[7]["valid/return"] = 1.0
+    run.write_records(records)
+    monkeypatch.setattr(pictures.plt, "close", lambda: None)
+    pictures.plot_learning_curve(run, "title", False)
+    dots = [
+        np.isfinite(line.get_ydata()).sum()
+        for axes in pictures.plt.gcf().axes
+        for line in axes.lines
+        if line.get_marker() == "."
+    ]
+    assert dots == [6, 2]
