@@ -53,7 +53,7 @@ VOLUME_ON_MOVE = 0.10  # log volume added per standard deviation of a stock's ow
 # Prices. Log volatility is the sum of a slow market wave and a slow wave per stock.
 MARKET_DRIFT = 0.0006  # per day; gives an equal-weight portfolio a Sharpe ratio of about 0.8
 ANNUAL_VOLATILITY = 0.25  # volatility of each stock without the planted drift
-MARKET_SHARE = 0.62  # fraction of each stock's variance due to the market, without planted drifts
+MARKET_SHARE = 0.62  # fraction of a stock's variance due to the market; no planted drifts
 # AR(1) coefficient and standard deviation of each wave
 COMMON_WAVE = (0.985, 0.50)  # wave of the whole market
 OWN_WAVE = (0.95, 0.30)  # wave of one stock

@@ -35,7 +35,7 @@ class Worker:
     """Answers the rank's questions, which name methods of this class or its adapter."""
 
     def __init__(self, files: Sequence[int]) -> None:
-        """Open 3 descriptors: connection to the rank, status file, rows of all workers."""
+        """Open the three descriptors: connection to the rank, status file, shared rows."""
         connection, status_file, self._rows_file = files
         self._connection = Connection(connection)
         self._sending = threading.Lock()

@@ -92,9 +92,9 @@ def run_rank(
 
 
 def _last_arrival_s(num_bytes: int, world: World) -> float:
-    """Return the median time of a reduction after the last rank has arrived.
+    """Return the median time that a reduction takes once all ranks have arrived.
 
-    This is the shortest wait of any rank, because the rank that arrives last waits least.
+    In each reduction, this is the shortest wait of any rank: the last rank to arrive waits least.
     """
     module = nn.Linear(max(1, num_bytes // 4), 1, bias=False, device=world.device)
     wrapped = Strategy(StrategyConfig(mode="ddp"), world).wrap(module)

@@ -133,7 +133,7 @@ def _rows(
     """
     rows = []
     baseline: Prediction | None = None  # the first prediction, which is for one rank
-    slower = 1.0  # time per step that `sps` gives, divided by the measured time per step
+    slower = 1.0  # time per step computed from `sps`, divided by the measured time
     card = CARDS.get(options.gpu)
     usd_per_hour = options.price_per_hour or (card.usd_per_hour if card else 0.0)
     # computing time on the card, divided by the time on one CPU thread or GPU of this machine
