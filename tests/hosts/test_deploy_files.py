@@ -71,6 +71,8 @@ def test_the_command_trains_on_two_pods_and_continues_after_one_is_replaced(job,
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = [word.replace("/runs/", f"{tmp_path}/") for word in command]
     command += [*RECALL, "--total_steps", 64 * 30, "--checkpoint_every", 2]
+    # If the first pod only waits for data when the second one is lost, TCP reports no error.
+    command += ["--collective_timeout", 30]
     run_dir = tmp_path / "clstm-ppo"
     # On a cluster, the service gives these DNS names to the pods.
     pods = [f"{name}.clstm-ppo {name}" for name in names]
