@@ -103,7 +103,7 @@ def check_errors(world):
             call(values, world)
     # From here on, as with NCCL, ranks do not compare their calls.
     world.backend = "without announcements"
-    with pytest.raises(UserError, match="other names"):
+    with pytest.raises(UserError, match="names or shapes"):
         all_reduce_sum(name, world)
     world.backend = "gloo"
 
