@@ -21,11 +21,11 @@ MAX_LEARNER = 65  # most lines of a method `update` or `collect` in agents/
 # Lower these limits when you can; never raise them. Code is counted in tokens, because longer
 # lines would lower a count of lines, but not a count of tokens.
 MAX_SIZES = {
-    "tokens of source": 109_080,
-    "tokens of tests": 104_660,
-    "tokens of benchmarks": 16_090,
+    "tokens of source": 108_000,
+    "tokens of tests": 103_730,
+    "tokens of benchmarks": 16_080,
     "lines of README.md": 150,
-    "tokens of the files that lead to loss.backward()": 18_390,
+    "tokens of the files that lead to loss.backward()": 17_870,
 }
 # The files that one has to read to get from the main function of a rank to loss.backward().
 READING_PATH = (
