@@ -119,11 +119,14 @@ def collect(
     Groups of environments take turns: while the policy acts for one group, the others step.
     """
     with weights_cast_once(policy.low_precision, noise.device):
+        # each group has an actor with its rows of the carry and the noise
         actors = [
             Actor(policy, normalizer, carry.rows(rows), noise[:, rows]) for rows in env.groups
         ]
         for group, actor in enumerate(actors):
             env.send(actor.act(), group)
+
+        # receive the answers of a group, then send the actions for its next step
         for num_steps in range(1, len(noise) + 1):
             for group, actor in enumerate(actors):
                 with section("environment"):
@@ -132,7 +135,9 @@ def collect(
                 actor.observe(answers)
                 if num_steps < len(noise):
                     env.send(actor.act(), group)
-        parts = [actor.finish(bptt_steps, gamma) for actor in actors]  # also updates the carry
+
+        # join the groups; `finish` updates each actor's carry, so it must be called first
+        parts = [actor.finish(bptt_steps, gamma) for actor in actors]
     vars(carry).update(vars(joined([actor.carry for actor in actors], dim=0)))
     return joined(parts, dim=1)
 
@@ -155,6 +160,7 @@ class Actor:
         """Choose and return the actions for the next step."""
         carry = self.carry
         seen = policy_input(self.normalize, carry.history, carry.obs)
+        # the number of recorded states is the index of this step
         actions, actor, values, state = self.policy.act(
             seen, carry.lstm_state, carry.episode_start, self.pushes[len(self.states)]
         )

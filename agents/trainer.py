@@ -308,7 +308,8 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
             training.checked_state()
     if reason:
         writer.say(f"stopped at iteration {training.iteration}: {reason}")
-    stop.notice = ""  # from this line on, a signal does not cause another save
+    # a signal that arrives now causes no other save, so its notice must not announce one
+    stop.notice = ""
     # a signal may have arrived during the last save
     return signum or all_reduce_max(stop.signum, world)
 
