@@ -24,7 +24,7 @@ from torch.nn.utils.convert_parameters import parameters_to_vector
 
 from agents.network.sequences import run_sequence
 from agents.policy import Policy
-from agents.ppo import PPO, LossParts, Minibatch, ppo_loss
+from agents.ppo import PPO, LossParts, Minibatch, Plans, ppo_loss
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import World, make_mesh
 from rl_dist.strategies.config import StrategyConfig
@@ -127,7 +127,11 @@ class PipelinePPO(PPO):
 
     strategy: StageStrategy
 
-    def gradients(self, minibatch: Minibatch, starts: np.ndarray) -> LossParts:
+    def plans(self, starts: np.ndarray) -> Plans:
+        """Return no plans: `run_sequence` makes them, also for the partner's sequences."""
+        return []
+
+    def gradients(self, minibatch: Minibatch, plans: Plans) -> LossParts:
         """Compute this stage's gradient of the loss, averaged over all ranks.
 
         Every rank has the same number of sequences and the same number of parts. If a loss is not

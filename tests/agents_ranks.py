@@ -276,8 +276,8 @@ class Recording(Training):
         self.step = self.ppo.step
         self.ppo.step = self.recorded_step
 
-    def recorded_step(self, minibatch, starts):
-        result = self.step(minibatch, starts)
+    def recorded_step(self, minibatch, plans):
+        result = self.step(minibatch, plans)
         first = (result[0].approx_kl, result[0].clip_fraction, self.normalizers.obs.moments.count)
         self.firsts.setdefault(self.iteration, [float(number) for number in first])
         return result

@@ -198,7 +198,7 @@ class Trials:
             )
         _held = torch.empty(rollout, dtype=torch.uint8, device=device)  # as large as a rollout
         minibatch = dummy_minibatch(policy, train.bptt_steps, sequences)
-        ppo.gradients(minibatch, minibatch.episode_start.cpu().numpy())
+        ppo.gradients(minibatch, ppo.plans(minibatch.episode_start.cpu().numpy()))
         policy.zero_grad()
         self.bytes_per_sequence = peak_memory_bytes(device) / sequences
         yield
@@ -210,9 +210,9 @@ class Trials:
                 strategy = Strategy(options, world)
                 ppo = PPO(policy, config.ppo, strategy, train.grad_accumulation)
             minibatch = minibatch.select(Tensor.narrow, 0, sizes.batch_size)
-            starts = minibatch.episode_start.cpu().numpy()
+            plans = ppo.plans(minibatch.episode_start.cpu().numpy())
             while True:
-                ppo.step(minibatch, starts)
+                ppo.step(minibatch, plans)
                 yield
         finally:
             strategy.close()
