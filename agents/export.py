@@ -104,8 +104,7 @@ class ExportedStep(nn.Module):
             actions = (actions * self.stretch + self.offset).clamp(self.low, self.high)
         after: Any = controller.state, controller.history
         rows = [part.flatten(1) for part, size in zip(after, self.sizes, strict=True) if size]
-        next_state = torch.cat(rows or [state], dim=1)
-        return actions.reshape(batch, *self.action_shape), next_state
+        return actions.reshape(batch, *self.action_shape), torch.cat(rows or [state], dim=1)
 
 
 def float_copy(agent: LoadedAgent) -> Any:

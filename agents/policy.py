@@ -107,8 +107,8 @@ class Policy(nn.Module):
         super().__init__()
         self.config = config
         self.layout = layout
-        self.num_obs = self.layout.size
-        self.mask_columns = self.layout.columns("mask")  # consecutive columns; empty without a mask
+        self.num_obs = layout.size
+        self.mask_columns = layout.columns("mask")  # consecutive columns; empty without a mask
 
         # the actor returns logits of all discrete choices, or means of continuous actions
         self.num_actions = spaces.utils.flatdim(action_space)
@@ -123,7 +123,7 @@ class Policy(nn.Module):
         size = config.hidden_size
         layers = config.num_layers
         new_core: Any = partial(make_core, config.core) if config.core else CORES[config.policy]
-        self.feature_encoder = Encoder(self.layout, size)
+        self.feature_encoder = Encoder(layout, size)
         width = self.feature_encoder.num_outputs
         self.feature_core: Any = TanhCore(width, width, 0)  # 0 layers: returns its inputs
         self.feature_mlp: nn.Module = nn.Identity()
@@ -182,8 +182,9 @@ class Policy(nn.Module):
         """Return a plan of core calls for episode starts [L, N]; None if stateless."""
         if self.config.stateless:
             return None
-        device = self.critic_head.weight.device
-        return plan_pieces(starts, device, self.call_steps, self.resets_inside)
+        return plan_pieces(
+            starts, self.critic_head.weight.device, self.call_steps, self.resets_inside
+        )
 
     @property
     def resets_inside(self) -> bool:

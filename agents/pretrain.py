@@ -322,8 +322,7 @@ def main() -> int:
         configs = parse(sections | read_sections(SECTIONS, run.config())).configs
         configs.pop("run")
     config = PretrainRunConfig(**configs)
-    digest = data_digest(config.data)
-    config = replace(config, data=replace(config.data, data_digest=digest))
+    config = replace(config, data=replace(config.data, data_digest=data_digest(config.data)))
     chosen, resolved, note = resolve_launch(config.launch)
     config = replace(config, launch=chosen)
     with ExitStack() as held:

@@ -86,9 +86,8 @@ def joined(parts: list[Part], dim: int) -> Part:
     """Concatenate every field over all groups of environments."""
     if len(parts) == 1:  # avoid a copy
         return parts[0]
-    names = vars(parts[0])
     return type(parts[0])(
-        **{name: torch.cat([getattr(part, name) for part in parts], dim) for name in names}
+        **{name: torch.cat([getattr(part, name) for part in parts], dim) for name in vars(parts[0])}
     )
 
 
@@ -127,13 +126,13 @@ def collect(
             env.send(actor.act(), group)
 
         # receive the answers of a group, then send the actions for its next step
-        for num_steps in range(1, len(noise) + 1):
+        for steps_left in reversed(range(len(noise))):
             for group, actor in enumerate(actors):
                 with section("environment"):
                     answers = env.recv(group)
                 on_step()
                 actor.observe(answers)
-                if num_steps < len(noise):
+                if steps_left:
                     env.send(actor.act(), group)
 
         # join the groups; `finish` updates each actor's carry, so it must be called first
@@ -203,12 +202,12 @@ class Actor:
         """
         carry = self.carry
         steps = {name: torch.stack([step[name] for step in self.steps]) for name in self.steps[0]}
-        steps["rewards"] = steps["rewards"].double()
         steps["logprobs"] = self.policy.logprobs(steps.pop("actor"), steps["actions"])
         ends = steps["terminated"] | steps["truncated"]  # [T, B]
 
         # for every step, sum rewards, steps and discounted rewards since the start of the episode
-        raw_rewards, rewards = steps.pop("raw_rewards").double(), steps["rewards"]
+        raw_rewards = steps.pop("raw_rewards").double()
+        rewards = steps["rewards"] = steps["rewards"].double()
         increments = torch.stack([raw_rewards, torch.ones_like(rewards), rewards], 1)  # [T, 3, B]
         sums = torch.stack(
             [carry.episode_return, carry.episode_length.double(), carry.discounted_return]
@@ -237,8 +236,7 @@ class Actor:
     def _next_values(self, steps: dict[str, Tensor], truncated: np.ndarray) -> Tensor:
         """Return values [T, B] of the observations after each step; 0 if terminated."""
         # Use the value of the next step. It is missing after a truncation and after the last step.
-        next_values = torch.empty_like(steps["values"])
-        next_values[:-1] = steps["values"][1:]
+        next_values = steps["values"].roll(-1, 0)  # the last row is replaced below
         missing = truncated.copy()  # [T, B]
         missing[-1] = True
 

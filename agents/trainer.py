@@ -23,7 +23,7 @@ from agents.recorder import Recorder
 from agents.rollout import Carry, Rollout, collect, fresh_carry
 from agents.run.callbacks import Watch
 from agents.run.saved import InitialWeights
-from agents.run.sizes import Sizes, shard_sizes
+from agents.run.sizes import shard_sizes
 from envs.vector.layout import TorchEnv
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, Best, save_agreed, tensors_in
 from rl_dist.errors import UserError, one_line
@@ -70,7 +70,7 @@ class Training:
         self.job = job
         self.config = config
         self.world = world
-        self.sizes: Sizes = shard_sizes(train, world.rank, world.size, saved_num_envs)
+        self.sizes = shard_sizes(train, world.rank, world.size, saved_num_envs)
 
         # environments
         self.env = job.make_env(self.sizes.num_envs, self.sizes.env_offset)
@@ -101,8 +101,13 @@ class Training:
 
     def _reset(self, resumed_at: int = 0) -> Carry:
         """Reset all environments; for a resumed run, `resumed_at` selects new episodes."""
-        first, count = self.sizes.env_offset, self.sizes.num_envs
-        seeds = stream_seeds(self.config.train.seed, ENVIRONMENT_STREAM, first, count, resumed_at)
+        seeds = stream_seeds(
+            self.config.train.seed,
+            ENVIRONMENT_STREAM,
+            self.sizes.env_offset,
+            self.sizes.num_envs,
+            resumed_at,
+        )
         return fresh_carry(self.policy, self.env.reset(seed=seeds)[0])
 
     @property

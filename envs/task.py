@@ -113,8 +113,7 @@ class GymTask:
 
     def probe_env(self) -> Any:
         """Make one environment in this process, to read its spaces."""
-        config = replace(self.config, env_workers=0)
-        return replace(self, config=config).training_env(1)
+        return replace(self, config=replace(self.config, env_workers=0)).training_env(1)
 
     def describe(self) -> str:
         """Return one line with the environment's id and arguments."""

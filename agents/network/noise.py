@@ -64,7 +64,6 @@ def action_noise(
     """
     # Each step of each environment has C counters of its own, and each counter gives 2 pairs of
     # words; all counters: [T, B, C].
-    device = torch.device(device)
     is_box = isinstance(space, spaces.Box)
     num_actions = spaces.utils.flatdim(space)  # dimensions of a Box, or number of choices
     num_words = (num_actions + 1) // 2 if is_box else num_actions
@@ -75,7 +74,7 @@ def action_noise(
     # compute a few steps at a time, so that intermediate results fit into the cache
     key = stream_key(seed, NOISE_STREAM)
     draw = normal if is_box else gumbel
-    size = max(1, CELLS[device.type] // (num_envs * len(numbers)))
+    size = max(1, CELLS[numbers.device.type] // (num_envs * len(numbers)))
     parts = []
     for part in steps.split(size):
         words = philox((numbers, envs, part & MASK, part >> 32), key)

@@ -238,8 +238,7 @@ def check_initial(config: TrainConfig, policy: Policy) -> None:
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     """Describe each value that differs from the checkpoint; None means missing."""
-    names = sorted({*now, *before})
-    pairs = [(name, now.get(name), before.get(name)) for name in names]
+    pairs = [(name, now.get(name), before.get(name)) for name in sorted({*now, *before})]
     return [f"{name} {new} (the checkpoint has {old})" for name, new, old in pairs if new != old]
 
 

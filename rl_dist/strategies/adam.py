@@ -45,5 +45,4 @@ def keep_options(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dic
     Options are, for example, the learning rate and `eps`.
     """
     saved = state["param_groups"][0]
-    options = optimizer.param_groups[0]
-    return state | {"param_groups": [options | {"params": saved["params"]}]}
+    return state | {"param_groups": [optimizer.param_groups[0] | {"params": saved["params"]}]}

@@ -65,8 +65,7 @@ def shared_batches(
     if training:
         order = torch.arange(count)
         if isinstance(loader.sampler, RandomSampler):
-            generator = torch.Generator().manual_seed(seed + epoch)
-            order = torch.randperm(count, generator=generator)
+            order = torch.randperm(count, generator=torch.Generator().manual_seed(seed + epoch))
         numbers = order[: count // size * size].view(-1, size)[:, rank::ranks].tolist()
     else:
         largest_share = -(-count // ranks)
