@@ -14,7 +14,7 @@ from train_runs import RECALL, end_of, records, start_training, wait_until
 from rl_dist.checkpoint.store import iteration_in_name, latest_checkpoint, load_checkpoint
 from rl_dist.resume_check import differences, result_of
 
-ITERATIONS = 40
+ITERATIONS = 80
 FLAGS = [*RECALL, "--total_steps", ITERATIONS * 64, "--checkpoint_every", "2"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
