@@ -210,9 +210,9 @@ class Trials:
                 strategy = Strategy(options, world)
                 ppo = PPO(policy, config.ppo, strategy, train.grad_accumulation)
             minibatch = minibatch.select(Tensor.narrow, 0, sizes.batch_size)
-            plans = ppo.plans(minibatch.episode_start.cpu().numpy())
+            starts = minibatch.episode_start.cpu().numpy()
             while True:
-                ppo.step(minibatch, plans)
+                ppo.step(minibatch, ppo.plans(starts))
                 yield
         finally:
             strategy.close()
