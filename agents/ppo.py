@@ -247,8 +247,9 @@ class PPO:
                 self.strategy.share_parameters()
                 sequences = replace(sequences, lstm_state=refreshed_states(self.policy, batch))
 
-            # Plan all minibatches of the epoch first. On a CPU, planning between gradient steps
-            # takes almost three times as long, because they displace its code from the caches.
+            # First plan which pieces of sequences each network call processes, for all minibatches
+            # of the epoch. On a CPU, planning between gradient steps takes almost three times as
+            # long, because they displace its code from the caches.
             plans = [self.plans(batch.starts[:, numbers]) for numbers in order]
             self.clock.mark("")  # do not count the time since the last step as time of the next
 

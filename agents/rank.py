@@ -67,7 +67,8 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
             remove(run.directory.summary_path)  # this file would mark the run as finished
         writer = open_run_writer(run, training)
         closing.callback(writer.close)
-        stop_flag.notice = "saving after this iteration" if world.is_main_process else ""
+        if world.is_main_process:
+            stop_flag.notice = "saving after this iteration; a second signal ends without saving"
         signum = train(training, writer, stop_flag)
         world.set_phase("closing of loggers and environments")
         writer.close()

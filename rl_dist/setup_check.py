@@ -162,7 +162,7 @@ def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
     # GPUs
     info, ranks, on_gpu = facts.gpu, plan.num_ranks, plan.device_type == "cuda"
     if info.error:
-        reason = f"{info.error}; the NVIDIA driver lists {facts.nvidia_gpus} GPU(s)"
+        reason = f"torch sees none: {info.error}; the NVIDIA driver lists {facts.nvidia_gpus}"
         fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES; install the torch build for your driver"
         yield check("GPUs", reason, (facts.nvidia_gpus, WARNING, fix))
     for gpu in info.gpus:

@@ -94,13 +94,13 @@ def _state_of(run: RunDir, job: JobState) -> tuple[str, str]:
         if job.phase in ("starting", "restarting"):
             return job.phase, f"restart {job.restarts}" if job.restarts else ""
         return "running", f"in phase {job.phase}"
+    fix = "--resume continues from its checkpoint" if job.checkpoint else "it has no checkpoint"
     if run.summary_path.is_file() or job.phase == "done":
         return "finished", ""
     if job.phase in ENDED:
-        return job.phase, (job.exit and job.exit.error) or "--resume continues it"
+        return job.phase, (job.exit and job.exit.error) or fix
     if job.phase == "restarting" and job.exit:
         return "stopped", "torchrun ended all ranks and restarted none; --resume continues the run"
-    fix = "--resume continues from its checkpoint" if job.checkpoint else "it has no checkpoint"
     why = "without recording why: it was killed, or the machine went down"
     return "dead", f"it ended during {job.phase} {why}; {fix}"
 

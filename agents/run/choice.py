@@ -89,8 +89,9 @@ class RunFlags:
     quick: bool = False
     """Do a small but complete run, which takes half a minute; the policy learns little."""
     preset: Literal["auto", "trading", "small", "control", "memory", "paper"] = "auto"
-    """Defaults for a kind of task; auto: trading for StockTrading-v0, memory for the memory tasks,
-    small for other tasks; control: the same as small; paper: the settings of arXiv 2212.02721."""
+    """Defaults for a kind of task, which replace the defaults listed here; auto: trading for
+    StockTrading-v0, memory for the memory tasks, small for other tasks; control: the same as small;
+    paper: the settings of arXiv 2212.02721."""
     seeds: Text = Field("", json_schema_extra={"nargs": "+"})
     """Train once with each of these seeds; report the mean score and its 95 % interval."""
     interactive: bool = False

@@ -291,6 +291,6 @@ def audit(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 def describe(scaling: Mapping[str, Any]) -> str:
     """Format the result of `audit` as one line."""
     return (
-        "scaling: {ranks} ranks trained at {measured_steps_per_s:,.0f} steps/s; the model of "
-        "rl_dist.speedup predicts {predicted_steps_per_s:,.0f} from their times ({error:+.1%})"
+        "check of the speedup model: {predicted_steps_per_s:,.0f} steps/s on {ranks} ranks, from "
+        "the times of this run ({error:+.1%}); {measured_steps_per_s:,.0f} steps/s were measured"
     ).format(**scaling)

@@ -82,7 +82,7 @@ def test_a_run_writes_all_promised_files(finished, ranks):
     assert set(names(run_dir)) == expected | {"state.json", "summary.json", events}
     assert names(run_dir / "plots") == ["equity.png", "learning_curve.png"]
     assert names(run_dir / "logs") == [f"rank_{rank}.log" for rank in range(ranks)]
-    assert ("scaling" in read(run_dir, "summary")) == (ranks == 2) == ("scaling: 2 ranks" in out)
+    assert ("scaling" in read(run_dir, "summary")) == (ranks == 2) == ("steps/s on 2 ranks" in out)
 
     # Until the budget is reached, each iteration writes one record that covers all ranks.
     lines = records(run_dir)
