@@ -249,7 +249,7 @@ class PPO:
 
             # First plan which pieces of sequences each network call processes, for all minibatches
             # of the epoch. On a CPU, planning between gradient steps takes almost three times as
-            # long, because they displace its code from the caches.
+            # long, probably because they displace its code and data from the caches.
             plans = [self.plans(batch.starts[:, numbers]) for numbers in order]
             self.clock.mark("")  # do not count the time since the last step as time of the next
 

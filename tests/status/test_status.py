@@ -81,7 +81,7 @@ def test_a_run_with_a_held_lock_is_shown_as_running_with_its_figures(
         ("restarting", {"restarts": 2}, "restarting", "restart 2"),
         ("validation", {}, "running", "validation"),
         ("done", {"exit": {"code": 0}}, "finished", ""),
-        ("stopped", {"exit": {"code": 143}}, "stopped", "--resume"),
+        ("stopped", {"exit": {"code": 143}, "checkpoint": None}, "stopped", "no checkpoint"),
         ("restarting", {"exit": {"code": 143}}, "stopped", "torchrun"),
         ("failed", {"exit": {"code": 1, "error": "rank 1"}}, "failed", "rank 1"),
         ("training", {"checkpoint": None}, "dead", "no checkpoint"),
