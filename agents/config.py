@@ -13,6 +13,7 @@ from gymnasium import spaces
 
 from agents.policy import Policy, PolicyConfig
 from agents.ppo import PPOConfig
+from envs.task import AUTO as AUTOMATIC
 from envs.task import GymTask, TaskConfig
 from envs.trading.config import DataConfig, SimulatedMarketConfig, TradingConfig
 from envs.vector.layout import Layout, TorchEnv
@@ -124,11 +125,13 @@ class TrainConfig:
     """Normalise observations by their running mean and standard deviation over all ranks."""
     normalize_rewards: bool = True
     """Divide rewards by the running standard deviation of discounted returns."""
-    validate_every: int = Field(20, ge=0, le=10**9)
-    """Number of iterations between evaluations on the validation data; 0: never evaluate."""
+    validate_every: Annotated[int, or_auto(AUTOMATIC)] = Field(AUTOMATIC, ge=AUTOMATIC, le=10**9)
+    """Number of iterations between evaluations on the validation data; 0: never evaluate; auto:
+    every 20 iterations, but with fewer episodes or more rarely, so that all evaluations together
+    take at most a tenth as many environment steps as training (in trading: every 20)."""
     checkpoint_every: int = Field(20, ge=1, le=10**9)
-    """Number of iterations between checkpoints. A checkpoint is also saved at the end of training
-    and after a stop signal."""
+    """Number of iterations between checkpoints. A checkpoint is also saved after the first
+    iteration, at the end of training and after a stop signal."""
     stop_at: Text = Field("", json_schema_extra={"nargs": "+"})
     """Metric and value, such as valid/return 475. Training stops after the iteration in which the
     metric reaches the value; valid/ metrics are computed only every validate_every iterations."""
@@ -189,6 +192,11 @@ class TrainConfig:
         """Return the metric and the value of stop_at, or ("", 0) if stop_at is empty."""
         name, _, value = (self.stop_at or " 0").partition(" ")
         return name, float(value)
+
+    @property
+    def validation_interval(self) -> int:
+        """Return the number of iterations between possible validations; 0: never validate."""
+        return 20 if self.validate_every == AUTOMATIC else self.validate_every
 
     @property
     def budget(self) -> tuple[int, Literal["steps", "episodes"]]:

@@ -13,12 +13,13 @@ from types import MappingProxyType
 from typing import Any
 
 from agents.config import RunConfig
-from agents.evaluate.episodes import validate
+from agents.evaluate.episodes import Validation, try_evaluation_env
 from agents.run.auto import check_rollouts, choose
 from agents.run.callbacks import Callbacks, make_watch
 from agents.run.saved import initial_weights, load_newest, share_checkpoint
 from agents.run.start import Run, faults_as_user_errors
 from agents.trainer import Job, Training, Validate, train
+from envs.task import AUTO
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.checkpoint.trust import module_files
 from rl_dist.files import remove
@@ -98,7 +99,7 @@ def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Tr
         run_dir=run.path,
         strategy=replace(config.launch.strategy_config, device_ids=run.resolved.gpu_ids),
         dtype=config.launch.dtype,
-        validate=validation_of(config, task, world) if config.train.validate_every else None,
+        validate=validation_of(config, task, world),
         watch=make_watch(config.train, callbacks, world),
         pretrained=None if run.resume_from else initial_weights(config.train),
     )
@@ -106,6 +107,8 @@ def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Tr
     training = Training(job, world, len(state["carry"]["obs"]) if state else 0)
     if world.is_main_process:
         print(f"observation: {training.policy.layout.describe()}", flush=True)
+    if isinstance(job.validate, Validation):
+        try_evaluation_env(task, world)
     if state:
         training.restore(state)
     return training
@@ -138,12 +141,15 @@ def open_run_writer(run: Run, training: Training) -> NullWriter:
 
 
 def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None:
-    """Return a function that computes `valid/` metrics; None without validation data."""
+    """Return a function that computes `valid/` metrics, or None if there is nothing to do."""
+    every = config.train.validate_every
+    if not (every and config.task.eval_episodes):
+        return None
     if config.task.is_trading:
         from agents.evaluate.markets import market_validation
 
         return market_validation(task, world)
-    return partial(validate, task, config.train.seed, world)
+    return Validation(task, config.train.seed, world, within_budget=every == AUTO)
 
 
 def agree(run: Run, world: World) -> Run:

@@ -13,7 +13,7 @@ import torch
 
 from agents.advantages import make_batch
 from agents.config import RunConfig
-from agents.network.inputs import Normalizer, Normalizers
+from agents.network.inputs import Normalizers
 from agents.network.noise import action_noise, sequence_orders
 from agents.network.seeds import ENVIRONMENT_STREAM, POLICY_STREAM, stream_seeds
 from agents.pipeline import PipelinePPO, StageStrategy
@@ -43,7 +43,7 @@ from rl_dist.telemetry.monitor import Monitor, sources_of
 from rl_dist.telemetry.profiler import NullProfiler, Profiler
 
 logger = logging.getLogger(__name__)
-Validate = Callable[[Policy, Normalizer], dict[str, float]]  # every rank must call this
+Validate = Callable[["Training"], dict[str, float]]  # every rank must call this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +96,8 @@ class Training:
         self.iteration = 0
         self.global_step = 0
         self.episodes = 0
+        # environment steps of all validations, and the length of their longest episode
+        self.validated = {"steps": 0, "longest": 0}
         self.carry = self._reset()
         self.monitor = Monitor(sources_of(world.device), train.monitor_every)
 
@@ -205,6 +207,7 @@ class Training:
             "iteration": self.iteration,
             "global_step": self.global_step,
             "episodes": self.episodes,
+            "validated": self.validated,
             "policy": strategy.module_state(),
             "optimizer": strategy.optimizer_state(self.ppo.optimizer),
             "bad_in_a_row": self.ppo.bad_in_a_row,
@@ -240,6 +243,7 @@ class Training:
         self.iteration = state["iteration"]
         self.global_step = state["global_step"]
         self.episodes = state["episodes"]
+        self.validated = dict(state.get("validated", self.validated))
         optimizer = keep_options(self.ppo.optimizer, state["optimizer"])
         self.ppo.strategy.load(state["policy"], self.ppo.optimizer, optimizer)
         self.ppo.strategy.load_state_dict(state["strategy"])
@@ -295,9 +299,9 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
 
         # validate, and write metrics
         world.set_phase("validation")
-        if job.validate and is_due(training, config.validate_every, finished):
+        if job.validate and is_due(training, config.validation_interval, finished):
             writer.update_state(phase="validation")
-            metrics |= job.validate(training.policy, training.normalizers.obs)
+            metrics |= job.validate(training)
         improved = best.update(metrics)
         world.set_phase("loggers")
         writer.write(metrics, done=training.done)
@@ -305,7 +309,8 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
         # stop early, and save
         reason = job.watch(training, metrics) if job.watch else ""
         last = bool(signum or reason) or finished
-        if improved or is_due(training, config.checkpoint_every, last):
+        is_first = training.iteration == 1
+        if improved or is_due(training, config.checkpoint_every, last or is_first):
             path = save(training, best, last, writer)
             if path and job.watch:
                 job.watch.call("checkpoint", training, metrics, path)

@@ -39,8 +39,9 @@ class TaskConfig:
     """Add the previous action to each observation (not for StockTrading-v0)."""
     previous_reward: bool = False
     """Add the previous reward to each observation (not for StockTrading-v0)."""
-    eval_episodes: int = Field(100, ge=1, le=10**6)
-    """Number of episodes in each evaluation (not for StockTrading-v0)."""
+    eval_episodes: int = Field(100, ge=0, le=10**6)
+    """Number of episodes in each evaluation (not for StockTrading-v0); 0: neither validation nor
+    a final test."""
     env_timeout: float = Field(120.0, ge=0, le=10**6)
     """Time limit in seconds for one step or reset (not for StockTrading-v0); 0: no limit."""
     env_restarts: int = Field(0, ge=0, le=10**9)
@@ -110,6 +111,13 @@ class GymTask:
         )
 
     evaluation_env = training_env
+
+    @property
+    def max_episode_steps(self) -> int | None:
+        """Return the step limit that the environment is registered with, if any."""
+        spec = find_spec(self.config.env)
+        limit = self.config.kwargs().get("max_episode_steps", spec.max_episode_steps)
+        return None if limit == -1 else limit  # Gymnasium's value for no limit
 
     def probe_env(self) -> Any:
         """Make one environment in this process, to read its spaces."""

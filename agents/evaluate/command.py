@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from agents.config import RunConfig, data_digest
-from agents.evaluate.episodes import PolicyController, compare_on_episodes, until_stopped
+from agents.evaluate.episodes import (
+    PolicyController,
+    compare_on_episodes,
+    episode_limit,
+    until_stopped,
+)
 from agents.run.saved import LoadedAgent, load_agent, share_checkpoint
 from agents.run.start import faults_as_user_errors
 from envs.task import GymTask
@@ -112,7 +117,7 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
         "seed": options.seed,
         "market_seed": options.market_seed,
         "market_edge": options.market_edge,
-        "eval_episodes": options.episodes or -1,
+        "eval_episodes": options.episodes or agent.config.task.eval_episodes or 100,
     }
     config = agent.config.changed({name: value for name, value in overrides.items() if value >= 0})
     # Evaluation batches are no larger than training batches, so more threads would not help.
@@ -129,7 +134,8 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
                 from agents.evaluate.pictures import film  # imported late: matplotlib takes 0.5 s
 
                 film(agents["policy"], task, Path(options.video), config.train.seed, world)
-            figures, text = compare_on_episodes(task, config.train.seed, agents, world)
+            limit = episode_limit(agent.global_step, agent.episodes)
+            figures, text = compare_on_episodes(task, config.train.seed, agents, world, limit)
         else:
             from agents.evaluate.markets import report  # imported late: pandas takes 0.4 s
 
@@ -203,7 +209,9 @@ def evaluate_and_finish(
 
     def work() -> None:
         last = PolicyController(training.policy, training.normalizers.obs)
-        if isinstance(task, GymTask):
+        summary: dict[str, Any] = {}
+        text = "no final test: --eval_episodes is 0"
+        if isinstance(task, GymTask) and task.config.eval_episodes:
             agents = {"test": last}
             path = directory.checkpoints / BEST_FILE
             offer = str(path) * path.exists()
@@ -217,8 +225,11 @@ def evaluate_and_finish(
                 best = load_agent(path, world.device, core=config.policy.core)
                 if best.iteration != training.iteration:
                     agents["best"] = PolicyController(best.policy, best.normalizer)
-            summary, text = compare_on_episodes(task, config.train.seed, agents, world)
-        else:
+            limit = episode_limit(training.global_step, training.episodes)
+            if world.is_main_process:
+                print(test_cost(task, training, len(agents), limit), flush=True)
+            summary, text = compare_on_episodes(task, config.train.seed, agents, world, limit)
+        elif not isinstance(task, GymTask):
             from agents.evaluate.markets import report  # imported late: pandas takes 0.4 s
 
             picture = path_to_write(run_dir, "plots/equity.png")
@@ -228,6 +239,23 @@ def evaluate_and_finish(
 
     world.set_phase("final evaluation")
     return until_stopped(work, world, run_dir)
+
+
+def test_cost(task: GymTask, training: Training, num_agents: int, limit: int) -> str:
+    """Return a line that says how long the final test may take."""
+    episodes = num_agents * task.config.eval_episodes
+    if not training.episodes:
+        return (
+            f"final test: {episodes} episodes, cut off after {limit:,} steps, because no episode "
+            "has ended in training; --env_kwargs '{\"max_episode_steps\": N}' limits all episodes, "
+            "--eval_episodes 0 leaves out the test"
+        )
+    steps = episodes * training.global_step // training.episodes
+    return (
+        f"final test: {episodes} episodes; if they are as long as those in training, it takes "
+        f"{steps / training.global_step:.0%} of the training's {training.global_step:,} steps; "
+        "--eval_episodes 0 leaves it out"
+    )
 
 
 def finish(

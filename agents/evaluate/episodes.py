@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agents.network.inputs import Normalizer
 from agents.network.seeds import EVALUATION_STREAM, VALIDATION_STREAM, stream_seeds
 from agents.policy import Policy
 from agents.rollout import policy_input, shift_history
 from agents.run.saved import check_readable
 from envs.task import GymTask
-from envs.vector.guards import Interruption
+from envs.vector.guards import EnvironmentFaultError, Interruption
 from envs.vector.layout import TorchEnv
+from rl_dist.errors import UserError
 from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
 from rl_dist.process_group.process_ends import stopped_in_evaluation
 from rl_dist.process_group.world import World, stop_flag
 
+if TYPE_CHECKING:
+    from agents.trainer import Training
+
 # A function that maps (env, obs [B, F], episode_start [B]) to actions.
 Controller = Callable[[Any, Tensor, Tensor], Tensor]
-MAX_EPISODE_STEPS = 100_000  # longer episodes are cut off
+BUDGET = 10  # by default, validation takes at most one in this many environment steps of training
+FEWEST_EPISODES = 5  # by default, the smallest number of episodes in a validation
+# A longer episode is cut off. In tasks whose episodes are short or never end, so is an episode that
+# is much longer than those in training: see `episode_limit`.
+MAX_EPISODE_STEPS = 100_000
 RESAMPLES = 2000  # number of bootstrap samples
 ENDS = (0.025, 0.975)  # quantiles at the ends of a 95 % interval
 Interval = list[float]  # value, and lower and upper bound of its 95 % interval
@@ -112,19 +119,20 @@ def evaluate_episodes(
     seed: int,
     world: World,
     stream: int = EVALUATION_STREAM,
+    max_steps: int = MAX_EPISODE_STEPS,
 ) -> np.ndarray:
     """Run the task's N evaluation episodes, divided among the ranks.
 
     Each episode has its own environment and depends only on `seed`, `stream` and its number.
     Validation and evaluation use different streams. If an environment is restarted after a fault,
-    its episode is repeated.
+    its episode is repeated. Episodes that still run after `max_steps` steps are cut off.
 
     Returns:
-        An array [3, N], the same on every rank. Its rows are the return, the length and the number
-        of repetitions of each episode.
+        An array [4, N], the same on every rank. Its rows are the return, the length, the number of
+        repetitions of each episode, and 1 if it was cut off, else 0.
     """
     numbers = shard(task.config.eval_episodes, world)
-    columns: list[list[float]] = [[], [], []]
+    columns: list[list[float]] = [[], [], [], []]
     if numbers:
         env = task.evaluation_env(len(numbers), numbers.start, str(world.device))
         obs, _ = env.reset(seed=stream_seeds(seed, stream, numbers.start, len(numbers)))
@@ -132,7 +140,7 @@ def evaluate_episodes(
         total, length, repeats = torch.zeros(shape, dtype=torch.float64, device=obs.device)
         alive = start = length == 0  # [B], all True
         restarts = repeats  # restarts of each environment
-        for _ in range(MAX_EPISODE_STEPS):
+        for _ in range(max_steps):
             if not alive.any():
                 break
             obs, rewards, terminated, truncated, info = env.step(controller(env, obs, start))
@@ -144,41 +152,110 @@ def evaluate_episodes(
             length = (length + alive) * ~repeated
             start = terminated | truncated
             alive = alive & (~start | repeated)
-        columns = torch.stack([total, length, repeats]).tolist()
+        columns = torch.stack([total, length, repeats, alive]).tolist()
         env.close()
     return np.concatenate(all_gather_json(columns, world), axis=1)
 
 
 def episode_figures(episodes: np.ndarray) -> dict[str, float]:
     """Compute statistics from the array that `evaluate_episodes` returns."""
-    returns, lengths, repeats = episodes
+    returns, lengths, repeats, cut = episodes
     figures = {
         "return": returns.mean(),
         "return_std": returns.std(),
         "return_min": returns.min(),
         "length": lengths.mean(),
-        "episodes_cut": (lengths >= MAX_EPISODE_STEPS).sum(),
+        "episodes_cut": cut.sum(),
         "episodes": len(returns),
         "env_restarts": repeats.sum(),
     }
     return {name: float(value) for name, value in figures.items()}
 
 
-def validate(
-    task: GymTask, seed: int, world: World, policy: Policy, normalizer: Normalizer
-) -> dict[str, float]:
-    """Validate a policy during training; return metrics named valid/..."""
-    controller = PolicyController(policy, normalizer)
-    episodes = evaluate_episodes(task, controller, seed, world, VALIDATION_STREAM)
-    return {f"valid/{name}": value for name, value in episode_figures(episodes).items()}
+def episode_limit(global_step: int, episodes: int) -> int:
+    """Return the number of steps after which an evaluation cuts off an episode.
+
+    This is 10 times the mean length of training episodes, but at least 1,000. The arguments are the
+    counters of the training. Without this limit, an evaluation might take much longer than the
+    training if a policy has learned to keep an episode going, or if episodes never end.
+    """
+    longest = 10 * global_step // episodes if episodes else 0
+    return min(max(longest, 1000), MAX_EPISODE_STEPS)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Validates the policy of a training; a call returns metrics named valid/...
+
+    With `within_budget`, all validations of a run together take at most a tenth as many environment
+    steps as its training, so they have fewer episodes, or none if the budget is used up. The number
+    of episodes follows from counters that checkpoints save and that are the same on all ranks.
+    """
+
+    task: GymTask
+    seed: int
+    world: World
+    within_budget: bool
+
+    def __call__(self, training: Training) -> dict[str, float]:
+        """Run validation episodes on all ranks; return {} if the budget allows too few."""
+        num_episodes = self.task.config.eval_episodes
+        max_steps = episode_limit(training.global_step, training.episodes)
+        used = training.validated
+        if self.within_budget:
+            budget = training.global_step // BUDGET - used["steps"]
+            affordable = budget // self._expected_length(training)
+            if affordable < min(FEWEST_EPISODES, num_episodes):
+                return {}
+            num_episodes = min(affordable, num_episodes)
+            max_steps = min(budget // num_episodes, max_steps)
+        config = replace(self.task.config, eval_episodes=num_episodes)
+        episodes = evaluate_episodes(
+            replace(self.task, config=config),
+            PolicyController(training.policy, training.normalizers.obs),
+            self.seed,
+            self.world,
+            VALIDATION_STREAM,
+            max_steps,
+        )
+        # All environments are stepped until the longest episode has ended.
+        length = int(episodes[1].max())
+        used["steps"] += num_episodes * length
+        used["longest"] = max(length, used["longest"])
+        figures = episode_figures(episodes) | {"total_steps": float(used["steps"])}
+        return {f"valid/{name}": value for name, value in figures.items()}
+
+    def _expected_length(self, training: Training) -> int:
+        """Return a length that the next validation episodes will hardly exceed."""
+        mean = training.global_step // training.episodes if training.episodes else 100
+        longest = training.validated["longest"]
+        length = 2 * max(longest, mean) if longest else 10 * mean
+        limit = self.task.max_episode_steps
+        return max(1, min(limit, max(length, 1000)) if limit else length)
+
+
+def try_evaluation_env(task: GymTask, world: World) -> None:
+    """Make one evaluation environment beside the training's, to fail before any work.
+
+    Raises:
+        UserError: the environment cannot be made.
+    """
+    try:
+        task.evaluation_env(1, world.rank, str(world.device)).close()
+    except (ValueError, EnvironmentFaultError) as error:
+        raise UserError(
+            f"beside the training environments, none can be made for evaluation: {error}; "
+            "--validate_every 0 --eval_episodes 1 leaves out validation and tests in one "
+            "environment after the training, --eval_episodes 0 leaves out all evaluation"
+        ) from error
 
 
 def compare_on_episodes(
-    task: GymTask, seed: int, agents: dict[str, PolicyController], world: World
+    task: GymTask, seed: int, agents: dict[str, PolicyController], world: World, max_steps: int
 ) -> tuple[dict[str, dict[str, float]], str]:
     """Evaluate agents on the same episodes; return the statistics, also as text."""
     figures = {
-        name: episode_figures(evaluate_episodes(task, agent, seed, world))
+        name: episode_figures(evaluate_episodes(task, agent, seed, world, max_steps=max_steps))
         for name, agent in agents.items()
     }
     line = (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -22,14 +22,15 @@ from agents.evaluate.episodes import (
     mean_interval,
     shard,
 )
-from agents.network.inputs import Normalizer
-from agents.policy import Policy
 from envs.trading.market_data import Market, Span
 from envs.trading.simulated_market import buy_equal_weight, follow, memoryless, reference
 from envs.trading.task import TradingTask
 from rl_dist.files import path_to_write, write_whole
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
+
+if TYPE_CHECKING:
+    from agents.trainer import Training
 
 TRADING_DAYS = 252  # trading days per year
 MIN_ANNUAL_DAYS = 60  # results on shorter spans are not annualised
@@ -116,7 +117,7 @@ def evaluate_markets(
 
 def market_validation(
     task: TradingTask, world: World
-) -> Callable[[Policy, Normalizer], dict[str, float]] | None:
+) -> Callable[[Training], dict[str, float]] | None:
     """Return a function that validates a policy; None without a validation span."""
     span = task.spans.valid
     if span is None:
@@ -129,8 +130,8 @@ def market_validation(
 
     baseline = means_of(buy_equal_weight)["sharpe"]  # the same in every validation
 
-    def validate(policy: Policy, normalizer: Normalizer) -> dict[str, float]:
-        means = means_of(PolicyController(policy, normalizer))
+    def validate(training: Training) -> dict[str, float]:
+        means = means_of(PolicyController(training.policy, training.normalizers.obs))
         metrics = {f"valid/{name}": means[name] for name in ("sharpe", "annual_return", "exposure")}
         return metrics | {"valid/equal_weight_sharpe": baseline}
 

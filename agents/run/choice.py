@@ -193,6 +193,8 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
         preset.pop("total_steps", None)
     if flags.quick:
         preset |= QUICK
+        if not config.task.is_trading:
+            del preset["validate_every"]  # its default keeps the cost of validation low
     config = RunConfig().changed(preset | given).without_idle()
     return config.changed({"data_digest": data_digest(config.data)})
 

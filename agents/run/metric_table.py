@@ -84,6 +84,7 @@ ROWS = {
  valid/episodes [episodes] number of evaluation episodes
  valid/episodes_cut [episodes] number of evaluation episodes cut off at the maximum length
  valid/env_restarts [restarts] environments rebuilt during the evaluation
+ valid/total_steps [steps] environment steps of all evaluations so far
 """,
     MONITORED: """
 -cpu/percent [%] CPU use of the rank's process; 100 is one fully used core

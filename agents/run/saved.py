@@ -125,6 +125,8 @@ class LoadedAgent:
     path: Path
     run_dir: Path  # run directory; for a copied checkpoint, the folder that contains it
     spaces_json: str  # the environment's spaces as JSON; "" for the trading environment
+    global_step: int = 0
+    episodes: int = 0
 
     @property
     def spaces(self) -> tuple[spaces.Space, spaces.Space]:
@@ -180,6 +182,8 @@ def load_agent(
         file,
         run_dir,
         state["spaces"],
+        state["global_step"],
+        state["episodes"],
     )
 
 

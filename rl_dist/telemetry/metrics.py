@@ -167,6 +167,7 @@ class _Progress:
             unit=f" {unit}",
             initial=min(start, total),
             dynamic_ncols=True,
+            smoothing=0.0,  # else, the time left jumps after every validation
             bar_format=None if self._on_terminal else LINE,
             file=sys.stderr if self._on_terminal else io.StringIO(),
         )

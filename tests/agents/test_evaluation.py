@@ -121,9 +121,9 @@ class Numbered(ScriptedEnv):
 
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_every_episode_counts_once_and_is_repeated_after_a_restart(size, monkeypatch):
-    # Each row is (return, length, restarts) of an episode. The length in row 1 is 3 instead of 5,
-    # because the restart discards the first 2 steps.
-    expected = [[0, 3, 0], [3, 3, 1], [2, 1, 0], [12, 4, 0], [8, 2, 0]]
+    # Each row is (return, length, restarts, cut) of an episode. The length in row 1 is 3 instead of
+    # 5, because the restart discards the first 2 steps.
+    expected = [[0, 3, 0, 0], [3, 3, 1, 0], [2, 1, 0, 0], [12, 4, 0, 0], [8, 2, 0, 0]]
     task = SimpleNamespace(evaluation_env=Numbered, config=TaskConfig(eval_episodes=5))
     call = functools.partial(evaluate_episodes, task, idle, 1)
     results = run_on_ranks(call, size, monkeypatch)

@@ -31,6 +31,7 @@ from agents.run.choice import choose_run, fresh_config, parse_training
 from agents.run.metric_table import CHOICES, METRIC_TABLE, MONITORED, OTHER_TASKS, TRADING
 from agents.run.sizes import shard_sizes
 from agents.trainer import Training
+from envs.task import AUTO
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, pack, write_atomically
 from rl_dist.files import read_object
 from rl_dist.resume_check import differences, result_of
@@ -338,6 +339,9 @@ def test_help_shows_the_fifteen_flags_that_matter(capsys):
     assert len(shown) == 15 and shown > {"env", "num_gpus", "num_episodes", "batch_size"}
 
 
+QUICK_MLP = {"validate_every": AUTO, "refresh_states": False}
+
+
 @pytest.mark.parametrize(
     ("flags", "kind", "changes"),  # kind: name of a preset; changes: values that differ from it
     [
@@ -346,7 +350,11 @@ def test_help_shows_the_fifteen_flags_that_matter(capsys):
         ("--env CartPole-v1", "small", {}),
         ("--env Pendulum-v1 --total_steps 9", "small", {"total_steps": 9}),
         ("--env Recall-v0 --num_episodes 9", "memory", {"total_steps": 0, "num_episodes": 9}),
-        ("--env Recall-v0 --quick --policy mlp", "memory", QUICK | {"refresh_states": False}),
+        (
+            "--env Recall-v0 --quick --policy mlp",
+            "memory",
+            {**QUICK, "validate_every": AUTO, "refresh_states": False},
+        ),
         ("--env CartPole-v1 --batch_size 9", "small", {"batch_size": 9, "num_envs": 0}),
     ],
 )

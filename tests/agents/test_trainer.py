@@ -53,8 +53,8 @@ def scripted(job, scripts, env=ScriptedEnv):
 
 
 def test_training_times_its_phases_and_validates(world, tmp_path):
-    def validate(policy, normalizer):
-        return {"valid/sharpe": float(normalizer.moments.count)}
+    def validate(training):
+        return {"valid/sharpe": float(training.normalizers.obs.moments.count)}
 
     job = make_job("trading, clstm", tmp_path, iterations=3, validate_every=2)
     _, writer = run(replace(job, validate=validate), world)
@@ -74,7 +74,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(name,
     job = make_job(name, tmp_path / "parts", iterations=4, dtype=torch.float32)
     first, _ = run(job, world, stop_at=2)
     saved = job.run_dir / "checkpoints" / "iteration_00000002.pt"
-    assert first.iteration == 2 and list(saved.parent.iterdir()) == [saved]
+    assert first.iteration == 2 and saved.exists()
     resumed, _ = run(job, world, restore_from=saved)
     assert not torch.equal(parameters_of(resumed), parameters_of(first))
     # The state holds policy, carry, environments, optimizer, normalisers and counters.
