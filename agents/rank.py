@@ -39,6 +39,8 @@ HOST_SETTINGS = {
     "pretrained", "init_from",
 }  # fmt: skip
 
+EXPLORE = "solved already, or see docs/own_environment.md#exploration"
+
 
 def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
     """Train and evaluate; return the exit code. Every rank must call this."""
@@ -127,6 +129,7 @@ def open_run_writer(run: Run, training: Training) -> NullWriter:
         purge_step=training.global_step + 1,
         loggers=named_loggers(run.config.train.loggers),
         config=run.config.to_dict(),
+        advice="" if run.config.task.is_trading else EXPLORE,
     )
     writer.update_state(
         strategy=training.ppo.strategy.mode,

@@ -29,6 +29,7 @@ from agents.evaluate.episodes import (
 )
 from agents.run.saved import LoadedAgent, load_agent, share_checkpoint
 from agents.run.start import faults_as_user_errors
+from envs import find_spec
 from envs.task import GymTask
 from rl_dist.checkpoint.store import BEST_FILE, CheckpointError, load_checkpoint
 from rl_dist.checkpoint.trust import check_named
@@ -267,7 +268,8 @@ def finish(
 
     simulated = config.task.is_trading and config.data.data == "simulated"
     title = f"{config.task.env}, {config.policy.policy}, seed {config.train.seed}"
-    plot_learning_curve(directory, title, simulated)
+    threshold = None if config.task.is_trading else find_spec(config.task.env).reward_threshold
+    plot_learning_curve(directory, title, simulated, threshold)
 
     counters = {name: getattr(training, name) for name in ("iteration", "global_step", "episodes")}
     summary = counters | {"parameter_sha256": parameter_hash(training.policy)} | summary

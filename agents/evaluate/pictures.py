@@ -22,19 +22,46 @@ from rl_dist.files import path_to_write
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import RunDir
 
-CURVES = ("episode/return", "valid/return", "valid/sharpe")
+CURVES = {  # metric -> label of its axis
+    "episode/return": "mean return of\ntraining episodes",
+    "valid/return": "mean return of\nvalidation episodes",
+    "valid/sharpe": "Sharpe ratio\non validation days",
+}
+EQUAL_WEIGHT = "valid/equal_weight_sharpe"
 MAX_FRAMES = 2000  # the video stops after this many steps
 FRAME_MS = 33  # milliseconds for which the video shows each picture
 
 
-def plot_learning_curve(directory: RunDir, title: str, simulated: bool) -> None:
-    """Plot training returns and validation results over environment steps."""
+def plot_learning_curve(
+    directory: RunDir, title: str, simulated: bool, threshold: float | None = None
+) -> None:
+    """Plot training returns and validation results over environment steps.
+
+    Args:
+        threshold: return from which the task counts as solved, if its registration says so.
+    """
     table = pd.DataFrame(directory.records()).set_index("global_step")
-    curves = table.filter(CURVES).astype(float)
-    # lines connect the measurements, which dots show: most iterations have no validation
-    axes = curves.interpolate(limit_area="inside").plot(title=title, subplots=True)
-    label = "environment steps"
-    curves.plot(style=".", ax=axes, subplots=True, grid=True, legend=False, xlabel=label)
+    curves = table.filter(list(CURVES)).astype(float).dropna(axis=1, how="all")
+    _, rows = plt.subplots(curves.shape[1], sharex=True, squeeze=False, figsize=(8, 6))
+    window = max(1, len(curves) // 20)  # iterations
+    for (name, curve), (axes,) in zip(curves.items(), rows, strict=True):
+        measured = curve.dropna()
+        # lines connect the measurements, which dots show: most iterations have no validation
+        axes.plot(measured, "." if len(measured) < 100 else "", linestyle="-", alpha=0.5)
+        if name == "episode/return" and window > 1:
+            smooth = measured.rolling(window, min_periods=1).mean()
+            axes.plot(smooth, linewidth=2, label=f"mean of {window} iterations")
+        if name == "valid/sharpe" and EQUAL_WEIGHT in table:
+            equal_weight = table[EQUAL_WEIGHT].astype(float).dropna()
+            axes.plot(equal_weight, linestyle="--", label="equal weight")
+        if threshold is not None and name.endswith("return"):
+            axes.axhline(threshold, linestyle="--", label="solved (reward_threshold)")
+        if axes.get_legend_handles_labels()[1]:
+            axes.legend(loc="best")
+        axes.set_ylabel(CURVES[name])
+        axes.grid()
+    rows[0, 0].set_title(title)
+    rows[-1, 0].set_xlabel("environment steps")
     _save(path_to_write(directory.path, "plots/learning_curve.png"), simulated)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import math
@@ -16,22 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from pydantic_core import to_jsonable_python
-from tqdm import tqdm
 
 from rl_dist.errors import UserError, one_line, unwritable
 from rl_dist.files import log_once, path_to_write, plain_file
 from rl_dist.run_dir import RunDir
 from rl_dist.telemetry.loggers import open_logger, open_tensorboard
+from rl_dist.telemetry.progress import EPISODES, Progress, stalled
 
 logger = logging.getLogger(__name__)
-# tqdm's default lock uses a semaphore. A failing rank would leak it and print a warning.
-tqdm.set_lock(threading.RLock())
-tqdm.monitor_interval = 0  # disable tqdm's monitor thread: every iteration refreshes the bar
-
 STATE_EVERY_S = 1.0  # shortest time between two updates of state.json by `write`
-LINE_EVERY_S = 5.0  # shortest time between two printed lines of progress
-LINE = "{n}/{total}{unit} ({percentage:.0f}%){postfix} | {remaining} left"
-SHOWN = ("time/sps", "episode/return", "valid/sharpe", "valid/return")
 LOG_FORMAT = "%(asctime)s %(levelname)s rank {} %(name)s: %(message)s"
 
 
@@ -70,6 +62,7 @@ class MetricsWriter(NullWriter):
         purge_step: int | None = None,
         loggers: Sequence[str] = (),
         config: Mapping[str, Mapping[str, Any]] = {},
+        advice: str = "",
     ) -> None:
         """Open the files of a run; new lines are appended to metrics.jsonl.
 
@@ -82,6 +75,8 @@ class MetricsWriter(NullWriter):
                 TensorBoard hides the values from earlier writers.
             loggers: names of loggers in addition to TensorBoard, see `loggers.LOGGERS`.
             config: settings of the run, by section, for the loggers.
+            advice: what to do if the return of episodes does not rise, printed halfway; "": nothing
+                is printed.
         """
         try:
             self._lines = _LineFile(path_to_write(run.path, run.metrics_path.name))
@@ -89,7 +84,9 @@ class MetricsWriter(NullWriter):
         except OSError as error:
             raise unwritable(f"run_dir {run.path}", error) from None
         self._loggers += [open_logger(name, run.path, config) for name in loggers]
-        self._progress = _Progress(total, unit, start)
+        self._progress = Progress(total, unit, start, run.records(last=EPISODES))
+        self._advice = advice
+        self._half = total / 2 if start < total / 2 else math.inf
         self._run = run
         self._state_s = -math.inf  # time when `write` last updated state.json
         self._unwritten: dict[str, Any] = {}  # changes not yet in state.json
@@ -114,6 +111,10 @@ class MetricsWriter(NullWriter):
         for metrics_logger in self._loggers:
             metrics_logger.write(plain, plain["global_step"])
         self._progress.show(plain, done)
+        if self._advice and done >= self._half:
+            self._half = math.inf
+            if problem := stalled(self._run.records()):
+                self.say(f"{problem}: {self._advice}")
         self._unwritten = {
             "phase": "training",
             "iteration": plain["iteration"],
@@ -152,39 +153,6 @@ class MetricsWriter(NullWriter):
         self._lines.close()
         for metrics_logger in self._loggers:
             metrics_logger.close()
-
-
-class _Progress:
-    """Shows progress on stderr: as a bar on a terminal, otherwise as single lines."""
-
-    def __init__(self, total: int, unit: str, start: int) -> None:
-        self._figures: dict[str, str] = {}  # latest values of the metrics in SHOWN
-        self._printed_s = -math.inf
-        self._on_terminal = sys.stderr.isatty()
-        # Without a terminal, the bar is not shown; it only formats the text of the lines.
-        self._bar = tqdm(
-            total=total,
-            unit=f" {unit}",
-            initial=min(start, total),
-            dynamic_ncols=True,
-            smoothing=0.0,  # else, the time left jumps after every validation
-            bar_format=None if self._on_terminal else LINE,
-            file=sys.stderr if self._on_terminal else io.StringIO(),
-        )
-        self.close = self._bar.close
-
-    def show(self, record: Mapping[str, Any], done: int) -> None:
-        """Show the progress and metrics of an iteration."""
-        for name in SHOWN:
-            if (value := record.get(name)) is not None:
-                self._figures[name] = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-        # The last iteration may exceed the total.
-        self._bar.update(min(done, self._bar.total) - self._bar.n)
-        self._bar.set_postfix(self._figures, refresh=self._on_terminal)
-        is_due = time.monotonic() - self._printed_s >= LINE_EVERY_S or done >= self._bar.total
-        if not self._on_terminal and is_due:
-            self._printed_s = time.monotonic()
-            print(f"iteration {record['iteration']} | {self._bar}", file=sys.stderr, flush=True)
 
 
 class _LineFile:

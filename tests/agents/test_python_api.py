@@ -250,8 +250,8 @@ def test_a_callback_given_by_flag_stops_training_which_still_ends_regularly(tmp_
         **TINY,
     )
     assert len(run.metrics) == 2 and run.test["episodes"] == 2
-    saved = [path.name for path in (run.run_dir / "checkpoints").glob("it*")]
-    assert saved == ["iteration_00000002.pt"]
+    saved = sorted(path.name for path in (run.run_dir / "checkpoints").glob("it*"))
+    assert saved == ["iteration_00000001.pt", "iteration_00000002.pt"]
 
 
 # ---- several seeds

@@ -1,0 +1,57 @@
+"""Test the progress display and the note about runs that do not learn."""
+
+import io
+
+import pytest
+
+from rl_dist.telemetry import progress
+from rl_dist.telemetry.progress import Progress, RecentReturns, stalled
+
+
+def iteration(number, count, mean, **metrics):
+    return {"iteration": number, "episode/count": count, "episode/return": mean, **metrics}
+
+
+def means(pairs):
+    recent = RecentReturns()
+    return [recent.add(iteration(1, *pair)) for pair in pairs]
+
+
+def test_the_mean_covers_the_last_100_episodes_in_whole_iterations():
+    assert means([(0, None), (50, 1.0), (50, 3.0), (100, 7.0)]) == [None, 1.0, 2.0, 7.0]
+
+
+def test_an_iteration_without_an_end_keeps_the_mean():
+    assert means([(10, 4.0), (0, None)]) == [4.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("returns", "is_stalled"),
+    [
+        ([-200.0] * 50, True),
+        ([0.0, 1.0] * 25, True),
+        ([*map(float, range(50))], False),
+        ([0.0] * 40 + [1.0] * 10, False),
+        ([None] * 50, False),
+    ],
+    ids=["constant", "noise", "rises", "rises late", "no episode ended"],
+)
+def test_half_a_run_is_stalled_if_returns_stay_in_the_range_of_its_first_tenth(returns, is_stalled):
+    records = [iteration(n, 0 if r is None else 100, r) for n, r in enumerate(returns, 1)]
+    assert bool(stalled(records)) == is_stalled
+
+
+def test_a_validation_is_shown_once(monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr("sys.stderr", shown)
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    display = Progress(10, "steps", 0)
+    for number in range(1, 4):
+        record = iteration(number, 1, 2.0) | ({"valid/return": 3.0} if number == 1 else {})
+        display.show(record, number)
+    display.close()
+    assert ["valid/return" in line for line in shown.getvalue().splitlines()] == [
+        True,
+        False,
+        False,
+    ]
