@@ -23,8 +23,8 @@ from rl_dist.process_group.world import World
 from rl_dist.run_dir import RunDir
 
 CURVES = {  # metric -> label of its axis
-    "episode/return": "mean return of\ntraining episodes",
-    "valid/return": "mean return of\nvalidation episodes",
+    "episode/return": "mean return of\ntraining episodes\n(sum of rewards)",
+    "valid/return": "mean return of\nvalidation episodes\n(sum of rewards)",
     "valid/sharpe": "Sharpe ratio\non validation days",
 }
 EQUAL_WEIGHT = "valid/equal_weight_sharpe"
@@ -41,7 +41,7 @@ def plot_learning_curve(
         threshold: return from which the task counts as solved, if its registration says so.
     """
     table = pd.DataFrame(directory.records()).set_index("global_step")
-    curves = table.filter(list(CURVES)).astype(float).dropna(axis=1, how="all")
+    curves = table.filter(list(CURVES)).astype(float)
     _, rows = plt.subplots(curves.shape[1], sharex=True, squeeze=False, figsize=(8, 6))
     window = max(1, len(curves) // 20)  # iterations
     for (name, curve), (axes,) in zip(curves.items(), rows, strict=True):
@@ -55,7 +55,7 @@ def plot_learning_curve(
             equal_weight = table[EQUAL_WEIGHT].astype(float).dropna()
             axes.plot(equal_weight, linestyle="--", label="equal weight")
         if threshold is not None and name.endswith("return"):
-            axes.axhline(threshold, linestyle="--", label="solved (reward_threshold)")
+            axes.axhline(threshold, color="gray", linestyle="--", label="solved (reward_threshold)")
         if axes.get_legend_handles_labels()[1]:
             axes.legend(loc="best")
         axes.set_ylabel(CURVES[name])
