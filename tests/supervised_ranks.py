@@ -8,6 +8,7 @@ from on_ranks import saves_results
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from rl_dist.errors import UserError
 from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
@@ -36,11 +37,39 @@ def make_net(dropout=0.0, batch_norm=False):
 
 
 def nan_once(world, call):
-    """Return a loss that is NaN on the last rank in its `call`-th call only."""
+    """Return a loss that is NaN on the last rank in its `call`-th training batch only."""
     calls = itertools.count(1 if world.rank == world.size - 1 else call + 1)
     return lambda outputs, targets: (
-        CRITERION(outputs, targets) * (math.nan if next(calls) == call else 1.0)
+        CRITERION(outputs, targets)
+        * (math.nan if outputs.requires_grad and next(calls) == call else 1.0)
     )
+
+
+def partly_ignored(count, *ignored):
+    """Return blobs in which the given samples have the target -100."""
+    points, labels = blobs(count).tensors
+    labels[list(ignored)] = -100
+    return TensorDataset(points, labels)
+
+
+UNEQUAL = {
+    "ignored target": {"train": DataLoader(partly_ignored(36, 30), batch_size=12)},
+    "class weights": {"criterion": nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 5.0]).double())},
+    "sum": {"criterion": nn.CrossEntropyLoss(reduction="sum")},
+    "sum, one sample per rank": {
+        "criterion": nn.CrossEntropyLoss(reduction="sum"),
+        "batch_size": 2,
+    },
+}
+
+
+def refusal(function, *args, **options):
+    """Return the message of a UserError, or "" if there is none."""
+    try:
+        function(*args, **options)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 class Fitted:
@@ -104,4 +133,20 @@ def exercise(world, out_dir):
 
     bad = Fitted(world, criterion=nan_once(world, 3), config={"grad_accumulation": 1})
     results["bad"] = {"weights": bad.weights, "history": bad.history}
+
+    options = {"epochs": 1, "validation": None, "config": {"grad_accumulation": 1}}
+    results["unequal"] = {
+        name: refusal(Fitted, world, **options | unequal) for name, unequal in UNEQUAL.items()
+    }
+    ignored = DataLoader(partly_ignored(31, 0, 2, 4, 17), batch_size=12)
+    results["evaluation"] = refusal(evaluate, plain.module, ignored, CRITERION, plain.strategy)
+    for name, parts in (("per sample", 1), ("per sample, accumulated", 2)):
+        train = DataLoader(partly_ignored(48, 0, 2, 4, 17), batch_size=24 // parts)
+        each = nn.CrossEntropyLoss(reduction="none")
+        config = {"grad_accumulation": parts}
+        job = Fitted(world, train=train, criterion=each, **options | {"config": config})
+        results[name] = job.weights
+    net = make_net()
+    net.spare = nn.Parameter(torch.ones(1))
+    results["unused"] = refusal(Fitted, world, net=net, **options)
     return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -22,19 +23,27 @@ CHECK_S = 2.0  # duration of the measurement in `check_loader`
 def check_shares(loader: DataLoader, world: World, *, training: bool) -> None:
     """Raise UserError if the batches of a loader cannot be divided among the ranks.
 
-    The sampler must be torch's SequentialSampler or its RandomSampler without replacement. The
-    training batch size must be divisible by the number of ranks and must not exceed the number of
-    samples. Every rank needs at least one sample.
+    The sampler must be torch's SequentialSampler or its RandomSampler without replacement; in
+    evaluation, it must not draw a part of the samples or repeat them. The training batch size must
+    be divisible by the number of ranks and must not exceed the number of samples. Every rank needs
+    at least one sample.
     """
     size = loader.batch_size
-    kind = type(loader.sampler)
-    replaces = getattr(loader.sampler, "replacement", False)
-    if size is None or replaces or kind not in (SequentialSampler, RandomSampler):
+    sampler: Any = loader.sampler
+    kind = type(sampler)
+    if (
+        size is None
+        or kind not in (SequentialSampler, RandomSampler)
+        or getattr(sampler, "replacement", False)
+        or (not training and len(sampler) != len(sampler.data_source))
+        or type(loader).__iter__ is not DataLoader.__iter__
+    ):
         raise UserError(
-            f"a {kind.__name__} or batch_sampler cannot be divided among ranks: use "
+            f"a {kind.__name__} with these options (in an evaluation, num_samples too), a "
+            "batch_sampler or your own __iter__ cannot be divided among ranks: use "
             "DataLoader(dataset, batch_size=N, shuffle=True or False)"
         )
-    count = len(loader.sampler)  # type: ignore[arg-type]
+    count = len(sampler)
     if count < world.size:
         raise UserError(f"{count} samples are too few for {world.size} ranks")
     if training and (size % world.size or size > count):
@@ -60,13 +69,13 @@ def shared_batches(
     """
     rank, ranks = world.rank, world.size
     size: Any = loader.batch_size
-    count = len(loader.sampler)  # type: ignore[arg-type]
-    numbers: list[Any]
+    sampler: Any = copy.copy(loader.sampler)
+    sampler.generator = torch.Generator().manual_seed(seed + epoch)
+    count = len(sampler)
     if training:
-        order = torch.arange(count)
-        if isinstance(loader.sampler, RandomSampler):
-            order = torch.randperm(count, generator=torch.Generator().manual_seed(seed + epoch))
-        numbers = order[: count // size * size].view(-1, size)[:, rank::ranks].tolist()
+        order = list(sampler)
+        starts = range(rank, count - size + 1 + rank, size)
+        numbers = [order[first : first - rank + size : ranks] for first in starts]
     else:
         largest_share = -(-count // ranks)
         num_batches = min(-(-largest_share // max(1, size // ranks)), count // ranks)
@@ -87,6 +96,12 @@ def shared_batches(
         generator=torch.Generator().manual_seed(epoch_seed(seed, epoch, rank)),
     )
     for samples, batch in zip(numbers, shared, strict=True):
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise UserError(
+                f"a batch must be (inputs, targets), but the dataset or its collate_fn gives a "
+                f"{type(batch).__name__} of {len(batch)}: let the dataset return a pair, whose "
+                "parts may be tensors, tuples or dicts"
+            )
         inputs, targets = to_device(batch, world.device)
         yield len(samples), inputs, targets
         world.heartbeat()

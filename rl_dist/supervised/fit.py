@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -29,14 +28,12 @@ from rl_dist.process_group.world import World, stop_flag
 from rl_dist.run_dir import RunDir
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.supervised.batches import check_shares, epoch_seed, shared_batches
+from rl_dist.supervised.passes import Criterion, Metric, Pass
 from rl_dist.telemetry.loggers import GuardedLogger, open_tensorboard
 from rl_dist.telemetry.metrics import without_nan
 
 STOP_EVERY = 10  # number of optimizer steps between two checks for stop signals
 SAVED = ("epoch", "best_epoch", "best_loss", "bad_in_a_row", "history", "extra")
-# (outputs, targets) -> tensor; every sample must contribute the same number of values
-Metric = Callable[[Any, Any], Tensor]
-Criterion = Callable[[Any, Any], Tensor]  # (outputs, targets) -> mean loss over the batch
 
 
 @configuration
@@ -75,39 +72,6 @@ def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs.argmax(-1) == targets
 
 
-@dataclass
-class Pass:
-    """Computes the losses of all batches in one pass, and the means over this pass."""
-
-    module: nn.Module
-    criterion: Criterion
-    strategy: Strategy
-    metrics: Mapping[str, Metric]
-    sums: dict[str, Any] = field(default_factory=lambda: defaultdict(float))  # sums by name
-
-    def loss(self, num_samples: int, inputs: Any, targets: Any) -> Tensor:
-        """Compute a batch's loss in the strategy's precision, and update the sums."""
-        with self.strategy.autocast():
-            outputs = self.module(inputs)
-            loss = self.criterion(outputs, targets)
-        with torch.no_grad():
-            self.sums["samples"] += num_samples
-            self.sums["loss"] += num_samples * loss.double()
-            for name, metric in self.metrics.items():
-                values = metric(outputs, targets)
-                self.sums[name] += values.sum(dtype=torch.float64)
-                self.sums[f"values of {name}"] += values.numel()
-        return loss
-
-    def means(self) -> dict[str, float]:
-        """Return means and sample count over all ranks; every rank must call this."""
-        sums = all_reduce_sum(self.sums, self.strategy.world)
-        means = {"loss": float(sums["loss"] / sums["samples"])}
-        for name in self.metrics:
-            means[name] = float(sums[name] / sums[f"values of {name}"])
-        return means | {"samples": float(sums["samples"])}
-
-
 @torch.no_grad()
 def evaluate(
     module: nn.Module,
@@ -128,6 +92,7 @@ def evaluate(
     check_shares(loader, strategy.world, training=False)
     strategy.world.set_phase("evaluation")
     evaluation = Pass(module, criterion, strategy, metrics or {})
+    evaluation.checks = strategy.world.size > 1
     was_training = module.training
     module.eval()
     for num_samples, inputs, targets in shared_batches(loader, strategy.world, training=False):
@@ -170,6 +135,7 @@ class Fitting:
         world.forget_waits()  # otherwise, the list of wait times would grow forever
         torch.manual_seed(epoch_seed(seed, epoch, world.rank))
         training.module.train()
+        training.checks = world.size * self.config.grad_accumulation > 1 and not self.epoch
         batches = shared_batches(loader, world, training=True, seed=seed, epoch=epoch)
         # A step uses `grad_accumulation` batches; the last step of an epoch may use fewer.
         steps = iter(lambda: list(islice(batches, self.config.grad_accumulation)), [])
@@ -177,8 +143,25 @@ class Fitting:
             self.optimizer.zero_grad()
             for part, (num_samples, inputs, targets) in enumerate(parts, 1):
                 with self.strategy.accumulating(last=part == len(parts)):
-                    loss = training.loss(num_samples, inputs, targets)
+                    try:
+                        loss = training.loss(num_samples, inputs, targets)
+                    except ValueError as error:  # BatchNorm needs several values per channel
+                        if num_samples > 1:
+                            raise
+                        raise UserError(
+                            f"{one_line(error)}; every rank gets 1 sample of a batch: if the "
+                            f"module has BatchNorm, use batch_size {2 * world.size} or larger"
+                        ) from error
                     self.strategy.backward(loss / len(parts))
+            # DDP reduces no gradient at all if it misses one
+            if self.strategy.mode == "ddp" and len(world.gradient_waits) <= number:
+                named = self.strategy.bare.named_parameters()
+                unused = [name for name, p in named if p.requires_grad and p.grad is None]
+                raise UserError(
+                    f"the loss does not depend on the parameters {unused}: freeze them with "
+                    "requires_grad_(False) before wrap, or set find_unused_parameters=True in "
+                    "StrategyConfig"
+                )
             _, stepped = self.strategy.step(self.optimizer, self.config.max_grad_norm)
             if not self.strategy.overflowed:  # otherwise, the only cause may be the loss scale
                 self.bad_in_a_row = 0 if stepped else self.bad_in_a_row + 1
@@ -188,6 +171,8 @@ class Fitting:
                     f"than max_bad_steps {self.config.max_bad_steps}: lower the learning rate",
                     exit_code=1,
                 )
+            if number == 0:
+                training.means()  # refuses a wrong criterion
             if number % STOP_EVERY == 0 and all_reduce_max(stop_flag.signum, world):
                 return None
         merge_buffers(training.module, world)
@@ -299,7 +284,7 @@ def fit(
     Args:
         module: the result of `strategy.wrap`.
         loader: training data; its batch_size is the total over all ranks.
-        criterion: returns the mean loss over the samples of a batch.
+        criterion: returns the mean loss of a batch or one loss per sample (see `Pass`).
         validation: held-out data that decides which epoch is best and when to stop (`patience`).
         scheduler: stepped after every epoch; ReduceLROnPlateau also receives the validation loss.
         resume: continue from the newest checkpoint in `run_dir`, if there is one.

@@ -7,7 +7,16 @@ import time
 
 import pytest
 import torch
-from supervised_ranks import CRITERION, METRICS, Fitted, blobs, exercise, make_net
+from supervised_ranks import (
+    CRITERION,
+    METRICS,
+    UNEQUAL,
+    Fitted,
+    blobs,
+    exercise,
+    make_net,
+    partly_ignored,
+)
 from tensorboard_readers import scalars
 from torch.nn.utils.rnn import pack_sequence
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -88,6 +97,41 @@ def test_a_loader_that_does_not_divide_over_the_ranks_is_refused(options, words)
         check_shares(DataLoader(SAMPLES, **options), world_of(0, 2), training=True)
 
 
+@pytest.mark.parametrize("num_samples", [10, 150])
+def test_a_random_sampler_draws_from_all_samples_in_training(num_samples):
+    data = TensorDataset(*torch.arange(100).expand(2, -1))
+    loader = DataLoader(data, 10, sampler=RandomSampler(data, num_samples=num_samples))
+    seen = set()
+    for rank, epoch in itertools.product((0, 1), range(30)):
+        share = shared_batches(loader, world_of(rank, 2), training=True, epoch=epoch)
+        seen.update(*(inputs.tolist() for _, inputs, _ in share))
+    assert len(seen) > 90
+    with pytest.raises(UserError, match="num_samples"):
+        check_shares(loader, world_of(0, 1), training=False)
+
+
+def test_a_loader_that_makes_its_own_batches_is_refused():
+    class Own(DataLoader):
+        def __iter__(self):
+            return reversed([*super().__iter__()])
+
+    with pytest.raises(UserError, match="__iter__"):
+        check_shares(Own(SAMPLES, 2), world_of(0, 1), training=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "form"),
+    [
+        ([{"image": torch.ones(6), "label": 1}] * 4, "dict of 2"),
+        ([(torch.ones(6), 1, 0.5)] * 4, "list of 3"),
+        (torch.ones(4, 2, 6), "Tensor of 2"),
+    ],
+)
+def test_a_batch_that_is_no_pair_is_refused(data, form):
+    with pytest.raises(UserError, match=form):
+        next(shared_batches(DataLoader(data, 2), world_of(0, 1), training=True))
+
+
 def test_nested_batches_move_to_the_device_as_a_whole():
     packed = pack_sequence([torch.ones(3, 2)])
     moved = to_device({"name": "x", "list": [torch.ones(5), (packed,)]}, torch.device("meta"))
@@ -148,7 +192,44 @@ def test_a_nan_loss_on_one_rank_skips_the_step_on_all_ranks(ranks):
         torch.testing.assert_close(bad["weights"], ranks[-1]["bad"]["weights"], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", UNEQUAL)
+def test_a_criterion_with_unequal_weights_is_refused_on_two_ranks(ranks, name):
+    assert ["reduction='none'" in rank["unequal"][name] for rank in ranks] == [True, True, False]
+
+
+def test_an_evaluation_with_unequal_weights_is_refused_on_two_ranks(ranks):
+    assert ["reduction='none'" in rank["evaluation"] for rank in ranks] == [True, True, False]
+
+
+@pytest.mark.parametrize("name", ["per sample", "per sample, accumulated"])
+def test_losses_per_sample_train_the_same_on_any_number_of_ranks(ranks, name):
+    for rank in ranks:
+        torch.testing.assert_close(rank[name], ranks[-1]["per sample"], rtol=0, atol=1e-12)
+
+
+def test_unused_parameters_are_named_before_the_ranks_drift_apart(ranks):
+    assert ["['spare']" in rank["unused"] for rank in ranks] == [True, True, False]
+
+
 # ---- one rank
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_step_whose_batch_has_only_ignored_targets_is_skipped(world, parts):
+    loader = DataLoader(partly_ignored(4 * parts, *range(4)), batch_size=4)
+    config = {"grad_accumulation": parts}
+    job = Fitted(world, train=loader, validation=None, epochs=1, config=config)
+    assert job.result.bad_in_a_row == 1 and equal(job.weights, make_net().state_dict())
+
+
+def test_accumulation_refuses_a_criterion_with_unequal_weights(world):
+    with pytest.raises(UserError, match="reduction='none'"):
+        Fitted(world, **UNEQUAL["class weights"])
+
+
+def test_batch_norm_with_one_sample_names_the_batch_size(world):
+    with pytest.raises(UserError, match="use batch_size 2"):
+        Fitted(world, net=make_net(batch_norm=True), batch_size=1)
 
 
 def test_accumulated_batches_equal_one_larger_batch(world):

@@ -1,0 +1,101 @@
+"""Compute losses and metrics of the batches of one pass over the data."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from rl_dist.errors import UserError
+from rl_dist.process_group.collectives import all_reduce_sum
+from rl_dist.strategies.strategy import Strategy
+
+CHECKED_ROWS = 8  # number of samples of a batch for which the criterion is checked
+# (outputs, targets) -> tensor; every sample must contribute the same number of values
+Metric = Callable[[Any, Any], Tensor]
+# (outputs, targets) -> mean loss over the batch, or equally many losses for every sample
+Criterion = Callable[[Any, Any], Tensor]
+
+
+@dataclass
+class Pass:
+    """Computes the losses of all batches in one pass, and the means over this pass.
+
+    If results are means over parts of batches, because there are several ranks or grad_accumulation
+    is above 1, every sample must have the same weight. `checks` refuses other criteria; for that,
+    it calls the criterion again, also on single samples.
+    """
+
+    module: nn.Module
+    criterion: Criterion
+    strategy: Strategy
+    metrics: Mapping[str, Metric]
+    checks: bool = False  # True: refuse a criterion that weighs samples unequally
+    sums: dict[str, Any] = field(default_factory=lambda: defaultdict(float))  # sums by name
+
+    def loss(self, num_samples: int, inputs: Any, targets: Any) -> Tensor:
+        """Compute a batch's loss in the strategy's precision, and update the sums."""
+        with self.strategy.autocast():
+            outputs = self.module(inputs)
+            loss = self.criterion(outputs, targets).mean()
+            if self.checks:
+                self.check_criterion(num_samples, outputs, targets)
+        # Criteria that ignore targets return NaN with a gradient of 0 if they ignore all targets.
+        # The gradient of such a batch must be NaN, so that the step is skipped.
+        factor = loss.detach() * 0.0 + 1.0
+        for output in tree_leaves(outputs):
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(lambda gradient: gradient * factor)
+        with torch.no_grad():
+            self.sums["samples"] += num_samples
+            self.sums["loss"] += num_samples * loss.double()
+            for name, metric in self.metrics.items():
+                values = metric(outputs, targets)
+                self.sums[name] += values.sum(dtype=torch.float64)
+                self.sums[f"values of {name}"] += values.numel()
+        return loss
+
+    @torch.no_grad()
+    def check_criterion(self, num_samples: int, outputs: Any, targets: Any) -> None:
+        """Check that the loss of some samples is the mean of their single losses.
+
+        Batches with tensors whose first axis is not the sample are not checked.
+        """
+        pair = outputs, targets
+        for leaf in tree_leaves(pair):
+            if not isinstance(leaf, Tensor) or leaf.shape[:1] != (num_samples,):
+                return
+
+        def loss_of(rows: Any) -> Tensor:
+            return self.criterion(*tree_map(lambda leaf: leaf[rows], pair)).mean()
+
+        # Repeat a row, so that a sum is noticed even if this rank's share is one sample.
+        chosen = [0, *range(min(num_samples, CHECKED_ROWS))]
+        whole = loss_of(chosen)
+        losses = torch.stack([loss_of([row]) for row in chosen])
+        tolerance = torch.finfo(whole.dtype).eps ** 0.5 * losses.abs().max()
+        equal = (whole - losses.mean()).abs() <= tolerance  # False if one loss is NaN
+        self.sums["uneven"] += whole.isfinite() & ~equal
+
+    def means(self) -> dict[str, float]:
+        """Return means and sample count over all ranks; every rank must call this.
+
+        Raise UserError if the criterion does not weigh every sample equally.
+        """
+        self.sums["uneven"] += 0.0
+        sums = all_reduce_sum(self.sums, self.strategy.world)
+        if sums["uneven"]:
+            raise UserError(
+                "the criterion's loss of a batch is not the mean of its samples' losses (ignored "
+                "targets, class weights, a sum?), so training would depend on the number of ranks: "
+                "return one loss per sample (reduction='none'); fit takes their mean"
+            )
+        means = {"loss": float(sums["loss"] / sums["samples"])}
+        for name in self.metrics:
+            means[name] = float(sums[name] / sums[f"values of {name}"])
+        return means | {"samples": float(sums["samples"])}
