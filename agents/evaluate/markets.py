@@ -22,7 +22,7 @@ from agents.evaluate.episodes import (
     mean_interval,
     shard,
 )
-from envs.trading.market_data import Market, Span
+from envs.trading.market_data import TRADING_DAYS, Market, Span, days_per_year
 from envs.trading.simulated_market import buy_equal_weight, follow, memoryless, reference
 from envs.trading.task import TradingTask
 from rl_dist.files import path_to_write, write_whole
@@ -32,7 +32,6 @@ from rl_dist.process_group.world import World
 if TYPE_CHECKING:
     from agents.trainer import Training
 
-TRADING_DAYS = 252  # trading days per year
 MIN_ANNUAL_DAYS = 60  # results on shorter spans are not annualised
 # The bootstrap resamples blocks of one month, because volatility is autocorrelated for that long.
 BLOCK_DAYS = 21
@@ -123,10 +122,11 @@ def market_validation(
     if span is None:
         return None
     markets = task.markets("valid")
+    year = days_per_year(markets[0].dates)
 
     def means_of(trader: Controller) -> dict[str, float]:
         record = evaluate_markets(task, markets, span, {"": trader}, world)[""]
-        return {name: float(figure.mean()) for name, figure in performance(record).items()}
+        return {name: float(figure.mean()) for name, figure in performance(record, year).items()}
 
     baseline = means_of(buy_equal_weight)["sharpe"]  # the same in every validation
 
@@ -141,22 +141,22 @@ def market_validation(
 # ---- statistics and intervals
 
 
-def period_days(num_days: int) -> int:
+def period_days(num_days: int, year: int) -> int:
     """Return the length, in days, of the period to which results are scaled.
 
-    The period is a year, or the whole span if the span is shorter than MIN_ANNUAL_DAYS.
+    The period is a year of `year` days, or the whole span if it is shorter than MIN_ANNUAL_DAYS.
     """
-    return TRADING_DAYS if num_days >= MIN_ANNUAL_DAYS else num_days
+    return year if num_days >= MIN_ANNUAL_DAYS else num_days
 
 
-def growth_figures(returns: np.ndarray) -> dict[str, np.ndarray]:
+def growth_figures(returns: np.ndarray, year: int) -> dict[str, np.ndarray]:
     """Compute statistics of daily returns over the last axis, which is time.
 
     The statistics are scaled to the period that `period_days` returns. The risk-free rate is 0, and
     the Sharpe ratio is 0 if returns do not vary.
     """
     num_days = returns.shape[-1]
-    period = period_days(num_days)
+    period = period_days(num_days, year)
     growth = np.maximum(np.prod(1.0 + returns, axis=-1), 0.0)
     deviation = returns.std(axis=-1, ddof=min(1, num_days - 1))  # 0 if there is only 1 day
     gain = returns.mean(-1) * np.sqrt(period)
@@ -172,14 +172,14 @@ def daily_returns(record: Record) -> np.ndarray:
     return record["values"][:, 1:] / record["values"][:, :-1] - 1.0
 
 
-def performance(record: Record) -> dict[str, np.ndarray]:
+def performance(record: Record, year: int = TRADING_DAYS) -> dict[str, np.ndarray]:
     """Compute performance statistics for each market; each statistic has shape [M].
 
     Turnover is the amount traded per `period_days`, divided by the mean portfolio value.
     """
     values, returns = record["values"], daily_returns(record)
-    traded_usd = record["traded_usd"].mean(1) * period_days(returns.shape[1])
-    return growth_figures(returns) | {
+    traded_usd = record["traded_usd"].mean(1) * period_days(returns.shape[1], year)
+    return growth_figures(returns, year) | {
         "cumulative_return": values[:, -1] / values[:, 0] - 1.0,
         "max_drawdown": (1.0 - values / np.maximum.accumulate(values, axis=1)).max(1),
         "turnover": traded_usd / values.mean(1),
@@ -189,21 +189,21 @@ def performance(record: Record) -> dict[str, np.ndarray]:
     }
 
 
-def difference(record: Record, baseline: Record, name: str) -> Interval:
+def difference(record: Record, baseline: Record, name: str, year: int = TRADING_DAYS) -> Interval:
     """Return a statistic's difference from the baseline, with a 95 % interval.
 
     Several markets count as independent samples. For a single market, blocks of days are resampled.
 
     Source: circular block bootstrap, Politis and Romano (1992).
     """
-    samples = performance(record)[name] - performance(baseline)[name]
+    samples = performance(record, year)[name] - performance(baseline, year)[name]
     if len(samples) > 1:
         return mean_interval(samples)
     days = len(record["values"][0]) - 1
     starts = np.random.default_rng(0).integers(0, days, (RESAMPLES, -(-days // BLOCK_DAYS), 1))
     index = ((starts + np.arange(BLOCK_DAYS)) % days).reshape(RESAMPLES, -1)[:, :days]
     traded, held = (
-        growth_figures(daily_returns(part)[0][index])[name] for part in (record, baseline)
+        growth_figures(daily_returns(part)[0][index], year)[name] for part in (record, baseline)
     )
     return [float(samples[0]), *np.quantile(traded - held, ENDS).tolist()]
 
@@ -211,11 +211,13 @@ def difference(record: Record, baseline: Record, name: str) -> Interval:
 def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
     """Average statistics over markets; compare with the equal-weight portfolio."""
     policies: dict[str, dict[str, Any]] = {}
+    year = days_per_year(dates)
     for name, record in records.items():
-        policies[name] = {key: float(value.mean()) for key, value in performance(record).items()}
+        figures = performance(record, year)
+        policies[name] = {key: float(value.mean()) for key, value in figures.items()}
         if name != EQUAL_WEIGHT:
             policies[name][AGAINST] = {
-                figure: difference(record, records[EQUAL_WEIGHT], figure)
+                figure: difference(record, records[EQUAL_WEIGHT], figure, year)
                 for figure in ("sharpe", "annual_return")
             }
 

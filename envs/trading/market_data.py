@@ -18,6 +18,10 @@ NUMBERS = [*PRICES, "volume"]
 COLUMNS = ["date", "tic", *NUMBERS]
 ROUNDING = 1e-3  # tolerated relative error: data files round each price of a bar separately
 MAX_DROPPED_SHARE = 0.05
+# Prices below 1 USD are multiplied by a lot size, because amounts of money are rounded to about
+# 1e-6 USD (see features.GRID). A lot costs at most this much, so that small portfolios can buy it.
+MAX_LOT_USD = 1024.0
+TRADING_DAYS = 252  # trading days per year of a stock exchange
 MAX_GAP_DAYS = 11  # largest accepted gap in calendar days; exchanges are rarely closed for longer
 
 MIN_SPAN_DAYS = 2  # a step needs 2 days: one to decide on orders, the next to value the result
@@ -26,7 +30,10 @@ SHARES = (0.60, 0.15, 0.25)  # fractions of the days for training, validation an
 
 @dataclass(frozen=True)
 class Market:
-    """Aligned daily bars of n tickers over D days, adjusted for splits and dividends."""
+    """Aligned daily bars of n tickers over D days, adjusted for splits and dividends.
+
+    Prices are those of one lot, and a "share" is one lot everywhere in this package.
+    """
 
     name: str  # name of the data file, or a name such as "SIMULATED world 7"
     dates: np.ndarray  # [D] datetime64[D], ascending
@@ -53,6 +60,13 @@ class Spans:
     train: Span
     valid: Span | None = None
     test: Span
+
+
+def days_per_year(dates: np.ndarray) -> int:
+    """Return the days with bars per year, or TRADING_DAYS if they differ by less than 10 %."""
+    days = (dates[-1] - dates[0]).astype(int)
+    per_year = round((len(dates) - 1) / days * 365.25)
+    return TRADING_DAYS if abs(per_year / TRADING_DAYS - 1) < 0.1 else per_year
 
 
 def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -> Spans:
@@ -135,14 +149,23 @@ def load_market(path: str | Path, *, missing: str = "error") -> Market:
         bars[name].to_numpy().reshape(len(dates), -1) for name in NUMBERS
     )
     factor = adjusted / close
+    # the smallest power of 2 for which a lot costs 1 USD or more on every day
+    doublings = np.ceil(-np.log2((low * factor).min(0)))
+    most = np.floor(np.log2(MAX_LOT_USD / (high * factor).max(0)))
+    lots = 2.0 ** np.minimum(doublings, most).clip(0)
+    factor = factor * lots
+    tickers = tuple(bars["tic"].unique())
+    if lots.max() > 1:
+        sizes = dict(zip(tickers, lots.astype(int).tolist(), strict=True))
+        _LOGGER.warning(f"{path.name}: prices below 1 USD: a share means a lot of shares: {sizes}")
     return Market(
         name=path.name,
         dates=dates,
-        tickers=tuple(bars["tic"].unique()),
+        tickers=tickers,
         open=open_ * factor,
         high=high * factor,
         low=low * factor,
-        close=adjusted,
+        close=adjusted * lots,
         volume=volume,
     )
 
@@ -158,10 +181,12 @@ def _read(path: Path) -> pd.DataFrame:
             f"cannot be read as CSV ({one_line(error, named=False)}): check the path, download it "
             "again, or use --data simulated"
         ) from None
-    if frame.empty or not {*COLUMNS} <= {*frame.columns}:
+    absent = [name for name in COLUMNS if name not in frame.columns]
+    if frame.empty or absent:
         raise ValueError(
-            f"the file needs a header with the columns {','.join(COLUMNS)} and rows below it, got "
-            f"{list(frame.columns[:12])} and {len(frame)} rows"
+            f"the file has {len(frame)} rows below its header line, which lacks {absent} and has "
+            f"{list(frame.columns[:12])}: rename or add these columns (lower case; tic: ticker; "
+            "for prices that are adjusted already, adj_close = close)"
         )
     return frame[COLUMNS].fillna("")
 
@@ -173,7 +198,8 @@ def _parse(text: pd.DataFrame) -> pd.DataFrame:
     """
     bars = text.copy()
     bars["date"] = pd.to_datetime(text["date"], format="%Y-%m-%d", errors="coerce")
-    _refuse(text, ~(bars["date"].dt.year > 0), "the date is not YYYY-MM-DD")  # also refuses year 0
+    undated = ~(bars["date"].dt.year > 0)  # also refuses year 0
+    _refuse(text, undated, "the date is not YYYY-MM-DD", "write it without time and time zone")
     numbers = text[NUMBERS].apply(pd.to_numeric, errors="coerce")
     bars[NUMBERS] = numbers.astype(np.float64).replace([np.inf, -np.inf], np.nan)
     impossible = (bars[PRICES] <= 0).any(axis=1) | (bars["volume"] < 0)
@@ -193,7 +219,8 @@ def _refuse(
     if bad.any():
         row = bars[bad].sort_values(["date", "tic"]).iloc[0]
         values = ", ".join(f"{name} {row[name]}" for name in NUMBERS)
-        date = str(row["date"])[:10]
+        date = row["date"]
+        date = date if isinstance(date, str) else date.date()
         raise ValueError(
             f"{row['tic']!r} on {date}: {problem} ({values}), {bad.sum()} rows of this kind: {fix}"
         )

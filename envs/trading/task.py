@@ -12,6 +12,7 @@ from envs.trading.config import DataConfig, SimulatedMarketConfig, TradingConfig
 from envs.trading.environment import TradingVectorEnv
 from envs.trading.features import first_tradable_day
 from envs.trading.market_data import Market, Span, Spans, load_market, split_spans
+from envs.trading.price_notes import price_notes
 from envs.trading.simulated_market import simulate_markets, world_seeds
 from rl_dist.errors import printable
 
@@ -101,11 +102,13 @@ class TradingTask:
         )
 
     def describe(self) -> str:
-        """Return one line about the data and one line about the days of each span."""
+        """Return one line each about the data, the spans and whatever is unusual in real prices."""
         market = self.sample
+        notes = ""
         data = f"{len(market.tickers)} stocks, {len(market.dates)} days of "
         if self.real:
             data += printable(self.data.data)
+            notes = "".join(f"\nnote: {printable(n)}" for n in price_notes(market, self.trading))
         else:
             data += (
                 f"a SIMULATED market (edge {self.simulated.market_edge:g} bps/day, market seed "
@@ -116,4 +119,4 @@ class TradingTask:
             for name, span in vars(self.spans).items()
             if span
         )
-        return f"data: {data}\ndays: {'; '.join(spans)}"
+        return f"data: {data}\ndays: {'; '.join(spans)}{notes}"

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from policies import make_policy, small
@@ -19,9 +20,11 @@ from agents.evaluate import episodes, markets
 from agents.evaluate.episodes import PolicyController, evaluate_episodes
 from agents.evaluate.markets import (
     ACCOUNTS,
+    EQUAL_WEIGHT,
     difference,
     evaluate_markets,
     performance,
+    summarize,
 )
 from agents.network.inputs import Normalizer
 from agents.network.seeds import EVALUATION_STREAM, stream_seeds
@@ -180,6 +183,18 @@ def test_figures_are_annual_or_below_60_days_those_of_the_span(repeats, period):
     assert figures == pytest.approx(expected)
     # Constant returns have a Sharpe ratio of 0, not infinity.
     assert performance(record_of(np.full((1, days), 2.0**-10)))["sharpe"] == 0.0
+
+
+def test_figures_are_annual_in_the_calendar_of_the_file():
+    record = record_of(np.tile([0.1, -0.1, 0.06], (1, 30)))
+    sharpes = []
+    for freq in ("B", "D"):
+        dates = (
+            pd.date_range("2018-01-01", periods=91, freq=freq).to_numpy().astype("datetime64[D]")
+        )
+        summary = summarize({EQUAL_WEIGHT: record, "policy": record}, dates)
+        sharpes.append(summary["policies"]["policy"]["sharpe"])
+    assert sharpes[1] / sharpes[0] == pytest.approx(math.sqrt(365 / 252))
 
 
 @pytest.mark.parametrize("num_markets", [1, 9])

@@ -2,14 +2,24 @@
 
 import gzip
 import os
+import re
 
 import numpy as np
 import pandas as pd
 import pytest
 from train_runs import daily_bars
 
-from envs.trading.config import DataConfig
-from envs.trading.market_data import load_market, split_spans
+from envs.trading.config import DataConfig, TradingConfig
+from envs.trading.features import market_tables
+from envs.trading.market_data import (
+    MAX_LOT_USD,
+    PRICES,
+    Span,
+    days_per_year,
+    load_market,
+    split_spans,
+)
+from envs.trading.price_notes import price_notes
 
 
 def bars_with(rows=(), column="tic", value=None):
@@ -42,6 +52,61 @@ def test_bars_are_aligned_and_adjusted_in_any_order_of_rows_and_columns(tmp_path
             np.testing.assert_allclose(getattr(market, column), factor * table)
 
 
+@pytest.mark.parametrize("scale", [1e-9, 6e-9, 8e-6, 1e-2, 1e4])
+def test_prices_and_fees_are_exact_at_any_magnitude(scale, tmp_path):
+    bars = daily_bars(num_stocks=3, num_days=80)
+    bars.loc[bars["tic"] == "T1", PRICES] *= scale
+    market = loaded(bars, tmp_path / "bars.csv")
+    span, config = Span(60, 79), TradingConfig(execution="close", fee_bps=10)
+    _, prices, _ = market_tables([market], span, config, span, 0.0)
+    close, sell, buy = prices[:, :3].unbind(1)
+    exact = bars.pivot(index="date", columns="tic", values="adj_close").to_numpy()[60:]
+    np.testing.assert_allclose(close / close[0], exact / exact[0], rtol=1e-5)
+    np.testing.assert_allclose((buy - sell) / 2 / close, 1e-3, rtol=1e-3)
+
+
+def test_a_lot_of_a_price_that_multiplies_stays_affordable(tmp_path):
+    bars = daily_bars(num_stocks=2, num_days=80)
+    bars.loc[bars.index[100:], PRICES] *= 1e-5
+    close = loaded(bars, tmp_path / "bars.csv").close
+    assert MAX_LOT_USD / 3 < close.max() <= MAX_LOT_USD
+
+
+@pytest.mark.parametrize(("freq", "year"), [("B", 252), ("D", 365), ("W", 52)])
+def test_a_year_has_as_many_days_as_the_calendar_of_the_file(freq, year):
+    dates = pd.date_range("2018-01-01", periods=90, freq=freq).to_numpy().astype("datetime64[D]")
+    assert days_per_year(dates) == year
+
+
+def changed(bars, day, factor, last=None):
+    """Multiply the prices of T1 from one day to another."""
+    rows = (bars["tic"] == "T1") & bars["date"].between(day, last or day)
+    bars.loc[rows, PRICES] *= factor
+    return bars
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (("2018-02-01", 100), "2018-02-01: T1"),
+        (("2018-02-01", 0.5, "9999"), "2018-02-01: T1"),
+        (("2000", 1e5, "9999"), "50000 USD.* T1;"),
+    ],
+)
+def test_a_jump_and_a_price_above_every_order_are_named(change, words, tmp_path):
+    bars = daily_bars(num_stocks=3, num_days=80)
+    assert price_notes(loaded(bars, tmp_path / "bars.csv"), TradingConfig()) == []
+    market = loaded(changed(bars, *change), tmp_path / "bars.csv")
+    (note,) = price_notes(market, TradingConfig())
+    assert re.search(words, note)
+
+
+@pytest.mark.parametrize("columns", [{"adj_close": "Adj Close"}, {"tic": "Ticker", "low": "Low"}])
+def test_missing_columns_are_named(columns, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(f"lacks {[*columns]}")):
+        loaded(daily_bars().rename(columns=columns)[::-1], tmp_path / "bars.csv")
+
+
 TEXT = bars_with().to_csv(index=False).encode()
 CONTENTS = {
     "empty": b"",
@@ -66,6 +131,7 @@ def test_a_broken_file_is_one_line(tmp_path, name):
 DAY = 3 * 6 + 1  # row of T1 on 2018-01-09
 REFUSED = [
     *((bars_with(DAY, "date", day), day) for day in ("01/02/2018", "2018-02-30", "0000-01-01")),
+    (bars_with(DAY, "date", "2018-01-09 00:00:00-05:00"), "on 2018-01-09 00:00:00-05:00: "),
     (bars_with(DAY, value=""), "'' on 2018-01-01"),
     (bars_with([DAY, 100], "open", -1.0), "'T1' on 2018-01-09: .*open -1.0.* 2 rows"),
     (bars_with(DAY, "high", 1.0), "'T1' on 2018-01-09: .*high 1.0"),
