@@ -133,8 +133,9 @@ def load_market(path: str | Path, *, missing: str = "error") -> Market:
     """Load, check and adjust the daily bars of a CSV or CSV.gz file.
 
     The rows of the file may be in any order. Open, high, low and close are multiplied by adj_close
-    / close. With missing="drop", days on which any ticker has no bar are dropped, unless they are
-    more than 5 % of all days.
+    / close, and for a ticker that ever cost less than 1 USD also by a lot size. With
+    missing="drop", days on which any ticker has no bar are dropped, unless they are more than 5 %
+    of all days.
 
     Raises: ValueError: the file cannot be used. If rows are bad, the message has the ticker and
         date of the first bad row and the number of bad rows.
