@@ -197,8 +197,7 @@ class WorkerEnv(ArrayEnv):
         for worker in self.workers:
             while self._receive(worker):
                 pass
-            with suppress(EnvironmentFaultError):  # the host and all workers ended already
-                worker.end()
+            worker.end()
             if worker.last_words:
                 _LOGGER.warning("%s", worker.last_words)
         self.workers = []

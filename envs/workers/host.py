@@ -4,8 +4,9 @@ The host imports everything that workers need and otherwise only forks and kills
 a worker starts in a few hundredths of a second and shares the host's memory. Python's package
 multiprocessing is not used for two reasons: it would run the training's main module again in every
 worker, and a SIGTERM to the job would end the fork server of multiprocessing and thus all workers.
-The host ignores stop signals. When the rank ends, the host is killed, and its death kills the
-workers.
+The host ignores stop signals. When the rank ends, their connection breaks, the host ends, too, and
+its death kills the workers. The host must not use `die_with_parent`: Linux would kill it when the
+*thread* that started it ends, although later trainings in this process use the same host.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def _host() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair()
     code = "from envs.workers.host import serve; serve()"
     # -P: import from the current directory only if it is in the rank's sys.path
-    command = [sys.executable, "-P", "-c", code, str(theirs.fileno()), str(os.getpid())]
+    command = [sys.executable, "-P", "-c", code, str(theirs.fileno())]
     with theirs:
         process = subprocess.Popen(
             command,
@@ -48,13 +49,22 @@ def ask_host(pid: int, files: Sequence[int] = ()) -> int:
 
     If `pid` is 0, the host forks a worker, which inherits `files`; its process id is returned.
     Otherwise, the host kills the worker with this process id; its exit code is returned, which is
-    negative if a signal ended the worker.
+    negative if a signal ended the worker. A host that has died is replaced; its workers have died
+    with it.
     """
-    connection, _ = _host()
+    if _host()[1].poll() is not None:
+        if pid:
+            return -signal.SIGKILL
+        _host.cache_clear()
+    connection, process = _host()
     try:
         socket.send_fds(connection, [b"%d" % pid], files)
         return int(connection.recv(_MAX_BYTES))
     except (OSError, ValueError):
+        process.kill()
+        process.wait()
+        if pid:
+            return -signal.SIGKILL
         problem = "the process that starts workers has ended: see the lines above"
         raise EnvironmentFaultError(problem) from None
 
@@ -67,17 +77,20 @@ def serve() -> None:
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     host_pid = os.getpid()
-    die_with_parent(int(sys.argv[2]), signal.SIGKILL)
     from envs.workers.worker import Worker  # this import is slow, so signals are ignored first
 
     channel = socket.socket(fileno=int(sys.argv[1]))
+    workers: set[int] = set()
     while True:
         data, files, _, _ = socket.recv_fds(channel, _MAX_BYTES, _NUM_FILES)
         if not data:
             return
-        if pid := int(data):
+        if (pid := int(data)) in workers:
+            workers.remove(pid)
             os.kill(pid, signal.SIGKILL)
             answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        elif pid:  # a worker of an earlier host
+            answer = -signal.SIGKILL
         else:
             answer = os.fork()
             if not answer:
@@ -87,6 +100,7 @@ def serve() -> None:
                 with suppress(Exception):  # an environment may have closed stdout
                     sys.stdout.flush()
                 os._exit(0)
+            workers.add(answer)
             for file in files:
                 os.close(file)
         channel.sendall(b"%d" % answer)

@@ -3,10 +3,11 @@
 import os
 import signal
 
+import psutil
 import pytest
 import torch
 from env_steps import play, same
-from train_runs import lives, start, wait_until
+from train_runs import PATIENCE_S, lives, start, wait_until
 
 from agents.network.seeds import ENVIRONMENT_STREAM, stream_seeds
 from envs import make_vector_env
@@ -175,6 +176,32 @@ def test_workers_end_when_their_rank_is_killed():
     rank.kill()
     rank.communicate()
     wait_until(lambda: not any(map(lives, workers)))
+
+
+def test_workers_outlive_the_thread_that_started_the_first_ones():
+    code = (
+        "import threading; from envs.workers.env import WorkerEnv\n"
+        "def run():\n"
+        "    env = WorkerEnv(2, 2, env_id='Recall-v0'); env.reset(seed=[1, 2]); env.close()\n"
+        "thread = threading.Thread(target=run); thread.start(); thread.join()\n"
+        "run(); print('done')"
+    )
+    job = start("-c", code)
+    printed, errors = job.communicate(timeout=PATIENCE_S)
+    assert printed == "done\n", errors
+
+
+def test_a_process_that_starts_workers_is_replaced_when_it_dies(make):
+    def kill_host():
+        psutil.Process(pids(env)[0]).parent().kill()
+        wait_until(lambda: not any(map(lives, pids(env))))
+
+    env = make(2, env_restarts=1)
+    play(env, 1)
+    kill_host()
+    assert play(env, 1, first=1)[3][0].all() and env.restarts == [1] * NUM_ENVS
+    kill_host()
+    assert play(make(2), 1)[0].isfinite().all()  # the next training in this process
 
 
 def test_an_environment_that_cannot_be_made_is_an_error_of_one_line():
