@@ -44,6 +44,11 @@ def supervise() -> None:
     """
     if restarts_refused():
         sys.exit(2)
+    # A shell starts the command before `&` with SIGINT ignored. Obey it nevertheless, also before
+    # the handlers of the training are installed.
+    for signum in awaited_signals():
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if "RANK" in os.environ:
         return
     # Make sure that descriptors 0 to 2 are open. If stdout were closed, the next file to be opened
@@ -88,12 +93,14 @@ def _watch(child: int, page: ReportPage) -> int:
     stop = StopFlag()
     awaited = awaited_signals()
     deadline_s = math.inf
-    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+    # Wait for any process: in a container, the supervisor may be the process with id 1, which
+    # inherits all orphans.
+    while (ended := os.waitpid(-1, os.WNOHANG))[0] != child:
         if deadline_s == math.inf and "exit_code" in page.read():
             deadline_s = time.monotonic() + TEARDOWN_S
         if time.monotonic() > deadline_s:
             pass_on(signal.SIGKILL)
-        time.sleep(POLL_S)
+        time.sleep(0 if ended[0] else POLL_S)
         # The awaited signals were blocked before the fork. Call sigtimedwait with a timeout of 0:
         # if the process is suspended and continued during a longer wait, sigtimedwait returns an
         # arbitrary signal number.

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from train_runs import PATIENCE_S, REPO, lives, start, wait_until
 from rl_dist.process_group import process_ends
 from rl_dist.process_group.process_ends import SAME_KEYPRESS_S, StopFlag
 
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 SUPERVISED = """
 import os, signal, sys, threading, time
 from rl_dist.launch import supervisor
@@ -104,6 +106,37 @@ def test_ctrl_c_ends_even_an_import_that_catches_it():
     job.send_signal(signal.SIGINT)
     ended, stderr = end_of(job)
     assert ended == 130 and len(stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_that_the_shell_ignored_stops_the_program_before_it_trains(name):
+    """A shell starts the command before `&` with SIGINT ignored."""
+    wait = "print('ready', flush=True); time.sleep(1)"
+    program = SUPERVISED.format(before_training=wait) + WAIT
+    number = signal.Signals[name]
+    ignoring = partial(signal.signal, number, signal.SIG_IGN)
+    job = start("-c", program, cwd=REPO, preexec_fn=ignoring)
+    assert job.stdout.readline() == "ready\n"
+    job.send_signal(number)
+    ended, stderr = end_of(job)
+    assert ended == 128 + number and name in stderr
+
+
+ORPHAN = """
+if os.fork() == 0:
+    if orphan := os.fork(): print(orphan, flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_supervisor_that_inherits_orphans_leaves_no_zombies():
+    """Process 1 of a container inherits all orphans, and so does a subreaper."""
+    reaper = f"import ctypes; ctypes.CDLL(None).prctl({PR_SET_CHILD_SUBREAPER}, 1, 0, 0, 0)\n"
+    job = start("-c", reaper + SUPERVISED.format(before_training="") + ORPHAN + WAIT, cwd=REPO)
+    orphan = [int(job.stdout.readline()) for _ in range(2)][1]
+    wait_until(lambda: not psutil.pid_exists(orphan), job)
+    job.terminate()
+    assert end_of(job)[0] == 143
 
 
 def test_nothing_outlives_a_killed_supervisor():
