@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import re
 import resource
 from collections.abc import Callable
 from contextlib import suppress
@@ -137,6 +138,17 @@ def get_gpu_info() -> GpuInfo:
     return GpuInfo(tuple(get_multi_gpu_status()), "")
 
 
+def nvidia_driver(root: Path = Path("/")) -> str:
+    """Return the version of the NVIDIA driver; "" if Linux has not loaded it."""
+    text = read_text(root / "proc/driver/nvidia/version")
+    return next(iter(re.findall(r"\d+\.[\d.]+", text)), text)
+
+
+def torch_build() -> str:
+    """Return the version of torch, and the version of CUDA for which it was built."""
+    return f"{torch.__version__} (CUDA {torch.version.cuda or 'not included'})"
+
+
 def print_gpu_info() -> None:
     """Print one line for every GPU, or the reason why torch sees no GPU.
 
@@ -188,9 +200,12 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
     Memory that holds cached files counts as available.
     """
-    machine = psutil.virtual_memory()
-    total, available = machine.total, machine.available
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    installed = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError):  # /proc/meminfo is missing
+        machine = psutil.virtual_memory()
+        installed, available = machine.total, machine.available
+    total = installed
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controller, path = line.split(":", 2)
         if controller not in CGROUPS:
             continue
@@ -201,19 +216,26 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
         for folder in (group, *group.parents):
             with suppress(OSError, ValueError):  # the file is missing or contains "max"
                 limit, used = (int((folder / name).read_text()) for name in (limit_file, use_file))
-                if limit < machine.total:
-                    lines = (folder / "memory.stat").read_text().splitlines()
+                if limit < installed:
+                    lines = read_text(folder / "memory.stat").splitlines()
                     cached = int(dict(line.split() for line in lines).get(cache, 0))
                     total = min(total, limit)
                     available = min(available, max(0, limit - max(0, used - cached)))
     return HostMemory(total, available)
 
 
-def available_cores() -> int:
+def read_text(path: Path) -> str:
+    """Return the content of a file of Linux, or "" if there is no such file."""
+    with suppress(OSError):
+        return path.read_text()
+    return ""
+
+
+def available_cores(root: Path = Path("/")) -> int:
     """Return how many CPU cores this process may use, given its affinity and quota."""
     cores = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # there is no quota
-        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+    with suppress(ValueError):  # there is no quota
+        quota, period = map(int, read_text(root / "sys/fs/cgroup/cpu.max").split())
         cores = max(1, min(cores, round(quota / period)))
     return cores
 

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -20,13 +21,11 @@ from typing import Any
 
 from rl_dist.errors import RESULT_FILE, UserError
 from rl_dist.files import Record
-from rl_dist.process_group.join import COPIES, JOB_DIR_VARIABLE
+from rl_dist.process_group.join import RANK_VARIABLES
 from rl_dist.process_group.process_ends import die_with_parent, how_it_ended
 from rl_dist.run_dir import RunDir
 
 SCRIPT = Path(__file__).resolve().parents[2] / "train_distributed.py"
-RANK_VARIABLES = {"RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-RANK_VARIABLES |= {JOB_DIR_VARIABLE, *COPIES}
 POLL_S = 0.1
 KILL_PATIENCE_S = 5.0
 # With these flags, a run saves nothing, evaluates nothing and trains until it is killed.
@@ -83,7 +82,7 @@ class Child(AbstractContextManager["Child"]):
         variables = {
             name: value
             for name, value in os.environ.items()
-            if name not in RANK_VARIABLES and "TORCHELASTIC" not in name
+            if not re.fullmatch(RANK_VARIABLES, name)
         }
         paths = [str(Path.cwd()), str(SCRIPT.parent), variables.get("PYTHONPATH", "")]
         variables |= {

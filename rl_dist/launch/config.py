@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -14,7 +15,8 @@ from rl_dist.errors import UserError, one_line
 from rl_dist.flags import Field, Text, configuration
 from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.child import ChildError
-from rl_dist.process_group.join import check_variables
+from rl_dist.machine import available_cores, get_gpu_info, nvidia_driver, torch_build
+from rl_dist.process_group.join import check_interface, check_variables
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.strategies.config import (
     Compression,
@@ -108,8 +110,15 @@ class ResolvedLaunch:
         return f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)} on {self.device_type}"
 
 
-def resolve(config: LaunchConfig) -> ResolvedLaunch:
-    """Choose the number of ranks and their devices on this machine."""
+def resolve(config: LaunchConfig, root: Path = Path("/")) -> ResolvedLaunch:
+    """Choose the number of ranks and their devices on this machine.
+
+    Args:
+        root: directory with the folder `proc`.
+
+    Raises:
+        ValueError: the flags or the environment variables do not fit this machine.
+    """
     check_variables()
     ranks_exist = "RANK" in os.environ  # another launcher has already started the ranks
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -119,6 +128,16 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
             "use --device cpu"
         )
     on_gpu = config.device != "cpu" and gpus > 0 and config.num_gpus != 0
+    misses_gpus = config.device == "auto" and config.num_gpus != 0 and gpus == 0
+    are_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if misses_gpus and not are_hidden and (driver := nvidia_driver(root)):
+        raise ValueError(
+            f"this machine has the NVIDIA driver {driver}, but torch {torch_build()} sees no GPU "
+            f"({get_gpu_info().error}): install the build of torch for this driver "
+            "(pytorch.org/get-started), start the container with GPUs, or use --device cpu"
+        )
+    if not on_gpu:
+        check_interface()
     device_type = "cuda" if on_gpu else "cpu"
     gpu_ids = parse_gpu_ids(config.gpu_ids, gpus if on_gpu else 0)
     mode = config.strategy_config.mode
@@ -155,6 +174,8 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
         message = f"{num_ranks} rank(s) on {torch.cuda.get_device_name(0)}"
     else:
         message = f"{num_ranks} CPU process(es), {threads} thread(s) each"
+        if misses_gpus and config.num_gpus > 0 and not ranks_exist:
+            message = f"no GPU: {message}, share {available_cores()} core(s)"
     return ResolvedLaunch(
         num_ranks=num_ranks,
         device_type=device_type,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
 import uuid
 from datetime import timedelta
 
+import psutil
 import torch.distributed as dist
 
 from rl_dist.errors import one_line
@@ -17,8 +19,21 @@ from rl_dist.errors import one_line
 JOB_DIR_VARIABLE = "RL_DIST_JOB_DIR"
 RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
 HOW_TO_START = "start with torchrun, which sets all variables, or unset RANK and give --num_gpus"
-# Environment variables in which launchers store how many copies of a command they have started
-COPIES = ("SLURM_NTASKS", "PET_NNODES", "WORLD_SIZE")
+# Patterns of the environment variables in which launchers store how many copies of a command they
+# have started, and the number of this copy: Kubernetes, MPI, Flux, jsrun, Horovod, PALS, ALPS
+COUNTS = (
+    r"PET_NNODES|(\w+_)?WORLD_SIZE|(PMIX?|FLUX_JOB|JSM_NAMESPACE|HOROVOD|PALS)_SIZE"
+    r"|MPI_LOCALNRANKS|SLURM_STEP_NUM_TASKS"
+)
+NUMBERS = (
+    r"(\w+_)?WORLD_RANK|(PMIX?|FLUX_TASK|JSM_NAMESPACE|HOROVOD)_RANK|PALS_RANKID|ALPS_APP_PE"
+    r"|MPI_LOCALRANKID"
+)
+# Pattern of all variables that make a process a rank, or one of several copies
+RANK_VARIABLES = (
+    rf"{COUNTS}|{NUMBERS}|(LOCAL_)?RANK|MASTER_(ADDR|PORT)|{JOB_DIR_VARIABLE}|\w*TORCHELASTIC\w*"
+    r"|SLURM_(NTASKS|PROCID|STEP_?ID)"
+)
 GREETING_EVERY_S = 0.05
 
 
@@ -26,27 +41,70 @@ def check_variables() -> None:
     """Check the environment variables that make this process a rank.
 
     Raises:
-        ValueError: a variable is missing or wrong; or several copies of this command were started
-            without RANK, and each copy would train alone.
+        ValueError: a variable is missing or wrong, or its host name has no address; or several
+            copies of this command were started without RANK, and each copy would train alone.
     """
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        _number("LOCAL_WORLD_SIZE", least=1)
     if "RANK" in os.environ:
         rank, size = _number("RANK"), _number("WORLD_SIZE")
         if rank >= size:
             raise ValueError(f"RANK is {rank}, but WORLD_SIZE is {size}: ranks are numbered from 0")
         if size > 1:
             _number("LOCAL_RANK")
-            _number("MASTER_PORT")
-            if not os.environ.get("MASTER_ADDR"):
-                raise ValueError(f"RANK is set, but MASTER_ADDR is not: {HOW_TO_START}")
-        return
-    for name in COPIES:
+            port = _number("MASTER_PORT")
+            _check_address(os.environ.get("MASTER_ADDR", ""), port)
+    elif name := _sign_of_copies():
+        raise ValueError(
+            f"{name} is {os.environ[name]}, but RANK is not set: every copy would train alone; "
+            f"start the ranks with torchrun (as deploy/slurm.sbatch does), or unset {name} "
+            "to use this machine alone"
+        )
+
+
+def _sign_of_copies() -> str:
+    """Return a variable that shows that a launcher started several copies, or ""."""
+    counts = [name for name in os.environ if re.fullmatch(COUNTS, name)]
+    # SLURM also sets SLURM_NTASKS in the shell of an allocation, which is not a step of srun.
+    in_step = "SLURM_STEP_ID" in os.environ or os.environ.get("SLURM_PROCID", "0") != "0"
+    if in_step and "SLURM_STEP_NUM_TASKS" not in counts:
+        counts.append("SLURM_NTASKS")
+    for name in counts:
         count = os.environ.get(name, "").split(":")[-1]  # PET_NNODES may be a range such as 1:4
         if count.isdecimal() and int(count) > 1:
-            raise ValueError(
-                f"{name} is {os.environ[name]}, but RANK is not set: every copy would train alone; "
-                f"start the ranks with torchrun (as deploy/slurm.sbatch does), or unset {name} "
-                "to use this machine alone"
-            )
+            return name
+    numbers = [name for name in os.environ if re.fullmatch(NUMBERS, name)]
+    # Some launchers do not store the number of copies.
+    return next((name for name in numbers if not counts or os.environ[name] != "0"), "")
+
+
+def _check_address(host: str, port: int) -> None:
+    if not host:
+        raise ValueError(f"RANK is set, but MASTER_ADDR is not: {HOW_TO_START}")
+    try:
+        socket.getaddrinfo(host, port)
+    except (OSError, UnicodeError) as error:  # UnicodeError: the name is too long
+        raise ValueError(
+            f"MASTER_ADDR {host!r} has no address ({error}): give the name or the IP address of "
+            "the first machine, such as 10.0.0.1 or ::1, without brackets"
+        ) from None
+
+
+def check_interface() -> None:
+    """Check that GLOO_SOCKET_IFNAME, if it is set, names interfaces that gloo can use.
+
+    Raises:
+        ValueError: an interface does not exist or has no IP address.
+    """
+    value = os.environ.get("GLOO_SOCKET_IFNAME")
+    # psutil lists IP addresses first
+    interfaces = psutil.net_if_addrs().items()
+    usable = {name for name, (first, *_) in interfaces if first.family != psutil.AF_LINK}
+    if value and not usable.issuperset(value.split(",")):
+        raise ValueError(
+            f"GLOO_SOCKET_IFNAME is {value!r}, but the interfaces with an IP address are "
+            f"{', '.join(sorted(usable)) or 'none'}: name one of them, or unset the variable"
+        )
 
 
 def started_elsewhere() -> bool:
@@ -56,7 +114,7 @@ def started_elsewhere() -> bool:
 
 def elastic_count(name: str) -> int:
     """Return the number in the environment variable `name`, or 0 if it is not set."""
-    return int(os.environ.get(name) or 0)
+    return _number(name) if os.environ.get(name) else 0
 
 
 def may_start_again(signum: int) -> bool:
@@ -67,11 +125,13 @@ def may_start_again(signum: int) -> bool:
     return signum == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _number(name: str) -> int:
+def _number(name: str, least: int = 0) -> int:
     text = os.environ.get(name, "")
-    if text.isdecimal():
+    if text.isdecimal() and int(text) >= least:
         return int(text)
-    raise ValueError(f"{name} must be a whole number, got {text!r}: {HOW_TO_START}")
+    raise ValueError(
+        f"{name} must be a whole number, at least {least}, got {text!r}: {HOW_TO_START}"
+    )
 
 
 # ---- the store
@@ -100,8 +160,10 @@ def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
     try:
         if not hosted_here:
             _wait_for_listener(host, port, deadline_s)
+        # If torch could not connect to its own store, it would print many warnings.
+        address = "localhost" if hosted_here else host
         store = dist.TCPStore(
-            host, port, is_master=hosted_here, timeout=timeout, wait_for_workers=False
+            address, port, is_master=hosted_here, timeout=timeout, wait_for_workers=False
         )
         return part_of_this_start(store, rank, size, deadline_s)
     except (dist.DistError, OSError) as error:

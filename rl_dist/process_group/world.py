@@ -21,7 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from rl_dist.errors import UserError, one_line
 from rl_dist.machine import available_cores
 from rl_dist.process_group.clock import Mark, between, mark
-from rl_dist.process_group.join import JOB_DIR_VARIABLE, open_store, started_elsewhere
+from rl_dist.process_group.join import (
+    JOB_DIR_VARIABLE,
+    check_interface,
+    open_store,
+    started_elsewhere,
+)
 from rl_dist.process_group.process_ends import StopFlag, leave_with_parent
 from rl_dist.process_group.watchdog import (
     CONNECTION,
@@ -233,7 +238,8 @@ def open_world(
 
     Raises:
         UserError: there is no CUDA device for this rank.
-        ValueError: the ranks cannot meet at MASTER_ADDR and MASTER_PORT.
+        ValueError: the ranks cannot meet at MASTER_ADDR and MASTER_PORT, or gloo cannot use the
+            interface in GLOO_SOCKET_IFNAME.
     """
     assert not dist.is_initialized(), "the process group is already open"
     rank = int(os.environ.get("RANK", 0))
@@ -264,6 +270,8 @@ def open_world(
             os.environ[variable] = "lo"
             # `close_world` unsets it again: later child processes may need other interfaces.
             _leaving.callback(os.environ.pop, variable, None)
+    if backend == "gloo":
+        check_interface()
     # All ranks have reached the store, but connecting them to each other can still fail. In that
     # case, the watchdog ends this rank, and its message contains the value of `place`.
     world.doing.place = CONNECTION

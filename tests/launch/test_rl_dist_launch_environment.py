@@ -1,6 +1,7 @@
 """Environment variables of torchrun and other launchers; how ranks connect."""
 
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -14,20 +15,21 @@ from train_runs import PATIENCE_S, RECALL, only_error, start, train_here
 
 from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.process_group import world
-from rl_dist.process_group.join import COPIES, open_store, part_of_this_start
+from rl_dist.process_group.join import RANK_VARIABLES, open_store, part_of_this_start
 
 BOUND = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
 TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-UNSET = [*TORCHRUN, *COPIES, *BOUND, "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"]
-UNSET += ["TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE"]
+SRUN = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
 
 
 @pytest.fixture
 def environment(monkeypatch):
     def set_to(**variables):
-        for name, value in (dict.fromkeys(UNSET) | variables).items():
-            monkeypatch.delenv(name, raising=False)
+        for name in list(os.environ):
+            if name in BOUND or re.fullmatch(RANK_VARIABLES, name):
+                monkeypatch.delenv(name)
+        for name, value in variables.items():
             if value is not None:
                 monkeypatch.setenv(name, value)
 
@@ -44,10 +46,19 @@ def environment(monkeypatch):
         (TORCHRUN | {"MASTER_PORT": "port"}, "MASTER_PORT must be .*, got .port."),
         (TORCHRUN | {"RANK": None}, "WORLD_SIZE is 2, but RANK is not set"),
         # A launcher started several copies of the command without numbering them as ranks.
-        ({"SLURM_NTASKS": "2"}, "SLURM_NTASKS is 2.*deploy/slurm.sbatch.*unset SLURM_NTASKS"),
+        (SRUN, "SLURM_STEP_NUM_TASKS is 2.*deploy/slurm.sbatch.*unset SLURM_STEP_NUM_TASKS"),
         ({"PET_NNODES": "1:4"}, "PET_NNODES is 1:4.*unset PET_NNODES"),
+        ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "unset OMPI_COMM_WORLD_SIZE"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "unset PMI_SIZE"),
+        ({"PMIX_RANK": "0"}, "unset PMIX_RANK"),  # the number of copies is unknown
+        ({"PALS_RANKID": "1"}, "unset PALS_RANKID"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE must be .*, got 'x'"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE must be .* at least 1"),
+        (TORCHRUN | {"MASTER_ADDR": "[::1]"}, r"MASTER_ADDR '\[::1\]' has no address"),
+        (TORCHRUN | {"MASTER_ADDR": "h" * 70}, "MASTER_ADDR 'hhh.* has no address"),
+        (TORCHRUN | {"MASTER_ADDR": "::1"}, ""),
         (TORCHRUN, ""),
-        (TORCHRUN | {"SLURM_NTASKS": "2"}, ""),
+        (TORCHRUN | SRUN, ""),
     ],
 )
 def test_contradictory_variables_and_those_of_uncoordinated_copies_are_named(
@@ -59,6 +70,31 @@ def test_contradictory_variables_and_those_of_uncoordinated_copies_are_named(
             resolve(LaunchConfig(device="cpu"))
     else:
         assert resolve(LaunchConfig(device="cpu")).num_ranks == 2
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},  # a batch script of SLURM, without srun
+        SRUN | {"SLURM_STEP_NUM_TASKS": "1"},
+        {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"},
+    ],
+)
+def test_a_single_process_inside_an_allocation_trains(environment, variables):
+    environment(**variables)
+    assert resolve(LaunchConfig(device="cpu")).num_ranks == 1
+
+
+@pytest.mark.parametrize("value", ["nosuch0", "^lo,docker0", "lo,nosuch0"])
+def test_an_interface_that_does_not_exist_is_named_before_anything_starts(environment, value):
+    environment(GLOO_SOCKET_IFNAME=value)
+    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME is .* lo") as refusal:
+        resolve(LaunchConfig(device="cpu", num_gpus=2))
+    assert repr(value) in str(refusal.value)
+    # Programs that do not call `resolve` get the same message.
+    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME"):
+        world.open_world("cpu")
+    world.close_world()
 
 
 @pytest.mark.parametrize("local_size", [None, "1", "2"])
@@ -118,11 +154,14 @@ def test_torchrun_with_restarts_needs_a_run_directory(environment, monkeypatch, 
 # ---- how ranks find each other through the store
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_finds_no_other_rank_names_the_address_that_it_tried(environment, rank, capfd):
+# 192.0.2.1 belongs to no machine (RFC 5737).
+@pytest.mark.parametrize(("rank", "host"), [(0, "127.0.0.1"), (1, "127.0.0.1"), (0, "192.0.2.1")])
+def test_a_rank_that_finds_no_other_rank_names_the_address_that_it_tried(
+    environment, rank, host, capfd
+):
     port = str(get_free_port())
-    environment(**TORCHRUN | {"RANK": str(rank), "MASTER_PORT": port})
-    says = f"rank {rank} .*MASTER_ADDR 127.0.0.1, MASTER_PORT {port} within 1 s"
+    environment(**TORCHRUN | {"RANK": str(rank), "MASTER_ADDR": host, "MASTER_PORT": port})
+    says = f"rank {rank} .*MASTER_ADDR {host}, MASTER_PORT {port} within 1 s"
     with pytest.raises(ValueError, match=says):
         open_store(rank, 2, 1.0)
     assert capfd.readouterr().err == ""  # torch must print nothing

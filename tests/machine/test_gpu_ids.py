@@ -4,12 +4,14 @@ The GPUs are faked.
 """
 
 import pytest
+import torch
 from fake_gpus import pretend_gpus
 
 from agents.config import RunConfig
 from agents.run.choice import parse_training, resumed_config
 from rl_dist.errors import UserError
 from rl_dist.launch.config import LaunchConfig, resolve
+from rl_dist.machine import available_cores
 from rl_dist.process_group import world
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -71,6 +73,42 @@ def test_gpus_and_ranks_that_do_not_exist_are_refused(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
     with pytest.raises(ValueError, match=says):
         resolve(LaunchConfig(**flags))
+
+
+@pytest.fixture
+def driver(tmp_path):
+    """Return a root directory in which the NVIDIA driver is loaded."""
+    file = tmp_path / "proc/driver/nvidia/version"
+    file.parent.mkdir(parents=True)
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar 5\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("flags", [{}, {"num_gpus": 2}])
+def test_a_torch_that_cannot_use_the_driver_is_refused(machine, driver, flags):
+    machine(0)
+    with pytest.raises(ValueError, match="550.54.15.*--device cpu") as refusal:
+        resolve(LaunchConfig(**flags), driver)
+    assert torch.__version__ in str(refusal.value)
+
+
+@pytest.mark.parametrize("choice", [{"device": "cpu"}, {"num_gpus": 0}, "", "-1"])
+def test_the_cpu_of_a_machine_with_gpus_can_be_chosen(machine, driver, monkeypatch, choice):
+    machine(0)
+    if isinstance(choice, str):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", choice)
+        choice = {}
+    assert resolve(LaunchConfig(**choice), driver).device_type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("flags", "shares"),
+    [({"num_gpus": 4}, True), ({"num_gpus": 4, "device": "cpu"}, False), ({}, False)],
+)
+def test_ranks_without_the_gpus_that_were_asked_for_are_announced(machine, tmp_path, flags, shares):
+    machine(0)
+    message = resolve(LaunchConfig(**flags), tmp_path).message
+    assert ("no GPU: 4 CPU" in message and f"{available_cores()} core" in message) == shares
 
 
 @pytest.mark.parametrize(

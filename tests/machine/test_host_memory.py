@@ -1,11 +1,12 @@
 """Memory limits of containers, from control groups of version 1 and 2."""
 
+import os
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from rl_dist.machine import CGROUPS, HostMemory, host_memory
+from rl_dist.machine import CGROUPS, HostMemory, available_cores, host_memory
 
 WHOLE = (10_000, 8_000)
 
@@ -41,3 +42,10 @@ def test_the_tightest_limit_counts(tmp_path, monkeypatch, cgroup, groups, expect
         (folder / use_file).write_text(f"{used}\n")
         (folder / "memory.stat").write_text(f"anon {used}\n{cache} {cached}\n")
     assert host_memory(tmp_path) == HostMemory(*expected)
+
+
+def test_missing_files_of_the_kernel_mean_no_limit(tmp_path, monkeypatch):
+    assert host_memory(tmp_path).total == psutil.virtual_memory().total
+    assert available_cores(tmp_path) == len(os.sched_getaffinity(0))
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    assert host_memory(tmp_path).available > 0
