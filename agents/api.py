@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -176,6 +178,22 @@ def load_policy(
 
 # ---- train
 
+_training = threading.Lock()
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Refuse a second training at the same time; logs and results belong to the process."""
+    if not _training.acquire(blocking=False):
+        raise UserError(
+            "train() is already running in this process: wait until it returns, or train in "
+            "another process"
+        )
+    try:
+        yield
+    finally:
+        _training.release()
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRun:
@@ -204,6 +222,7 @@ class TrainedRun:
         return load_policy(self.run_dir)
 
 
+@_alone()
 def train(
     env: str | None = None,
     *,
@@ -232,7 +251,8 @@ def train(
             skipped, and a mapping becomes JSON.
 
     Raises:
-        UserError: the settings are wrong, or training failed. The reason is also printed.
+        UserError: the settings are wrong, training failed, or another call of `train` is running
+            in this process. The reason is also printed.
     """
     # A new rank reaches this line if it imports a script without a `__main__` guard.
     if getattr(multiprocessing.current_process(), "_inheriting", False):

@@ -32,11 +32,12 @@ from rl_dist.telemetry import events
 from rl_dist.telemetry.loggers import named_loggers
 from rl_dist.telemetry.metrics import MetricsWriter, NullWriter, setup_logging
 
-# Settings that may differ between hosts: hardware settings, file paths, and the on_event command,
-# which only rank 0 runs. `data_digest` compares the content of the price files.
+# Settings that may differ between hosts: hardware settings, file paths, the on_event command, which
+# only rank 0 runs, and the preset's name, because its values are compared. `data_digest` compares
+# the content of the price files.
 HOST_SETTINGS = {
     "num_gpus", "device", "gpu_ids", "threads", "env_workers", "data", "on_event", "chosen_on",
-    "pretrained", "init_from",
+    "pretrained", "init_from", "chosen_preset",
 }  # fmt: skip
 
 EXPLORE = "solved already, or see docs/own_environment.md#exploration"

@@ -191,22 +191,25 @@ def check_settings(
         modules: source files of the user's modules, by module name.
 
     Raises:
-        UserError: a value differs. Every rank raises this error. For the first difference, the
-            message shows both values, both ranks and their hosts.
+        UserError: a value differs. Every rank raises this error. The message shows all values
+            of the first rank that differs from rank 0, and the hosts of both.
     """
     if world.size == 1:
         return
     host = socket.gethostname()
     (first_host, first), *others = all_gather_json([host, {**software(modules), **settings}], world)
     for rank, (host, values) in enumerate(others, 1):
-        for name in first | values:
-            if values.get(name) != first.get(name):
-                refuse_restarts()
-                raise UserError(
-                    f"rank {rank} on host {host} has {name} {values.get(name)!r}, but rank 0 on "
-                    f"host {first_host} has {first.get(name)!r}: start all ranks with the same "
-                    "software, code, flags and data"
-                )
+        listed = [
+            f"{name} {values.get(name)!r} (not {first.get(name)!r})"
+            for name in first | values
+            if values.get(name) != first.get(name)
+        ]
+        if listed:
+            refuse_restarts()
+            raise UserError(
+                f"rank {rank} on host {host} has {', '.join(listed)}, unlike rank 0 on host "
+                f"{first_host}: start all ranks with the same software, code, flags and data"
+            )
 
 
 def software(modules: Mapping[str, Sequence[Path]]) -> dict[str, str]:

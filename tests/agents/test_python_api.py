@@ -229,6 +229,25 @@ def test_callbacks_follow_a_training_that_stops_at_a_metric(tmp_path):
     assert len(run.metrics) == 2 and run.test
 
 
+def test_a_second_training_at_the_same_time_is_refused_and_the_first_continues(tmp_path):
+    refused = []
+
+    def train_in_a_thread(moment):
+        def second():
+            with pytest.raises(UserError, match="already running"):
+                train("Recall-v0", total_steps=64, run_dir=tmp_path / "second", **TINY)
+            refused.append(moment.metrics["iteration"])
+
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+
+    first = tmp_path / "first"
+    options = {"total_steps": 128, "run_dir": first, "on_iteration": train_in_a_thread}
+    assert train("Recall-v0", **options, **TINY).run_dir == first
+    assert refused == [1, 2] and not (tmp_path / "second").exists()
+
+
 def test_an_error_in_a_callback_is_one_line_and_its_traceback_is_in_the_log(tmp_path, capsys):
     with pytest.raises(UserError) as failed:
         train("CartPole-v1", run_dir=tmp_path / "run", on_iteration=raise_value_error, **TINY)

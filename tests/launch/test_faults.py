@@ -160,8 +160,8 @@ def test_user_code_that_exits_or_hangs_fails_the_job_and_is_named(
 # ---- ranks that were started with different settings
 
 
-def test_ranks_with_different_settings_end_together_and_name_the_difference(tmp_path, monkeypatch):
-    """Start 2 ranks without our launcher; the second one has a different --gamma."""
+def test_ranks_with_different_settings_end_together_and_name_all_flags(tmp_path, monkeypatch):
+    """Start 2 ranks without our launcher; the second has another --gamma and another --env."""
     flags = [*RECALL, "--total_steps", ITERATION, "--eval_episodes", 2]
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": get_free_port()}
     variables |= dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE"], 2)
@@ -169,10 +169,10 @@ def test_ranks_with_different_settings_end_together_and_name_the_difference(tmp_
     for rank in range(2):
         for name, value in (variables | dict.fromkeys(["RANK", "LOCAL_RANK"], rank)).items():
             monkeypatch.setenv(name, str(value))
-        jobs.append(
-            start_training(*flags, "--run_dir", tmp_path / "run", "--gamma", (0.9, 0.95)[rank])
-        )
+        others = ["--gamma", 0.95, "--env", "CartPole-v1"] if rank else []
+        jobs.append(start_training(*flags, "--run_dir", tmp_path / "run", *others))
     for job in jobs:
         (line,) = finish(job, 2)
-        assert re.search("has gamma 0.95, but rank 0 on host .* has 0.9", line)
+        assert "env 'CartPole-v1' (not 'Recall-v0')" in line and "gamma 0.95 (not 0.99)" in line
+        assert "chosen_preset" not in line  # it is no flag
     assert not (tmp_path / "run/summary.json").exists()
