@@ -64,7 +64,7 @@ def main() -> int:
     verdict = max((check.verdict for check in checks), key=VERDICTS.index)
     code = int(verdict == PROBLEM or (verdict == WARNING and options.strict))
     if options.json:
-        report = {"version": 8, "verdict": verdict, "exit_code": code, "command": command}
+        report = {"version": 9, "verdict": verdict, "exit_code": code, "command": command}
         report["checks"] = [dataclasses.asdict(check) for check in checks]
         print(json.dumps(report | figures, indent=2))
     else:

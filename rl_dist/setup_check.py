@@ -20,6 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from rl_dist.errors import one_line
 from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.child import (
@@ -31,7 +33,15 @@ from rl_dist.launch.child import (
     unsteady,
 )
 from rl_dist.launch.config import LaunchConfig, ResolvedLaunch, resolve
-from rl_dist.machine import GIB, GpuInfo, available_cores, get_gpu_info, host_memory
+from rl_dist.machine import (
+    GIB,
+    GpuInfo,
+    available_cores,
+    get_gpu_info,
+    host_memory,
+    nvidia_driver,
+    torch_build,
+)
 from rl_dist.speedup.model import steps_per_episode
 
 VERDICTS = OK, WARNING, PROBLEM = "ok", "warning", "problem"  # from best to worst
@@ -41,7 +51,6 @@ SHM_GIB = 1 / 16  # shared memory that NCCL needs for each rank
 REDUCED_BYTES = (2**10, 2**20, 2**26)
 SHORT_RUN_S = 180.0  # time limit of the short run, including its start
 TIGHT_SHARE = 0.1  # fraction of the memory that should remain free
-NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,9 @@ class Facts:
     """Facts about this machine that are known without a measurement."""
 
     gpu: GpuInfo
-    nvidia_gpus: int  # number of GPUs that the NVIDIA driver lists; torch may see fewer
+    torch: str  # version of torch, and of its CUDA
+    driver: str  # version of the NVIDIA driver; "" if there is none
+    nccl: str  # version of NCCL; "" if torch sees no GPU
     cores: int  # number of cores that this process may use
     load: float  # mean number of running and waiting processes in the last minute
     memory_total_gib: float  # memory of the machine, or memory limit of its container
@@ -146,7 +157,9 @@ def read_facts(run_dir: Path) -> Facts:
         disk_error = str(error)
     return Facts(
         gpu=get_gpu_info(),
-        nvidia_gpus=len(list(NVIDIA_DEVICES.glob("*"))),
+        torch=torch_build(),
+        driver=nvidia_driver(),
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "",
         cores=available_cores(),
         load=os.getloadavg()[0],
         memory_total_gib=host_memory().total / GIB,
@@ -158,13 +171,13 @@ def read_facts(run_dir: Path) -> Facts:
 
 
 def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
-    """Yield the checks that need no measurement: GPUs, cores and disk."""
-    # GPUs
+    """Yield the checks that need no measurement: torch, GPUs, cores and disk."""
+    # torch and GPUs
     info, ranks, on_gpu = facts.gpu, plan.num_ranks, plan.device_type == "cuda"
-    if info.error:
-        reason = f"torch sees none: {info.error}; the NVIDIA driver lists {facts.nvidia_gpus}"
-        fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES; install the torch build for your driver"
-        yield check("GPUs", reason, (facts.nvidia_gpus, WARNING, fix))
+    why = info.error or "these flags choose the CPU"
+    backend = f"NCCL {facts.nccl}" if on_gpu else f"gloo, because {why}"
+    driver = facts.driver or "none"
+    yield check("torch", f"{facts.torch}; NVIDIA driver: {driver}; ranks connect over {backend}")
     for gpu in info.gpus:
         is_used = on_gpu and gpu.index in (plan.gpu_ids or range(ranks))
         is_busy = is_used and (gpu.utilization_percent or 0) > BUSY_PERCENT
@@ -223,24 +236,26 @@ def check_run(
             fix = "long episodes or other programs may need more memory: choose smaller sizes"
             yield check(place, text, (free < TIGHT_SHARE * total, WARNING, fix))
 
-    # speed: estimate the duration of the training run only if the speed is steady
+    # speed and duration of the training run; a range if the speed is not steady
     rates, (length, unit) = round_rates(records), budget
     steps_per_s = median(record["time/sps"] for record in records)  # summed over all ranks
     total_steps = length * (1.0 if unit == "steps" else steps_per_episode(records))
-    total_s = None  # duration of the training run, without start-up and evaluations
+    range_s = [total_steps / rate for rate in (max(rates), min(rates))]
+    total_s = total_steps / steps_per_s  # without start-up and evaluations
+    hours = f"{total_s / 3600:.3g}"
     if problem := unsteady(rates):
-        yield Check("pace", WARNING, problem, "stop other programs and check again")
-    else:
-        yield check("pace", f"{steps_per_s:,.0f} steps/s in {len(records)} iterations")
-        time, fix = "no episode ended", "set --total_steps to get an estimate"
-        if not math.isnan(total_steps):
-            total_s = total_steps / steps_per_s
-            time = f"{total_s / 3600:.3g} h for {length:,} {unit}"
-        yield check("training", time, (total_s is None, WARNING, fix))
+        total_s = math.nan
+        hours = " to ".join(f"{seconds / 3600:.3g}" for seconds in range_s)
+    pace = problem or f"{steps_per_s:,.0f} steps/s in {len(records)} iterations"
+    yield check("pace", pace, (problem, WARNING, "stop other programs and check again"))
+    unknown = math.isnan(total_steps)
+    time = "no episode ended" if unknown else f"{hours} h for {length:,} {unit}"
+    yield check("training", time, (unknown, WARNING, "set --total_steps to get an estimate"))
     figures["measured"] = {
         "iterations": len(records),
         "steps_per_second": steps_per_s,
         "rates": rates,  # steps/s in equally long parts of the run
-        "total_s": total_s,
+        "total_s": None if math.isnan(total_s) else total_s,
+        "total_range_s": None if unknown else range_s,
         "memory_gib": memory_gib,
     }

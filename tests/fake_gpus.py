@@ -30,6 +30,7 @@ def pretend_gpus(monkeypatch, count=2, **answers):
         "is_available": count > 0,
         "is_initialized": True,
         "init": None,
+        "nccl.version": (2, 29, 3),
     } | answers
 
     def answering(value):

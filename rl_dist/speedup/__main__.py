@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import sys
 from argparse import SUPPRESS
 from collections.abc import Sequence
@@ -30,9 +31,11 @@ from torch.utils.benchmark import Timer
 from rl_dist.errors import CommandParser, explains_errors, table
 from rl_dist.flags import Field, configuration, fields_of
 from rl_dist.launch.child import ChildError, leave_at_signals
+from rl_dist.machine import available_cores
 from rl_dist.speedup.measure import MeasuredJob, measure_job
 from rl_dist.speedup.model import CARDS, Prediction, bottleneck, predict, steps_per_episode
 
+LEAST_EFFICIENCY = 0.6  # the advice uses no more ranks than work with this efficiency
 CARD_ESTIMATE = (
     "this estimate uses data sheets and the lowest list price of 2026-11 in US dollars. It uses "
     "rollout times from this machine, scales the other times by peak fp32 rates, and assumes 8 "
@@ -74,6 +77,7 @@ class SpeedupReport:
     title: str  # name of the job and of the device
     rows: list[dict[str, Any]]
     notes: list[str]
+    advice: str  # one sentence
 
 
 def estimate_training_speedup(flags: Sequence[str] = (), **options: Any) -> SpeedupReport:
@@ -91,6 +95,7 @@ def estimate_training_speedup(flags: Sequence[str] = (), **options: Any) -> Spee
         UserError: wrong arguments, or flags that training refuses.
         ChildError: a short run failed, or its speed kept changing.
     """
+    load, cores = os.getloadavg()[0], available_cores()  # before the short runs add to the load
     chosen = SpeedupOptions(**options)
     device = chosen.device
     if device == "auto":
@@ -109,7 +114,9 @@ def estimate_training_speedup(flags: Sequence[str] = (), **options: Any) -> Spee
     rows = _rows(job, chosen, device, length)
     notes = [f"{chosen.gpu}: {CARD_ESTIMATE}"] if chosen.gpu else []
     notes += [NO_COST] if rows[0]["hours"] is None else []
-    return SpeedupReport(f"{job.title}; {chosen.gpu or device}", rows, job.notes + notes)
+    notes.append(f"load of this machine before the short runs: {load:.1f} on {cores} core(s)")
+    title = f"{job.title}; {chosen.gpu or device}"
+    return SpeedupReport(title, rows, job.notes + notes, _advice(rows, load > 0.5 * cores))
 
 
 def print_training_speedup_estimates(flags: Sequence[str] = (), **options: Any) -> None:
@@ -170,6 +177,21 @@ def _rows(
     return rows
 
 
+def _advice(rows: list[dict[str, Any]], is_busy: bool) -> str:
+    """Return one sentence that names the best of the numbers of ranks."""
+    efficient = [row for row in rows if row["efficiency"] >= LEAST_EFFICIENCY]
+    best = max(efficient, key=lambda row: row["speedup"])
+    ending = "; measure again without other programs" if is_busy else ""
+    if best["gpus"] == 1:
+        return f"advice: train on one rank, because more ranks would lose too much time{ending}"
+    return (
+        "advice: use --num_gpus {gpus}, {speedup:.3g} times as fast ({scaling} scaling)".format(
+            **best
+        )
+        + ending
+    )
+
+
 def _fp32_tflops(device_type: str) -> float:
     """Measure the fp32 TFLOP/s of one CPU thread, or of one GPU."""
     matrix = torch.randn(768, 768, device=device_type)
@@ -178,11 +200,11 @@ def _fp32_tflops(device_type: str) -> float:
 
 
 def as_text(report: SpeedupReport) -> str:
-    """Format a report as a title, a table and notes; omit columns without values."""
+    """Format a report: title, table, notes and advice; omit columns without values."""
     names = [name for name, value in report.rows[0].items() if value is not None]
     cells = [[_shown(row[name]) for name in names] for row in report.rows]
     notes = [f"note: {note}" for note in report.notes]
-    return "\n".join([report.title, "", table(names, cells), "", *notes])
+    return "\n".join([report.title, "", table(names, cells), "", *notes, report.advice])
 
 
 def _shown(value: Any) -> str:

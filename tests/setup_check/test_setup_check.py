@@ -21,7 +21,7 @@ CPU = ResolvedLaunch(num_ranks=2, device_type="cpu", message="")
 CUDA = replace(CPU, device_type="cuda")
 ONE, SECOND = replace(CUDA, num_ranks=1), replace(CUDA, num_ranks=1, gpu_ids=(1,))
 BUDGET = (2000, "episodes")
-GOOD = {"nvidia_gpus": 2, "cores": 8, "load": 0.1, "memory_total_gib": 64, "shm_free_gib": 1,
+GOOD = {"cores": 8, "load": 0.1, "memory_total_gib": 64, "shm_free_gib": 1,
         "disk_free_gib": 100}  # fmt: skip
 
 
@@ -66,12 +66,23 @@ def complaints(checks):
         (CUDA, {"utilization": [0, 60]}, {"GPU 1": "warning"}),
         (ONE, {"utilization": [0, 60]}, {}),  # a single rank uses only GPU 0
         (SECOND, {"utilization": [60, 60]}, {"GPU 1": "warning"}),
-        # torch finds no GPU, although the driver lists 2.
-        (CPU, {"init": RuntimeError("no driver")}, {"GPUs": "warning"}),
     ],
 )
 def test_every_fact_has_its_verdict(facts_with, plan, changes, expected):
     assert complaints(check_facts(facts_with(**changes), plan)) == expected
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "says"),
+    [
+        (CUDA, {"driver": "550.54.15"}, ["550.54.15", "NCCL 2.29.3"]),
+        (CPU, {"init": RuntimeError("no GPU here")}, ["gloo", "no GPU here"]),
+    ],
+)
+def test_the_report_names_torch_driver_and_backend(facts_with, plan, changes, says):
+    first = next(check_facts(facts_with(**changes), plan))
+    assert first.name == "torch"
+    assert all(text in first.measured for text in [torch.__version__, *says])
 
 
 # ---- figures measured in a short run
@@ -110,6 +121,18 @@ def test_every_figure_has_its_verdict_and_uncertain_times_are_omitted(
     found = complaints(check_run(records, facts_with(), budget, figures))
     assert found == ({complaint: "warning"} if complaint else {})
     assert figures["measured"]["total_s"] == total_s
+
+
+def test_an_unsteady_speed_gives_a_range_of_hours(facts_with):
+    records = [record(number, **{"time/sps": sps}) for number, sps in ((3, 900.0), (4, 300.0))]
+    figures = {}
+    (training,) = [
+        check
+        for check in check_run(records, facts_with(), (1_080_000, "steps"), figures)
+        if check.name == "training"
+    ]
+    assert "0.333 to 1 h" in training.measured
+    assert figures["measured"]["total_range_s"] == [1200.0, 3600.0]
 
 
 # ---- the command

@@ -1,6 +1,7 @@
 """The speedup command on simulated machines: rows, text and JSON."""
 
 import json
+import re
 from dataclasses import asdict
 
 import pytest
@@ -146,6 +147,21 @@ def test_unknown_figures_are_none(monkeypatch, episodes, options, known):
     for row in report.rows:
         assert tuple(row[name] is not None for name in ("steps_per_s", "hours", "cost")) == known
     assert any("no time or cost" in note for note in report.notes) != known[1]
+
+
+@pytest.mark.parametrize(
+    ("byte_s", "load", "says"),
+    [(1e-11, 0.5, "--num_gpus 2"), (1e-11, 1.5, "--num_gpus 2.*again"), (1e-6, 0.5, "one rank")],
+)
+def test_the_last_line_advises_and_a_note_says_how_busy_the_machine_was(
+    monkeypatch, byte_s, load, says
+):
+    Machine(monkeypatch, byte_s=byte_s)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(speedup, "available_cores", lambda: 2)
+    *_, note, advice = as_text(estimate_training_speedup(gpus=[2])).splitlines()
+    assert f"{load} on 2 core" in note and re.search(says, advice)
+    assert ("again" in advice) == (load > 1)
 
 
 # ---- the command
