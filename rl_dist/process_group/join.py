@@ -45,7 +45,7 @@ def check_variables() -> None:
             copies of this command were started without RANK, and each copy would train alone.
     """
     if "LOCAL_WORLD_SIZE" in os.environ:
-        _number("LOCAL_WORLD_SIZE", least=1)
+        _number("LOCAL_WORLD_SIZE")
     if "RANK" in os.environ:
         rank, size = _number("RANK"), _number("WORLD_SIZE")
         if rank >= size:
@@ -79,8 +79,6 @@ def _sign_of_copies() -> str:
 
 
 def _check_address(host: str, port: int) -> None:
-    if not host:
-        raise ValueError(f"RANK is set, but MASTER_ADDR is not: {HOW_TO_START}")
     try:
         socket.getaddrinfo(host, port)
     except (OSError, UnicodeError) as error:  # UnicodeError: the name is too long
@@ -125,13 +123,11 @@ def may_start_again(signum: int) -> bool:
     return signum == signal.SIGTERM and "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def _number(name: str, least: int = 0) -> int:
+def _number(name: str) -> int:
     text = os.environ.get(name, "")
-    if text.isdecimal() and int(text) >= least:
+    if text.isdecimal():
         return int(text)
-    raise ValueError(
-        f"{name} must be a whole number, at least {least}, got {text!r}: {HOW_TO_START}"
-    )
+    raise ValueError(f"{name} must be a whole number, got {text!r}: {HOW_TO_START}")
 
 
 # ---- the store

@@ -185,10 +185,8 @@ def _advice(rows: list[dict[str, Any]], is_busy: bool) -> str:
     if best["gpus"] == 1:
         return f"advice: train on one rank, because more ranks would lose too much time{ending}"
     return (
-        "advice: use --num_gpus {gpus}, {speedup:.3g} times as fast ({scaling} scaling)".format(
-            **best
-        )
-        + ending
+        f"advice: --num_gpus {best['gpus']} trains {best['speedup']:.3g} times as fast as one rank "
+        f"({best['scaling']} scaling){ending}"
     )
 
 

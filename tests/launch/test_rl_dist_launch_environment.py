@@ -42,7 +42,7 @@ def environment(monkeypatch):
     [
         (TORCHRUN | {"WORLD_SIZE": "two"}, "WORLD_SIZE must be a whole number, .*'two'"),
         (TORCHRUN | {"RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2"),
-        (TORCHRUN | {"MASTER_ADDR": None}, "MASTER_ADDR is not"),
+        (TORCHRUN | {"MASTER_ADDR": None}, "MASTER_ADDR '' has no address"),
         (TORCHRUN | {"MASTER_PORT": "port"}, "MASTER_PORT must be .*, got .port."),
         (TORCHRUN | {"RANK": None}, "WORLD_SIZE is 2, but RANK is not set"),
         # A launcher started several copies of the command without numbering them as ranks.
@@ -53,7 +53,6 @@ def environment(monkeypatch):
         ({"PMIX_RANK": "0"}, "unset PMIX_RANK"),  # the number of copies is unknown
         ({"PALS_RANKID": "1"}, "unset PALS_RANKID"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE must be .*, got 'x'"),
-        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE must be .* at least 1"),
         (TORCHRUN | {"MASTER_ADDR": "[::1]"}, r"MASTER_ADDR '\[::1\]' has no address"),
         (TORCHRUN | {"MASTER_ADDR": "h" * 70}, "MASTER_ADDR 'hhh.* has no address"),
         (TORCHRUN | {"MASTER_ADDR": "::1"}, ""),
