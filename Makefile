@@ -11,7 +11,7 @@ ARGS ?=
 # A worker that dies ends the run with a failure: to replace it makes pytest-xdist 3.8 wait for ever
 # (https://github.com/pytest-dev/pytest-xdist/issues/1378).
 PARALLEL = -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
-SOURCES = rl_dist envs agents benchmarks examples train_distributed.py check_gpu_setup.py
+SOURCES = rl_dist envs agents benchmarks examples clstm_ppo.py train_distributed.py check_gpu_setup.py
 
 ifeq ($(strip $(VENV)),)
 ENV := .venv

@@ -7,8 +7,53 @@ can be imported from this package; each module is loaded when one of its names i
 """
 
 import os
+import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from typing import Any
+
+ROOT = str(Path(__file__).absolute().parents[1])  # the folder of this program's packages
+PACKAGES = ("agents", "envs", "examples", "rl_dist")  # users have folders of these names, too
+_claimed: list[str] = []  # packages that are imported from ROOT, whatever sys.path says
+
+
+def users_folders(package: str) -> list[str]:
+    """List where the user's modules of a package of ours may be: in all folders of sys.path."""
+    parts = package.split(".")
+    return [str(Path(entry, *parts)) for entry in sys.path if parts[0] in PACKAGES]
+
+
+class _Finder:
+    """Finds the user's `envs.my_env`, although `envs` is a package of this program."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Find a claimed package, or a module that a package of ours does not have itself."""
+        package = name.rpartition(".")[0]
+        folders = [ROOT] if name in _claimed else users_folders(package)
+        if not folders or (package and PathFinder.find_spec(name, path)):
+            return None  # another finder finds it
+        return PathFinder.find_spec(name, folders)
+
+
+sys.meta_path.insert(0, _Finder)
+
+
+def claim(name: str) -> None:
+    """Make `import name` find our package, even if sys.path has the user's package first.
+
+    Raises:
+        ImportError: the user's package of this name is already imported.
+    """
+    _claimed.append(name)
+    home = f"{ROOT}/{name}/"
+    place = getattr(sys.modules.get(name), "__file__", home)
+    if not place.startswith(home):
+        raise ImportError(
+            f"{place} hides this program's package {home}: rename it, or import agents first"
+        )
+
 
 # OpenMP reads the variables below when torch is loaded. By default, a waiting OpenMP thread spins
 # for milliseconds before it sleeps. If other programs use the same cores, spinning threads take CPU

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -210,6 +211,9 @@ def _mark(name: str, *, every_start: bool = False) -> Path | None:
 class CommandParser(argparse.ArgumentParser):
     """An argument parser that prints errors on one line and exits with code 2."""
 
+    # If another command has started this one: this one's module, and the words that start it.
+    renamed: tuple[str, str] = "", ""
+
     def __init__(self, **options: Any) -> None:
         as_written = argparse.RawDescriptionHelpFormatter
         super().__init__(allow_abbrev=False, formatter_class=as_written, **options)
@@ -219,6 +223,12 @@ class CommandParser(argparse.ArgumentParser):
         for word in sys.argv if args is None else args:
             word.encode()
         return super().parse_known_args(args, namespace)
+
+    def format_help(self) -> str:
+        """Return the help text, with the words with which the user has started the command."""
+        module, words = self.renamed
+        pattern = rf"(python )?(-m )?(?<!/){module}(\.py)?" if module else "$^"
+        return re.sub(pattern, words, super().format_help())
 
     def error(self, message: str) -> NoReturn:
         """Print the message, exit with code 2, and make restarted ranks exit, too."""

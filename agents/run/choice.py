@@ -213,10 +213,9 @@ def config_to_resume(
             f"--data {data.data} has changed since this run began: restore the file, or start "
             f"a new run with --init_from {run_dir}"
         )
-    # The user's modules may be in the current directory. The run directory may come from another
-    # user, so its config.json alone must not decide which modules are imported.
+    # The run directory may come from another user, so its config.json alone must not decide which
+    # modules are imported.
     values = config.values
-    import_from_here(*config.named_code)
     for section, names in NAMED_MODULES.items():
         check_named(run_dir, section, {name: values[name] for name in names}, given.get(names[0]))
     return config

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rl_dist import users_folders
 from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
 from rl_dist.files import plain_file
 
@@ -27,9 +28,10 @@ def import_from_here(*values: str) -> None:
     """Append the current directory to sys.path if a value has the form `module:name`.
 
     When Python runs a script, it adds only the script's folder to sys.path. Ranks inherit sys.path.
+    An entry "" of sys.path is not enough, because an environment may change the directory.
     """
     here = str(Path.cwd())
-    if any(":" in value for value in values) and not {"", here} & {*sys.path}:
+    if any(":" in value for value in values) and here not in sys.path:
         sys.path.append(here)
 
 
@@ -47,7 +49,8 @@ def import_own(field: str, value: str) -> Any:
         raise UserError(f"{field} {value!r}: the import raised {one_line(error)}") from error
     named = getattr(imported, name, None)
     if not callable(named):
-        raise UserError(f"{field} {value!r}: {module} has no function or class {name}")
+        where = f"{module} ({imported.__file__})"
+        raise UserError(f"{field} {value!r}: {where} has no function or class {name}")
     return named
 
 
@@ -60,8 +63,9 @@ def module_files(names: Sequence[str]) -> dict[str, list[Path]]:
 def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: str | None) -> None:
     """Refuse an untrusted `module:name` of a run before it is imported.
 
-    This function also removes the run directory from sys.path, so that nothing is imported from it
-    later, even if it is the current directory.
+    The module may be in the current directory, so this function calls `import_from_here`. It then
+    removes the run directory from sys.path, so that nothing is imported from it later, even if it
+    is the current directory.
 
     Args:
         section: section of config.json that holds these values.
@@ -73,9 +77,10 @@ def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: st
             that `_is_own` accepts names the module.
     """
     run_dir = run_dir.absolute()
+    field, value = next(iter(saved.items()))
+    import_from_here(value)
     if not _inside(__file__, run_dir):  # this program may itself be in run_dir
         sys.path[:] = [entry for entry in sys.path if not _inside(entry or ".", run_dir)]
-    field, value = next(iter(saved.items()))
     module = value.rpartition(":")[0]
     if not module:
         return
@@ -108,7 +113,8 @@ def _places(module: str) -> list[str]:
     """List the files and package folders that importing a module would use."""
     places: list[str] = []
     path: Sequence[str] | None = None
-    for part in module.split("."):
+    parts = module.split(".")
+    for depth, part in enumerate(parts, 1):
         try:
             spec = find_spec(part) if path is None else PathFinder.find_spec(part, path)
         except (ImportError, ValueError):
@@ -117,6 +123,7 @@ def _places(module: str) -> list[str]:
             return places  # the later import will report this problem
         path = list(spec.submodule_search_locations or [])
         places += [*path, *([spec.origin] if spec.has_location and spec.origin else [])]
+        path += users_folders(".".join(parts[:depth]))
     return places
 
 

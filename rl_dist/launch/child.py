@@ -84,7 +84,7 @@ class Child(AbstractContextManager["Child"]):
             for name, value in os.environ.items()
             if not re.fullmatch(RANK_VARIABLES, name)
         }
-        paths = [str(Path.cwd()), str(SCRIPT.parent), variables.get("PYTHONPATH", "")]
+        paths = [str(SCRIPT.parent), str(Path.cwd()), variables.get("PYTHONPATH", "")]
         variables |= {
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "TMPDIR": str(folder),

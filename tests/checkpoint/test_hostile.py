@@ -80,6 +80,7 @@ def test_modules_of_the_users_own_run_are_imported(module, copy, canary, tmp_pat
         ("foreign_envs", True),
         ("run.foreign_package.inner", True),
         ("linked", False),
+        ("envs.foreign_envs", True),
     ],
 )
 def test_no_module_is_imported_from_the_run_directory(
@@ -88,6 +89,7 @@ def test_no_module_is_imported_from_the_run_directory(
     shutil.rmtree(tmp_path / "modules")
     write_module(copy, canary)
     write_module(copy / "foreign_package", canary, "inner")
+    write_module(copy / "envs", canary)
     write_module(tmp_path / "elsewhere", canary, "target")
     (copy / "linked.py").symlink_to(tmp_path / "elsewhere" / "target.py")
     env = f"{module}:Foreign-v0"

@@ -1,0 +1,52 @@
+"""Commands:
+  train     train a policy, or continue a run
+  evaluate  evaluate trained policies
+  export    write a policy to one ONNX file
+  check     check whether this machine can train; estimate the time
+  speedup   estimate the speed on more GPUs
+  status    show what a run is doing
+
+clstm-ppo COMMAND --help shows the flags of a command.
+"""  # noqa: D205
+
+from __future__ import annotations
+
+import runpy
+import sys
+from argparse import REMAINDER
+from pathlib import Path
+
+COMMANDS = {
+    "train": "train_distributed",
+    "evaluate": "agents.evaluate",
+    "export": "agents.export",
+    "check": "check_gpu_setup",
+    "speedup": "rl_dist.speedup",
+    "status": "rl_dist.status",
+}
+
+
+def main() -> None:
+    """Hand over to the command that the first argument names.
+
+    This imports no torch, because `train` starts its supervisor before that.
+    """
+    # A folder of the user's on PYTHONPATH may have the name of one of our packages: import ours.
+    sys.path.insert(0, str(Path(__file__).absolute().parent))
+    from agents import __version__
+    from rl_dist.errors import CommandParser
+
+    usage = "%(prog)s COMMAND [--flag value ...]"
+    parser = CommandParser(prog="clstm-ppo", usage=usage, description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
+    parser.add_argument("flags", nargs=REMAINDER)
+    args = parser.parse_args(sys.argv[1:] or ["--help"])
+    module = COMMANDS[args.command]
+    CommandParser.renamed = module, f"clstm-ppo {args.command}"
+    sys.argv[1:] = args.flags
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

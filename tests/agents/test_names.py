@@ -1,0 +1,113 @@
+"""A user's project may have folders with the names of our packages; one command names ours."""
+
+import os
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from train_runs import RECALL, REPO, only_error
+
+from clstm_ppo import COMMANDS
+
+MAIN = REPO / "clstm_ppo.py"
+ENV = "import gymnasium\nfrom examples.own_environment import CueEnv\n"
+ENV += "gymnasium.register('MyCue-v0', CueEnv, max_episode_steps=20)\n"
+ONE_ITERATION = [*RECALL, "--total_steps", "64", "--eval_episodes", "2", "--validate_every", "0"]
+HOOKS = "from pathlib import Path\ndef watch(moment):\n    Path(moment.kind).touch()\n"
+NOTE_FORK = (
+    "import os, sys; os.fork = lambda: os._exit(7 + ('torch' in sys.modules)); "
+    "import clstm_ppo; sys.argv = ['clstm-ppo', 'train']; clstm_ppo.main()"
+)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """Return a project with folders like ours; the colons in its name are those of a time."""
+    folder = tmp_path_factory.mktemp("project") / "12:30:05"
+    cores = "from own_cores import *"
+    modules = {"envs/my_env": ENV, "agents/my_core": cores, "rl_dist/hooks": HOOKS}
+    for module, text in modules.items():
+        path = folder / f"{module}.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    (folder / "envs/__init__.py").touch()
+    return folder
+
+
+def run(project, *argv, code=0, path=(REPO, REPO / "tests")):
+    """Run Python in the project; return what it prints."""
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, path))}
+    command = [sys.executable, *map(str, argv)]
+    done = subprocess.run(
+        command, cwd=project, env=os.environ | variables, capture_output=True, text=True
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+@pytest.fixture(scope="module")
+def trained(project):
+    """Train on two ranks with workers, with modules from all three folders."""
+    flags = ["--env", "envs.my_env:MyCue-v0", "--env_workers", "1", "--num_gpus", "2"]
+    flags += ["--core", "agents.my_core:Decay", "--callback", "rl_dist.hooks:watch"]
+    run(project, MAIN, "train", *ONE_ITERATION, "--policy", "own", *flags, "--run_dir", "run")
+    return project / "run"
+
+
+def test_ranks_and_workers_import_the_users_modules(trained):
+    assert (trained.parent / "iteration").exists()
+
+
+@pytest.mark.parametrize("command", [["-m", "agents.evaluate"], [MAIN, "evaluate"]])
+def test_evaluation_imports_the_users_modules(command, trained):
+    assert "mean return" in run(trained.parent, *command, "run")
+
+
+def test_a_policy_with_the_users_core_is_loaded_in_python(trained):
+    code = "from agents import load_policy; print(load_policy('run').action_space)"
+    assert "Discrete" in run(trained.parent, "-c", code)
+
+
+def test_a_users_package_on_the_python_path_does_not_hide_ours(project):
+    assert "mean return" not in run(project, MAIN, "status", "--help", path=[project])
+
+
+def test_an_error_names_the_module_of_ours_that_hides_the_users(project):
+    (project / "envs/task.py").write_text(ENV)
+    errors = run(project, MAIN, "train", "--env", "envs.task:Walk-v0", code=2)
+    assert str(REPO / "envs/task.py") in only_error(errors)
+
+
+@pytest.mark.parametrize("name", ["envs", "rl_dist"])
+def test_an_error_names_the_users_package_that_hides_ours(name, tmp_path):
+    place = tmp_path / name / "__init__.py"
+    place.parent.mkdir()
+    place.touch()
+    errors = run(tmp_path, "-c", f"import {name}; import agents", code=1)
+    assert str(place) in errors.splitlines()[-1]
+
+
+# ---- the command clstm-ppo
+
+
+def test_the_command_starts_the_supervisor_before_torch(tmp_path):
+    run(tmp_path, "-c", NOTE_FORK, code=7)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_the_command_as_the_user_has_started_it(name, tmp_path):
+    assert run(tmp_path, MAIN, name, "--help").startswith(f"usage: clstm-ppo {name} ")
+
+
+def test_the_version_is_that_of_pyproject(tmp_path):
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())
+    assert run(tmp_path, MAIN, "--version").split()[-1] == project["project"]["version"]
+
+
+def test_a_wheel_has_all_modules_and_the_command():
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())
+    modules = {path.stem for path in REPO.glob("*.py")}
+    assert {*project["tool"]["setuptools"]["py-modules"]} == modules
+    module, _, function = project["project"]["scripts"]["clstm-ppo"].partition(":")
+    assert module in modules and callable(getattr(sys.modules[module], function))
