@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import runpy
 import sys
-from argparse import REMAINDER
 from pathlib import Path
 
 COMMANDS = {
@@ -40,11 +39,10 @@ def main() -> None:
     parser = CommandParser(prog="clstm-ppo", usage=usage, description=__doc__)
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
-    parser.add_argument("flags", nargs=REMAINDER)
-    args = parser.parse_args(sys.argv[1:] or ["--help"])
-    module = COMMANDS[args.command]
-    CommandParser.renamed = module, f"clstm-ppo {args.command}"
-    sys.argv[1:] = args.flags
+    command = parser.parse_args(sys.argv[1:2] or ["--help"]).command
+    module = COMMANDS[command]
+    CommandParser.renamed = module, f"clstm-ppo {command}"
+    del sys.argv[1]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -93,10 +93,15 @@ def make_vector_env(
 def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
     """Return Gymnasium's spec of an id or `module:id`; unknown ids raise ValueError."""
     module, _, name = env_id.rpartition(":")
+    hint = "if a module registers it, write module:id, such as ale_py:ALE/Pong-v5"
     with _one_line(env_id):
         if module:
-            importlib.import_module(module)
-        return gymnasium.spec(name)
+            imported = importlib.import_module(module)
+            hint = f"the import of {module} ({imported.__file__}) has not registered it"
+        try:
+            return gymnasium.spec(name)
+        except gymnasium.error.Error as error:
+            raise ValueError(f"{one_line(error)}; {hint}") from error
 
 
 @contextmanager

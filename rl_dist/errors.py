@@ -65,6 +65,14 @@ def outlive_readers() -> None:
         stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115
         if not isinstance(stream, _OutlivingStream):
             setattr(sys, name, _OutlivingStream(stream))
+    escape_what_the_locale_lacks()
+
+
+def escape_what_the_locale_lacks() -> None:
+    """Print characters that the encoding of stdout or stderr lacks as escapes like \\xe8."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # None, no file, or closed
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
 # ---- text for users
@@ -94,8 +102,13 @@ def message_and_code(error: ValueError | OSError) -> tuple[str, int]:
     """Return an error's message on one line, and the exit code for this error."""
     message = str(error)
     exit_code = getattr(error, "exit_code", 2)
-    if isinstance(error, UnicodeEncodeError):
-        message = f"{error.object!r} is not UTF-8 text: use another name"
+    encoding = sys.getfilesystemencoding()
+    if isinstance(error, UnicodeEncodeError) and error.encoding in ("utf-8", encoding):
+        message = f"{error.object!r:.200} is not UTF-8 text: use another name"
+        if encoding != "utf-8":
+            message = (
+                f"{error.object!r:.200} is no name in this locale, {encoding}: set PYTHONUTF8=1"
+            )
     if isinstance(error, OSError):
         exit_code = 1
         if error.filename and error.errno not in FULL_DISK:  # another path may avoid the error
@@ -142,6 +155,7 @@ def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def command(*args: Any, **options: Any) -> int:
+        escape_what_the_locale_lacks()
         try:
             return main(*args, **options)
         except (ValueError, OSError) as error:

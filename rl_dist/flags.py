@@ -54,6 +54,10 @@ def configuration(cls: type[T]) -> type[T]:
 
     @functools.wraps(checked_init)
     def init(self: Any, **values: Any) -> None:
+        for name, field in built.__pydantic_fields__.items():
+            text = str(values.get(name))
+            if field.annotation is int and re.fullmatch(r"\d*\.?\d+[eE]\+?\d+", text):
+                values[name] = float(text)  # such as 1e5; pydantic accepts it if it is whole
         try:
             checked_init(self, **values)
         except ValidationError as error:

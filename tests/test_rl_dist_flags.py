@@ -63,6 +63,8 @@ def parse(*argv, sections=SECTIONS, **options):
         (["--no_anneal-lr"], {"anneal_lr": False}),
         (["--anneal_lr", "--window=0"], {"anneal_lr": True, "window": 0}),
         (["--run-dir", "a-b/--c", "d"], {"run_dir": "a-b/--c d"}),
+        (["--num_envs=1e5", "--window", "2.0E+1"], {"num_envs": 100_000, "window": 20}),
+        (["--run_dir", "1e5"], {"run_dir": "1e5"}),  # this field is text
     ],
 )
 def test_flags_set_fields_of_their_section_and_parsed_flags_can_be_parsed_again(argv, values):
@@ -78,6 +80,7 @@ def test_flags_set_fields_of_their_section_and_parsed_flags_can_be_parsed_again(
     [
         (["--num_envs", "-3"], ["num_envs", "equal to 1", "-3"]),
         (["--learning_rate", "nan"], ["learning_rate", "finite number", "nan"]),
+        (["--num_envs", "1.5e0"], ["num_envs", "integer", "1.5"]),
         (["--device", "tpu"], ["device", "'auto' or 'cpu'", "tpu"]),
         (["--run_dir", "a\x1b[2J"], ["run_dir", "text"]),
         (["--window", "65"], ["window 65 must not exceed num_envs 64"]),

@@ -65,9 +65,10 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
         flags = [f"--{name} {size}" for name, sizes in proposals.items() for size in sizes]
         raise UserError(
             f"num_envs {global_num_envs} and batch_size {config.batch_size * unit} of all ranks, "
-            f"with num_steps {config.num_steps}, bptt_steps {config.bptt_steps} and "
-            f"grad_accumulation {config.grad_accumulation}, do not divide into whole minibatches "
-            f"over {num_ranks} rank(s): "
+            f"with num_steps {config.num_steps} and grad_accumulation {config.grad_accumulation}, "
+            f"do not divide into whole minibatches over {num_ranks} rank(s) (batch_size counts "
+            f"sequences of {config.bptt_steps} steps, see --bptt_steps; there are "
+            f"{global_num_envs * sequences_per_env} per rollout): "
             f"try {' or '.join(flags) or f'multiples of {num_ranks} for both'}"
         )
     # Both scaling rules hold while gradient noise dominates. Sources: linear (SGD): Goyal et al.,

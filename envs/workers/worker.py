@@ -52,7 +52,8 @@ class Worker:
                 return
             value = problem = None
             try:
-                value = getattr(self if hasattr(self, name) else self._env, name)(*args)
+                if self._env or name != "close":  # `begin` may have failed
+                    value = getattr(self if hasattr(self, name) else self._env, name)(*args)
             except (EnvironmentFaultError, ValueError) as error:
                 problem = error
             self._status["number"] = 0

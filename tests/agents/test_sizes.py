@@ -110,6 +110,11 @@ def test_a_resumed_run_that_does_not_divide_names_the_nearest_numbers_of_ranks(n
     assert [int(number) for number in re.findall(r"--num_gpus (\d+)", str(caught.value))] == near
 
 
+def test_a_batch_that_does_not_fit_explains_that_it_counts_sequences():
+    with pytest.raises(ValueError, match="sequences of 32 steps.* 8 per rollout"):
+        shard_sizes(TrainConfig(num_envs=4, num_steps=64, batch_size=64), 0, 1)
+
+
 def test_a_small_network_uses_one_thread_and_a_resume_keeps_the_number_of_threads():
     for batch_size, threads, expected in ((8, 0, 1), (8, 3, 3), (512, 0, 0), (AUTO, 0, 0)):
         values = {"batch_size": batch_size, "threads": threads, "hidden_size": 64}

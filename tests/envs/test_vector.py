@@ -141,6 +141,8 @@ UNMADE = f"{__name__}:Unmade-v0"
         ("CartPol-v1", {}, "'CartPol-v1' .* Did you mean: `CartPole`"),
         ("no_such_module:Task-v0", {}, "No module named 'no_such_module'"),
         ("broken_module:Task-v0", {}, r"KeyError: 'seven' \(broken_module.py:1\)"),
+        ("ALE/Nowhere-v5", {}, "module:id"),
+        ("my_module", {}, "module:id"),
         ("CartPole-v1", {"colour": 1}, "cannot be made: TypeError.* argument 'colour'"),
         (UNMADE, {"how": "stumble"}, r"KeyError: 'how' \(test_vector.py:"),
     ],

@@ -207,3 +207,12 @@ def test_a_process_that_starts_workers_is_replaced_when_it_dies(make):
 def test_an_environment_that_cannot_be_made_is_an_error_of_one_line():
     with pytest.raises(ValueError, match="'Nowhere-v0' cannot be made"):
         WorkerEnv(4, 2, env_id="Nowhere-v0")
+
+
+def test_an_environment_that_cannot_be_made_leaves_no_traceback_of_a_worker():
+    code = (
+        "from envs.workers.env import WorkerEnv\n"
+        "try: WorkerEnv(2, 1, env_id='nowhere:X-v0')\nexcept ValueError as error: print(error)"
+    )
+    out, err = start("-c", code).communicate(timeout=100)
+    assert "nowhere" in out and not err
