@@ -273,7 +273,7 @@ def train(
     if 0 < code < 128:
         # Under torchrun, the error may have occurred on another rank, which prints it.
         raise UserError(reported.get("error", "training failed: see above"), exit_code=code)
-    return TrainedRun(run_dir=Path(reported["run_dir"]).absolute(), exit_code=code)
+    return TrainedRun(run_dir=Path(reported["run_dir"]), exit_code=code)
 
 
 # ---- several seeds
@@ -307,7 +307,7 @@ def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any)
     """
     if len(set(seeds)) < max(len(seeds), 2):
         raise UserError(f"seeds must be two or more different numbers, got {list(seeds)}")
-    folder = Path(run_dir) if run_dir else RunDir.fresh(RUNS).path
+    folder = RunDir(run_dir).path if run_dir else RunDir.fresh(RUNS).path
     scores: dict[int, float] = {}
     for seed in seeds:
         path = folder / f"seed_{seed}"

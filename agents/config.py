@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
@@ -21,6 +20,7 @@ from rl_dist.errors import UserError
 from rl_dist.files import read_plain
 from rl_dist.flags import (
     Field,
+    PathText,
     Text,
     changed,
     configuration,
@@ -113,9 +113,9 @@ class TrainConfig:
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
     """With --scaling weak, multiply learning_rate by the number of ranks (linear) or by the square
     root of that number (sqrt)."""
-    pretrained: Text = ""
+    pretrained: PathText = ""
     """Start from the feature LSTM that python -m agents.pretrain wrote to this directory."""
-    init_from: Text = ""
+    init_from: PathText = ""
     """Start from the weights and normalisers of an earlier run or checkpoint. Inputs must
     have the same shapes in both runs, and so must outputs. Optimizer, counters and environments
     start anew."""
@@ -318,8 +318,22 @@ def data_digest(config: DataConfig) -> str:
     """Return a digest of the price file; it reveals whether the file has changed."""
     if config.data == "simulated":
         return ""
-    content = read_plain(Path(config.data).expanduser(), most=None)
+    content = read_plain(config.data, most=None)
     return hashlib.sha256(content).hexdigest()[:16]
+
+
+def check_data(config: DataConfig) -> None:
+    """Refuse a price file that is missing, or has other content than when the run began."""
+    problem = "has changed since this run began"
+    try:
+        if data_digest(config) == config.data_digest:
+            return
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    raise UserError(
+        f"--data {config.data} {problem}: restore the file, or pass its new path with --data, "
+        "or start a new run with --init_from"
+    )
 
 
 def probe(task: TradingTask | GymTask) -> TorchEnv:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -285,7 +286,7 @@ def main() -> int:
     parser = CommandParser(prog="python -m agents.export", description=__doc__)
     parser.add_argument("path", metavar="RUN_DIR_OR_CHECKPOINT")
     folder = f"folder for the files (default: RUN_DIR/{FOLDER})"
-    parser.add_argument("--output", metavar="DIR", help=folder)
+    parser.add_argument("--output", type=os.path.abspath, metavar="DIR", help=folder)
     which = "checkpoint to export from a run directory (default: best.pt, if it exists)"
     parser.add_argument("--which", choices=("best", "last"), default="", help=which)
     core = "core of a run with --policy own; needed if another user owns its config.json"

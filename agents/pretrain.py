@@ -283,7 +283,7 @@ def run_rank(config: PretrainRunConfig, resolved: ResolvedLaunch, run: RunDir, r
             "num_obs": inputs.shape[2],
             "precision": config.launch.precision,
             **vars(config.pretrain),
-            **vars(config.data),
+            **vars(config.data) | {"data": config.data.data_digest or config.data.data},
             **vars(config.market),
         },
     )
@@ -328,7 +328,7 @@ def main() -> int:
     with ExitStack() as held:
         if is_first():
             print(f"{note or resolved.message}\n{config.prepare_task().describe()}")
-            if run.path == RUNS:
+            if not (flags.resume or flags.run_dir):
                 run = RunDir.fresh(RUNS)
             held.enter_context(run.hold() if flags.resume else run.hold_new())
             print(f"run directory: {run.path}", flush=True)

@@ -15,21 +15,30 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import os
 import re
 import reprlib
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import pydantic
-from pydantic import BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+)
 from pydantic.fields import FieldInfo
 
 from rl_dist.errors import CommandParser, UserError, did_you_mean, one_line
 
-__all__ = ["Field", "Text", "configuration", "or_auto", "parse_flags"]
+__all__ = ["Field", "PathText", "Text", "absolute_path", "configuration", "or_auto", "parse_flags"]
 
 T = TypeVar("T")
 # Text without control characters and surrogates. In a command-line argument, Python replaces
@@ -41,6 +50,22 @@ _RULES = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstring
 def or_auto(value: int) -> BeforeValidator:
     """Return a validator that replaces the text "auto" with `value`."""
     return BeforeValidator(lambda given: value if given == "auto" else given)
+
+
+def absolute_path(*words: str) -> AfterValidator:
+    """Return a validator that makes a path absolute at once, but keeps `words` and "".
+
+    Later, an environment may have changed the current directory.
+    """
+
+    def validate(text: str) -> str:
+        path = Path.cwd() / os.path.expanduser(text)  # noqa: PTH111  # never raises
+        return text if text in ("", *words) else str(path)
+
+    return AfterValidator(validate)
+
+
+PathText = Annotated[Text, absolute_path()]
 
 
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True)

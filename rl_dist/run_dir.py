@@ -110,7 +110,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # an environment may change the directory
         self.config_path = self.path / "config.json"
         self.metrics_path = self.path / "metrics.jsonl"
         self.state_path = self.path / STATE_FILE

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from agents.config import RunConfig, data_digest
+from agents.config import RunConfig, check_data, data_digest
 from agents.evaluate.episodes import (
     PolicyController,
     compare_on_episodes,
@@ -35,7 +35,7 @@ from rl_dist.checkpoint.store import BEST_FILE, CheckpointError, load_checkpoint
 from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import UserError, explains_errors, message_and_code
 from rl_dist.files import path_to_write, plain_file
-from rl_dist.flags import Field, Text, configuration, parse_flags
+from rl_dist.flags import Field, PathText, Text, configuration, parse_flags
 from rl_dist.launch.ranks import launch
 from rl_dist.process_group.collectives import (
     all_gather_json,
@@ -78,11 +78,13 @@ class EvaluateConfig:
     """Seed for the evaluation episodes; -1 uses the run's seed."""
     num_gpus: int = Field(1, ge=1, le=1024)
     """Number of CPU processes that share the work."""
-    plot: Text = ""
+    data: PathText = ""
+    """Price file of the run, if it is in another place than during training."""
+    plot: PathText = ""
     """PNG file for the equity curves; by default, RUN_DIR/plots/evaluation.png."""
-    video: Text = ""
+    video: PathText = ""
     """Folder for a GIF of the first episode; not available in trading."""
-    json: Text = ""
+    json: PathText = ""
     """JSON file to write all results to."""
 
 
@@ -121,6 +123,10 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
         "eval_episodes": options.episodes or agent.config.task.eval_episodes or 100,
     }
     config = agent.config.changed({name: value for name, value in overrides.items() if value >= 0})
+    if options.data:
+        config = config.changed({"data": options.data})
+    if options.data or not Path(config.data.data).exists():
+        check_data(config.data)
     # Evaluation batches are no larger than training batches, so more threads would not help.
     torch.set_num_threads(min(config.launch.threads or 1, torch.get_num_threads()))
     say = print if world.is_main_process else lambda text: None

@@ -19,6 +19,7 @@ from agents.config import (
     QUICK,
     SECTIONS,
     RunConfig,
+    check_data,
     data_digest,
 )
 from agents.policy import Policy
@@ -56,7 +57,7 @@ exit codes: 0 done, 1 failed, 2 bad usage; stopped by a signal, after saving: 13
 
 # Flags that may change when a run is resumed: length, hardware, files to keep, and reporting.
 CHANGEABLE = {
-    "num_episodes", "total_steps",
+    "num_episodes", "total_steps", "data",
     "num_gpus", "gpu_ids", "device", "threads", "strategy", "hybrid_form", "shard_size",
     "gradient_compression", "fallback", "max_restarts",
     "collective_timeout", "startup_timeout", "env_timeout", "env_restarts", "env_workers",
@@ -207,12 +208,7 @@ def config_to_resume(
 ) -> RunConfig:
     """Return the configuration saved in a checkpoint, with the given flags applied."""
     config = resumed_config(RunConfig.from_dict(json.loads(checkpoint.state["config"])), given)
-    data = config.data
-    if data.data_digest and data_digest(data) != data.data_digest:
-        raise UserError(
-            f"--data {data.data} has changed since this run began: restore the file, or start "
-            f"a new run with --init_from {run_dir}"
-        )
+    check_data(config.data)
     # The run directory may come from another user, so its config.json alone must not decide which
     # modules are imported.
     values = config.values

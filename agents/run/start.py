@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -83,6 +84,7 @@ def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
 
     Closing `held` releases the lock on the run directory.
     """
+    runs = RUNS.absolute()  # an environment may change the directory
     config, directory, checkpoint = choose_run(parsed, held)
     chosen_launch, resolved, note = resolve_launch(with_threads(config).launch)
     config = replace(config, launch=replace(chosen_launch, threads=resolved.threads))
@@ -91,7 +93,7 @@ def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
             print(note)
         check_and_announce(config, resolved, checkpoint)
         if not (directory and directory.lock):
-            directory = directory or RunDir.fresh(RUNS)
+            directory = directory or RunDir.fresh(runs)
             held.enter_context(directory.hold_new())
         events.configure(config.launch.on_event, directory.path)
         _record(directory, config, resolved, checkpoint)
@@ -119,6 +121,7 @@ def check_and_announce(
     policy = empty_policy(config, env.layout, env.single_action_space)
     if checkpoint:
         check_resumable(checkpoint.state, config, policy)
+        announce_length(checkpoint.state, config)
     else:
         check_initial(train, policy)
         print(f"preset {train.chosen_preset} (--preset chooses another)")
@@ -135,6 +138,24 @@ def check_and_announce(
             f"each of {resolved.num_ranks} rank(s): {share.num_envs} of {share.global_num_envs} "
             f"environments, {share.batch_size} of {share.global_batch_size} sequences of "
             f"{train.bptt_steps} steps per gradient step"
+        )
+
+
+def announce_length(state: dict[str, Any], config: RunConfig) -> None:
+    """Say how a finished run is extended, or how another length changes the learning rate."""
+    saved = RunConfig.from_dict(json.loads(state["config"]))
+    rates = []
+    for train in (saved.train, config.train):
+        done = state["global_step" if train.total_steps else "episodes"]
+        rates.append(config.ppo.learning_rate * (1.0 - min(1.0, done / train.budget[0])))
+    before, now = rates
+    flag = "total_steps" if config.train.total_steps else "num_episodes"
+    if not now:
+        print(f"this run has reached its end: to continue training, pass a larger --{flag}")
+    elif now != before and config.ppo.anneal_lr:
+        print(
+            f"learning rate from here: {now:.3g} with this --{flag}, {before:.3g} with the "
+            "earlier one (--anneal_lr lowers it to 0 over the whole run)"
         )
 
 

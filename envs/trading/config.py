@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextlib import suppress
 from datetime import date
-from typing import Literal
+from typing import Annotated, Literal
 
-from rl_dist.flags import Field, Text, configuration
+from rl_dist.flags import Field, Text, absolute_path, configuration
 
 SPAN_DATES = ("train_start", "train_end", "valid_start", "valid_end", "test_start", "test_end")
 
@@ -15,7 +15,7 @@ SPAN_DATES = ("train_start", "train_end", "valid_start", "valid_end", "test_star
 class DataConfig:
     """Choose the market data and the training, validation and test spans."""
 
-    data: Text = "simulated"
+    data: Annotated[Text, absolute_path("simulated")] = "simulated"
     """simulated: use simulated markets; else the path of a CSV or CSV.gz file of daily bars, with
     the columns date,tic,open,high,low,close,adj_close,volume."""
     data_missing: Literal["error", "drop"] = "error"

@@ -183,7 +183,7 @@ def launch_distributed_training(
             raise
         facts = child.facts()
     code = child.job.returncode
-    run_dir = Path(facts["run_dir"]).absolute() if "run_dir" in facts else None
+    run_dir = Path(facts["run_dir"]) if "run_dir" in facts else None
     records = RunDir(run_dir).records(last=1) if run_dir else []
     last = records[-1] if records else {}
     return TrainingResult(
