@@ -104,11 +104,8 @@ def message_and_code(error: ValueError | OSError) -> tuple[str, int]:
     exit_code = getattr(error, "exit_code", 2)
     encoding = sys.getfilesystemencoding()
     if isinstance(error, UnicodeEncodeError) and error.encoding in ("utf-8", encoding):
-        message = f"{error.object!r:.200} is not UTF-8 text: use another name"
-        if encoding != "utf-8":
-            message = (
-                f"{error.object!r:.200} is no name in this locale, {encoding}: set PYTHONUTF8=1"
-            )
+        message = f"{error.object!r:.200} is not {encoding} text: use another name"
+        message += ", or set PYTHONUTF8=1" * (encoding != "utf-8")
     if isinstance(error, OSError):
         exit_code = 1
         if error.filename and error.errno not in FULL_DISK:  # another path may avoid the error

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import os
 import re
 import reprlib
 import sys
@@ -57,12 +56,9 @@ def absolute_path(*words: str) -> AfterValidator:
 
     Later, an environment may have changed the current directory.
     """
-
-    def validate(text: str) -> str:
-        path = Path.cwd() / os.path.expanduser(text)  # noqa: PTH111  # never raises
-        return text if text in ("", *words) else str(path)
-
-    return AfterValidator(validate)
+    return AfterValidator(
+        lambda text: text if text in ("", *words) else str(Path(text).expanduser().absolute())
+    )
 
 
 PathText = Annotated[Text, absolute_path()]

@@ -144,11 +144,11 @@ def check_and_announce(
 def announce_length(state: dict[str, Any], config: RunConfig) -> None:
     """Say how a finished run is extended, or how another length changes the learning rate."""
     saved = RunConfig.from_dict(json.loads(state["config"]))
-    rates = []
-    for train in (saved.train, config.train):
-        done = state["global_step" if train.total_steps else "episodes"]
-        rates.append(config.ppo.learning_rate * (1.0 - min(1.0, done / train.budget[0])))
-    before, now = rates
+    before, now = (
+        config.ppo.learning_rate * (1 - min(1, done / train.budget[0]))
+        for train in (saved.train, config.train)
+        for done in [state["global_step" if train.total_steps else "episodes"]]
+    )
     flag = "total_steps" if config.train.total_steps else "num_episodes"
     if not now:
         print(f"this run has reached its end: to continue training, pass a larger --{flag}")

@@ -3,32 +3,11 @@
 import os
 import sys
 
-import gymnasium
-import numpy as np
 import pytest
 from train_runs import RECALL, SIZES, daily_bars, evaluate_here, records, train_here
 
 BRIEF = ["--validate_every", "0", "--eval_episodes", "2"]
 PRICES = [*SIZES, *BRIEF[:2], "--episode_days", "20", "--data", "prices.csv"]
-
-
-class Wandering(gymnasium.Env):
-    """Change the current directory, as some simulators do."""
-
-    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self):
-        os.chdir("/")
-
-    def reset(self, *, seed=None, options=None):
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action):
-        return np.zeros(1, np.float32), 1.0, True, False, {}
-
-
-gymnasium.register("Wandering-v0", Wandering)
 
 
 @pytest.fixture
@@ -42,9 +21,10 @@ def here(tmp_path, monkeypatch):
 def test_relative_paths_hold_although_an_environment_changes_the_directory(
     named, here, monkeypatch
 ):
-    (here / "hooks.py").write_text("def watch(moment): pass\n")
-    flags = [*RECALL, *BRIEF, "--total_steps", "64", "--callback", "hooks:watch", *named]
-    assert train_here(monkeypatch, *flags, "--env", "Wandering-v0") == 0
+    module = f"wandering_{len(named)}"
+    (here / f"{module}.py").write_text("import os\nos.chdir('/')\ndef watch(moment): pass\n")
+    flags = [*RECALL, *BRIEF, "--total_steps", "64", "--callback", f"{module}:watch", *named]
+    assert train_here(monkeypatch, *flags, "--env", f"{module}:Recall-v0") == 0
     (run,) = [path.parent for path in here.rglob("summary.json")]
     os.chdir(here)
     assert evaluate_here(monkeypatch, run, "--json", "figures.json") == 0
