@@ -21,7 +21,6 @@ import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import pydantic
@@ -36,6 +35,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from rl_dist.errors import CommandParser, UserError, did_you_mean, one_line
+from rl_dist.files import absolute
 
 __all__ = ["Field", "PathText", "Text", "absolute_path", "configuration", "or_auto", "parse_flags"]
 
@@ -56,9 +56,7 @@ def absolute_path(*words: str) -> AfterValidator:
 
     Later, an environment may have changed the current directory.
     """
-    return AfterValidator(
-        lambda text: text if text in ("", *words) else str(Path(text).expanduser().absolute())
-    )
+    return AfterValidator(lambda text: text if text in ("", *words) else str(absolute(text)))
 
 
 PathText = Annotated[Text, absolute_path()]

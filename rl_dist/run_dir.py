@@ -26,6 +26,7 @@ from pydantic import BaseModel, Field, ValidationError
 from rl_dist.errors import UserError, one_line, unwritable
 from rl_dist.files import (
     Record,
+    absolute,
     check_layout,
     leads_to,
     parse_record,
@@ -110,7 +111,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).absolute()  # an environment may change the directory
+        self.path = absolute(path)
         self.config_path = self.path / "config.json"
         self.metrics_path = self.path / "metrics.jsonl"
         self.state_path = self.path / STATE_FILE

@@ -25,7 +25,7 @@ from rl_dist.errors import (
     report_to_caller,
     unwritable,
 )
-from rl_dist.files import is_first
+from rl_dist.files import absolute, is_first
 from rl_dist.flags import ParsedFlags
 from rl_dist.launch.config import ResolvedLaunch, resolve_launch
 from rl_dist.launch.ranks import launch
@@ -84,7 +84,7 @@ def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
 
     Closing `held` releases the lock on the run directory.
     """
-    runs = RUNS.absolute()  # an environment may change the directory
+    runs = absolute(RUNS)
     config, directory, checkpoint = choose_run(parsed, held)
     chosen_launch, resolved, note = resolve_launch(with_threads(config).launch)
     config = replace(config, launch=replace(chosen_launch, threads=resolved.threads))

@@ -47,3 +47,9 @@ def test_text_of_the_users_is_printed_in_the_c_locale(tmp_path):
     (tmp_path / "loud.py").write_text("raise RuntimeError('\u00e9')\n", encoding="utf-8")
     done = run(tmp_path, C_LOCALE, "train", "--env", "loud:Loud-v0")
     assert "RuntimeError: \\xe9" in only_error(done.stderr.decode())
+
+
+def test_a_training_runs_in_a_folder_that_the_locale_cannot_hold(tmp_path):
+    folder = tmp_path / "mod\u00e8le"
+    folder.mkdir()
+    assert run(folder, C_LOCALE, "train", *SHORT).returncode == 0
