@@ -17,7 +17,7 @@ from agents.evaluate.episodes import Validation, try_evaluation_env
 from agents.run.auto import check_rollouts, choose
 from agents.run.callbacks import Callbacks, make_watch
 from agents.run.saved import initial_weights, load_newest, share_checkpoint
-from agents.run.start import Run, faults_as_user_errors
+from agents.run.start import COUNTERS, Run, faults_as_user_errors, record
 from agents.trainer import Job, Training, Validate, train
 from envs.task import AUTO
 from rl_dist.checkpoint.store import load_checkpoint
@@ -29,7 +29,7 @@ from rl_dist.process_group.join import may_start_again
 from rl_dist.process_group.world import World, open_world, stop_flag
 from rl_dist.run_dir import RankEntry, RunDir
 from rl_dist.telemetry import events
-from rl_dist.telemetry.loggers import named_loggers
+from rl_dist.telemetry.loggers import named_loggers, open_logger
 from rl_dist.telemetry.metrics import MetricsWriter, NullWriter, setup_logging
 
 # Settings that may differ between hosts: hardware settings, file paths, the on_event command, which
@@ -67,8 +67,6 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
         task = run.config.prepare_task(world.heartbeat)
         training = make_training(run, task, callbacks, world)
         closing.callback(training.monitor.close)
-        if world.is_main_process and training.progress < 1.0:
-            remove(run.directory.summary_path)  # this file would mark the run as finished
         writer = open_run_writer(run, training)
         closing.callback(writer.close)
         if world.is_main_process:
@@ -118,9 +116,26 @@ def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Tr
 
 
 def open_run_writer(run: Run, training: Training) -> NullWriter:
-    """Open the metrics writer, which does nothing on ranks other than rank 0."""
-    if not training.world.is_main_process:
+    """Record the start, and open the metrics writer, which does nothing on ranks other than rank 0.
+
+    Nothing after this call refuses to start: a refused resume leaves the run unchanged.
+    """
+    world = training.world
+    settings = run.config.to_dict()
+    names = named_loggers(run.config.train.loggers) if world.is_main_process else ()
+    loggers = [open_logger(name, run.path, settings) for name in names]
+    entry = {
+        "rank": world.rank,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "device": str(world.device),
+    }
+    ranks = [RankEntry(**ready) for ready in all_gather_json(entry, world)]
+    if not world.is_main_process:
         return NullWriter()
+    record(run, {name: getattr(training, name) for name in COUNTERS}, ranks)
+    if training.progress < 1.0:
+        remove(run.directory.summary_path)  # this file would mark the run as finished
     total, unit = run.config.train.budget
     writer = MetricsWriter(
         run.directory,
@@ -128,8 +143,7 @@ def open_run_writer(run: Run, training: Training) -> NullWriter:
         unit,
         start=training.done,
         purge_step=training.global_step + 1,
-        loggers=named_loggers(run.config.train.loggers),
-        config=run.config.to_dict(),
+        loggers=loggers,
         advice="" if run.config.task.is_trading else EXPLORE,
     )
     writer.update_state(
@@ -167,20 +181,10 @@ def agree(run: Run, world: World) -> Run:
     resume_from = run.resume_from
     if world.is_main_process and restart_count():
         newest = load_newest(run.path)
-        run.directory.cut_records(newest.state["iteration"] if newest else 0)
         resume_from = str(newest.path) if newest else ""
-    entry = {
-        "rank": world.rank,
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "device": str(world.device),
-    }
     offer = resume_from if world.is_main_process or Path(resume_from).is_file() else ""
-    gathered = all_gather_json([str(run.path), offer, entry], world)
+    gathered = all_gather_json([str(run.path), offer], world)
     if str(run.path) != gathered[0][0]:  # use the directory of rank 0, which holds the lock
         run = replace(run, directory=RunDir(gathered[0][0]))
-    if world.is_main_process:
-        ranks = [RankEntry(**entry) for _, _, entry in gathered]
-        run.directory.update_state(ranks=ranks, num_ranks=world.size, phase="starting")
-    offers = [offer for _, offer, _ in gathered]
+    offers = [offer for _, offer in gathered]
     return replace(run, resume_from=share_checkpoint(run.directory, offers, world))

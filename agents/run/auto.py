@@ -19,6 +19,7 @@ from agents.run.sizes import batch_fits, shard_sizes
 from agents.run.start import Run
 from envs.task import AUTO as AUTO_WORKERS
 from rl_dist.errors import UserError
+from rl_dist.launch.ranks import restart_count
 from rl_dist.machine import (
     GIB,
     available_cores,
@@ -86,15 +87,16 @@ def undecided(config: RunConfig) -> dict[str, bool]:
 def choose(run: Run, world: World) -> Run:
     """Replace each auto value by the best measured one. Every rank must call this.
 
-    The values are written to config.json before training begins. After a restart, the ranks read
+    The values are written to config.json when training begins. After a restart, the ranks read
     them from that file and do not measure again.
     """
     if not any(all_gather_json(any(undecided(run.config).values()), world)):
         return run
     saved = None
     if world.is_main_process:
-        run.directory.update_state(phase="dry_run")
-        saved = run.directory.config()
+        if not run.resume_from:
+            run.directory.update_state(phase="dry_run")
+        saved = run.directory.config() if restart_count() else run.config.to_dict()
     known = RunConfig.from_dict(all_gather_json(saved, world)[0]).values
     names = (*undecided(run.config), "chosen_on")
     config = run.config.changed({name: known[name] for name in names})
@@ -112,9 +114,6 @@ def choose(run: Run, world: World) -> Run:
             config = trials.best(config, flag, values[flag])
     if config.launch.chosen_strategy:
         config = config.changed({"chosen_on": run.resolved.place})
-    if world.is_main_process:
-        run.directory.write_config(config.to_dict())
-        run.directory.update_state(precision=config.launch.precision)
     return replace(run, config=config)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from agents.run.saved import check_initial
 from agents.run.sizes import shard_sizes
 from envs.vector.guards import EnvironmentFaultError
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, LoadedCheckpoint
+from rl_dist.checkpoint.trust import import_own
 from rl_dist.errors import (
     CLOSED_DISK,
     FULL_DISK,
@@ -28,13 +29,15 @@ from rl_dist.errors import (
 from rl_dist.files import absolute, is_first
 from rl_dist.flags import ParsedFlags
 from rl_dist.launch.config import ResolvedLaunch, resolve_launch
-from rl_dist.launch.ranks import launch
+from rl_dist.launch.ranks import launch, restart_count
 from rl_dist.machine import GIB, is_out_of_memory, peak_memory_bytes
 from rl_dist.process_group.process_ends import report
 from rl_dist.process_group.world import World
-from rl_dist.run_dir import RunDir, SavedCheckpoint
+from rl_dist.run_dir import RankEntry, RunDir, SavedCheckpoint
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import close_logging
+
+COUNTERS = ("iteration", "global_step", "episodes")  # of a training, and in its checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,7 @@ def start(parsed: ParsedFlags, run_rank: Callable[..., int], *arguments: Any) ->
 
 
 def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
-    """Choose the run that the flags describe, check it, and write its configuration.
+    """Choose the run that the flags describe, and check it; write what a new run starts with.
 
     Closing `held` releases the lock on the run directory.
     """
@@ -96,17 +99,22 @@ def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
             directory = directory or RunDir.fresh(runs)
             held.enter_context(directory.hold_new())
         events.configure(config.launch.on_event, directory.path)
-        _record(directory, config, resolved, checkpoint)
     # Under torchrun, other ranks receive the real directory later, in `agents.rank.agree`.
     directory = directory or RunDir(RUNS)
-    report(run_dir=str(directory.path), on_event=config.launch.on_event)
-    report_to_caller(run_dir=str(directory.path))
-    return Run(
+    run = Run(
         directory=directory,
         config=config,
         resolved=resolved,
         resume_from=str(checkpoint.path) if checkpoint else "",
     )
+    if is_first():
+        if not checkpoint:
+            record(run, dict.fromkeys(COUNTERS, 0))
+        continuing = f", continuing from {run.resume_from}" if checkpoint else ""
+        print(f"run directory: {run.path}{continuing}", flush=True)
+    report(run_dir=str(directory.path), on_event=config.launch.on_event)
+    report_to_caller(run_dir=str(directory.path))
+    return run
 
 
 def check_and_announce(
@@ -130,6 +138,8 @@ def check_and_announce(
         hidden_size = config.policy.hidden_size
         module = make_core(core, width, hidden_size, config.policy.num_layers)
         try_core(core, module, width, hidden_size)
+    if train.callback:
+        import_own("callback", train.callback)
     print(f"{resolved.message}\n{task.describe()}")
     if train.batch_size != AUTO:
         saved_num_envs = len(checkpoint.state["carry"]["obs"]) if checkpoint else 0
@@ -159,34 +169,33 @@ def announce_length(state: dict[str, Any], config: RunConfig) -> None:
         )
 
 
-def _record(
-    directory: RunDir,
-    config: RunConfig,
-    resolved: ResolvedLaunch,
-    checkpoint: LoadedCheckpoint | None,
-) -> None:
-    """Write configuration and state; delete metrics newer than the checkpoint."""
-    directory.write_config(config.to_dict())
-    state = checkpoint.state if checkpoint else {}
-    counters = {name: state.get(name, 0) for name in ("iteration", "global_step", "episodes")}
-    saved: SavedCheckpoint | None = None
-    continuing = ""
-    if checkpoint:
-        path = f"{CHECKPOINT_DIR}/{checkpoint.path.name}"
-        saved = SavedCheckpoint(path=path, iteration=counters["iteration"])
-        continuing = f", continuing from {checkpoint.path}"
+def record(run: Run, counters: Mapping[str, int], ranks: Sequence[RankEntry] = ()) -> None:
+    """Write configuration and state; delete metrics newer than the checkpoint.
+
+    For a resumed run, call this only after everything that can refuse the start: a refused resume
+    changes no file.
+
+    Args:
+        counters: the values of COUNTERS at this start.
+    """
+    directory, launch = run.directory, run.config.launch
+    directory.write_config(run.config.to_dict())
     directory.cut_records(counters["iteration"])
-    target, unit = config.train.budget
+    path = f"{CHECKPOINT_DIR}/{Path(run.resume_from).name}"
+    target, unit = run.config.train.budget
     directory.begin_state(
-        num_ranks=resolved.num_ranks,
-        strategy=config.launch.strategy_config.mode,
-        precision=config.launch.precision,
+        restarts=restart_count(),
+        num_ranks=len(ranks) or run.resolved.num_ranks,
+        ranks=ranks,
+        strategy=launch.strategy_config.mode,
+        precision=launch.precision,
         target=target,
         unit=unit,
-        checkpoint=saved,
+        checkpoint=SavedCheckpoint(path=path, iteration=counters["iteration"])
+        if run.resume_from
+        else None,
         **counters,
     )
-    print(f"run directory: {directory.path}{continuing}", flush=True)
 
 
 @contextmanager

@@ -31,8 +31,8 @@ _NUM_FILES = 3  # number of file descriptors passed to a worker
 def _host() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     """Start this process's host; return the connection to it and the host's process."""
     ours, theirs = socket.socketpair()
-    # sys.path is passed as arguments, because a path in PYTHONPATH cannot contain a colon. -P: import
-    # from the current directory only if it is in the rank's sys.path.
+    # sys.path is passed as arguments, because a path in PYTHONPATH cannot contain a colon.
+    # -P: import from the current directory only if it is in the rank's sys.path.
     code = "import sys; sys.path[:] = sys.argv[2:]; import rl_dist; rl_dist.claim('envs'); "
     code += "from envs.workers.host import serve; serve()"
     command = [sys.executable, "-P", "-c", code, str(theirs.fileno()), *sys.path]

@@ -19,7 +19,7 @@ from pydantic_core import to_jsonable_python
 from rl_dist.errors import UserError, one_line, unwritable
 from rl_dist.files import log_once, path_to_write, plain_file
 from rl_dist.run_dir import RunDir
-from rl_dist.telemetry.loggers import open_logger, open_tensorboard
+from rl_dist.telemetry.loggers import GuardedLogger, open_tensorboard
 from rl_dist.telemetry.progress import EPISODES, Progress, stalled
 
 logger = logging.getLogger(__name__)
@@ -60,8 +60,7 @@ class MetricsWriter(NullWriter):
         *,
         start: int = 0,
         purge_step: int | None = None,
-        loggers: Sequence[str] = (),
-        config: Mapping[str, Mapping[str, Any]] = {},
+        loggers: Sequence[GuardedLogger] = (),
         advice: str = "",
     ) -> None:
         """Open the files of a run; new lines are appended to metrics.jsonl.
@@ -73,17 +72,15 @@ class MetricsWriter(NullWriter):
             start: value of `done` at the start; it is above 0 in a resumed run.
             purge_step: the first `global_step` that this writer will write. From this step on,
                 TensorBoard hides the values from earlier writers.
-            loggers: names of loggers in addition to TensorBoard, see `loggers.LOGGERS`.
-            config: settings of the run, by section, for the loggers.
+            loggers: loggers in addition to TensorBoard, see `loggers.open_logger`.
             advice: what to do if the return of episodes does not rise, printed halfway; "": nothing
                 is printed.
         """
         try:
             self._lines = _LineFile(path_to_write(run.path, run.metrics_path.name))
-            self._loggers = [open_tensorboard(run.path, purge_step=purge_step)]
+            self._loggers = [open_tensorboard(run.path, purge_step=purge_step), *loggers]
         except OSError as error:
             raise unwritable(f"run_dir {run.path}", error) from None
-        self._loggers += [open_logger(name, run.path, config) for name in loggers]
         self._progress = Progress(total, unit, start, run.records(last=EPISODES))
         self._advice = advice
         self._half = total / 2 if start < total / 2 else math.inf

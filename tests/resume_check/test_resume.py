@@ -17,6 +17,7 @@ from rl_dist.errors import outlive_readers
 from rl_dist.files import read_object
 from rl_dist.resume_check import differences, result_of
 from rl_dist.run_dir import RunDir
+from rl_dist.telemetry import loggers
 
 TINY = [*RECALL, "--eval_episodes", "2", "--total_steps", "256"]
 TINY += ["--env", "misbehaving_envs:Misbehaving-v0", "--scaling", "weak"]
@@ -114,6 +115,23 @@ def test_a_run_in_use_or_without_a_valid_checkpoint_is_not_touched(run_dir, monk
         path.write_bytes(path.read_bytes()[:-100])
     line = refusal(run_dir, *TINY, "--run_dir", run_dir, resume="auto")
     assert "holds no valid checkpoint" in line
+
+
+def raise_error(*_, **__):
+    raise ValueError("no licence")
+
+
+@pytest.mark.parametrize("refuses", ["callback", "loggers", "environment"])
+def test_a_resume_refused_by_users_code_leaves_the_run_as_it_was(refuses, run_dir, monkeypatch):
+    before = tree_hash(run_dir, without={"rank_0.log"})
+    flags = {"callback": ["--callback", "no_such:call"], "loggers": ["--loggers", "wandb"]}
+    with monkeypatch.context() as patch:
+        patch.setitem(loggers.LOGGERS, "wandb", raise_error)
+        if refuses == "environment":
+            patch.setattr(Misbehaving, "reset", raise_error)
+        assert train_here(patch, "--resume", run_dir, *flags.get(refuses, [])) in (1, 2)
+    assert tree_hash(run_dir, without={"rank_0.log"}) == before
+    assert train_here(monkeypatch, "--resume", run_dir) == 0
 
 
 def test_output_to_a_closed_pipe_is_no_error(monkeypatch):

@@ -16,6 +16,7 @@ from envs.task import TaskConfig
 from rl_dist.errors import UserError
 from rl_dist.launch.child import ChildError
 from rl_dist.launch.config import LaunchConfig, resolve, resolve_launch
+from rl_dist.process_group.join import RESTART_COUNT
 from rl_dist.run_dir import RunDir
 from rl_dist.strategies.config import StrategyConfig, check_strategy
 
@@ -63,6 +64,7 @@ def test_a_choice_is_kept_while_ranks_and_strategy_flags_stay_the_same(chosen, f
 
 def test_restarted_ranks_read_their_choices_from_the_configuration(tmp_path, monkeypatch):
     monkeypatch.setattr(auto, "fastest", lambda *_, **__: pytest.fail("measured again"))
+    monkeypatch.setenv(RESTART_COUNT, "1")
     launch = LaunchConfig(device="cpu", strategy="auto", precision="auto")
     task = TaskConfig(env="Recall-v0", env_workers=-1)
     asked = RunConfig(launch=launch, task=task, train=TrainConfig(batch_size=0))

@@ -12,7 +12,7 @@ from train_runs import records
 from rl_dist.errors import UserError
 from rl_dist.run_dir import RunDir
 from rl_dist.telemetry import loggers
-from rl_dist.telemetry.loggers import GuardedLogger, named_loggers
+from rl_dist.telemetry.loggers import GuardedLogger, named_loggers, open_logger
 from rl_dist.telemetry.metrics import MetricsWriter, close_logging, setup_logging
 
 CONFIG = {"train": {"seed": 3, "loggers": ""}, "ppo": {"gamma": 0.9, "shape": [1, 2]}}
@@ -90,7 +90,7 @@ def test_an_unknown_or_missing_logger_is_a_one_line_error(tmp_path, monkeypatch)
         named_loggers("wandb, neptune")
     monkeypatch.setitem(loggers.LOGGERS, "wandb", lambda *args: __import__("no_such_package"))
     with pytest.raises(UserError, match=r"pip install 'clstm-ppo\[wandb\]'"):
-        write(tmp_path, loggers=["wandb"])
+        open_logger("wandb", tmp_path, CONFIG)
 
 
 @pytest.mark.parametrize("name", ["mlflow", "wandb"])
@@ -101,7 +101,7 @@ def test_a_logging_service_stores_its_run_in_the_run_directory_and_continues_it(
     monkeypatch.setenv("WANDB_MODE", "offline")
     for iteration in (1, 2):  # the second writer continues the run of the first
         line = record(iteration, ranks=[{"rank": 0, "time/sps": 5.0}], x=7.0)
-        write(tmp_path, line, loggers=[name], config=CONFIG)
+        write(tmp_path, line, loggers=[open_logger(name, tmp_path, CONFIG)])
     run_id = (tmp_path / f"{name}_run_id").read_text()
     if name == "wandb":
         assert list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
