@@ -25,7 +25,8 @@ from agents.run.callbacks import Watch
 from agents.run.saved import InitialWeights
 from agents.run.sizes import shard_sizes
 from envs.vector.layout import TorchEnv
-from rl_dist.checkpoint.store import CHECKPOINT_DIR, Best, save_agreed, tensors_in
+from rl_dist.checkpoint.content import tensors_in
+from rl_dist.checkpoint.store import CHECKPOINT_DIR, Best, save_agreed
 from rl_dist.errors import UserError, one_line
 from rl_dist.process_group.collectives import (
     all_reduce_max,

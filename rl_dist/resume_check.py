@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_dist.checkpoint.store import flatten, latest_checkpoint, load_latest
+from rl_dist.checkpoint.content import flatten
+from rl_dist.checkpoint.store import latest_checkpoint, load_latest
 from rl_dist.errors import CommandParser, UserError, explains_errors
 from rl_dist.launch.child import SCRIPT, Child, leave_at_signals
 from rl_dist.process_group.collectives import as_bytes

@@ -31,7 +31,8 @@ from agents.run.saved import LoadedAgent, load_agent, share_checkpoint
 from agents.run.start import faults_as_user_errors
 from envs import find_spec
 from envs.task import GymTask
-from rl_dist.checkpoint.store import BEST_FILE, CheckpointError, load_checkpoint
+from rl_dist.checkpoint.content import CheckpointError
+from rl_dist.checkpoint.store import BEST_FILE, load_checkpoint
 from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import UserError, explains_errors, message_and_code
 from rl_dist.files import path_to_write, plain_file

@@ -19,19 +19,16 @@ from agents.policy import Policy
 from agents.rollout import fresh_carry
 from envs.vector.layout import Layout
 from envs.vector.spaces import ActionDecoder, ObservationEncoder, from_json
+from rl_dist.checkpoint.content import FIT, RUN, kind_of, tensors_in
 from rl_dist.checkpoint.store import (
     BEST_FILE,
     CHECKPOINT_DIR,
-    FIT,
-    RUN,
     LoadedCheckpoint,
     checkpoint_files,
     checkpoint_folder,
     iteration_in_name,
-    kind_of,
     load_checkpoint,
     load_latest,
-    tensors_in,
     write_atomically,
 )
 from rl_dist.checkpoint.trust import check_named

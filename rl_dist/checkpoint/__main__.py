@@ -8,14 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl_dist.checkpoint.store import (
-    MEASURED,
-    CheckpointError,
-    checkpoint_files,
-    latest_checkpoint,
-    load_checkpoint,
-    tensors_in,
-)
+from rl_dist.checkpoint.content import MEASURED, CheckpointError, tensors_in
+from rl_dist.checkpoint.store import checkpoint_files, latest_checkpoint, load_checkpoint
 from rl_dist.errors import CommandParser, UserError, explains_errors, printable, table
 
 EPILOG = """commands:

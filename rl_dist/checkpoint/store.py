@@ -17,14 +17,21 @@ import math
 import re
 import struct
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
+from rl_dist.checkpoint.content import (
+    FORMS,
+    MEASURED,
+    CheckpointError,
+    check_plain,
+    check_state,
+    forms_of,
+)
 from rl_dist.errors import UserError, one_line
 from rl_dist.files import log_once, plain_file, read_plain, remove, replace_file
 from rl_dist.process_group.collectives import all_gather_json
@@ -39,39 +46,6 @@ _COMMENT = re.compile(
     rb"rl_dist checkpoint, format (\d{1,9}), torch [^,]{1,100}, sha256:([0-9a-f]{64})\Z"
 )
 _NAME = re.compile(r"iteration_(\d+)\.pt")
-
-# programs that write checkpoints
-RUN = "train_distributed.py"
-FIT = "rl_dist.supervised.fit"
-MEASURED = "measured"  # entry with the name and value of the metric that selects best.pt
-LARGEST_COUNT = 10**15
-_PLAIN_TYPES = (str, int, float, bool, type(None))
-# entry of a checkpoint -> the only program that writes this entry
-_MARKS = {"carry": RUN, "global_step": RUN, "module": FIT, "best_epoch": FIT}
-_TENSORS = ("policy", "carry", "normalizers")  # entries that contain only tensors
-_COUNTS = ("iteration", "global_step", "episodes", "num_obs", "num_actions", "bad_in_a_row")
-_TYPES: dict[str, dict[str, type]] = {
-    RUN: {
-        **dict.fromkeys(_COUNTS, int),
-        **dict.fromkeys((*_TENSORS, "optimizer"), dict),
-        "action_sizes": list,
-        "config": str,
-        "discrete": bool,
-        "layout": str,
-        "spaces": str,
-    },
-    FIT: {
-        **dict.fromkeys(("epoch", "best_epoch", "bad_in_a_row"), int),
-        **dict.fromkeys(("module", "optimizer", "extra"), dict),
-        "best_loss": float,
-        "history": list,
-    },
-    "": {},
-}
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be written, read or trusted; the message is one line."""
 
 
 class OtherFormatError(CheckpointError):
@@ -158,74 +132,6 @@ def write_atomically(path: Path, data: bytes) -> None:
         ) from None
 
 
-# ---- the content of a checkpoint
-
-
-def kind_of(state: Mapping[str, Any]) -> str:
-    """Return the program that wrote a state: RUN or FIT, or "" if unknown."""
-    return next((_MARKS[name] for name in state if name in _MARKS), "")
-
-
-def flatten(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) for each value in nested dicts, lists and tuples.
-
-    An empty container counts as a value. Dict keys that a checkpoint cannot store are yielded, too.
-    """
-    if type(value) in (list, tuple):
-        value = dict(enumerate(value)) or value
-    if not isinstance(value, dict) or not value:
-        yield place, value
-        return
-    for key, entry in value.items():
-        inner = f"{place}/{key}" if place else str(key)
-        if type(key) not in _PLAIN_TYPES:
-            yield f"{inner} (the key)", key
-        yield from flatten(entry, inner)
-
-
-def tensors_in(state: Any) -> dict[str, Tensor]:
-    """Return the tensors in nested dicts, lists and tuples, as path -> tensor."""
-    return {name: value for name, value in flatten(state) if isinstance(value, Tensor)}
-
-
-def check_plain(state: Any) -> None:
-    """Refuse a value that `torch.load(weights_only=True)` would not return unchanged."""
-    for place, value in flatten(state):
-        is_empty = isinstance(value, dict) or type(value) in (list, tuple)
-        if not is_empty and type(value) not in _PLAIN_TYPES and not isinstance(value, Tensor):
-            kind = type(value).__name__
-            raise CheckpointError(f"{place} is a {kind}: convert it to a tensor or a plain value")
-
-
-def check_state(state: Any) -> None:
-    """Refuse a state whose entries are missing, of a wrong type, out of range or NaN.
-
-    The checksum detects damaged files. This function detects values that someone has changed, or
-    that became invalid during training.
-    """
-    if not isinstance(state, dict):
-        raise CheckpointError(f"it contains a {type(state).__name__}, not a dict")
-    kind = kind_of(state)
-    for name, wanted in _TYPES[kind].items():
-        value: Any = state.get(name)
-        fits = isinstance(value, wanted) and isinstance(value, bool) == (wanted is bool)
-        if not fits or (wanted is int and not 0 <= value <= LARGEST_COUNT):
-            raise CheckpointError(f"its {name} is not of type {wanted.__name__}, or out of range")
-    measured = state.get(MEASURED, {})
-    if type(measured) is not dict or any(type(value) is not float for value in measured.values()):
-        raise CheckpointError(f"its {MEASURED} values are not numbers")
-    for name, tensor in flatten({key: state[key] for key in state.keys() - {"environments"}}):
-        if not isinstance(tensor, Tensor):
-            if kind == RUN and name.startswith(_TENSORS):
-                raise CheckpointError(f"{name!r:.80} is not a tensor")
-            continue
-        # An expanded tensor has more elements than it stores; reading it could use all memory.
-        if tensor.is_sparse or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
-            raise CheckpointError(f"{name!r:.80} is not a plain tensor")
-        if kind == RUN and not tensor.isfinite().all():
-            raise CheckpointError(f"{name!r:.80} is not finite: NaN or inf")
-
-
 # ---- the checkpoints of a run
 
 
@@ -283,7 +189,7 @@ def save_agreed(
     path = ""
     problem = ""
     if state is not None:
-        content = state | {MEASURED: dict(measured)}
+        content = state | {MEASURED: dict(measured), FORMS: forms_of(state)}
         folder = run_dir / CHECKPOINT_DIR
         try:
             path = str(save_checkpoint(folder, content, iteration=iteration, keep=keep, best=best))

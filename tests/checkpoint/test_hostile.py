@@ -20,10 +20,9 @@ from agents.config import SECTIONS
 from agents.run import choice, start
 from rl_dist import status
 from rl_dist.checkpoint.__main__ import main
+from rl_dist.checkpoint.content import CheckpointError, check_state
 from rl_dist.checkpoint.store import (
-    CheckpointError,
     LoadedCheckpoint,
-    check_state,
     latest_checkpoint,
     load_checkpoint,
     pack,
@@ -211,6 +210,30 @@ def test_a_run_with_an_odd_checkpoint_entry_continues_or_is_refused_in_one_line(
         code = train_here(monkeypatch, "--resume", copy)
         errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
         assert (code == 0 and not errors) or (code in (1, 2) and len(errors) == 1), (name, errors)
+
+
+DAMAGED = {
+    "strategy missing": lambda state: state.pop("strategy"),
+    "strategy 5": lambda state: state.update(strategy=5),
+    "no parameter group": lambda state: state["optimizer"].update(param_groups=[]),
+    "configuration not JSON": lambda state: state.update(config="x"),
+    "configuration too deep": lambda state: state.update(config="[" * 10**5),
+    "layout not JSON": lambda state: state.update(layout="x"),
+    "environments missing": lambda state: state.pop("environments"),
+    "environments short": lambda state: state["environments"].update(cue=torch.zeros(1).long()),
+    "environments NaN": lambda state: state["environments"]["noise"].fill_(math.nan),
+    "an environment entry missing": lambda state: state["environments"].pop("cue"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_wrong_entry_is_called_damage_and_the_older_checkpoint_is_used(name, copy):
+    newest = latest_checkpoint(copy)
+    state = load_checkpoint(newest)
+    DAMAGED[name](state)
+    write_atomically(newest, pack(state))
+    assert main(["verify", str(copy)]) == main(["inspect", str(newest)]) == 1
+    assert latest_checkpoint(copy).name == "iteration_00000002.pt"
 
 
 def test_a_fit_with_an_odd_checkpoint_entry_continues_or_is_refused_in_one_line(world, tmp_path):

@@ -14,8 +14,8 @@ from hostile import ODD_FILES, damage
 
 from rl_dist.checkpoint import store
 from rl_dist.checkpoint.__main__ import main
+from rl_dist.checkpoint.content import CheckpointError
 from rl_dist.checkpoint.store import (
-    CheckpointError,
     OtherFormatError,
     find_latest_run,
     latest_checkpoint,
