@@ -1,7 +1,8 @@
 """Read, write and lock the files in a run directory.
 
 config.json is overwritten in place, because the lock is on this file. state.json and summary.json
-are replaced completely, so that no reader sees a half-written file. `rl_dist.telemetry.metrics`
+are replaced completely, so that no reader sees a half-written file; only on a full disk, state.json
+is overwritten in place. `rl_dist.telemetry.metrics`
 appends to metrics.jsonl. A file may be incomplete, or another program may have written it: readers
 skip invalid lines or refuse the file with a one-line error.
 """
@@ -358,7 +359,13 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     def _write_state(self, state: JobState, **changes: Any) -> None:
         state = state.model_copy(update=changes | {"updated": time.time()})
-        replace_file(self.state_path, state.model_dump_json().encode())
+        data = state.model_dump_json().encode()
+        try:
+            replace_file(self.state_path, data)
+        except OSError:  # a full disk still has the blocks of the old content
+            with open(self.state_path, "r+b", opener=plain_file) as file:
+                if len(data) <= os.fstat(file.fileno()).st_blocks * 512:
+                    file.write(data.ljust(os.fstat(file.fileno()).st_size))
 
 
 def launcher_pid() -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from contextlib import suppress
 
 import pytest
 from train_runs import PATIENCE_S, RECALL, start_training, train_here, wait_until
@@ -64,6 +65,18 @@ def test_the_exit_is_recorded_once(run, before, code, signum, phase, name):
     state = run.state()
     assert (state.phase, state.exit.code, state.exit.signal) == (phase, code, name)
     assert state.exit.error == (r"first \x1b[31mline" if code == 1 else "")
+
+
+def test_the_exit_is_recorded_on_a_full_disk(small_disk):
+    run = RunDir(small_disk("64k"))
+    run.begin_state(**BEGUN)
+    run.update_state(phase="saving")
+    with suppress(OSError), (run.path / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    run.record_exit(os.getpid(), 1, "No space left on device")
+    state = run.state()
+    assert (state.phase, state.exit.error) == ("failed", "No space left on device")
 
 
 DAMAGED = {
