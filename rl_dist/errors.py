@@ -86,12 +86,19 @@ def printable(text: Any) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
+def text_of(error: BaseException) -> str:
+    """Return str(error), or "" if the `__str__` of a user's exception raises an error itself."""
+    with suppress(*FOREIGN_ERRORS):
+        return str(error)
+    return ""
+
+
 def one_line(error: BaseException, limit: int = 300, *, named: bool = True) -> str:
     """Return an error's message on one line, shortened to about `limit` characters.
 
     The line begins with the type of the error, unless `named` is False.
     """
-    message = printable(" ".join(str(error).split()))
+    message = printable(" ".join(text_of(error).split()))
     shown = message if len(message) <= limit else message[:limit] + "..."
     if named and shown:
         return f"{type(error).__name__}: {shown}"

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from envs.vector.spaces import RowFaultError
-from rl_dist.errors import one_line
+from rl_dist.errors import one_line, text_of
 
 _LOGGER = logging.getLogger(__name__)
 GRACE_S = 5.0  # time from step 1 to step 2, and from step 2 to step 3, of the list above
@@ -131,7 +131,7 @@ class HangWatch:
             finally:
                 self._started_s = 0.0
         except BaseException as error:
-            problem = str(error)
+            problem = text_of(error)
             if isinstance(error, RowFaultError):
                 row = error.row if row is None else row
             elif is_own_fault(error):

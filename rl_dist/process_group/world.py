@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rl_dist.errors import UserError, one_line
+from rl_dist.errors import UserError, one_line, text_of
 from rl_dist.machine import available_cores
 from rl_dist.process_group.clock import Mark, between, mark
 from rl_dist.process_group.join import (
@@ -59,7 +59,7 @@ class CollectiveError(UserError):
 
 def connection_broke(error: BaseException) -> bool:
     """Return True if the error shows that the connection to another rank is lost."""
-    by_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    by_gloo = isinstance(error, RuntimeError) and "gloo" in text_of(error)
     return by_gloo or isinstance(error, CollectiveError | dist.DistError)
 
 

@@ -56,7 +56,7 @@ class GuardedLogger:
         try:
             function(*args)
         # an error of the disk, the network or a library must not stop training
-        except FOREIGN_ERRORS as error:
+        except BaseException as error:
             self._has_ended = True
             logger.warning("%s failed and is no longer used: %s", self.name, one_line(error))
 

@@ -1,5 +1,6 @@
 """Test the Python interface: training, callbacks, and loaded policies."""
 
+import asyncio
 import re
 import signal
 import subprocess
@@ -257,6 +258,22 @@ def test_an_error_in_a_callback_is_one_line_and_its_traceback_is_in_the_log(tmp_
     log = tmp_path / "run" / "logs" / "rank_0.log"
     assert "ValueError: invalid" in error and str(log) in error
     assert "in raise_value_error" in log.read_text()
+
+
+class UnprintableError(RuntimeError):
+    """An exception whose message cannot be formatted."""
+
+    def __str__(self):
+        return self.missing
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, asyncio.CancelledError, UnprintableError])
+def test_any_exception_of_a_callback_is_named(error, tmp_path):
+    def fail(moment):
+        raise error
+
+    with pytest.raises(UserError, match=f"iteration callback raised {error.__name__};"):
+        train("CartPole-v1", run_dir=tmp_path / "run", on_iteration=fail, **TINY)
 
 
 def test_a_callback_given_by_flag_stops_training_which_still_ends_regularly(tmp_path):

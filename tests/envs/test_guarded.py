@@ -35,6 +35,13 @@ class Ticking(gymnasium.Env):
         return self.third(step) if self.third and self.age == 3 else step
 
 
+class UnprintableError(Exception):
+    """An exception whose message cannot be formatted."""
+
+    def __str__(self):
+        return self.missing
+
+
 def ticking(make, **options):
     """Return a batch of environments 4 and 5; `make` creates environment 5."""
     env = OneByOne([Ticking(), make()], make=make, env_id="Ticking-v0", env_offset=4, **options)
@@ -74,6 +81,7 @@ def test_metrics_that_are_not_finite_numbers_are_skipped():
     [
         (raises(KeyError("no such\n price")), r"raised KeyError: 'no such\\n price' \(test_guard"),
         (raises(SystemExit()), "raised SystemExit"),
+        (raises(UnprintableError()), "raised UnprintableError"),
         (returns(0, np.full(1, np.nan)), "observation is nan"),
         (returns(0, np.zeros(3)), r"observation has shape \(3,\), not \(1,\)"),
         (returns(0, np.full(1, 1e39)), "observation is inf"),
