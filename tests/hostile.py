@@ -251,7 +251,7 @@ CASES = {
     },
     "a configuration wider than its weights": Case(
         RESUME,
-        newest("config", change=lambda text: re.sub('"hidden_size": 8', r"\g<0>192", text)),
+        lambda run: setting(run, "policy", "hidden_size", 8192),
         says="damaged",
     ),
     "a recurrent state of the wrong width": Case(

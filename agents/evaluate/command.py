@@ -34,7 +34,7 @@ from envs.task import GymTask
 from rl_dist.checkpoint.content import CheckpointError
 from rl_dist.checkpoint.store import BEST_FILE, load_checkpoint
 from rl_dist.checkpoint.trust import check_named
-from rl_dist.errors import UserError, explains_errors, message_and_code
+from rl_dist.errors import UserError, explains_errors, message_and_code, one_line
 from rl_dist.files import path_to_write, plain_file
 from rl_dist.flags import Field, PathText, Text, configuration, parse_flags
 from rl_dist.launch.ranks import launch
@@ -270,13 +270,16 @@ def finish(
     config: RunConfig, directory: RunDir, training: Training, summary: dict[str, Any], text: str
 ) -> None:
     """Draw the learning curve, write summary.json, and print the result."""
-    # Imported late, because matplotlib takes 0.5 s to load.
-    from agents.evaluate.pictures import plot_learning_curve
-
     simulated = config.task.is_trading and config.data.data == "simulated"
     title = f"{config.task.env}, {config.policy.policy}, seed {config.train.seed}"
-    threshold = None if config.task.is_trading else find_spec(config.task.env).reward_threshold
-    plot_learning_curve(directory, title, simulated, threshold)
+    try:
+        # Imported late, because matplotlib takes 0.5 s to load.
+        from agents.evaluate.pictures import plot_learning_curve
+
+        threshold = None if config.task.is_trading else find_spec(config.task.env).reward_threshold
+        plot_learning_curve(directory, title, simulated, threshold)
+    except Exception as error:  # a picture must not cost the result
+        print(f"the learning curve cannot be drawn: {one_line(error)}", flush=True)
 
     counters = {name: getattr(training, name) for name in ("iteration", "global_step", "episodes")}
     summary = counters | {"parameter_sha256": parameter_hash(training.policy)} | summary

@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +25,7 @@ from agents.config import (
 from agents.policy import Policy
 from agents.run.saved import check_shapes, differences, load_newest, spaces_of
 from envs import MEMORY_IDS
+from envs.vector.adapter import LAST_ROW
 from rl_dist.checkpoint.store import LoadedCheckpoint, find_latest_run
 from rl_dist.checkpoint.trust import check_named, import_from_here
 from rl_dist.errors import UserError
@@ -68,6 +69,8 @@ CHANGEABLE = {
 }  # fmt: skip
 # If a run is resumed with one of these values, it keeps the value measured when it began.
 KEPT_CHOICES = (("batch_size", "auto"), ("precision", "auto"))
+ADJUSTED = {"batch_size", "grad_accumulation", "chosen_strategy", "chosen_on"}
+OMIT = "omit these flags, or start a new run"
 # For each section: the field that names a module to import, and the fields passed to that module.
 NAMED_MODULES = {"task": ("env", "env_kwargs"), "policy": ("core",), "train": ("callback",)}
 
@@ -158,6 +161,14 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
 
     if directory and checkpoint:
         config = config_to_resume(checkpoint, directory.path, parsed.given)
+        train = config.train
+        sizes = {"num_envs", "batch_size"} - parsed.given.keys()
+        differs = {
+            "--run_dir": resume != "auto" and Path(flags.run_dir or resume) != directory.path,
+            "--preset": flags.preset not in ("auto", train.chosen_preset),
+            "--quick": flags.quick and any(getattr(train, name) != QUICK[name] for name in sizes),
+        }
+        _refuse([flag for flag in differs if differs[flag]], OMIT)
     else:
         config = fresh_config(parsed)
     idle = ", ".join(f"--{name}" for name in config.idle_flags() if name in parsed.given)
@@ -207,13 +218,27 @@ def config_to_resume(
     checkpoint: LoadedCheckpoint, run_dir: Path, given: Mapping[str, str]
 ) -> RunConfig:
     """Return the configuration saved in a checkpoint, with the given flags applied."""
-    config = resumed_config(RunConfig.from_dict(json.loads(checkpoint.state["config"])), given)
+    saved = RunConfig.from_dict(json.loads(checkpoint.state["config"]))
+    config = resumed_config(saved, given)
+    # with restarts, a batch of environments is replaced by single ones, which have another state
+    state = checkpoint.state["environments"] or {LAST_ROW}
+    if config.task.env_restarts and LAST_ROW not in state:
+        _refuse(["--env_restarts"], OMIT)
     check_data(config.data)
     # The run directory may come from another user, so its config.json alone must not decide which
     # modules are imported.
     values = config.values
     for section, names in NAMED_MODULES.items():
         check_named(run_dir, section, {name: values[name] for name in names}, given.get(names[0]))
+    recorded = saved
+    with suppress(OSError, ValueError):  # config.json may be missing or damaged
+        recorded = RunConfig.from_dict(RunDir(run_dir).config())
+    fixed = values.keys() - CHANGEABLE - ADJUSTED
+    if differing := differences(*({n: c.values[n] for n in fixed} for c in (recorded, saved))):
+        raise UserError(
+            f"{checkpoint.path} is from another run than config.json, which has "
+            f"{', '.join(differing)}: move the checkpoint away"
+        )
     return config
 
 
@@ -241,7 +266,7 @@ def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
     refused = changes.keys() - changeable
     now = {f"--{name}": changes[name] for name in refused}
     before = {f"--{name}": old[name] for name in refused}
-    _refuse(differences(now, before), "omit these flags, or start a new run")
+    _refuse(differences(now, before), OMIT)
     return config.without_idle()
 
 

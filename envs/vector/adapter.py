@@ -33,6 +33,7 @@ from envs.vector.spaces import (
 from envs.vector.tensors import LIFE, ArrayEnv, step_result
 
 _LOGGER = logging.getLogger(__name__)
+LAST_ROW = "life/last_row"  # in snapshots of single environments only
 MAX_REWARD = 1e30  # larger rewards are refused, as if they were infinite
 Arrays = tuple[np.ndarray, ...]  # in the order of STEP_FIELDS
 
@@ -306,11 +307,11 @@ class OneByOne(TorchVectorEnv):
     def _get_env_states(self) -> dict[str, Any]:
         states = self.watch.call(None, lambda: [env.get_state() for env in self.env])
         columns = {name: [state[name] for state in states] for name in states[0]}
-        return columns | {"life/last_row": self._last_rows}
+        return columns | {LAST_ROW: self._last_rows}
 
     @_guarded
     def _set_env_states(self, state: dict[str, np.ndarray]) -> None:
-        self._last_rows = list(state.pop("life/last_row").astype(np.float32))
+        self._last_rows = list(state.pop(LAST_ROW).astype(np.float32))
         for row, env in enumerate(self.env):
             env.set_state(
                 {

@@ -1,9 +1,12 @@
 """Runs resume from the newest valid checkpoint, and survive a full disk."""
 
+import shutil
+
 from hostile import damage
 from train_runs import RECALL, evaluate_here, only_error, train_here
 
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
+from rl_dist.run_dir import RunDir
 from rl_dist.telemetry.metrics import MetricsWriter
 
 
@@ -48,3 +51,17 @@ def test_a_run_on_a_full_disk_continues_without_a_traceback(small_disk, monkeypa
     assert err.count("cannot write checkpoint") == 6
     assert err.splitlines()[-1].startswith("error: cannot write checkpoint "), err
     assert load_checkpoint(latest_checkpoint(run_dir))["iteration"] == 2
+
+
+def test_a_finished_run_of_which_only_the_checkpoints_are_left_is_evaluated(
+    copy, tmp_path, monkeypatch
+):
+    kept = tmp_path / "kept"
+    shutil.copytree(copy / "checkpoints", kept / "checkpoints")
+    assert train_here(monkeypatch, "--resume", kept) == 0
+    assert RunDir(kept).summary()["test"] == RunDir(copy).summary()["test"]
+
+
+def test_restarts_that_would_replace_a_batch_of_environments_are_refused(copy, monkeypatch, capsys):
+    assert train_here(monkeypatch, "--resume", copy, "--env_restarts", 1) == 2
+    assert "--env_restarts" in only_error(capsys.readouterr().err)

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 from gymnasium import spaces
+from hostile import setting
 from misbehaving_envs import Misbehaving
 from train_runs import RECALL, only_error, records, train_here
 
 from agents import rank
-from agents.evaluate import command
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import outlive_readers
 from rl_dist.files import read_object
@@ -107,6 +107,16 @@ def test_all_differences_are_named_in_one_line_and_nothing_is_overwritten(
     )
 
 
+@pytest.mark.parametrize("flags", [["--run_dir", "elsewhere"], ["--preset", "paper"], ["--quick"]])
+def test_flags_that_a_resume_would_ignore_are_refused_by_name(flags, killed, refusal):
+    assert flags[0] in refusal(killed, *flags)
+
+
+def test_a_checkpoint_of_another_run_is_not_followed(run_dir, refusal):
+    setting(run_dir, "train", "seed", 2, config=False)
+    assert "seed 1 (the checkpoint has 2)" in refusal(run_dir)
+
+
 def test_a_run_in_use_or_without_a_valid_checkpoint_is_not_touched(run_dir, monkeypatch, refusal):
     monkeypatch.setattr(RunDir.hold, "__defaults__", (0.3,))
     with RunDir(run_dir).hold():
@@ -157,8 +167,9 @@ def test_a_full_disk_is_a_one_line_error_and_the_run_keeps_all_its_data(
         if refuses == "config.json":
             limits(1000)
         else:
-            finish = command.finish
-            patch.setattr(command, "finish", lambda *parts: (limits(2000), finish(*parts)))
+            write = RunDir.write_summary
+            large = {"filler": "x" * 2000}
+            patch.setattr(RunDir, "write_summary", lambda run, _: (limits(2000), write(run, large)))
         assert train_here(patch, "--resume", run_dir, "--on_event", note) == 1
     limits(None)
     lines = capsys.readouterr().err.splitlines()
