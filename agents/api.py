@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,14 @@ from agents.run.choice import RUNS, parse_training
 from agents.run.saved import LoadedAgent, Which, load_agent
 from agents.run.start import start
 from envs.vector.spaces import MASK_KEY, ActionDecoder, check_masks, flat_mask
-from rl_dist.errors import UserError, explains_errors, reported
+from rl_dist.errors import (
+    QUIET,
+    SilentStream,
+    UserError,
+    explains_errors,
+    reported,
+    streams,
+)
 from rl_dist.files import write_whole
 from rl_dist.flags import ParsedFlags
 from rl_dist.launch.child import as_flags
@@ -200,7 +208,7 @@ class TrainedRun:
     """A run whose training has finished or was stopped."""
 
     run_dir: Path
-    exit_code: int  # 0, or 128 + the number of the signal that stopped the run
+    exit_code: int  # 0, or 128 + the number of the signal that stopped the run, such as SIGTERM
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -230,6 +238,7 @@ def train(
     on_iteration: Callback | None = None,
     on_evaluation: Callback | None = None,
     on_checkpoint: Callback | None = None,
+    quiet: bool = False,
     **settings: Any,
 ) -> TrainedRun:
     """Train as train_distributed.py does when given the same flags.
@@ -247,12 +256,15 @@ def train(
         num_ranks: number of training processes, as for the flag --num_gpus.
         on_iteration, on_evaluation, on_checkpoint: callbacks, which every rank calls with a
             `Moment`. If a callback returns False, all ranks stop after this iteration.
+        quiet: print nothing, except what callbacks print.
         settings: values of flags, by flag name. True and False become true and false, None is
             skipped, and a mapping becomes JSON.
 
     Raises:
         UserError: the settings are wrong, training failed, or another call of `train` is running
             in this process. The reason is also printed.
+        KeyboardInterrupt: Ctrl-C stopped the training, which is saved; the message names the run
+            directory.
     """
     # A new rank reaches this line if it imports a script without a `__main__` guard.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -263,17 +275,30 @@ def train(
         "checkpoint": on_checkpoint,
     }
     reported.clear()  # forget the error of an earlier call
+    handlers = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
+    held = ExitStack()
+    held.callback(close_logging)
+    if quiet:
+        os.environ[QUIET] = "1"
+        held.callback(os.environ.pop, QUIET)
+        held.enter_context(streams(SilentStream))
     try:
         parsed = parse_training(as_flags({"env": env, "num_gpus": num_ranks} | settings))
         code = explains_errors(start)(parsed, run_rank, callbacks)
     except SystemExit as leaving:  # the parser has already printed the reason
         raise leaving.__cause__ or UserError("the settings are invalid") from None
     finally:
-        close_logging()
+        held.close()
+        for signum, handler in handlers.items():
+            if signal.getsignal(signum) != handler:
+                signal.signal(signum, handler)
     if 0 < code < 128:
         # Under torchrun, the error may have occurred on another rank, which prints it.
         raise UserError(reported.get("error", "training failed: see above"), exit_code=code)
-    return TrainedRun(run_dir=Path(reported["run_dir"]), exit_code=code)
+    run_dir = Path(reported["run_dir"]).absolute()
+    if code == 128 + signal.SIGINT:
+        raise KeyboardInterrupt(f"training was stopped and saved: continue with --resume {run_dir}")
+    return TrainedRun(run_dir=run_dir, exit_code=code)
 
 
 # ---- several seeds
@@ -286,7 +311,7 @@ class SeedsResult:
     run_dir: str  # the run with seed N is in the subfolder seed_N
     metric: str  # name of the score
     scores: dict[int, float]  # score in the final evaluation, by seed
-    interval: Interval  # mean score, and lower and upper bound of its 95 % interval
+    interval: Interval  # mean score, and low and high end of its 95 % interval
 
 
 def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any) -> SeedsResult:
@@ -330,12 +355,12 @@ def train_several(parsed: ParsedFlags) -> int:
         raise UserError("--seeds starts new runs: do not combine with --seed, --resume or torchrun")
     if not seeds.replace(" ", "").isdecimal():
         raise UserError(f"seeds must be whole numbers, got {seeds!r}")
-    result = train_seeds([*map(int, seeds.split())], **given)
-    mean, low, high = result.interval
-    print(
-        f"{result.metric} by seed: {result.scores}\n"
-        f"  mean {mean:.4g}, 95 % interval [{low:.4g}, {high:.4g}]"
-    )
+    try:
+        result = train_seeds([*map(int, seeds.split())], **given)
+    except KeyboardInterrupt as stopped:
+        raise UserError(str(stopped), exit_code=128 + signal.SIGINT) from None
+    interval = "  mean {mean:.4g}, 95 % interval [{low:.4g}, {high:.4g}]".format(**result.interval)
+    print(f"{result.metric} by seed: {result.scores}\n{interval}")
     return 0
 
 

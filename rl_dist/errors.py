@@ -11,8 +11,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ RESULT_FILE = "RL_DIST_RESULT_FILE"
 # All facts that `report_to_caller` has received, for a caller in the same process.
 reported: dict[str, str] = {}
 
+QUIET = "RL_DIST_QUIET"  # environment variable: the ranks print nothing
 # Errors after which the user can free disk space and resume
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 CLOSED_DISK = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -58,13 +59,31 @@ class _OutlivingStream:
         return getattr(self._stream, name)
 
 
+class SilentStream(_OutlivingStream):
+    """A stream that discards all text; `silenced` is the stream that it replaces."""
+
+    silenced = property(lambda self: self._stream)
+
+    def write(self, text: str) -> int:
+        """Discard text."""
+        return len(text)
+
+
+@contextmanager
+def streams(replacement: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace stdout and stderr of this process; restore them in the end."""
+    with redirect_stdout(replacement(sys.stdout)), redirect_stderr(replacement(sys.stderr)):
+        yield
+
+
 def outlive_readers() -> None:
     """Make stdout and stderr discard text instead of failing when the reader exits."""
+    kind = SilentStream if QUIET in os.environ else _OutlivingStream
     for name in ("stdout", "stderr"):
         # Python sets the stream to None if its descriptor was closed at start-up.
         stream = getattr(sys, name) or Path(os.devnull).open("w")  # noqa: SIM115
         if not isinstance(stream, _OutlivingStream):
-            setattr(sys, name, _OutlivingStream(stream))
+            setattr(sys, name, kind(stream))
     escape_what_the_locale_lacks()
 
 

@@ -36,7 +36,7 @@ FEWEST_EPISODES = 5  # by default, the smallest number of episodes in a validati
 MAX_EPISODE_STEPS = 100_000
 RESAMPLES = 2000  # number of bootstrap samples
 ENDS = (0.025, 0.975)  # quantiles at the ends of a 95 % interval
-Interval = list[float]  # value, and lower and upper bound of its 95 % interval
+Interval = dict[str, float]  # mean, and ends of its 95 % interval: low and high
 
 
 class Stopped(Interruption):
@@ -273,4 +273,10 @@ def mean_interval(samples: np.ndarray | list[float]) -> Interval:
     NeurIPS 2021, https://arxiv.org/abs/2108.13264.
     """
     draws = np.random.default_rng(0).choice(samples, (RESAMPLES, len(samples)))
-    return [float(np.mean(samples)), *np.quantile(draws.mean(axis=1), ENDS).tolist()]
+    return interval(np.mean(samples), draws.mean(axis=1))
+
+
+def interval(mean: Any, draws: np.ndarray) -> Interval:
+    """Return a mean with the 95 % interval of its bootstrap draws."""
+    low, high = np.quantile(draws, ENDS).tolist()
+    return {"mean": float(mean), "low": low, "high": high}

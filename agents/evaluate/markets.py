@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from agents.evaluate.episodes import (
-    ENDS,
     RESAMPLES,
     Controller,
     Interval,
     PolicyController,
+    interval,
     mean_interval,
     shard,
 )
@@ -205,7 +205,7 @@ def difference(record: Record, baseline: Record, name: str, year: int = TRADING_
     traded, held = (
         growth_figures(daily_returns(part)[0][index], year)[name] for part in (record, baseline)
     )
-    return [float(samples[0]), *np.quantile(traded - held, ENDS).tolist()]
+    return interval(samples[0], traded - held)
 
 
 def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
@@ -225,9 +225,10 @@ def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
     # reference rule's gain. It is None unless the 95 % interval of the rule's gain lies above 0.1.
     if best := policies.get("reference"):
         sharpe = policies[EQUAL_WEIGHT]["sharpe"]
-        gap, low, _ = best[AGAINST]["sharpe"]
+        gap = best[AGAINST]["sharpe"]
         for entry in policies.values():
-            entry["gap_closed"] = (entry["sharpe"] - sharpe) / gap if low > 0.1 else None
+            gain = entry["sharpe"] - sharpe
+            entry["gap_closed"] = gain / gap["mean"] if gap["low"] > 0.1 else None
     return {
         "markets": len(records[EQUAL_WEIGHT]["values"]),
         "days": [str(dates[0]), str(dates[-1])],
@@ -303,9 +304,9 @@ def text_table(summary: dict[str, Any], simulated: bool) -> str:
     # Returns on simulated markets are caused by a planted drift, so the table omits them.
     columns = COLUMNS[:5] if simulated else COLUMNS[1:]
     table = pd.DataFrame.from_dict(entries, orient="index").reindex(columns=columns)
+    form = "{mean:+.2f} [{low:+.2f}, {high:+.2f}]".format
     table["Sharpe above equal weight"] = [
-        "{:+.2f} [{:+.2f}, {:+.2f}]".format(*entry[AGAINST]["sharpe"]) if AGAINST in entry else "-"
-        for entry in entries.values()
+        form(**entry[AGAINST]["sharpe"]) if AGAINST in entry else "-" for entry in entries.values()
     ]
     heading = f"{' to '.join(summary['days'])}, {summary['num_days']} days"
     if summary["num_days"] < MIN_ANNUAL_DAYS:

@@ -12,7 +12,7 @@ import numpy as np
 from agents.config import TrainConfig
 from agents.policy import Policy
 from rl_dist.checkpoint.trust import import_own
-from rl_dist.errors import UserError, one_line
+from rl_dist.errors import UserError, one_line, streams
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World, connection_broke
 from rl_dist.telemetry.metrics import without_nan
@@ -82,7 +82,8 @@ class Watch:
         )
         self.world.set_phase(f"{kind} callback")
         try:
-            answer = callback(moment)
+            with streams(lambda stream: getattr(stream, "silenced", stream)):  # even if quiet
+                answer = callback(moment)
         except BaseException as error:  # our handlers turn Ctrl-C into a flag
             # A broken connection is not the callback's fault: another rank has ended, and that
             # rank reports the cause.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import sys
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -249,6 +250,7 @@ def open_world(
     if started_elsewhere():
         leave_with_parent(os.getppid())  # stop the training if torchrun is killed
     _leaving.callback(torch.set_num_threads, torch.get_num_threads())
+    _leaving.callback(setattr, sys, "excepthook", sys.excepthook)  # torch replaces it
     torch.set_num_threads(threads or threads_per_rank(local_size))
     torch_device = torch.device("cpu")
     backend = "gloo"

@@ -197,6 +197,7 @@ def without_nan(value: Any) -> Any:
 # ---- logs
 
 _handlers: list[logging.Handler] = []  # added by `setup_logging`
+_levels: list[int] = []  # level of the root logger before `setup_logging`
 
 
 class _Console(logging.Handler):
@@ -225,6 +226,7 @@ def setup_logging(run_dir: str | Path, rank: int) -> None:
     if rank == 0:
         _handlers.append(_Console(logging.WARNING))
     root = logging.getLogger()
+    _levels.append(root.level)
     root.setLevel(logging.INFO)
     for handler in _handlers:
         root.addHandler(handler)
@@ -241,6 +243,8 @@ def _log_end_of_thread(args: threading.ExceptHookArgs) -> None:
 
 def close_logging() -> None:
     """Undo `setup_logging`."""
+    while _levels:
+        logging.getLogger().setLevel(_levels.pop())
     for handler in _handlers:
         logging.getLogger().removeHandler(handler)
         with suppress(OSError):

@@ -1,6 +1,7 @@
 """Test the Python interface: training, callbacks, and loaded policies."""
 
 import asyncio
+import logging
 import re
 import signal
 import subprocess
@@ -258,6 +259,44 @@ def test_an_error_in_a_callback_is_one_line_and_its_traceback_is_in_the_log(tmp_
     log = tmp_path / "run" / "logs" / "rank_0.log"
     assert "ValueError: invalid" in error and str(log) in error
     assert "in raise_value_error" in log.read_text()
+
+
+def interrupt(moment):
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_saves_and_raises_keyboard_interrupt_with_the_run_directory(tmp_path):
+    with pytest.raises(KeyboardInterrupt, match=str(tmp_path / "run")):
+        train("CartPole-v1", run_dir=tmp_path / "run", on_iteration=interrupt, **TINY)
+    assert (tmp_path / "run" / "checkpoints" / "iteration_00000001.pt").exists()
+
+
+def hooks():
+    handlers = [signal.getsignal(signum) for signum in signal.valid_signals()]
+    return sys.excepthook, logging.getLogger().level, handlers
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_quiet_training_prints_nothing_and_leaves_the_process_as_it_was(
+    num_ranks, tmp_path, capfd
+):
+    before = hooks()
+    train(
+        "CartPole-v1",
+        run_dir=tmp_path,
+        total_steps=128,
+        callback="test_python_api:say",
+        num_ranks=num_ranks,
+        quiet=True,
+        **TINY,
+    )
+    assert hooks() == before
+    printed = capfd.readouterr()
+    assert {*printed.out.splitlines()} == {"said"} and not printed.err
+
+
+def say(moment):
+    print("said")
 
 
 class UnprintableError(RuntimeError):
