@@ -170,7 +170,7 @@ def end_this_rank(way, rank):
         raise UserError("num_envs must be at least 1, got 0")
     if way == "fail slowly":  # rank 0 loses its connection and reports first
         dist.destroy_process_group()
-        time.sleep(1.0)
+        time.sleep(4.0)  # as on a busy machine
         # The text is longer than a report may be.
         raise RuntimeError("the roof is on fire" + "\0" * 10**6)
     if way == "exit while others hang":

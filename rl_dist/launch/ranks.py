@@ -211,13 +211,15 @@ class LocalJob:
             if not passed_on and (signum := self._stop_signal()):
                 passed_on = True
                 self._kill(signum)
-            # The first failure, or the report of the last rank, sets the deadline.
-            if deadline_s == math.inf:
-                failed = {rank for rank, report in reports.items() if report.failed}
-                if self.silent or failed & ended:
-                    deadline_s = time.monotonic() + DEATH_GRACE_S
-                elif len(reports) == self.num_ranks:
-                    deadline_s = time.monotonic() + TEARDOWN_S
+            # The first failure, or the report of the last rank, sets the deadline. If a rank only
+            # lost its connection, another rank is the cause; on a busy machine, it reports late.
+            failed = [reports[rank] for rank in ended & reports.keys() if reports[rank].failed]
+            patience_s = math.inf
+            if self.silent or any(report.consequence < 2 for report in failed):
+                patience_s = DEATH_GRACE_S
+            elif failed or len(reports) == self.num_ranks:
+                patience_s = TEARDOWN_S
+            deadline_s = min(deadline_s, time.monotonic() + patience_s)
 
     def _kill(self, signum: int) -> None:
         """Send a signal to all ranks that are still running."""

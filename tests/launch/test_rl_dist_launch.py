@@ -64,7 +64,6 @@ def test_a_signal_to_any_process_ends_all_ranks_after_they_have_saved(
 def test_a_rank_that_fails_or_dies_ends_the_job_and_is_named_in_one_line(
     work, args, ranks, code, says, tracebacks, tmp_path, monkeypatch, capfd
 ):
-    monkeypatch.setattr("rl_dist.launch.ranks.TEARDOWN_S", 2.0)
     monkeypatch.setattr("rl_dist.launch.ranks.DEATH_GRACE_S", 2.0)
     function, arguments = getattr(rl_dist_ranks, work), (str(tmp_path), *args)
     # After a user's mistake (code 2) no rank is restarted, even if restarts are allowed.
