@@ -23,7 +23,7 @@ from gymnasium.vector.utils import batch_space, iterate
 
 from agents.evaluate.episodes import Interval, PolicyController, mean_interval
 from agents.network.noise import action_noise
-from agents.network.seeds import PREDICTION_STREAM, stream_seeds
+from agents.network.seeds import PREDICTION_STREAM, stream_seed
 from agents.rank import run_rank
 from agents.run.callbacks import Callback
 from agents.run.choice import RUNS, parse_training
@@ -68,7 +68,7 @@ class LoadedPolicy:
         parts = agent.policy.layout.parts
         num_observed = len(self._encode.parts) if agent.spaces_json else len(parts)
         self._extras = {part.name: part.size for part in parts[num_observed:]}
-        self._noise_seed = stream_seeds(seed, PREDICTION_STREAM, 0, 1)[0]
+        self._noise_seed = stream_seed(seed, PREDICTION_STREAM)
         self._num_drawn = 0
 
     def predict(

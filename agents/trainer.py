@@ -15,7 +15,7 @@ from agents.advantages import make_batch
 from agents.config import RunConfig
 from agents.network.inputs import Normalizers
 from agents.network.noise import action_noise, sequence_orders
-from agents.network.seeds import ENVIRONMENT_STREAM, POLICY_STREAM, stream_seeds
+from agents.network.seeds import ENVIRONMENT_STREAM, POLICY_STREAM, stream_seed, stream_seeds
 from agents.pipeline import PipelinePPO, StageStrategy
 from agents.policy import Policy
 from agents.ppo import PPO
@@ -79,7 +79,7 @@ class Training:
         layout = self.env.layout
 
         # policy and normalisers, identical on every rank
-        torch.manual_seed(stream_seeds(train.seed, POLICY_STREAM, 0, 1)[0])
+        torch.manual_seed(stream_seed(train.seed, POLICY_STREAM))
         self.policy = Policy(config.policy, layout, self.action_space).to(world.device, job.dtype)
         if job.pretrained:
             self.policy.load_state_dict(job.pretrained.weights, strict=False)

@@ -41,7 +41,7 @@ WITH_FILES = {"trading, clstm": 3, "weak": 2}
 # The norm limit is so small that every gradient is clipped: a strategy that clips gradients before
 # it reduces them over ranks would end with other parameters.
 CLIPPED = PPOConfig(max_grad_norm=0.05, ent_coef=0.01, update_epochs=2, learning_rate=3e-3)
-STOPPING = PPOConfig(update_epochs=4, learning_rate=1e-2, target_kl=2e-3, clip_vloss=True)
+STOPPING = PPOConfig(update_epochs=4, learning_rate=1e-2, target_kl=5e-4, clip_vloss=True)
 CLSTM = PolicyConfig(hidden_size=8)
 MLP = PolicyConfig(hidden_size=8, policy="mlp")
 WINDOW = PolicyConfig(hidden_size=8, feature_window=3)

@@ -9,13 +9,32 @@ POLICY_STREAM, ENVIRONMENT_STREAM, NOISE_STREAM, SHUFFLE_STREAM, VALIDATION_STRE
 # Evaluation has its own episodes, because the best checkpoint was chosen on validation episodes.
 PREDICTION_STREAM, EVALUATION_STREAM = 5, 6
 
+SEED_BITS = 31  # many environments accept no larger seeds
+
+
+def stream_seed(seed: int, stream: int) -> int:
+    """Return the seed of a stream for which one seed is enough, 63 bits."""
+    return int(np.random.SeedSequence([seed, stream, 0, 0]).generate_state(1, np.uint64)[0]) >> 1
+
 
 def stream_seeds(seed: int, stream: int, first: int, count: int, resumed_at: int = 0) -> list[int]:
-    """Return seeds `first` .. `first + count - 1` of a stream, 63 bits each.
+    """Return the seeds of environments `first` .. `first + count - 1` of a stream, 31 bits each.
 
     Each environment uses the seed at its global index. A resumed run that cannot restore its
     environments passes its iteration as `resumed_at`, so that its environments get new episodes.
+
+    A permutation of all 31-bit numbers, chosen by `seed` and `resumed_at`, is applied to the
+    indices. So no two environments of a stream have the same seed. The streams of training,
+    validation and evaluation differ in the upper two bits before the permutation; so they share no
+    seed either, unless the run has more than 2**29 environments.
     """
-    keys = ([seed, stream, first + i, resumed_at] for i in range(count))
-    words = (np.random.SeedSequence(key).generate_state(1, np.uint64)[0] for key in keys)
-    return [int(word) >> 1 for word in words]
+    keys = np.random.SeedSequence([seed, resumed_at]).generate_state(8, np.uint64).reshape(4, 2)
+    numbers = np.arange(first, first + count, dtype=np.uint64)
+    numbers ^= np.uint64(stream % 4 << SEED_BITS - 2)
+    # Each operation can be undone, so different numbers remain different: a shift by XOR, and a
+    # product with an odd factor modulo 2**31.
+    for factor, term in keys:
+        numbers ^= numbers >> 15
+        numbers = (numbers * (factor | 1) + term) % 2**SEED_BITS
+    seeds: list[int] = (numbers ^ numbers >> 15).tolist()
+    return seeds

@@ -300,7 +300,7 @@ class OneByOne(TorchVectorEnv):
         """Begin an episode with a seed derived from `life_seed` and the restart count."""
         life = self.lives[row]
         entropy = np.random.SeedSequence([int(life["life_seed"]), int(life["restarts"])])
-        self._begin(row, int(entropy.generate_state(1, np.uint64)[0]) >> 1)
+        self._begin(row, int(entropy.generate_state(1)[0]) >> 1)  # 31 bits
 
     # ---- snapshots
 

@@ -1,5 +1,7 @@
 """Test counter-based random numbers, their seeds, and running statistics."""
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,12 @@ from gymnasium import spaces
 from agents.network import noise
 from agents.network.inputs import Normalizer, RunningMoments
 from agents.network.noise import MASK, action_noise, philox, sequence_orders
-from agents.network.seeds import ENVIRONMENT_STREAM, EVALUATION_STREAM, stream_seeds
+from agents.network.seeds import (
+    ENVIRONMENT_STREAM,
+    EVALUATION_STREAM,
+    VALIDATION_STREAM,
+    stream_seeds,
+)
 
 
 def box(num_actions):
@@ -73,14 +80,35 @@ def test_noise_is_finite_for_every_random_word(monkeypatch, space):
     assert torch.isfinite(action_noise(space, 1, 0, 2, 0, 2)).all()
 
 
+ENV_STREAMS = ENVIRONMENT_STREAM, VALIDATION_STREAM, EVALUATION_STREAM
+
+
 def test_runs_streams_environments_and_resumes_share_no_seed():
     seeds = []
     for seed in range(20):
-        # EVALUATION_STREAM has the highest number of all streams.
-        for stream in range(EVALUATION_STREAM + 1):
+        for stream in ENV_STREAMS:
             seeds += stream_seeds(seed, stream, 0, 50)
         seeds += stream_seeds(seed, ENVIRONMENT_STREAM, 0, 50, resumed_at=3)
-    assert len(set(seeds)) == len(seeds) == 20 * 8 * 50
+    assert len(set(seeds)) == len(seeds) == 20 * 4 * 50
+
+
+def test_a_million_environments_of_one_run_share_no_seed():
+    seeds = [
+        stream_seeds(1, stream, first, 2**18) for stream in ENV_STREAMS for first in (0, 2**28)
+    ]
+    # 1.6 million random numbers of 31 bits would have about 570 pairs of equal numbers.
+    assert len(np.unique(seeds)) == 6 * 2**18
+
+
+def test_old_generators_and_c_integers_accept_the_seeds_of_any_environment():
+    seeds = stream_seeds(1, ENVIRONMENT_STREAM, 0, 50) + stream_seeds(2, 6, 2**31 - 50, 50, 7)
+    for seed in seeds:
+        np.random.RandomState(seed)
+        assert ctypes.c_int(seed).value == seed
+
+
+def test_the_seed_of_an_environment_does_not_depend_on_its_rank():
+    assert stream_seeds(1, 1, 0, 8)[4:] == stream_seeds(1, 1, 4, 4)
 
 
 def test_sequences_are_shuffled_differently_by_seed_iteration_epoch_and_stratum():

@@ -105,6 +105,7 @@ def test_a_bad_step_raises_an_error_that_names_its_environment_or_restarts_it(th
         seeds.add(env.env[1].seed)  # a restart draws new episodes
         assert env.restarts == [0, restarts] and len(seeds) == 1 + restarts
         env.reset(seed=[70, 80])
+    assert max(seeds) < 2**31  # many environments accept no larger seeds
     with pytest.raises(EnvironmentFaultError, match=r"\(after 2 restarts, --env_restarts"):
         play(env, 3)
 
