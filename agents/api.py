@@ -29,7 +29,7 @@ from agents.run.callbacks import Callback
 from agents.run.choice import RUNS, parse_training
 from agents.run.saved import LoadedAgent, Which, load_agent
 from agents.run.start import start
-from envs.vector.spaces import MASK_KEY, ActionDecoder, check_masks, flat_mask
+from envs.vector.spaces import MASK_KEY, ActionDecoder, check_masks
 from rl_dist.errors import (
     QUIET,
     SilentStream,
@@ -100,7 +100,7 @@ class LoadedPolicy:
         """
         policy = self.agent.policy
         # encode the observation as rows
-        leaf = self._encode.leaves[0]
+        leaf = min(self._encode.leaves, key=lambda leaf: leaf.part.kind == "mask")
         values = np.asarray(leaf.pick(observation))
         is_single = values.shape == leaf.space.shape
         count = 1 if is_single else len(values)
@@ -157,7 +157,7 @@ class LoadedPolicy:
         size = self._extras.get(MASK_KEY, 0)
         if masks is None:
             return np.ones((count, size))
-        rows = np.array([flat_mask(mask) for mask in masks], np.float32).reshape(count, size)
+        rows = self._decode.flat_masks(masks, count).reshape(count, size)
         check_masks(rows, self._decode.sizes)
         return rows
 

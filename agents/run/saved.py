@@ -139,8 +139,8 @@ class LoadedAgent:
     def encoder(self) -> ObservationEncoder:
         """Return the encoder that turns environment observations into policy inputs."""
         observation, action = self.spaces
-        sizes = ActionDecoder(action, "of this policy").sizes
-        return ObservationEncoder(observation, "of this policy", sizes)
+        decoder = ActionDecoder(action, "of this policy")
+        return ObservationEncoder(observation, "of this policy", decoder)
 
 
 def load_agent(

@@ -27,7 +27,6 @@ from envs.vector.spaces import (
     Space,
     check_masks,
     check_rows,
-    flat_mask,
     to_json,
 )
 from envs.vector.tensors import LIFE, ArrayEnv, step_result
@@ -74,7 +73,7 @@ class TorchVectorEnv(ArrayEnv):
         self.lives = np.zeros(num_envs, LIFE)
         self.watch = HangWatch(self.env_timeout, self.describe, self.end, self.heartbeat)
         self.decoder = ActionDecoder(actions, self.env_id)
-        self.encoder = ObservationEncoder(observations, self.env_id, self.decoder.sizes)
+        self.encoder = ObservationEncoder(observations, self.env_id, self.decoder)
         self.spaces_json = to_json(observations, actions)
 
         # layout of the row that the learner sees
@@ -166,7 +165,7 @@ class TorchVectorEnv(ArrayEnv):
         if len(ended):
             finals = [info["final_obs"][row] for row in ended]
             try:
-                final_obs[ended] = self.encoder(finals, len(ended))
+                final_obs[ended] = self.encoder(finals, len(ended), is_last=True)
             except RowFaultError as fault:
                 raise RowFaultError(None, f"final {fault}") from None
         return rewards, obs, final_obs, terminated, truncated
@@ -256,21 +255,20 @@ class OneByOne(TorchVectorEnv):
             with suppress(TypeError, ValueError):  # not a number
                 if math.isfinite(number := float(value)):
                     self._metrics[name] += number, 1
-        # No action follows the last observation of an episode, so its mask is not needed.
         self._last_rows[row] = self._row_of(obs, None if terminated or truncated else info)
         return reward, self._last_rows[row], bool(terminated), truncated
 
     def _row_of(self, obs: Any, info: dict[str, Any] | None) -> np.ndarray:
         """Encode an observation and, with `info_mask`, append the mask from `info`.
 
-        If `info` is None, the appended mask allows every action.
+        If `info` is None, the observation is the last of its episode: no mask is read.
         """
-        rows = self.encoder([obs], 1)
+        rows = self.encoder([obs], 1, is_last=info is None)
         if self.info_mask:
             masks = np.ones((1, self.decoder.mask_size), np.float32)
             if info is not None:
-                masks[:] = flat_mask(info[MASK_KEY])
-            check_masks(masks, self.decoder.sizes)
+                masks = self.decoder.flat_masks(info[MASK_KEY], 1)
+                check_masks(masks, self.decoder.sizes)
             rows = np.concatenate([rows, masks], axis=1)
         return rows[0]
 

@@ -9,15 +9,21 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
+from gymnasium.spaces import flatten_space
 
 from envs.vector.layout import Kind, Part
 
 MASK_KEY = "action_mask"
+LIKE_MASK = re.compile("mask|legal|valid|avail")  # in other names that environments give to masks
 MIN_IMAGE_SIDE = 8  # pixels; an array with a shorter side is treated as a vector
 MAX_CHANNELS = 64
 Space = Any  # a Gymnasium space
@@ -32,6 +38,7 @@ _ARGUMENTS: dict[type[Any], tuple[str, ...]] = {
     spaces.MultiDiscrete: ("nvec", "start"),
     spaces.MultiBinary: ("n",),
 }
+_NESTED: Any = spaces.Dict, spaces.Tuple
 _KINDS: Any = tuple(_ARGUMENTS)
 
 
@@ -59,14 +66,13 @@ def check_rows(usable: np.ndarray, problem: str, values: np.ndarray) -> None:
         raise RowFaultError(int(place[0]), f"{problem} {value:.60}")
 
 
-def _leaves(space: Space, path: Path = ()) -> Iterator[tuple[Path, Space]]:
-    """Yield the leaves of a nested space (all but Dict and Tuple) with their paths."""
-    if isinstance(space, spaces.Dict | spaces.Tuple):
+def _parts(space: Space, path: Path = ()) -> Iterator[tuple[Path, Space]]:
+    """Yield a space and all spaces nested in it, with their paths."""
+    yield path, space
+    if isinstance(space, _NESTED):
         inner = space.spaces
         for key, part in inner.items() if isinstance(inner, dict) else enumerate(inner):
-            yield from _leaves(part, (*path, key))
-    else:
-        yield path, space
+            yield from _parts(part, (*path, key))
 
 
 def _choices(space: Space) -> np.ndarray:
@@ -110,24 +116,23 @@ def _image_axes(space: Space) -> list[int]:
 class Leaf:
     """Encodes one part of an observation as numbers in a row."""
 
-    def __init__(self, path: Path, space: Space, mask_sizes: np.ndarray) -> None:
+    def __init__(self, path: Path, space: Space, masked: ActionDecoder | None) -> None:
         """Choose how to encode the part, according to its space.
 
         Args:
-            mask_sizes: number of options of each choice that this part masks; empty if this part is
-                not a mask.
+            masked: the actions that this part masks; None if this part is not a mask.
         """
         self.path = path
         self.space = space
-        self.mask_sizes = mask_sizes
+        self.masked = masked
         self.start, self.sizes = _choices(space)  # [D]; empty if the values are not one-hot encoded
-        if len(mask_sizes) or isinstance(space, spaces.MultiBinary):  # consists of 0 and 1 already
-            self.sizes = mask_sizes[:0]
-        self.axes = [] if len(mask_sizes) else _image_axes(space)
+        if masked or isinstance(space, spaces.MultiBinary):  # consists of 0 and 1 already
+            self.sizes = self.sizes[:0]
+        self.axes = [] if masked else _image_axes(space)
         self.scale = 1  # divisor of pixels: their largest possible value
         kind: Kind = "vector" if isinstance(space, spaces.Box) else "plain"
-        shape: tuple[int, ...] = (math.prod(space.shape),)
-        if len(mask_sizes):
+        shape: tuple[int, ...] = (masked.mask_size if masked else math.prod(space.shape),)
+        if masked:
             kind = "mask"
         elif len(self.sizes):
             shape = (int(self.sizes.sum()),)
@@ -146,6 +151,10 @@ class Leaf:
 
     def encode(self, raw: Any, count: int) -> np.ndarray:
         """Encode raw values [count, ...] as a new float32 array [count, n]."""
+        if self.masked:
+            rows = self.masked.flat_masks(raw, count)
+            check_masks(rows, self.masked.sizes)
+            return rows
         values = np.asarray(raw)
         name = self.part.name
         if values.shape != (count, *self.space.shape):
@@ -163,39 +172,60 @@ class Leaf:
             return rows
         with np.errstate(over="ignore"):  # the caller refuses values that overflow to inf
             rows = values.astype(np.float32)
-        if len(self.mask_sizes):
-            check_masks(rows, self.mask_sizes)
         return rows / np.float32(self.scale) if self.axes else rows
+
+
+def _leaf(path: Path, space: Space, actions: ActionDecoder) -> Leaf | None:
+    """Return the leaf for a part of an observation; None if the part consists of leaves.
+
+    Raises:
+        ValueError: the space is not supported, or it is a mask that cannot be used.
+    """
+    key = str(*path[-1:])
+    if MASK_KEY in path[:-1]:  # a mask is a single leaf, even if it is nested
+        return None
+    if key == MASK_KEY:
+        actions.flat_masks(space.sample(), 1)
+        return Leaf(path, space, actions)
+    if LIKE_MASK.search(key):
+        flat: Any = flatten_space(space)
+        if flat == spaces.Box(0, 1, (actions.mask_size,), flat.dtype):
+            raise ValueError(
+                f"the observation's entry {key!r} looks like a mask of actions: call it "
+                f"{MASK_KEY}, or use a name without {LIKE_MASK.pattern}"
+            )
+    if isinstance(space, _NESTED):
+        return None
+    if not isinstance(space, _KINDS) or 0 in space.shape:
+        name = "/".join(map(str, path)) or "observation"
+        raise ValueError(
+            f"the observation space {space!s:.160} of {name} is not supported: convert it with "
+            "gymnasium.wrappers.TransformObservation, or drop it with FilterObservation"
+        )
+    return Leaf(path, space, None)
 
 
 class ObservationEncoder:
     """Encodes plain or nested observations as rows [B, F] of float32.
 
     Choices become one-hot vectors. The axes of images are put in the order channels, height, width,
-    and pixels are divided by their largest possible value. `mask_sizes` [D] holds the number of
-    options of each choice in an action; it is empty if actions are not choices. If it is not empty,
-    the entry action_mask of a Dict observation is the mask of allowed actions.
+    and pixels are divided by their largest possible value. The entry action_mask of a Dict, at any
+    depth of the observation, is the mask of allowed actions.
     """
 
-    def __init__(self, source: Space, env_id: str, mask_sizes: np.ndarray) -> None:
-        self.leaves: list[Leaf] = []
-        for path, space in _leaves(source):
-            if not isinstance(space, _KINDS) or 0 in space.shape:
-                raise ValueError(
-                    f"environment {env_id}: an observation space {space!s:.160} is not supported; "
-                    "convert it with gymnasium.wrappers.TransformObservation"
-                )
-            sizes = mask_sizes if path == (MASK_KEY,) else mask_sizes[:0]
-            if len(sizes) and math.prod(space.shape) != sizes.sum():
-                raise ValueError(
-                    f"environment {env_id}: {MASK_KEY} must have {sizes.sum()} numbers, one per "
-                    f"option, but its space is {space}"
-                )
-            self.leaves.append(Leaf(path, space, sizes))
+    def __init__(self, source: Space, env_id: str, actions: ActionDecoder) -> None:
+        try:
+            leaves = [_leaf(path, space, actions) for path, space in _parts(source)]
+        except ValueError as error:
+            raise ValueError(f"environment {env_id}: {error}") from None
+        self.leaves = [leaf for leaf in leaves if leaf]
         self.parts = tuple(leaf.part for leaf in self.leaves)
 
-    def __call__(self, raw: Any, count: int) -> np.ndarray:
+    def __call__(self, raw: Any, count: int, is_last: bool = False) -> np.ndarray:
         """Encode a batch, or a list of single observations, as rows [count, F].
+
+        If the observations are the last of their episodes, no action follows: their masks are not
+        read, and the rows allow every action.
 
         Raises RowFaultError: a part does not fit its space, a number is not finite, or a mask
         forbids every option of a choice.
@@ -203,6 +233,9 @@ class ObservationEncoder:
         is_list = isinstance(raw, list)
         encoded = []
         for leaf in self.leaves:
+            if is_last and leaf.masked:
+                encoded.append(np.ones((count, leaf.part.size), np.float32))
+                continue
             values = [leaf.pick(single) for single in raw] if is_list else leaf.pick(raw)
             encoded.append(leaf.encode(values, count))
         rows = encoded[0] if len(encoded) == 1 else np.concatenate(encoded, axis=1)
@@ -226,11 +259,6 @@ def check_masks(masks: np.ndarray, sizes: np.ndarray) -> None:
     check_rows(usable, problem, masks)
 
 
-def flat_mask(mask: Any) -> np.ndarray:
-    """Flatten an action mask, or a tuple with one mask per choice, to [n]."""
-    return np.concatenate(mask) if isinstance(mask, tuple) else np.ravel(mask)
-
-
 class ActionDecoder:
     """Turns the learner's actions into actions for a plain or nested action space.
 
@@ -244,11 +272,17 @@ class ActionDecoder:
         self.space: Any  # Discrete, MultiDiscrete or Box
         self.target = target
         self.sizes = np.zeros(0, np.int64)  # number of options of each choice, [D]
-        parts = [space for _, space in _leaves(target)]
+        self.mask_lengths: list[list[Any]] = []
+        leaves = {path: s for path, s in _parts(target) if not isinstance(s, _NESTED)}
+        parts = [*leaves.values()]
+        self.paths = [*leaves]
         self._ends = np.cumsum([math.prod(space.shape or ()) for space in parts])[:-1]
         choices = [_choices(space) for space in parts]
         if parts and all(pairs.size for pairs in choices):
             self.start, self.sizes = np.concatenate(choices, axis=1)  # [D] each
+            # lengths of the arrays in a mask: one array in all, one per space, or one per choice
+            by_space = [pairs[1].sum() for pairs in choices]
+            self.mask_lengths = [[self.sizes.sum()], by_space, self.sizes.tolist()]
             self.space = spaces.MultiDiscrete(self.sizes)
             if isinstance(target, spaces.Discrete):
                 self.space = spaces.Discrete(int(self.sizes[0]))
@@ -269,6 +303,34 @@ class ActionDecoder:
             )
         # Size of an action mask: one number per option, or 0 if actions are not choices.
         self.mask_size = int(self.sizes.sum())
+
+    def flat_masks(self, masks: Any, count: int) -> np.ndarray:
+        """Flatten a batch of action masks, or a list of single masks, to [count, n] float32.
+
+        A mask is one array, or nested like the action space; a tuple may hold a mask per choice.
+
+        Raises ValueError: the masks do not fit the actions.
+        """
+        if isinstance(masks, list) and isinstance(masks[0], dict | tuple):
+            return np.concatenate([self.flat_masks(mask, 1) for mask in masks])
+        parts = [masks]
+        if isinstance(masks, dict | tuple):
+            # If the structures differ, `masks` can still be a tuple of the masks of all spaces.
+            with suppress(LookupError, TypeError):
+                parts = [reduce(getitem, path, masks) for path in self.paths]
+        arrays = [a for part in parts for a in (part if isinstance(part, tuple) else [part])]
+        rows = [
+            np.asarray(array, np.float32).reshape(count, -1)
+            for array in arrays
+            if not isinstance(array, dict)
+        ]
+        lengths = [row.shape[1] for row in rows]
+        if lengths not in self.mask_lengths:
+            raise ValueError(
+                f"{MASK_KEY} must have {self.mask_size} numbers, one per option of a choice, in "
+                f"one array or nested like the actions; got arrays of {lengths} numbers"
+            )
+        return np.concatenate(rows, axis=1)
 
     def encode(self, actions: np.ndarray) -> np.ndarray:
         """Encode actions as policy input [count, n]: one-hot choices or clipped numbers."""

@@ -49,7 +49,7 @@ def make_agent(config, observation, action, folder, extras=()):
     """Return an agent with random weights and statistics, as if loaded from a run."""
     torch.manual_seed(4)
     decoder = ActionDecoder(action, "here")
-    parts = ObservationEncoder(observation, "here", decoder.sizes).parts
+    parts = ObservationEncoder(observation, "here", decoder).parts
     policy = Policy(config, Layout((*parts, *extras)), decoder.space)
     # With large weights, actions for different observations clearly differ.
     torch.nn.init.normal_(policy.actor_head.weight, std=1.0)

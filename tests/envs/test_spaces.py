@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from envs.vector.adapter import OneByOne
+from envs.vector.adapter import OneByOne, TorchVectorEnv
 from envs.vector.guards import EnvironmentFaultError
 from envs.vector.layout import Layout
 from rl_dist.errors import UserError
@@ -129,7 +130,12 @@ def test_actions_are_clipped_stretched_shifted_and_nested(space, seen, action, r
 @pytest.mark.parametrize(
     ("observation", "action", "options", "named"),
     [
-        (spaces.Dict(a=spaces.Tuple([spaces.Text(5)])), CHOICES, {}, "observation space Text"),
+        (
+            spaces.Dict(a=spaces.Tuple([spaces.Text(5)])),
+            CHOICES,
+            {},
+            "observation space Text.* of a/0",
+        ),
         (spaces.Dict(action_mask=spaces.MultiBinary(3)), CHOICES, {}, "action_mask must have 7"),
         (PLAIN, spaces.Tuple((spaces.Discrete(2), PLAIN)), {}, "action space Tuple"),
         (PLAIN, spaces.Box(0, 9, (2,), np.int64), {}, "action space Box"),
@@ -150,7 +156,7 @@ def test_unsupported_spaces_are_refused_by_name(observation, action, options, na
         (NESTED, "digits", np.array([0, 0.5]), "digits has a value outside"),
         (NESTED, "action_mask", np.array([1, 2, 1, 1, 1, 1, 1]), "action_mask"),
         (PLAIN, "action_mask", np.array([1, 1, 1, 0, 0, 1, 1]), "action_mask"),
-        (PLAIN, "action_mask", [1, 1], r"\(2,\) into shape \(1,7\)"),
+        (PLAIN, "action_mask", [1, 1], r"action_mask must have 7 .*\[2\]"),
         (PLAIN, "other", 0, "'action_mask'"),
     ],
 )
@@ -184,6 +190,82 @@ def test_masks_and_the_last_action_and_reward_are_parts_of_the_row():
     obs, _, _, truncated, info = env.step(action)
     assert truncated.all() and obs[0, 1:].tolist() == mask + [0] * 8
     assert info["final_obs"][0, 1:].tolist() == ALL + [*seen, 3.0]
+
+
+PAIR = spaces.Tuple([spaces.Discrete(2), spaces.MultiDiscrete([2, 3])])
+BITS = {n: spaces.MultiBinary(n) for n in range(1, 8)}
+FORMS = {  # form: (action space, space of the mask, mask)
+    "as the actions": (
+        spaces.Dict(b=spaces.Discrete(2), a=PAIR),  # the keys are not sorted
+        spaces.Dict(a=spaces.Tuple([BITS[2], BITS[5]]), b=BITS[2]),
+        {"a": ([1, 1], [0, 1, 0, 1, 1]), "b": [1, 0]},
+    ),
+    "one per choice": (
+        spaces.Tuple([spaces.Discrete(2), PAIR]),
+        spaces.Tuple([BITS[2], spaces.Tuple([BITS[2], spaces.Tuple([BITS[2], BITS[3]])])]),
+        ([1, 0], ([1, 1], ([0, 1], [0, 1, 1]))),
+    ),
+}
+
+
+@pytest.mark.parametrize("place", ["observation", "info"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_mask_is_used_in_every_form_that_the_actions_allow(form, place):
+    actions, space, mask = FORMS[form]
+    inner = GivenEnv(PLAIN, actions, action_mask=mask)
+    if place == "observation":
+        inner.observation_space = spaces.Dict(state=spaces.Dict(action_mask=space, pose=PLAIN))
+        inner.obs = {"state": {"action_mask": mask, "pose": [0.0]}}
+    env, row = batch_of(inner, info_mask=place == "info")
+    assert row[env.layout.columns("mask")].tolist() == [1, 0, 1, 1, 0, 1, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("actions", "entry", "space"),
+    [
+        (CHOICES, "mask", BITS[7]),
+        (CHOICES, "legal_moves", spaces.Box(0, 1, (7,))),
+        (PAIR, "valid", spaces.Tuple([BITS[2], BITS[5]])),
+        (CHOICES, "action_mask", spaces.Dict(move=BITS[3])),
+        (spaces.MultiDiscrete([2, 3]), "action_mask", spaces.Tuple([BITS[3], BITS[2]])),
+        (PLAIN, "action_mask", BITS[1]),
+    ],
+)
+def test_what_looks_like_a_mask_but_cannot_be_used_is_refused(actions, entry, space):
+    with pytest.raises(ValueError, match=f"Given-v0.*{entry}"):
+        batch_of(GivenEnv(spaces.Dict(state=spaces.Dict({entry: space})), actions))
+
+
+def test_an_entry_called_mask_that_masks_no_actions_is_an_input():
+    names = spaces.Dict(mask=spaces.Box(0, 1, (9,)), available=spaces.Box(0, np.inf, (7,)))
+    assert batch_of(GivenEnv(names))[0].layout.kinds() == "vector[9] vector[7]"
+
+
+class GameOver(GivenEnv):
+    """Environment with a mask that is invalid in the last observation of an episode."""
+
+    def __init__(self, last_mask):
+        super().__init__(spaces.Dict(action_mask=BITS[3]), spaces.Discrete(3))
+        self.obs, self.last_mask = {"action_mask": np.array([0, 1, 1])}, np.array(last_mask)
+
+    def step(self, action):
+        obs, *step = super().step(action)
+        return {"action_mask": self.last_mask} if self.age == 3 else obs, *step
+
+
+@pytest.mark.parametrize("last_mask", [[0, 0, 0], [np.nan, 2, 0], [1]])
+@pytest.mark.parametrize("native", [False, True])
+def test_the_mask_of_an_observation_without_a_next_action_is_not_checked(native, last_mask):
+    envs = [GameOver(last_mask)]
+    if native:
+        batch = SyncVectorEnv([lambda: envs[0]], autoreset_mode=AutoresetMode.SAME_STEP)
+        env = TorchVectorEnv(batch, env_id="Given-v0")
+    else:
+        env = OneByOne(envs, env_id="Given-v0")
+    env.reset(seed=[1])
+    for _ in range(3):
+        obs, *_, info = env.step(torch.tensor([1]))
+    assert obs.tolist() == [[0, 1, 1]] and info["final_obs"].tolist() == [[1, 1, 1]]
 
 
 @pytest.mark.parametrize("text", ["[]", "x", '[["a", "b", [1]]]', '[["a", "image", [3]]]'])
