@@ -127,7 +127,7 @@ class LoadedPolicy:
             push = policy.pushes(noise[0].to(like))  # [B, A]
             self._num_drawn += 1
         begins = torch.from_numpy(starts).to(like.device)
-        obs = torch.from_numpy(row.astype(np.float32)).to(like.device)
+        obs = torch.from_numpy(row.astype(rows.dtype)).to(like.device)
         chosen = controller(policy, obs, begins, push).cpu().numpy()
         inputs = self._decode.encode(chosen)[:, : state[2].shape[1]]
         actions = self._decode(chosen)

@@ -63,7 +63,8 @@ class ExportedStep(nn.Module):
         vectors_size = 0 if policy.config.stateless else policy.initial_state(1).numel()
         self.sizes = [vectors_size, policy.empty_history(1).numel()]
         self.state_size = sum(self.sizes)
-        self.normalize = agent.normalizer.frozen(torch.float32)
+        self.obs_dtype = getattr(torch, agent.encoder().dtype.name)
+        self.normalize = agent.normalizer.frozen(self.obs_dtype)
 
         # Convert actions to the environment's units and bounds.
         self.decoder = decoder = ActionDecoder(agent.spaces[1], "of this policy")
@@ -119,7 +120,7 @@ def write_onnx(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None
     """Write an ONNX model for any batch size; put `contract` into its metadata."""
     num_rows = 3  # torch would turn a batch size of 0 or 1 into a constant
     inputs = (
-        torch.zeros(num_rows, step.policy.num_obs),
+        torch.zeros(num_rows, step.policy.num_obs, dtype=step.obs_dtype),
         torch.zeros(num_rows, step.state_size),
         torch.ones(num_rows, dtype=torch.bool),
     )
@@ -194,7 +195,7 @@ def sample_rows(
     if masks:
         rows[:, masks] = rows[:, masks] > 0
         rows[:, np.array(masks)[np.cumsum(decoder.sizes) - 1]] = 1.0
-    return rows.astype(np.float32)
+    return rows.astype(agent.encoder().dtype)
 
 
 # ---- contract
@@ -217,7 +218,8 @@ def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
         "env": {"id": config.task.env, "kwargs": config.task.kwargs()},
         "checkpoint": {"file": agent.path.name, "iteration": agent.iteration},
         "inputs": [
-            _tensor("obs", "float32", agent.policy.num_obs) | {"parts": _parts(agent)},
+            _tensor("obs", agent.encoder().dtype.name, agent.policy.num_obs)
+            | {"parts": _parts(agent)},
             _tensor("state", "float32", step.state_size),
             _tensor("episode_start", "bool"),
         ],

@@ -92,8 +92,12 @@ def joined(parts: list[Part], dim: int) -> Part:
 
 
 def policy_input(normalize: Callable[[Tensor], Tensor], history: Tensor, obs: Tensor) -> Tensor:
-    """Return normalised `obs` [B, F]; with a window, put `history` first: [B, n*F]."""
-    seen = normalize(obs.to(history.dtype))
+    """Return normalised `obs` [B, F]; with a window, put `history` first: [B, n*F].
+
+    Float64 observations are normalised before they lose digits.
+    """
+    wide = torch.promote_types(obs.dtype, history.dtype)
+    seen = normalize(obs.to(wide)).to(history.dtype)
     return torch.cat([history, seen[:, None]], dim=1).flatten(1) if history.shape[1] else seen
 
 
@@ -148,7 +152,8 @@ class Actor:
         self.policy = policy
         self.carry = carry
         self.pushes = policy.pushes(noise)  # [T, B, A] noise to add to the actor's outputs
-        self.normalize = normalizer.frozen(carry.lstm_state.dtype)
+        dtype = torch.promote_types(carry.obs.dtype, carry.lstm_state.dtype)
+        self.normalize = normalizer.frozen(dtype)
         self.steps: list[dict[str, Tensor]] = []
         self.states: list[Tensor] = []  # recurrent state before every step
         # (obs, history, state) after every step, before the end of an episode resets them

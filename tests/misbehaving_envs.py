@@ -113,6 +113,16 @@ class Saved(Misbehaving):
         unpack_generator(self.np_random, state["generator"])
 
 
+class Wide(Saved):
+    """Well-behaved environment with observations that float32 cannot represent."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float64)
+
+    def _obs(self):
+        return 1.7e9 + np.array([self.walk, self.age])
+
+
+gymnasium.register("Wide-v0", entry_point=Wide)
 gymnasium.register("Misbehaving-v0", entry_point=Misbehaving)
 gymnasium.register("MisbehavingSaved-v0", entry_point=Saved)
 gymnasium.register("Raises-v0", entry_point=Misbehaving, kwargs={"always": "raise", "at": 2})

@@ -105,7 +105,7 @@ class TorchVectorEnv(ArrayEnv):
 
     def reset_arrays(self, seeds: Sequence[int]) -> np.ndarray:
         """Start all environments; return their observations as a new array [B, F]."""
-        obs = np.zeros((self.num_envs, self.layout.size), np.float32)
+        obs = np.zeros((self.num_envs, self.layout.size), self.encoder.dtype)
         obs[:, : self.row_size] = self._reset_envs(seeds)
         return obs
 
@@ -309,7 +309,7 @@ class OneByOne(TorchVectorEnv):
 
     @_guarded
     def _set_env_states(self, state: dict[str, np.ndarray]) -> None:
-        self._last_rows = list(state.pop(LAST_ROW).astype(np.float32))
+        self._last_rows = list(state.pop(LAST_ROW).astype(self.encoder.dtype))
         for row, env in enumerate(self.env):
             env.set_state(
                 {

@@ -1,6 +1,6 @@
 """Layout of observations, and TorchEnv, the learner's interface to environments.
 
-The learner sees an observation as one row [F] of float32 numbers, made of named parts. Policies and
+The learner sees an observation as one row [F] of numbers, made of named parts. Policies and
 checkpoints store the layout of these parts, so a policy can be used without its environment. This
 module imports neither torch nor Gymnasium.
 """
@@ -135,10 +135,10 @@ class TorchEnv:
     def step(self, actions: Tensor) -> StepResult:
         """Step all environments with actions [B] or [B, A].
 
-        Returns observations [B, F] float32, rewards [B] float64, terminated [B], truncated [B] and
-        info. info["final_obs"] [B, F] holds the last observation of each episode that ended; its
-        other rows equal the observations. info["raw_rewards"] [B], if present, holds the rewards
-        to report in place of `rewards`.
+        Returns observations [B, F] float32 or float64, rewards [B] float64, terminated [B],
+        truncated [B] and info. info["final_obs"] [B, F] holds the last observation of each episode
+        that ended; its other rows equal the observations. info["raw_rewards"] [B], if present,
+        holds the rewards to report in place of `rewards`.
         """
         raise NotImplementedError
 

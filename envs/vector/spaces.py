@@ -26,6 +26,7 @@ MASK_KEY = "action_mask"
 LIKE_MASK = re.compile("mask|legal|valid|avail")  # in other names that environments give to masks
 MIN_IMAGE_SIDE = 8  # pixels; an array with a shorter side is treated as a vector
 MAX_CHANNELS = 64
+MAX_VALUE = float(np.finfo(np.float32).max)
 Space = Any  # a Gymnasium space
 Path = tuple[Any, ...]  # keys that lead to one part of a nested observation
 
@@ -119,8 +120,7 @@ class Leaf:
     def __init__(self, path: Path, space: Space, masked: ActionDecoder | None) -> None:
         """Choose how to encode the part, according to its space.
 
-        Args:
-            masked: the actions that this part masks; None if this part is not a mask.
+        `masked` are the actions that this part masks; None if this part is not a mask.
         """
         self.path = path
         self.space = space
@@ -141,6 +141,9 @@ class Leaf:
             *channels, height, width = (space.shape[axis] for axis in self.axes)
             shape = (math.prod(channels), height, width)
             self.scale = max(int(space.high.max()), 1)
+        # float32 would lose digits of some values; they become float32 after they are normalised
+        is_wide = kind == "vector" and not np.can_cast(space.dtype, np.float32)
+        self.dtype: Any = np.float64 if is_wide else np.float32
         self.part = Part("/".join(map(str, path)) or "observation", kind, shape)
 
     def pick(self, nested: Any) -> Any:
@@ -150,7 +153,7 @@ class Leaf:
         return nested
 
     def encode(self, raw: Any, count: int) -> np.ndarray:
-        """Encode raw values [count, ...] as a new float32 array [count, n]."""
+        """Encode raw values [count, ...] as a new array [count, n]."""
         if self.masked:
             rows = self.masked.flat_masks(raw, count)
             check_masks(rows, self.masked.sizes)
@@ -171,15 +174,14 @@ class Leaf:
             check_rows(usable, f"{name} has a value outside its space:", values)
             return rows
         with np.errstate(over="ignore"):  # the caller refuses values that overflow to inf
-            rows = values.astype(np.float32)
+            rows = values.astype(self.dtype)
         return rows / np.float32(self.scale) if self.axes else rows
 
 
 def _leaf(path: Path, space: Space, actions: ActionDecoder) -> Leaf | None:
     """Return the leaf for a part of an observation; None if the part consists of leaves.
 
-    Raises:
-        ValueError: the space is not supported, or it is a mask that cannot be used.
+    A space that is not supported, or a mask that cannot be used, raises ValueError.
     """
     key = str(*path[-1:])
     if MASK_KEY in path[:-1]:  # a mask is a single leaf, even if it is nested
@@ -206,8 +208,9 @@ def _leaf(path: Path, space: Space, actions: ActionDecoder) -> Leaf | None:
 
 
 class ObservationEncoder:
-    """Encodes plain or nested observations as rows [B, F] of float32.
+    """Encodes plain or nested observations as rows [B, F].
 
+    Rows are float32, or float64 if float32 could not represent all values of the observation.
     Choices become one-hot vectors. The axes of images are put in the order channels, height, width,
     and pixels are divided by their largest possible value. The entry action_mask of a Dict, at any
     depth of the observation, is the mask of allowed actions.
@@ -220,6 +223,7 @@ class ObservationEncoder:
             raise ValueError(f"environment {env_id}: {error}") from None
         self.leaves = [leaf for leaf in leaves if leaf]
         self.parts = tuple(leaf.part for leaf in self.leaves)
+        self.dtype = np.result_type(*(leaf.dtype for leaf in self.leaves), np.float32)
 
     def __call__(self, raw: Any, count: int, is_last: bool = False) -> np.ndarray:
         """Encode a batch, or a list of single observations, as rows [count, F].
@@ -239,7 +243,7 @@ class ObservationEncoder:
             values = [leaf.pick(single) for single in raw] if is_list else leaf.pick(raw)
             encoded.append(leaf.encode(values, count))
         rows = encoded[0] if len(encoded) == 1 else np.concatenate(encoded, axis=1)
-        check_rows(np.isfinite(rows), "observation is", rows)
+        check_rows(np.abs(rows) <= MAX_VALUE, "observation is", rows)  # refuses NaN, too
         return rows
 
 
@@ -308,8 +312,7 @@ class ActionDecoder:
         """Flatten a batch of action masks, or a list of single masks, to [count, n] float32.
 
         A mask is one array, or nested like the action space; a tuple may hold a mask per choice.
-
-        Raises ValueError: the masks do not fit the actions.
+        Masks that do not fit the actions raise ValueError.
         """
         if isinstance(masks, list) and isinstance(masks[0], dict | tuple):
             return np.concatenate([self.flat_masks(mask, 1) for mask in masks])
@@ -319,11 +322,8 @@ class ActionDecoder:
             with suppress(LookupError, TypeError):
                 parts = [reduce(getitem, path, masks) for path in self.paths]
         arrays = [a for part in parts for a in (part if isinstance(part, tuple) else [part])]
-        rows = [
-            np.asarray(array, np.float32).reshape(count, -1)
-            for array in arrays
-            if not isinstance(array, dict)
-        ]
+        arrays = [array for array in arrays if not isinstance(array, dict)]
+        rows = [np.asarray(array, np.float32).reshape(count, -1) for array in arrays]
         lengths = [row.shape[1] for row in rows]
         if lengths not in self.mask_lengths:
             raise ValueError(

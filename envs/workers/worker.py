@@ -86,8 +86,8 @@ class Worker:
         row_type = np.dtype(
             [
                 ("actions", "f8" if actions.dtype.kind == "f" else "i8", actions.shape),
-                ("obs", "f4", row),
-                ("final_obs", "f4", row),
+                ("obs", env.encoder.dtype, row),
+                ("final_obs", env.encoder.dtype, row),
                 ("rewards", "f8"),
                 ("terminated", "?"),
                 ("truncated", "?"),

@@ -11,6 +11,7 @@ from policies import FORMS, small
 from train_runs import RECALL, only_error, run_here, train_here
 
 from agents import export
+from agents.api import LoadedPolicy
 from agents.config import RunConfig
 from agents.network.inputs import Normalizers
 from agents.policy import Policy
@@ -38,6 +39,7 @@ ALL = {name: (config, VECTOR, BOUNDED) for name, config in FORMS.items()} | {
     "switches": (small(policy="lstm"), VECTOR, spaces.MultiBinary([2, 2])),
     "nested actions": (small(), VECTOR, NESTED),
     "images": (small(policy="gru"), IMAGES, spaces.Discrete(4)),
+    "many digits": (small(), spaces.Box(-1, 1, (4,), np.float64), BOUNDED),
     "windows of images": (small(feature_window=3), IMAGES, BOUNDED),
 }
 # Tracing takes seconds: by default only these policies are traced, the others with `-m slow`.
@@ -85,6 +87,16 @@ def difference(agent, change=lambda *inputs: inputs):
 @pytest.mark.parametrize("form", ALL)
 def test_the_exported_step_equals_every_kind_of_policy(form, tmp_path):
     assert difference(agent_of(form, tmp_path)) <= export.TOLERANCE
+
+
+def test_large_observations_are_centred_before_they_become_float32(tmp_path):
+    agent = make_agent(*ALL["many digits"], tmp_path)
+    agent.normalizer.moments.mean += 1.7e9
+    policy = LoadedPolicy(agent)
+    assert (policy.predict([1.7e9] * 4)[0] != policy.predict([1.7e9 + 2] * 4)[0]).all()
+    assert difference(agent) <= export.TOLERANCE
+    step = export.ExportedStep(agent)
+    assert export.make_contract(agent, step)["inputs"][0]["type"] == "float64"
 
 
 @pytest.mark.parametrize("form", TRACED)

@@ -16,6 +16,7 @@ from agents.network.seeds import (
     VALIDATION_STREAM,
     stream_seeds,
 )
+from agents.rollout import policy_input
 
 
 def box(num_actions):
@@ -155,3 +156,12 @@ def test_values_are_shifted_scaled_and_clipped(seen, center, given, expected):
     normalizer.moments.merge(normalizer.moments.sums(torch.tensor(seen)[:, None]))
     assert float(normalizer.moments.variance) >= 0
     assert normalizer(torch.tensor(given)[:, None]).flatten().tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_observations_are_centred_before_they_become_float32(window):
+    normalizer = Normalizer(1)
+    normalizer.moments.mean[:] = 1.7e9
+    obs = torch.tensor([[1.7e9 - 2], [1.7e9 + 2]], dtype=torch.float64)
+    seen = policy_input(normalizer, torch.zeros(2, window, 1), obs)
+    assert seen.dtype == torch.float32 and seen[:, -1].tolist() == [-2.0, 2.0]

@@ -72,6 +72,14 @@ def test_a_nested_observation_becomes_a_row_of_named_parts():
     assert Layout.from_json(env.layout.to_json()) == env.layout
 
 
+@pytest.mark.parametrize(("dtype", "value"), [(np.float64, 1.7e9 + 2), (np.int64, 50_000_001)])
+def test_observations_that_are_not_float32_keep_all_digits(dtype, value):
+    inner = GivenEnv(spaces.Box(0, 2**40, (1,), dtype), spaces.Discrete(2))
+    inner.obs = np.array([value], dtype)
+    env, row = batch_of(inner)
+    assert row.item() == env.step(torch.tensor([0]))[0].item() == value
+
+
 @pytest.mark.parametrize(
     # axes: frames and channels first, if there are any, then height and width; () for no image
     ("shape", "largest", "axes"),

@@ -54,7 +54,12 @@ def kill(env, worker):
 
 @pytest.mark.parametrize(
     ("env_id", "options"),
-    [(MISBEHAVING, {}), ("Recall-v0", {}), ("Pendulum-v1", {"previous_action": True})],
+    [
+        (MISBEHAVING, {}),
+        ("Recall-v0", {}),
+        ("Pendulum-v1", {"previous_action": True}),
+        ("misbehaving_envs:Wide-v0", {}),
+    ],
 )
 def test_any_number_of_workers_and_groups_equals_one_process(env_id, options, make):
     in_place = make(0, env_id=env_id, options=options)
