@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers import TimeLimit
 
 from envs.vector.guards import is_own_fault, place_of
 from rl_dist.errors import one_line
@@ -73,9 +74,16 @@ def make_vector_env(
         gymnasium.make_vec, spec, vectorization_mode="vector_entry_point", **kwargs
     )
 
+    limit = kwargs.get("max_episode_steps", spec.max_episode_steps)
+
     def make() -> gymnasium.Env[Any, Any]:
         heartbeat()
-        return gymnasium.make(spec, **kwargs | {"max_episode_steps": -1})
+        env = gymnasium.make(spec, **kwargs)
+        if limit and limit > 0:
+            # Environments and wrappers may read the limit, but only the adapter enforces it.
+            env = _without_limit(env)
+            env.unwrapped.spec.max_episode_steps = limit  # type: ignore[union-attr]
+        return env
 
     options |= {"env_id": env_id, "make": make, "heartbeat": heartbeat}
     one_by_one = vectorization == "sync" or options.get("env_restarts") or options.get("info_mask")
@@ -84,10 +92,25 @@ def make_vector_env(
             batch = make_batch(num_envs=num_envs)
         else:
             batch = [make() for _ in range(num_envs)]
+    for name in ("observation_space", "action_space"):
+        space = getattr(batch[0] if isinstance(batch, list) else batch, name, None)
+        if not isinstance(space, gymnasium.Space):
+            raise ValueError(
+                f"the {name} of environment {env_id!r} must be a space of gymnasium.spaces, but is "
+                f"{space!s:.80} ({type(space).__module__})"
+            )
     if isinstance(batch, list):
-        limit = kwargs.get("max_episode_steps", spec.max_episode_steps)
         return OneByOne(batch, max_episode_steps=limit, **options)
     return TorchVectorEnv(batch, **options)
+
+
+def _without_limit(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
+    """Remove the outermost TimeLimit wrapper, which `gymnasium.make` has added."""
+    if isinstance(env, TimeLimit):
+        return env.env
+    if isinstance(env, gymnasium.Wrapper):
+        env.env = _without_limit(env.env)
+    return env
 
 
 def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:

@@ -303,7 +303,8 @@ class ActionDecoder:
         else:
             raise ValueError(
                 f"environment {env_id}: the action space {target!s:.160} is not supported: its "
-                "parts must all be Discrete, MultiDiscrete or MultiBinary, or all Boxes of floats"
+                "parts must all be Discrete, MultiDiscrete or MultiBinary, or all Boxes of floats; "
+                "convert it with gymnasium.wrappers.TransformAction"
             )
         # Size of an action mask: one number per option, or 0 if actions are not choices.
         self.mask_size = int(self.sizes.sum())

@@ -108,10 +108,6 @@ def test_old_generators_and_c_integers_accept_the_seeds_of_any_environment():
         assert ctypes.c_int(seed).value == seed
 
 
-def test_the_seed_of_an_environment_does_not_depend_on_its_rank():
-    assert stream_seeds(1, 1, 0, 8)[4:] == stream_seeds(1, 1, 4, 4)
-
-
 def test_sequences_are_shuffled_differently_by_seed_iteration_epoch_and_stratum():
     orders = [
         epoch.tobytes()

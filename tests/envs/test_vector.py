@@ -1,9 +1,11 @@
 """Test that all vector environments meet the contract; test errors in creation."""
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 from env_steps import play, same
+from gymnasium.wrappers import TimeAwareObservation
 from misbehaving_envs import Saved
 from test_trading import MARKETS, make_env
 
@@ -122,6 +124,38 @@ def test_env_kwargs_may_set_the_episode_limit():
     env.reset(seed=[0])
     truncated = [env.step(torch.ones(1, dtype=torch.int64))[3].item() for _ in range(4)]
     assert truncated == [False, True, False, True]
+
+
+class Clock(Saved):
+    """Environment that observes the step limit in its spec."""
+
+    def _obs(self):
+        return np.float32([0, self.spec.max_episode_steps])
+
+
+gymnasium.register(
+    "Clock-v0",
+    Clock,
+    max_episode_steps=6,
+    additional_wrappers=[TimeAwareObservation.wrapper_spec()],
+)
+
+
+@pytest.mark.parametrize(("kwargs", "limit"), [({}, 6), ({"max_episode_steps": 4}, 4)])
+def test_environments_and_wrappers_see_the_step_limit_that_ends_their_episodes(kwargs, limit):
+    env = make_vector_env(f"{__name__}:Clock-v0", 1, env_kwargs=kwargs)
+    env.reset(seed=[0])
+    *_, truncated, final_obs = play(env, limit)
+    assert truncated.flatten().tolist() == [False] * (limit - 1) + [True]
+    assert final_obs[-1].tolist() == [[0, limit, limit]]
+
+
+@pytest.mark.parametrize("name", ["observation_space", "action_space"])
+@pytest.mark.parametrize("space", [None, "a Box of the package gym"])
+def test_a_missing_or_foreign_space_is_named(name, space, monkeypatch):
+    monkeypatch.setattr(Saved, name, space)
+    with pytest.raises(ValueError, match=f"{name} .*Saved.*{space}"):
+        make_vector_env("misbehaving_envs:SavedWithLimit-v0", 1)
 
 
 class UnmadeEnv(gymnasium.Env):
