@@ -74,7 +74,8 @@ class EvaluateConfig:
     core: Text = ""
     """Core of the run, as module:Class; needed if another user owns its config.json."""
     episodes: int = Field(0, ge=0, le=10**7)
-    """Number of episodes to evaluate, not used in trading; 0 uses the run's setting."""
+    """Number of episodes to evaluate, not used in trading; 0 uses the run's setting, or one episode
+    with --video."""
     seed: int = -1
     """Seed for the evaluation episodes; -1 uses the run's seed."""
     num_gpus: int = Field(1, ge=1, le=1024)
@@ -84,7 +85,7 @@ class EvaluateConfig:
     plot: PathText = ""
     """PNG file for the equity curves; by default, RUN_DIR/plots/evaluation.png."""
     video: PathText = ""
-    """Folder for a GIF of the first episode; not available in trading."""
+    """Folder for a GIF of the first episode, which overwrites no file; not available in trading."""
     json: PathText = ""
     """JSON file to write all results to."""
 
@@ -121,7 +122,8 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
         "seed": options.seed,
         "market_seed": options.market_seed,
         "market_edge": options.market_edge,
-        "eval_episodes": options.episodes or agent.config.task.eval_episodes or 100,
+        "eval_episodes": options.episodes
+        or (1 if options.video else agent.config.task.eval_episodes or 100),
     }
     config = agent.config.changed({name: value for name, value in overrides.items() if value >= 0})
     if options.data:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from agents.evaluate.episodes import PolicyController, evaluate_episodes
 from envs.task import GymTask
+from rl_dist.errors import UserError
 from rl_dist.files import path_to_write
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import RunDir
@@ -29,7 +32,7 @@ CURVES = {  # metric -> label of its axis
 }
 EQUAL_WEIGHT = "valid/equal_weight_sharpe"
 MAX_FRAMES = 2000  # the video stops after this many steps
-FRAME_MS = 33  # milliseconds for which the video shows each picture
+FPS = 30  # pictures per second of a video if the environment does not name its rate
 
 
 def plot_learning_curve(
@@ -91,7 +94,7 @@ def _save(path: Path, simulated: bool) -> None:
 
 
 def film(agent: PolicyController, task: GymTask, folder: Path, seed: int, world: World) -> None:
-    """Run the first evaluation episode and save its pictures as episode_0.gif."""
+    """Run the first evaluation episode and save its pictures as a GIF, under a new name."""
     kwargs = json.dumps(task.config.kwargs() | {"render_mode": "rgb_array"})
     config = replace(
         task.config,
@@ -103,15 +106,35 @@ def film(agent: PolicyController, task: GymTask, folder: Path, seed: int, world:
     )
     policy = replace(agent)  # a copy, so that the state of `agent` does not change
     frames: list[Image.Image] = []
+    fps = FPS
 
     def draw_and_act(env: Any, obs: Tensor, episode_start: Tensor) -> Tensor:
+        nonlocal fps
         if len(frames) < MAX_FRAMES:
-            frames.append(Image.fromarray(env.env[0].render()))  # [H, W, 3] uint8
+            drawn = env.watch.call(0, env.env[0].render)
+            frames.extend(map(picture, drawn if isinstance(drawn, list) else [drawn]))
+            fps = env.env[0].metadata.get("render_fps") or FPS
         return policy(env, obs, episode_start)
 
     evaluate_episodes(replace(task, config=config), draw_and_act, seed, world)
     if frames:  # only the rank that ran the episode has frames
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "episode_0.gif"
-        frames[0].save(path, save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0)
+        paths = (folder / f"episode_{number}.gif" for number in count())
+        path = next(path for path in paths if not path.exists())
+        duration_ms = 10 * round(100 / fps)  # GIFs count in steps of 10 ms
+        frames[0].save(path, save_all=True, append_images=frames[1:], duration=duration_ms, loop=0)
         print(f"first episode: {path}")
+
+
+def picture(drawn: Any) -> Image.Image:
+    """Convert a picture that `render` returned; floats from 0 to 1 become 0 to 255."""
+    array = np.asarray(drawn)
+    with suppress(IndexError, TypeError, ValueError):
+        if array.dtype.kind in "bf" and array.max() <= 1:
+            array = array * 255
+        # Pillow expects [H, W], not [H, W, 1].
+        return Image.fromarray(np.clip(array.squeeze(), 0, 255).astype(np.uint8))
+    raise UserError(
+        "render must return a picture, [H, W, 3] of uint8 or of floats from 0 to 1; it returned "
+        f"{array.dtype}{list(array.shape)}"
+    )

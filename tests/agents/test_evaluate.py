@@ -28,7 +28,7 @@ class FadingEnv(gymnasium.Env):
 
     observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
     action_space = spaces.Discrete(2)
-    metadata = {"render_modes": ["rgb_array"]}
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 5}
 
     def __init__(self, render_mode=None, nan_at=0):
         self.render_mode, self.nan_at = render_mode, nan_at
@@ -44,7 +44,8 @@ class FadingEnv(gymnasium.Env):
         return obs, 2.0, self.age == self.length, False, {}
 
     def render(self):
-        return np.full((3, 9, 3), 10 * self.age, np.uint8)
+        frame = np.full((3, 9, 3), 10 * self.age, np.uint8)
+        return [frame] if self.age else frame
 
 
 gymnasium.register("Fading-v0", FadingEnv)
@@ -187,10 +188,13 @@ def test_policies_are_compared_and_a_copied_checkpoint_can_be_plotted(runs, eval
 
 def test_a_video_shows_every_step_of_the_first_evaluated_episode(evaluated, tmp_path, monkeypatch):
     folder = tmp_path / "new" / "films"
-    figures = evaluated("fading", "--episodes", "1", "--video", folder)[1]["policy"]
-    (path,) = folder.iterdir()
-    with Image.open(path) as film:
+    folder.mkdir(parents=True)
+    (folder / "episode_0.gif").write_text("an older video")
+    figures = evaluated("fading", "--video", folder)[1]["policy"]
+    assert (folder / "episode_0.gif").read_text() == "an older video" and figures["episodes"] == 1
+    with Image.open(folder / "episode_1.gif") as film:
         length = film.n_frames
+        assert film.info["duration"] == 1000 / FadingEnv.metadata["render_fps"]
         for age in range(length):
             film.seek(age)
             assert (np.asarray(film.convert("RGB")) == 10 * age).all()
@@ -198,6 +202,24 @@ def test_a_video_shows_every_step_of_the_first_evaluated_episode(evaluated, tmp_
     monkeypatch.setattr(episodes, "MAX_EPISODE_STEPS", 2)
     figures = evaluated("fading", "--episodes", "4")[1]["policy"]
     assert figures["episodes_cut"] == figures["episodes"] == 4 and figures["length"] == 2.0
+
+
+SHADES = np.array([[0, 1], [0, 0]])
+
+
+@pytest.mark.parametrize(
+    "drawn", [255 * SHADES, SHADES.astype(float), SHADES > 0, 255.0 * SHADES[:, :, None]]
+)
+def test_render_may_return_numbers_of_any_type(drawn):
+    shown = np.asarray(pictures.picture(drawn).convert("L"))
+    assert shown.tolist() == (255 * SHADES).tolist()
+
+
+@pytest.mark.parametrize("drawn", [None, "ansi", np.zeros((3, 8, 9), np.uint8)])
+def test_what_is_no_picture_is_a_one_line_error(drawn, runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(FadingEnv, "render", lambda env: drawn)
+    assert evaluate_here(monkeypatch, runs / "fading", "--video", tmp_path) == 2
+    assert "render" in only_error(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
