@@ -278,13 +278,15 @@ class Best:
         self.value: float = all_gather_json(values[0], world)[0]
 
     def update(self, metrics: Mapping[str, Any]) -> bool:
-        """Return True if the metric is better than before; every rank must call this."""
+        """Return True if the metric is the best so far; every rank must call this."""
         name = next((name for name in self.names if name in metrics), "")
         value: Any = all_gather_json(metrics[name], self.world)[0] if name else None
         # the metric is None if, for example, no episode has ended
         is_known = value is not None and math.isfinite(value)
         self.measured = {name: float(value)} if is_known else {}  # value in this iteration
-        self.improved = is_known and value > self.value
+        # of equal validations, the last one follows the longest training
+        is_tie = value == self.value and name.startswith("valid/")
+        self.improved = is_known and (value > self.value or is_tie)
         return self.improved
 
     def saved(self) -> None:
