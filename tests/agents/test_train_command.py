@@ -59,9 +59,9 @@ def finished(tmp_path_factory):
 def cartpole(tmp_path_factory):
     """Train CartPole-v1 and save a best checkpoint; return the run directory."""
     run_dir = tmp_path_factory.mktemp("cartpole") / "run"
-    flags = [*CARTPOLE, "--total_steps", 384, "--validate_every", 1, "--run_dir", run_dir]
+    flags = [*CARTPOLE, "--total_steps=384", "--validate_every=1", "--learning_rate=0.003"]
     with pytest.MonkeyPatch.context() as patch:
-        assert train_here(patch, *flags) == 0
+        assert train_here(patch, *flags, "--run_dir", run_dir) == 0
     return run_dir
 
 
