@@ -164,7 +164,8 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
         train = config.train
         sizes = {"num_envs", "batch_size"} - parsed.given.keys()
         differs = {
-            "--run_dir": resume != "auto" and Path(flags.run_dir or resume) != directory.path,
+            "--run_dir": resume != "auto"
+            and RunDir(flags.run_dir or resume).path != directory.path,
             "--preset": flags.preset not in ("auto", train.chosen_preset),
             "--quick": flags.quick and any(getattr(train, name) != QUICK[name] for name in sizes),
         }

@@ -69,7 +69,7 @@ def best_of(run_dir):
 @pytest.mark.parametrize(
     ("values", "later", "best"),
     [
-        ([1.0, float("nan"), 3.0, 3.0, 2.0, 2.5], [], (3, 3.0)),  # the first of equal scores wins
+        ([1.0, float("nan"), 3.0, 3.0, 2.0, 2.5], [], (4, 3.0)),  # the last of equal scores wins
         ([1.0, 9.0, 2.0], [3.0], (2, 9.0)),
         ([1.0, 9.0, 2.0], [10.0], (4, 10.0)),
     ],
