@@ -41,7 +41,8 @@ def main() -> None:
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
     command = parser.parse_args(sys.argv[1:2] or ["--help"]).command
     module = COMMANDS[command]
-    CommandParser.renamed = module, f"clstm-ppo {command}"
+    pattern = rf"(python )?(-m )?(?<!/){module}(\.py)?"
+    CommandParser.renamed = pattern, f"clstm-ppo {command}"
     del sys.argv[1]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -128,10 +128,9 @@ def message_and_code(error: ValueError | OSError) -> tuple[str, int]:
     """Return an error's message on one line, and the exit code for this error."""
     message = str(error)
     exit_code = getattr(error, "exit_code", 2)
-    encoding = sys.getfilesystemencoding()
-    if isinstance(error, UnicodeEncodeError) and error.encoding in ("utf-8", encoding):
-        message = f"{error.object!r:.200} is not {encoding} text: use another name"
-        message += ", or set PYTHONUTF8=1" * (encoding != "utf-8")
+    if isinstance(error, UnicodeEncodeError):
+        kind = sys.getfilesystemencoding()
+        message = f"{error.object!r:.200} is not {kind} text: use another name, or PYTHONUTF8=1"
     if isinstance(error, OSError):
         exit_code = 1
         if error.filename and error.errno not in FULL_DISK:  # another path may avoid the error
@@ -248,8 +247,8 @@ def _mark(name: str, *, every_start: bool = False) -> Path | None:
 class CommandParser(argparse.ArgumentParser):
     """An argument parser that prints errors on one line and exits with code 2."""
 
-    # If another command has started this one: this one's module, and the words that start it.
-    renamed: tuple[str, str] = "", ""
+    # Pattern of the commands in help texts to replace, and the words that the user has typed
+    renamed: tuple[str, str] = "$^", ""
 
     def __init__(self, **options: Any) -> None:
         as_written = argparse.RawDescriptionHelpFormatter
@@ -263,9 +262,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Return the help text, with the words with which the user has started the command."""
-        module, words = self.renamed
-        pattern = rf"(python )?(-m )?(?<!/){module}(\.py)?" if module else "$^"
-        return re.sub(pattern, words, super().format_help())
+        return re.sub(*self.renamed, super().format_help())
 
     def error(self, message: str) -> NoReturn:
         """Print the message, exit with code 2, and make restarted ranks exit, too."""

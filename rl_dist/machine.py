@@ -140,8 +140,8 @@ def get_gpu_info() -> GpuInfo:
 
 def nvidia_driver(root: Path = Path("/")) -> str:
     """Return the version of the NVIDIA driver; "" if Linux has not loaded it."""
-    text = read_text(root / "proc/driver/nvidia/version")
-    return next(iter(re.findall(r"\d+\.[\d.]+", text)), text)
+    version = re.search(r"\d+\.[\d.]+", read_text(root / "proc/driver/nvidia/version"))
+    return version[0] if version else ""
 
 
 def torch_build() -> str:

@@ -240,14 +240,12 @@ def check_run(
     rates, (length, unit) = round_rates(records), budget
     steps_per_s = median(record["time/sps"] for record in records)  # summed over all ranks
     total_steps = length * (1.0 if unit == "steps" else steps_per_episode(records))
-    range_s = [total_steps / rate for rate in (max(rates), min(rates))]
-    total_s = total_steps / steps_per_s  # without start-up and evaluations
-    hours = f"{total_s / 3600:.3g}"
-    if problem := unsteady(rates):
-        total_s = math.nan
-        hours = " to ".join(f"{seconds / 3600:.3g}" for seconds in range_s)
+    problem = unsteady(rates)
     pace = problem or f"{steps_per_s:,.0f} steps/s in {len(records)} iterations"
     yield check("pace", pace, (problem, WARNING, "stop other programs and check again"))
+    # without start-up and evaluations
+    total_s, *range_s = (total_steps / rate for rate in (steps_per_s, max(rates), min(rates)))
+    hours = " to ".join(f"{seconds / 3600:.3g}" for seconds in (range_s if problem else [total_s]))
     unknown = math.isnan(total_steps)
     time = "no episode ended" if unknown else f"{hours} h for {length:,} {unit}"
     yield check("training", time, (unknown, WARNING, "set --total_steps to get an estimate"))
@@ -255,7 +253,7 @@ def check_run(
         "iterations": len(records),
         "steps_per_second": steps_per_s,
         "rates": rates,  # steps/s in equally long parts of the run
-        "total_s": None if math.isnan(total_s) else total_s,
+        "total_s": None if unknown or problem else total_s,
         "total_range_s": None if unknown else range_s,
         "memory_gib": memory_gib,
     }

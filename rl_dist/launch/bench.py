@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from rl_dist.errors import report_to_caller
-from rl_dist.launch.child import SCRIPT, Child, ChildError, ChildTimeoutError
+from rl_dist.launch.child import Child, ChildError, ChildTimeoutError
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World, close_world, open_world
 from rl_dist.strategies.config import StrategyConfig
@@ -31,10 +31,9 @@ from rl_dist.strategies.strategy import Strategy
 
 WORK_S, WARM_UP, REPEATS = 0.004, 3, 12
 RUN = """import json, sys
-sys.path.insert(0, sys.argv[1])
 from rl_dist.launch.bench import run_rank
 from rl_dist.launch.ranks import launch
-num_ranks, *args = json.loads(sys.argv[2])
+num_ranks, *args = json.loads(sys.argv[1])
 sys.exit(launch(run_rank, args, num_ranks))"""
 
 
@@ -65,7 +64,8 @@ def time_reductions(
     job = num_ranks, device_type, timeout_s, [*gpu_ids], [*sizes_bytes]
     with (
         tempfile.TemporaryDirectory(prefix="all_reduce_") as folder,
-        Child(["-c", RUN, SCRIPT.parent, json.dumps(job)], Path(folder)) as child,
+        # -P: no module in the current directory wins the import of ours
+        Child(["-P", "-c", RUN, json.dumps(job)], Path(folder)) as child,
     ):
         try:
             code = child.job.wait(timeout_s)

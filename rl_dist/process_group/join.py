@@ -52,8 +52,14 @@ def check_variables() -> None:
             raise ValueError(f"RANK is {rank}, but WORLD_SIZE is {size}: ranks are numbered from 0")
         if size > 1:
             _number("LOCAL_RANK")
-            port = _number("MASTER_PORT")
-            _check_address(os.environ.get("MASTER_ADDR", ""), port)
+            port, host = _number("MASTER_PORT"), os.environ.get("MASTER_ADDR", "")
+            try:
+                socket.getaddrinfo(host, port)
+            except (OSError, UnicodeError) as error:  # UnicodeError: the name is too long
+                raise ValueError(
+                    f"MASTER_ADDR {host!r} has no address ({error}): give the name or the IP "
+                    "address of the first machine, such as 10.0.0.1 or ::1, without brackets"
+                ) from None
     elif name := _sign_of_copies():
         raise ValueError(
             f"{name} is {os.environ[name]}, but RANK is not set: every copy would train alone; "
@@ -66,26 +72,13 @@ def _sign_of_copies() -> str:
     """Return a variable that shows that a launcher started several copies, or ""."""
     counts = [name for name in os.environ if re.fullmatch(COUNTS, name)]
     # SLURM also sets SLURM_NTASKS in the shell of an allocation, which is not a step of srun.
-    in_step = "SLURM_STEP_ID" in os.environ or os.environ.get("SLURM_PROCID", "0") != "0"
-    if in_step and "SLURM_STEP_NUM_TASKS" not in counts:
-        counts.append("SLURM_NTASKS")
-    for name in counts:
-        count = os.environ.get(name, "").split(":")[-1]  # PET_NNODES may be a range such as 1:4
-        if count.isdecimal() and int(count) > 1:
-            return name
+    if os.environ.get("SLURM_PROCID", "0") != "0":
+        return "SLURM_PROCID"
+    # PET_NNODES may be a range such as 1:4. Some launchers do not store the number of copies.
+    signs = [name for name in counts if os.environ[name].split(":")[-1] not in ("", "0", "1")]
     numbers = [name for name in os.environ if re.fullmatch(NUMBERS, name)]
-    # Some launchers do not store the number of copies.
-    return next((name for name in numbers if not counts or os.environ[name] != "0"), "")
-
-
-def _check_address(host: str, port: int) -> None:
-    try:
-        socket.getaddrinfo(host, port)
-    except (OSError, UnicodeError) as error:  # UnicodeError: the name is too long
-        raise ValueError(
-            f"MASTER_ADDR {host!r} has no address ({error}): give the name or the IP address of "
-            "the first machine, such as 10.0.0.1 or ::1, without brackets"
-        ) from None
+    signs += [name for name in numbers if not counts or os.environ[name] != "0"]
+    return next(iter(signs), "")
 
 
 def check_interface() -> None:

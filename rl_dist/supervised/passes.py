@@ -36,7 +36,8 @@ class Pass:
     strategy: Strategy
     metrics: Mapping[str, Metric]
     checks: bool = False  # True: refuse a criterion that weighs samples unequally
-    sums: dict[str, Any] = field(default_factory=lambda: defaultdict(float))  # sums by name
+    # sums by name; all ranks must have the same names
+    sums: dict[str, Any] = field(default_factory=lambda: defaultdict(float, uneven=0.0))
 
     def loss(self, num_samples: int, inputs: Any, targets: Any) -> Tensor:
         """Compute a batch's loss in the strategy's precision, and update the sums."""
@@ -67,9 +68,8 @@ class Pass:
         Batches with tensors whose first axis is not the sample are not checked.
         """
         pair = outputs, targets
-        for leaf in tree_leaves(pair):
-            if not isinstance(leaf, Tensor) or leaf.shape[:1] != (num_samples,):
-                return
+        if any(getattr(leaf, "shape", ())[:1] != (num_samples,) for leaf in tree_leaves(pair)):
+            return
 
         def loss_of(rows: Any) -> Tensor:
             return self.criterion(*tree_map(lambda leaf: leaf[rows], pair)).mean()
@@ -87,7 +87,6 @@ class Pass:
 
         Raise UserError if the criterion does not weigh every sample equally.
         """
-        self.sums["uneven"] += 0.0
         sums = all_reduce_sum(self.sums, self.strategy.world)
         if sums["uneven"]:
             raise UserError(

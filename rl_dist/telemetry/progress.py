@@ -28,19 +28,18 @@ class RecentReturns:
 
     def __init__(self) -> None:
         self._latest: deque[tuple[int, float]] = deque()  # (episodes, their mean return)
-        self._num_episodes = 0
+        self.num_episodes = 0  # number of episodes in the mean
 
     def add(self, record: Mapping[str, Any]) -> float | None:
         """Add the record of an iteration; return the mean, or None without episodes."""
         count, mean = record.get("episode/count"), record.get("episode/return")
         if count and mean is not None:
             self._latest.append((count, mean))
-            self._num_episodes += count
-        while self._latest and self._num_episodes - self._latest[0][0] >= EPISODES:
-            self._num_episodes -= self._latest.popleft()[0]
-        if not self._latest:
-            return None
-        return sum(count * mean for count, mean in self._latest) / self._num_episodes
+            self.num_episodes += count
+            while self.num_episodes - self._latest[0][0] >= EPISODES:
+                self.num_episodes -= self._latest.popleft()[0]
+        total = sum(count * mean for count, mean in self._latest)
+        return total / self.num_episodes if self._latest else None
 
 
 def stalled(records: Sequence[Mapping[str, Any]]) -> str:
@@ -54,15 +53,14 @@ def stalled(records: Sequence[Mapping[str, Any]]) -> str:
         or if fewer than 100 episodes ended.
     """
     recent = RecentReturns()
-    means = [recent.add(record) for record in records]
-    first = [mean for mean in means[: math.ceil(len(means) / 5)] if mean is not None]
-    best = max((mean for mean in means if mean is not None), default=math.inf)
-    num_episodes = sum(record.get("episode/count") or 0 for record in records)
-    if num_episodes < EPISODES or not first or best > max(first):
+    means = [mean for record in records if (mean := recent.add(record)) is not None]
+    first = means[: math.ceil(len(means) / 5)]
+    if recent.num_episodes < EPISODES or max(means) > max(first):
         return ""
     return (
-        f"half of the run is done, and the best mean return of {EPISODES} episodes, {best:.4g}, is "
-        f"still in the range of the first tenth, {min(first):.4g} to {max(first):.4g}"
+        f"half of the run is done, and the best mean return of {EPISODES} episodes, "
+        f"{max(means):.4g}, is still in the range of the first tenth, {min(first):.4g} to "
+        f"{max(first):.4g}"
     )
 
 
