@@ -29,8 +29,14 @@ TAIL_BYTES = 2**20  # bytes to read when only the last lines of a file are neede
 # W&B itself creates links there.
 FOLDERS = ("checkpoints", "logs", "plots", "profile", "wandb")
 FILES = (
-    *("*.json", "*.jsonl", "events.out.tfevents.*", "*_run_id", "mlflow.db"),
-    *("logs/rank_*.log", "plots/*.png*", "profile/*"),
+    "*.json",
+    "*.jsonl",
+    "events.out.tfevents.*",
+    "*_run_id",
+    "mlflow.db",
+    "logs/rank_*.log",
+    "plots/*.png*",
+    "profile/*",
 )
 LARGE = 1e18  # metric values above this become None
 Record = dict[str, Any]

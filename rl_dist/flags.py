@@ -28,16 +28,14 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     ConfigDict,
-    Field,
     StringConstraints,
     ValidationError,
 )
+from pydantic import Field as Field  # other modules import it from here
 from pydantic.fields import FieldInfo
 
 from rl_dist.errors import CommandParser, UserError, did_you_mean, one_line
 from rl_dist.files import absolute
-
-__all__ = ["Field", "PathText", "Text", "absolute_path", "configuration", "or_auto", "parse_flags"]
 
 T = TypeVar("T")
 # Text without control characters and surrogates. In a command-line argument, Python replaces
@@ -74,9 +72,9 @@ def configuration(cls: type[T]) -> type[T]:
     @functools.wraps(checked_init)
     def init(self: Any, **values: Any) -> None:
         for name, field in built.__pydantic_fields__.items():
-            text = str(values.get(name))
-            if field.annotation is int and re.fullmatch(r"\d*\.?\d+[eE]\+?\d+", text):
-                values[name] = float(text)  # such as 1e5; pydantic accepts it if it is whole
+            number = re.fullmatch(r"\d*\.?\d+[eE]\+?\d+", str(values.get(name)))
+            if field.annotation is int and number:
+                values[name] = float(number[0])  # such as 1e5; pydantic accepts it if it is whole
         try:
             checked_init(self, **values)
         except ValidationError as error:

@@ -23,10 +23,13 @@ from rl_dist.errors import one_line
 
 GIB = 2**30
 OUT_OF_MEMORY = (  # a RuntimeError with one of these texts (in lower case) means out of memory
-    *("out of memory", "status_out_of_memory"),  # CUDA, NCCL
-    *("not enough memory", "can't allocate memory"),  # torch's host memory allocator
+    "out of memory",  # CUDA
+    "status_out_of_memory",  # NCCL
+    "not enough memory",  # torch's host memory allocator
+    "can't allocate memory",  # torch's host memory allocator
     "cannot allocate memory",  # Linux's message, which any library may include
-    *("alloc_failed", "bad_alloc"),  # text of cuBLAS and cuDNN; text of C++ libraries
+    "alloc_failed",  # cuBLAS and cuDNN
+    "bad_alloc",  # C++ libraries
 )
 # Controller in /proc/self/cgroup -> the file with the memory limit, the file with the used memory,
 # and the entry of memory.stat with the size of cached files

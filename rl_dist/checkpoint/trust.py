@@ -49,8 +49,8 @@ def import_own(field: str, value: str) -> Any:
         raise UserError(f"{field} {value!r}: the import raised {one_line(error)}") from error
     named = getattr(imported, name, None)
     if not callable(named):
-        where = f"{module} ({imported.__file__})"
-        raise UserError(f"{field} {value!r}: {where} has no function or class {name}")
+        problem = f"({imported.__file__}) has no function or class {name}"
+        raise UserError(f"{field} {value!r}: {module} {problem}")
     return named
 
 

@@ -54,9 +54,8 @@ class Shards:
         self._unit = fully_shard(module, mesh=self.mesh, reshard_after_forward=False)
         # gloo cannot reduce to a mean, so let FSDP sum and divide
         self._unit.set_force_sum_reduction_for_comms(True)
-        # typed as Any, because torch's base class of this object is private
-        reducing: Any = _AnnouncedReduceScatter(world)
-        self._unit.set_custom_reduce_scatter(reducing)
+        # torch's base class of this object is private
+        self._unit.set_custom_reduce_scatter(_AnnouncedReduceScatter(world))  # type: ignore[arg-type]
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.unshard()
 

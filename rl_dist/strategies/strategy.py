@@ -88,8 +88,7 @@ class Strategy:
             self.shards = Shards(module, self.config.shard_size, self.world)
             self.parameters = self.shards.parameters
             self.mesh = self.shards.mesh
-        wrapped: nn.Module = self.module
-        return wrapped
+        return self.module  # type: ignore[no-any-return]
 
     def _keep(self, module: nn.Module, reduced: list[nn.Parameter]) -> None:
         """Store a module that is not wrapped yet.

@@ -19,8 +19,13 @@ from rl_dist.machine import GIB, host_memory, read_gpu
 
 CLOSE_S = 1.0  # longest wait for the thread to end; it may hang in a driver
 GPU_FIELDS = (
-    *("utilization_percent", "memory_allocated_gib", "memory_reserved_gib", "memory_peak_gib"),
-    *("memory_free_gib", "temperature_c", "power_w"),
+    "utilization_percent",
+    "memory_allocated_gib",
+    "memory_reserved_gib",
+    "memory_peak_gib",
+    "memory_free_gib",
+    "temperature_c",
+    "power_w",
 )
 # The first two numbers in this file are the nanoseconds for which the main thread has run on a
 # core, and the nanoseconds for which it has waited for a core.
