@@ -3,8 +3,6 @@
 Run it as `python check_gpu_setup.py [flags of train_distributed.py]`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex

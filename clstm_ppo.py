@@ -9,8 +9,6 @@
 clstm-ppo COMMAND --help shows the flags of a command.
 """  # noqa: D205
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

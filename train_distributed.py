@@ -4,8 +4,6 @@ Run it as `python train_distributed.py --num_gpus N`. `train` in agents/trainer.
 training loop; `PPO.update` in agents/ppo.py contains the gradient step.
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":  # start the supervisor before the slow imports
     from rl_dist.launch.supervisor import supervise
 

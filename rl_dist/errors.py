@@ -1,7 +1,5 @@
 """One-line errors, output streams that survive a closed pipe, and text tables."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import errno

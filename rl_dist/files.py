@@ -5,8 +5,6 @@ Opening or reading it could block forever or use all memory; writing to it could
 elsewhere. In the function names of this module, "plain" means "regular file".
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import json

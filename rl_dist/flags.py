@@ -10,8 +10,6 @@ the program itself sets this field, in order to record a fact about the run. A f
 `exclude=True` is not written to files.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -3,8 +3,6 @@
 Inside a container, the container's limits on memory and cores apply.
 """
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

@@ -6,8 +6,6 @@ SIGKILL after it has saved its checkpoint at iteration K, and is then resumed. B
 same budget, and therefore the same learning rates.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import tempfile

@@ -7,8 +7,6 @@ appends to metrics.jsonl. A file may be incomplete, or another program may have 
 skip invalid lines or refuse the file with a one-line error.
 """
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import json
@@ -291,7 +289,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         if (text := b"".join(kept)) != before:
             write_whole(self.metrics_path, text.decode())
 
-    def write_records(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def write_records(self, records: Sequence[Record]) -> None:
         """Replace the content of metrics.jsonl with these records."""
         write_whole(self.metrics_path, "".join(json.dumps(record) + "\n" for record in records))
 

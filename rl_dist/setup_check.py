@@ -7,8 +7,6 @@ Each check has one of three verdicts:
 - problem: the machine cannot train with these flags
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -5,8 +5,6 @@ lock on its directory and writes its current phase to state.json. This command c
 does not import torch.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

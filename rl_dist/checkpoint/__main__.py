@@ -1,7 +1,5 @@
 """Show checkpoints: `python -m rl_dist.checkpoint list|verify|inspect PATH`."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

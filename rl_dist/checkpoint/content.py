@@ -4,9 +4,7 @@ The checksum detects damaged files. These checks detect values that someone has 
 became invalid during training, before any of them is used.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
@@ -20,6 +18,7 @@ FORMS = "forms"  # entry with the type and shape of every other value, by path
 _PLAIN_TYPES = (str, int, float, bool, type(None))
 # entry of a checkpoint -> the only program that writes this entry
 _MARKS = {"carry": RUN, "global_step": RUN, "module": FIT, "best_epoch": FIT}
+State = dict[str, Any]  # the content of a checkpoint
 
 
 class CheckpointError(ValueError):
@@ -98,7 +97,7 @@ _SCHEMAS: dict[str, type[_Any]] = {RUN: _Run, FIT: _Fit, "": _Any}
 # ---- checks
 
 
-def kind_of(state: Mapping[str, Any]) -> str:
+def kind_of(state: State) -> str:
     """Return the program that wrote a state: RUN or FIT, or "" if unknown."""
     return next((_MARKS[name] for name in state if name in _MARKS), "")
 
@@ -159,7 +158,7 @@ def check_state(state: Any) -> None:
             raise CheckpointError(f"{name!r:.80} is not finite: NaN or inf")
 
 
-def forms_of(state: Mapping[str, Any]) -> dict[str, str]:
+def forms_of(state: State) -> dict[str, str]:
     """Return the type of each value by path; of a tensor, also its shape and whether it is finite.
 
     Saved with the values, they show that an entry was changed or is missing.

@@ -9,8 +9,6 @@ The digits are the SHA-256 of all bytes before the word sha256. They are checked
 never reads a file in which a byte has changed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import math
@@ -28,6 +26,7 @@ from rl_dist.checkpoint.content import (
     FORMS,
     MEASURED,
     CheckpointError,
+    State,
     check_plain,
     check_state,
     forms_of,
@@ -56,13 +55,13 @@ class LoadedCheckpoint(NamedTuple):
     """The path and the state of a valid checkpoint."""
 
     path: Path
-    state: dict[str, Any]
+    state: State
 
 
 # ---- one file
 
 
-def load_checkpoint(path: str | Path) -> dict[str, Any]:
+def load_checkpoint(path: str | Path) -> State:
     """Load tensors and plain values to the CPU; never run code from the file."""
     try:
         with open(path, "rb", opener=plain_file) as file:
@@ -97,7 +96,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     return state
 
 
-def pack(state: dict[str, Any]) -> bytes:
+def pack(state: State) -> bytes:
     """Convert a state of plain values to the bytes of a checkpoint file."""
     check_plain(state)
     buffer = io.BytesIO()
@@ -136,7 +135,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def save_checkpoint(
-    directory: str | Path, state: dict[str, Any], *, iteration: int, keep: int, best: bool = False
+    directory: str | Path, state: State, *, iteration: int, keep: int, best: bool = False
 ) -> Path:
     """Write a file such as iteration_00000120.pt, and remove old checkpoints.
 
@@ -166,7 +165,7 @@ def save_checkpoint(
 
 def save_agreed(
     run_dir: Path,
-    state: dict[str, Any] | None,
+    state: State | None,
     world: World,
     *,
     iteration: int,

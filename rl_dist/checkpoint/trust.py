@@ -5,8 +5,6 @@ run uses is imported only if the current user has named it on the command line, 
 config.json that names it.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

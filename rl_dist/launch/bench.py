@@ -9,8 +9,6 @@ than in training. The time of a reduction is the shortest wait of any rank, beca
 arrive waits only for the transfer.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

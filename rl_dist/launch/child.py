@@ -1,7 +1,5 @@
 """Run this project's programs in child processes, to train or to measure."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

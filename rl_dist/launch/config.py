@@ -1,7 +1,5 @@
 """Choose the number of processes of a job, their devices and their strategy."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection
 from contextlib import suppress

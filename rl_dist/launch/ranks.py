@@ -12,8 +12,6 @@ that ends without a report, because of a signal or `os._exit`, counts as failed 
 code is 0.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import math

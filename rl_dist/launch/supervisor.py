@@ -5,8 +5,6 @@ stop signals on and waits for the child. If the child dies without printing an e
 prints how it died. The parent needs only the standard library.
 """
 
-from __future__ import annotations
-
 import atexit
 import math
 import os

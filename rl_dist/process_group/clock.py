@@ -9,8 +9,6 @@
 A section takes one or two microseconds if there is no listener. It never affects results.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -8,8 +8,6 @@ only one rank, a call sends nothing and does not wait for the GPU. The time spen
 added to `world.sync_seconds`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

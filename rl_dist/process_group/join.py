@@ -1,7 +1,5 @@
 """Read a rank's environment variables, and open the store that the ranks share."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

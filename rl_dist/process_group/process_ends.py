@@ -4,8 +4,6 @@ This module imports only the standard library, because it is loaded by the super
 processes in which environments run.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import logging

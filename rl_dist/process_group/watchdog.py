@@ -12,8 +12,6 @@ With `watches_work`, a rank also ends if its own work outside collective calls m
 during this timeout. Time for which the process is suspended, for example by Ctrl-Z, does not count.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

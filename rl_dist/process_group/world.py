@@ -1,7 +1,5 @@
 """Open, use and leave the process group of all ranks."""
 
-from __future__ import annotations
-
 import atexit
 import itertools
 import os

@@ -13,8 +13,6 @@ model.
 exit codes: 0 done, 1 a short run failed or its speed kept changing, 2 wrong usage
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -29,6 +27,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from rl_dist.errors import CommandParser, explains_errors, table
+from rl_dist.files import Record
 from rl_dist.flags import Field, configuration, fields_of
 from rl_dist.launch.child import ChildError, leave_at_signals
 from rl_dist.machine import available_cores
@@ -75,7 +74,7 @@ class SpeedupReport:
     """The predictions of one call, as JSON values; an unknown value is None."""
 
     title: str  # name of the job and of the device
-    rows: list[dict[str, Any]]
+    rows: list[Record]
     notes: list[str]
     advice: str  # one sentence
 
@@ -130,9 +129,7 @@ def print_training_speedup_estimates(flags: Sequence[str] = (), **options: Any) 
 # ---- the rows of the report
 
 
-def _rows(
-    job: MeasuredJob, options: SpeedupOptions, device: str, env_steps: float
-) -> list[dict[str, Any]]:
+def _rows(job: MeasuredJob, options: SpeedupOptions, device: str, env_steps: float) -> list[Record]:
     """Return the rows of the report: one for each scaling and number of ranks.
 
     Args:
@@ -177,7 +174,7 @@ def _rows(
     return rows
 
 
-def _advice(rows: list[dict[str, Any]], is_busy: bool) -> str:
+def _advice(rows: list[Record], is_busy: bool) -> str:
     """Return one sentence that names the best of the numbers of ranks."""
     efficient = [row for row in rows if row["efficiency"] >= LEAST_EFFICIENCY]
     best = max(efficient, key=lambda row: row["speedup"])

@@ -7,16 +7,14 @@ compete for cores and memory. From these measurements, `rl_dist.speedup.model` p
 training on several ranks.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from rl_dist.files import Record
 from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.child import (
     ChildError,
@@ -51,7 +49,7 @@ class Share:
 class MeasuredJob:
     """Measurements of a job on this machine."""
 
-    records: list[dict[str, Any]]  # metrics of the run on one rank
+    records: list[Record]  # metrics of the run on one rank
     title: str  # name of the job
     gradient_bytes: int
     network: Network

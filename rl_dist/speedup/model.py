@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import NormalDist, fmean, harmonic_mean, median, stdev
-from typing import Any
+
+from rl_dist.files import Record
 
 SMALL_COLLECTIVES = 3  # number of collectives per iteration that do not reduce gradients
 WARM_UP = 2  # number of iterations that an audit skips at the start of a run
@@ -53,7 +54,7 @@ class RankCost:
         )
 
 
-def rank_cost(records: Sequence[Mapping[str, Any]]) -> RankCost:
+def rank_cost(records: Sequence[Record]) -> RankCost:
     """Return the cost of one rank as means over iterations and ranks.
 
     Medians would be wrong: the cores of a shared host alternate between two speeds, and a median
@@ -82,12 +83,12 @@ def _spread(values: Sequence[float]) -> float:
     return stdev(values) if len(values) > 1 else 0.0
 
 
-def steps_per_iteration(records: Sequence[Mapping[str, Any]]) -> float:
+def steps_per_iteration(records: Sequence[Record]) -> float:
     """Return the environment steps per iteration, summed over all ranks."""
     return records[0]["global_step"] / records[0]["iteration"]
 
 
-def steps_per_episode(records: Sequence[Mapping[str, Any]]) -> float:
+def steps_per_episode(records: Sequence[Record]) -> float:
     """Return the environment steps divided by the number of episodes that ended.
 
     The result is NaN if no episode ended. It is not the mean length of the episodes that ended:
@@ -257,7 +258,7 @@ def bottleneck(baseline: Prediction, many: Prediction) -> str:
 # ---- the audit at the end of a run on several ranks
 
 
-def audit(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def audit(records: Sequence[Record]) -> Record | None:
     """Compare measured steps/s with the steps/s that the model predicts.
 
     The prediction uses measurements of the same run: the times of its ranks, the variation of these
@@ -288,7 +289,7 @@ def audit(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     return None
 
 
-def describe(scaling: Mapping[str, Any]) -> str:
+def describe(scaling: Record) -> str:
     """Format the result of `audit` as one line."""
     return (
         "check of the speedup model: {predicted_steps_per_s:,.0f} steps/s on {ranks} ranks, from "

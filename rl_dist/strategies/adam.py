@@ -1,7 +1,5 @@
 """Run Adam without loading torch.compile; skip a step if a flag tensor is False."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Define the settings of a strategy, and check that the hardware supports them."""
 
-from __future__ import annotations
-
 import os
 from typing import Literal
 

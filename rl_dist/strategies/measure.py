@@ -7,8 +7,6 @@ Training uses this module to choose its strategy, precision, batch size and numb
 workers.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

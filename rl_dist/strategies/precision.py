@@ -5,8 +5,6 @@ other precisions. Precisions bf16 and fp16 use torch's autocast. fp16 also needs
 because gradients below 6e-8 would become zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache

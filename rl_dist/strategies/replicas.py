@@ -4,8 +4,6 @@ This module uses private functions of torch. It was tested with torch 2.11, 2.12
 `tests/strategies/test_replicas.py` fails if another release changes these functions.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import sys

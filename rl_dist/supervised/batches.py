@@ -1,7 +1,5 @@
 """Distribute the batches of a DataLoader over ranks, and time a DataLoader."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import time

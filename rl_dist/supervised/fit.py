@@ -1,7 +1,5 @@
 """Train a module epoch by epoch, and evaluate it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

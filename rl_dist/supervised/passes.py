@@ -1,7 +1,5 @@
 """Compute losses and metrics of the batches of one pass over the data."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The process that starts the ranks calls `configure`. The main rank also calls it
 training. In other processes, or without a command, `notify` does nothing.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

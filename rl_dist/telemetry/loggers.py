@@ -4,8 +4,6 @@ TensorBoard files are always written. The other loggers are imported only if the
 selects them.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
-from rl_dist.files import path_to_write, read_plain, write_whole
+from rl_dist.files import Record, path_to_write, read_plain, write_whole
 
 logger = logging.getLogger(__name__)
 # fields that identify when and where a record was measured; they are not logged as scalars
@@ -37,7 +35,7 @@ class GuardedLogger:
         self._write, self._finish, self._flush = write, finish, flush
         self._has_ended = False
 
-    def write(self, record: Mapping[str, Any], step: int) -> None:
+    def write(self, record: Record, step: int) -> None:
         """Log all numbers in a record, which must not contain NaN or infinity."""
         self._call(self._write, dict(_scalars_of(record)), step)
 
@@ -143,7 +141,7 @@ def open_logger(name: str, run_dir: Path, settings: Settings) -> GuardedLogger:
         raise UserError(f"--loggers {name}: {one_line(error)}; {fix}", exit_code=1) from error
 
 
-def _scalars_of(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def _scalars_of(record: Record, prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield the tag and value of each number; tags of rank N begin with rank_N/."""
     for key, value in record.items():
         if isinstance(value, int | float) and key not in NO_SCALARS:

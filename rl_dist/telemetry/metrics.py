@@ -1,7 +1,5 @@
 """Write the metrics, logs and progress of a training run."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -9,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from typing import Any
 from pydantic_core import to_jsonable_python
 
 from rl_dist.errors import UserError, one_line, unwritable
-from rl_dist.files import log_once, path_to_write, plain_file
+from rl_dist.files import Record, log_once, path_to_write, plain_file
 from rl_dist.run_dir import RunDir
 from rl_dist.telemetry.loggers import GuardedLogger, open_tensorboard
 from rl_dist.telemetry.progress import EPISODES, Progress, stalled
@@ -33,7 +31,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s rank {} %(name)s: %(message)s"
 class NullWriter:
     """The writer for all ranks except the main rank; it writes nothing."""
 
-    def write(self, record: Mapping[str, Any], *, done: int) -> None:
+    def write(self, record: Record, *, done: int) -> None:
         """Write the metrics of one iteration."""
 
     def say(self, text: str) -> None:
@@ -86,9 +84,9 @@ class MetricsWriter(NullWriter):
         self._half = total / 2 if start < total / 2 else math.inf
         self._run = run
         self._state_s = -math.inf  # time when `write` last updated state.json
-        self._unwritten: dict[str, Any] = {}  # changes not yet in state.json
+        self._unwritten: Record = {}  # changes not yet in state.json
 
-    def write(self, record: Mapping[str, Any], *, done: int) -> None:
+    def write(self, record: Record, *, done: int) -> None:
         """Write the metrics of one iteration.
 
         Args:

@@ -3,8 +3,6 @@
 `Monitor.take` never waits for the thread. If a source fails or hangs, its values are None.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -12,8 +12,6 @@ Tracing slows short operators down, but only in the traced iteration: the `time/
 iterations are not affected.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

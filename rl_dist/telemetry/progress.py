@@ -1,17 +1,16 @@
 """Show the progress of a training run, and notice if it does not learn."""
 
-from __future__ import annotations
-
 import io
 import math
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from tqdm import tqdm
+
+from rl_dist.files import Record
 
 # tqdm's default lock uses a semaphore. A failing rank would leak it and print a warning.
 tqdm.set_lock(threading.RLock())
@@ -30,7 +29,7 @@ class RecentReturns:
         self._latest: deque[tuple[int, float]] = deque()  # (episodes, their mean return)
         self.num_episodes = 0  # number of episodes in the mean
 
-    def add(self, record: Mapping[str, Any]) -> float | None:
+    def add(self, record: Record) -> float | None:
         """Add the record of an iteration; return the mean, or None without episodes."""
         count, mean = record.get("episode/count"), record.get("episode/return")
         if count and mean is not None:
@@ -42,7 +41,7 @@ class RecentReturns:
         return total / self.num_episodes if self._latest else None
 
 
-def stalled(records: Sequence[Mapping[str, Any]]) -> str:
+def stalled(records: Sequence[Record]) -> str:
     """Describe the returns of half a run if they have not risen since its first tenth.
 
     Args:
@@ -67,9 +66,7 @@ def stalled(records: Sequence[Mapping[str, Any]]) -> str:
 class Progress:
     """Shows progress on stderr: as a bar on a terminal, otherwise as single lines."""
 
-    def __init__(
-        self, total: int, unit: str, start: int, earlier: Sequence[Mapping[str, Any]] = ()
-    ) -> None:
+    def __init__(self, total: int, unit: str, start: int, earlier: Sequence[Record] = ()) -> None:
         self._figures: dict[str, str] = {}  # latest values, by name on the console
         self._recent = RecentReturns()
         for record in earlier:
@@ -88,7 +85,7 @@ class Progress:
         )
         self.close = self._bar.close
 
-    def show(self, record: Mapping[str, Any], done: int) -> None:
+    def show(self, record: Record, done: int) -> None:
         """Show the progress and metrics of an iteration."""
         values = {name: record.get(name) for name in ("time/sps", *VALIDATED)}
         values[f"return of {EPISODES} episodes"] = self._recent.add(record)
