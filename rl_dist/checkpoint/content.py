@@ -151,11 +151,12 @@ def check_state(state: Any) -> None:
     now = forms_of(state)
     saved = state.get(FORMS, now)  # older versions wrote none
     for name in now | saved:
-        if (form := now.get(name)) != (before := saved.get(name)):
-            raise CheckpointError(f"{name!r:.80} is {form!s:.60}, but {before!s:.60} was saved")
+        form, before = now.get(name, "missing"), saved.get(name, "missing")
         # an environment may use NaN and inf in its state
-        if kind == RUN and "not finite" in now[name] and not name.startswith("environments/"):
+        if kind == RUN and "not finite" in form and not name.startswith("environments/"):
             raise CheckpointError(f"{name!r:.80} is not finite: NaN or inf")
+        if form != before:
+            raise CheckpointError(f"{name!r:.80} is {form:.60}, but {before:.60} was saved")
 
 
 def forms_of(state: State) -> dict[str, str]:
