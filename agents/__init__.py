@@ -6,16 +6,17 @@ Import the names in `__all__` from this package. Using a name for the first time
 """
 
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 try:  # rl_dist must be imported before torch, because it sets OpenMP variables
-    from rl_dist import ROOT, claim
+    from rl_dist import claim
 except ImportError as error:
     raise ImportError(
         f"{error.path} hides the package rl_dist of this program: rename the folder rl_dist"
     ) from None
 claim("envs")
+
+__version__ = "0.6.0.dev0"
 
 _HOMES = {
     "train": "api",
@@ -28,18 +29,6 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return _version()
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def _version() -> str:
-    import tomllib  # start-up: 8 ms
-    from importlib import metadata  # start-up: 25 ms
-
-    try:
-        return metadata.version("clstm-ppo")
-    except metadata.PackageNotFoundError:  # this is a checkout that is not installed
-        return tomllib.loads(Path(ROOT, "pyproject.toml").read_text())["project"]["version"]

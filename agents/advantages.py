@@ -1,7 +1,5 @@
 """Compute the advantages and returns of a rollout; build a batch for the update."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

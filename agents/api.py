@@ -4,15 +4,13 @@
 policy loaded with `load_policy` chooses actions for observations and needs no environment.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,15 +27,8 @@ from agents.run.callbacks import Callback
 from agents.run.choice import RUNS, parse_training
 from agents.run.saved import LoadedAgent, Which, load_agent
 from agents.run.start import start
-from envs.vector.spaces import MASK_KEY, ActionDecoder, check_masks
-from rl_dist.errors import (
-    QUIET,
-    SilentStream,
-    UserError,
-    explains_errors,
-    reported,
-    streams,
-)
+from envs.vector.spaces import MASK_KEY, check_masks
+from rl_dist.errors import QUIET, SilentStream, UserError, explains_errors, reported, streams
 from rl_dist.files import write_whole
 from rl_dist.flags import ParsedFlags
 from rl_dist.launch.child import as_flags
@@ -61,8 +52,8 @@ class LoadedPolicy:
     def __init__(self, agent: LoadedAgent, seed: int = 0) -> None:
         self.agent = agent
         self.observation_space, self.action_space = agent.spaces
-        self._decode = ActionDecoder(self.action_space, "of this policy")
         self._encode = agent.encoder()
+        self._decode = self._encode.actions
         # Inputs of the policy that are not in the observation, such as the previous action. In
         # trading, the observation contains all inputs.
         parts = agent.policy.layout.parts
@@ -186,21 +177,7 @@ def load_policy(
 
 # ---- train
 
-_training = threading.Lock()
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Refuse a second training at the same time; logs and results belong to the process."""
-    if not _training.acquire(blocking=False):
-        raise UserError(
-            "train() is already running in this process: wait until it returns, or train in "
-            "another process"
-        )
-    try:
-        yield
-    finally:
-        _training.release()
+_training = threading.Lock()  # held by `train`, because logs and results belong to the process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +207,6 @@ class TrainedRun:
         return load_policy(self.run_dir)
 
 
-@_alone()
 def train(
     env: str | None = None,
     *,
@@ -274,31 +250,38 @@ def train(
         "evaluation": on_evaluation,
         "checkpoint": on_checkpoint,
     }
-    reported.clear()  # forget the error of an earlier call
-    handlers = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
-    held = ExitStack()
-    held.callback(close_logging)
-    if quiet:
-        os.environ[QUIET] = "1"
-        held.callback(os.environ.pop, QUIET)
-        held.enter_context(streams(SilentStream))
-    try:
-        parsed = parse_training(as_flags({"env": env, "num_gpus": num_ranks} | settings))
-        code = explains_errors(start)(parsed, run_rank, callbacks)
-    except SystemExit as leaving:  # the parser has already printed the reason
-        raise leaving.__cause__ or UserError("the settings are invalid") from None
-    finally:
-        held.close()
-        for signum, handler in handlers.items():
-            if signal.getsignal(signum) != handler:
-                signal.signal(signum, handler)
-    if 0 < code < 128:
-        # Under torchrun, the error may have occurred on another rank, which prints it.
-        raise UserError(reported.get("error", "training failed: see above"), exit_code=code)
-    run_dir = Path(reported["run_dir"]).absolute()
+    if not _training.acquire(blocking=False):
+        raise UserError(
+            "train() is already running in this process: wait until it returns, or train in "
+            "another process"
+        )
+    with ExitStack() as held:
+        held.callback(_training.release)
+        held.callback(close_logging)
+        reported.clear()  # forget the error of an earlier call
+        handlers = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
+        if quiet:
+            os.environ[QUIET] = "1"
+            held.callback(os.environ.pop, QUIET)
+            held.enter_context(streams(SilentStream))
+        try:
+            parsed = parse_training(as_flags({"env": env, "num_gpus": num_ranks} | settings))
+            code = explains_errors(start)(parsed, run_rank, callbacks)
+        except SystemExit as leaving:  # the parser has already printed the reason
+            raise leaving.__cause__ or UserError("the settings are invalid") from None
+        finally:
+            for signum, handler in handlers.items():
+                if signal.getsignal(signum) != handler:
+                    signal.signal(signum, handler)
+        if 0 < code < 128:
+            # Under torchrun, the error may have occurred on another rank, which prints it.
+            raise UserError(reported.get("error", "training failed: see above"), exit_code=code)
+        run = TrainedRun(run_dir=Path(reported["run_dir"]).absolute(), exit_code=code)
     if code == 128 + signal.SIGINT:
-        raise KeyboardInterrupt(f"training was stopped and saved: continue with --resume {run_dir}")
-    return TrainedRun(run_dir=run_dir, exit_code=code)
+        raise KeyboardInterrupt(
+            f"training was stopped and saved: continue with --resume {run.run_dir}"
+        )
+    return run
 
 
 # ---- several seeds

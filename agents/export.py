@@ -9,8 +9,6 @@ examples:
 exit codes: 0 done, 1 the export failed or differs from the policy, 2 bad usage
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -29,7 +27,6 @@ from torch import Tensor, nn
 from agents.evaluate.episodes import PolicyController
 from agents.network.cores import TanhCore
 from agents.run.saved import LoadedAgent, load_agent
-from envs.vector.spaces import ActionDecoder
 from rl_dist.errors import CommandParser, UserError, explains_errors
 from rl_dist.files import path_to_write
 
@@ -63,11 +60,12 @@ class ExportedStep(nn.Module):
         vectors_size = 0 if policy.config.stateless else policy.initial_state(1).numel()
         self.sizes = [vectors_size, policy.empty_history(1).numel()]
         self.state_size = sum(self.sizes)
-        self.obs_dtype = getattr(torch, agent.encoder().dtype.name)
+        self.encoder = agent.encoder()
+        self.obs_dtype = getattr(torch, self.encoder.dtype.name)
         self.normalize = agent.normalizer.frozen(self.obs_dtype)
 
         # Convert actions to the environment's units and bounds.
-        self.decoder = decoder = ActionDecoder(agent.spaces[1], "of this policy")
+        self.decoder = decoder = self.encoder.actions
         # A nested action becomes one row that contains all its parts.
         self.action_shape = decoder.target.shape or decoder.space.shape or ()
         if policy.discrete:
@@ -80,8 +78,7 @@ class ExportedStep(nn.Module):
             for values in (
                 decoder.scale,
                 decoder.offset,
-                decoder.low * decoder.scale + decoder.offset,
-                decoder.high * decoder.scale + decoder.offset,
+                *decoder.bounds,
             )
         )
 
@@ -167,7 +164,7 @@ def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> f
         controller = PolicyController(policy, agent.normalizer)
         state = np.zeros((batch, step.state_size), np.float32)
         for number in range(NUM_STEPS):
-            obs = sample_rows(agent, decoder, generator, batch)
+            obs = sample_rows(agent, step, generator, batch)
             start = (generator.random(batch) < RESET) | (number == 0)
             action, state = run(obs, state, start)
             decided = controller(policy, torch.from_numpy(obs), torch.from_numpy(start))
@@ -186,7 +183,7 @@ def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> f
 
 
 def sample_rows(
-    agent: LoadedAgent, decoder: ActionDecoder, generator: np.random.Generator, batch: int
+    agent: LoadedAgent, step: ExportedStep, generator: np.random.Generator, batch: int
 ) -> np.ndarray:
     """Return random observations [B, F], some so large that they will be clipped."""
     moments, masks = agent.normalizer.moments, agent.policy.mask_columns
@@ -194,8 +191,8 @@ def sample_rows(
     rows = mean + 6.0 * np.sqrt(variance) * generator.standard_normal((batch, len(mean)))
     if masks:
         rows[:, masks] = rows[:, masks] > 0
-        rows[:, np.array(masks)[np.cumsum(decoder.sizes) - 1]] = 1.0
-    return rows.astype(agent.encoder().dtype)
+        rows[:, np.array(masks)[np.cumsum(step.decoder.sizes) - 1]] = 1.0
+    return rows.astype(step.encoder.dtype)
 
 
 # ---- contract
@@ -218,8 +215,7 @@ def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
         "env": {"id": config.task.env, "kwargs": config.task.kwargs()},
         "checkpoint": {"file": agent.path.name, "iteration": agent.iteration},
         "inputs": [
-            _tensor("obs", agent.encoder().dtype.name, agent.policy.num_obs)
-            | {"parts": _parts(agent)},
+            _tensor("obs", step.encoder.dtype.name, agent.policy.num_obs) | {"parts": _parts(step)},
             _tensor("state", "float32", step.state_size),
             _tensor("episode_start", "bool"),
         ],
@@ -231,11 +227,11 @@ def _tensor(name: str, type_name: str, *shape: int) -> dict[str, Any]:
     return {"name": name, "type": type_name, "shape": ["batch", *shape]}
 
 
-def _parts(agent: LoadedAgent) -> list[dict[str, Any]]:
+def _parts(step: ExportedStep) -> list[dict[str, Any]]:
     """Describe the parts of an input row and how observations are encoded into them."""
-    leaves = {leaf.part.name: leaf for leaf in agent.encoder().leaves}
+    leaves = {leaf.part.name: leaf for leaf in step.encoder.leaves}
     parts = []
-    for part, columns in agent.policy.layout.slices():
+    for part, columns in step.policy.layout.slices():
         entry: dict[str, Any] = {
             "name": part.name,
             "kind": part.kind,

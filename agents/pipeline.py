@@ -7,8 +7,6 @@ next part. The gradients of each stage are averaged over all pairs. In rollouts,
 whole policy, so the two ranks of a pair exchange the parameters of their stages after every update.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -198,7 +196,11 @@ class PipelinePPO(PPO):
         for part in parts:
             features = part.lstm_state.new_empty(*part.episode_start.shape, size)
             self.strategy.swap(gradients, [features])
-            losses = self._losses(features.requires_grad_(), part)
+            features.requires_grad_()
+            state = part.lstm_state[:, : self.policy.num_decision_states]
+            actor, values = self._run(self.policy.decisions, features, state, part.episode_start)
+            evaluation = self.policy.evaluate(actor, values, part.actions)
+            losses = ppo_loss(evaluation, part, self.config)
             factor = losses.total.detach() * 0.0 + 1.0  # 1, or NaN if the loss is not finite
             (losses.total * factor).backward()
             gradients = [features.grad]
@@ -210,12 +212,6 @@ class PipelinePPO(PPO):
         """Return the features [L, N, H] of a part."""
         state = part.lstm_state[:, self.policy.num_decision_states :]
         return self._run(self.policy.features, part.obs, state, part.episode_start)[0]
-
-    def _losses(self, features: Tensor, part: Minibatch) -> LossParts:
-        """Return the losses of a part, computed from its features [L, N, H]."""
-        state = part.lstm_state[:, : self.policy.num_decision_states]
-        actor, values = self._run(self.policy.decisions, features, state, part.episode_start)
-        return ppo_loss(self.policy.evaluate(actor, values, part.actions), part, self.config)
 
     def _run(
         self, half: Callable[..., Any], inputs: Tensor, state: Tensor, episode_start: Tensor

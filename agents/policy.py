@@ -5,8 +5,6 @@ deep reinforcement learning based automated stock trading system using cascaded 
 https://arxiv.org/abs/2212.02721.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial

@@ -8,8 +8,6 @@ the volatility of the next days. The LSTM is trained on the training span; train
 loss on the validation span no longer improves. The test span is never used.
 """
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Main function of each rank: agree on settings, train, evaluate."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -16,8 +14,8 @@ from agents.config import RunConfig
 from agents.evaluate.episodes import Validation, try_evaluation_env
 from agents.run.auto import check_rollouts, choose
 from agents.run.callbacks import Callbacks, make_watch
-from agents.run.saved import initial_weights, load_newest, share_checkpoint
-from agents.run.start import COUNTERS, Run, faults_as_user_errors, record
+from agents.run.saved import COUNTERS, initial_weights, load_newest, share_checkpoint
+from agents.run.start import Run, faults_as_user_errors, record
 from agents.trainer import Job, Training, Validate, train
 from envs.task import AUTO
 from rl_dist.checkpoint.store import load_checkpoint

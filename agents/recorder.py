@@ -1,7 +1,5 @@
 """Gather the metrics of each iteration from all ranks in one collective call."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator

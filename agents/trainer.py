@@ -1,7 +1,5 @@
 """The training loop, and the training state that checkpoints save."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable
@@ -22,7 +20,7 @@ from agents.ppo import PPO
 from agents.recorder import Recorder
 from agents.rollout import Carry, Rollout, collect, fresh_carry
 from agents.run.callbacks import Watch
-from agents.run.saved import InitialWeights
+from agents.run.saved import COUNTERS, InitialWeights
 from agents.run.sizes import shard_sizes
 from envs.vector.layout import TorchEnv
 from rl_dist.checkpoint.content import tensors_in
@@ -205,9 +203,7 @@ class Training:
         """
         strategy = self.ppo.strategy
         state = {
-            "iteration": self.iteration,
-            "global_step": self.global_step,
-            "episodes": self.episodes,
+            **{name: getattr(self, name) for name in COUNTERS},
             "validated": self.validated,
             "policy": strategy.module_state(),
             "optimizer": strategy.optimizer_state(self.ppo.optimizer),
@@ -241,9 +237,8 @@ class Training:
     def restore(self, state: dict[str, Any]) -> None:
         """Load the state of a checkpoint, which any number of ranks may have saved."""
         # load the state that all ranks share
-        self.iteration = state["iteration"]
-        self.global_step = state["global_step"]
-        self.episodes = state["episodes"]
+        for name in COUNTERS:
+            setattr(self, name, state[name])
         self.validated = dict(state.get("validated", self.validated))
         optimizer = keep_options(self.ppo.optimizer, state["optimizer"])
         self.ppo.strategy.load(state["policy"], self.ppo.optimizer, optimizer)

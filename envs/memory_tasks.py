@@ -1,7 +1,5 @@
 """Tasks that need memory: Recall, CartPolePositions and MountainCarPositions."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,13 +1,11 @@
 """Flags that choose a task, and the task class for Gymnasium environments."""
 
-from __future__ import annotations
-
-import json
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
+
+from pydantic import TypeAdapter
 
 from envs import TRADING_ID, find_spec, make_vector_env
 from envs.vector.guards import end_process
@@ -17,6 +15,7 @@ from rl_dist.flags import Field, Text, configuration, or_auto
 # Value of env_workers that stands for auto: training measures which number of workers is fastest;
 # other commands use no workers.
 AUTO = -1
+_KWARGS = TypeAdapter(dict[str, Any])
 
 
 @configuration
@@ -66,15 +65,13 @@ class TaskConfig:
 
     def kwargs(self) -> dict[str, Any]:
         """Return `env_kwargs` as a dict."""
-        arguments: Any = None
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(self.env_kwargs or "{}")
-        if not isinstance(arguments, dict):
+        try:
+            return _KWARGS.validate_json(self.env_kwargs or "{}")
+        except ValueError:
             raise ValueError(
                 "env_kwargs must be a JSON object such as '{\"size\": 3}', "
                 f"got {self.env_kwargs!r}"
-            )
-        return arguments
+            ) from None
 
 
 @dataclass(frozen=True)

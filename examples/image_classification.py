@@ -9,8 +9,6 @@ The batches are the same for any number of ranks, and each rank processes its sh
 Therefore the results do not depend on the number of ranks.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import partial
@@ -28,7 +26,7 @@ from rl_dist.strategies.strategy import Strategy
 from rl_dist.supervised.fit import FitConfig, accuracy, evaluate, fit
 
 
-def make_images(count: int, seed: int) -> TensorDataset:
+def make_images(count, seed):
     """Return noisy images [count, 1, 16, 16] and labels: the bright quarter, 0 to 3."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(4, (count,), generator=generator)
@@ -37,7 +35,7 @@ def make_images(count: int, seed: int) -> TensorDataset:
     return TensorDataset(0.5 * quarters[labels] + noise, labels)
 
 
-def run_rank(fitting: FitConfig, launching: LaunchConfig, device: str) -> int:
+def run_rank(fitting, launching, device):
     """Train and test on this rank; the main process prints the test metrics."""
     world = open_world(device)
     strategy = Strategy(launching.strategy_config, world)
@@ -65,7 +63,7 @@ def run_rank(fitting: FitConfig, launching: LaunchConfig, device: str) -> int:
 
 
 @explains_errors
-def main() -> int:
+def main():
     """Run the example; return the exit code."""
     sections = {"fit": FitConfig(epochs=5), "launch": LaunchConfig()}
     fitting, launching = parse_flags(sections, description=__doc__).configs.values()

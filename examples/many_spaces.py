@@ -6,10 +6,6 @@ python train_distributed.py --env examples.many_spaces:PatchRecall-v0 --policy g
 python train_distributed.py --env examples.many_spaces:Orders-v0 --policy lstm
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import gymnasium
 import numpy as np
 from gymnasium import spaces
@@ -19,31 +15,31 @@ from envs.vector.batched import pack_generator, unpack_generator
 QUESTION = 5  # step at which a task asks for the secret that it showed at step 0
 
 
-class MemoryTask(gymnasium.Env[Any, Any]):
+class MemoryTask(gymnasium.Env):
     """A task that shows a secret at the first step and asks for it at the last step.
 
     Subclasses define three methods: `draw` returns a random secret, `observe` returns an
     observation, and `score` returns the reward for an answer.
     """
 
-    def reset(self: Any, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict]:
+    def reset(self, *, seed=None, options=None):
         """Choose a random secret and begin an episode."""
         super().reset(seed=seed)
         self.age = 0
         self.secret = self.draw()
         return self.observe(), {}
 
-    def step(self: Any, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+    def step(self, action):
         """Advance one step; after the question, score the answer and end the episode."""
         over = self.age == QUESTION
         self.age += 1
         return self.observe(), self.score(action) * over, over, False, {}
 
-    def get_state(self: Any) -> dict[str, Any]:
+    def get_state(self):
         """Return a complete snapshot of the environment, for exact resume."""
         return {"age": self.age, "rng": pack_generator(self.np_random)} | self.secret
 
-    def set_state(self: Any, state: dict[str, Any]) -> None:
+    def set_state(self, state):
         """Restore a snapshot."""
         unpack_generator(self.np_random, state["rng"])
         self.age = state["age"]
@@ -60,11 +56,11 @@ class PatchRecall(MemoryTask):
     observation_space = spaces.Box(0, 255, (12, 12, 1), np.uint8)
     action_space = spaces.Discrete(4)
 
-    def draw(self) -> dict[str, int]:
+    def draw(self):
         """Choose at random the quarter that will contain the patch."""
         return {"quarter": int(self.np_random.integers(4))}
 
-    def observe(self) -> np.ndarray:
+    def observe(self):
         """Return the image to show at this step."""
         image = self.np_random.integers(0, 128, (12, 12, 1), np.uint8)
         if self.age == 0:
@@ -75,7 +71,7 @@ class PatchRecall(MemoryTask):
             image[:] = 255
         return image
 
-    def score(self, action: int) -> float:
+    def score(self, action):
         """Return 1 for the correct quarter, else 0."""
         return float(action == self.secret["quarter"])
 
@@ -95,20 +91,20 @@ class Orders(MemoryTask):
     )
     action_space = spaces.MultiDiscrete(SIZES)
 
-    def draw(self) -> dict[str, np.ndarray]:
+    def draw(self):
         """Choose a random order, and one size and one colour that are out of stock."""
         order = self.np_random.integers(self.SIZES)
         missing = (order + self.np_random.integers(1, self.SIZES)) % self.SIZES
         return {"order": order, "missing": missing}
 
-    def observe(self) -> dict[str, Any]:
+    def observe(self):
         """Return the observation: order, door (1: deliver now) and mask of actions."""
         mask = np.ones(7, np.int8)
         mask[self.secret["missing"] + [0, 4]] = 0
         shown = (self.secret["order"] + 1) * (self.age == 0)
         return {"order": shown, "door": int(self.age == QUESTION), "action_mask": mask}
 
-    def score(self, action: np.ndarray) -> float:
+    def score(self, action):
         """Return 0.5 for each correct choice, so 1 if size and colour are correct."""
         return float((action == self.secret["order"]).mean())
 

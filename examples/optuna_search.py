@@ -9,20 +9,18 @@ copies of this script, on one machine or many, share one search if they use the 
 the best settings again with other seeds: the best result of many trials is partly luck.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import optuna
 
-from agents import Moment, train
+from agents import train
 from rl_dist.errors import UserError
 
 
-def objective(trial: optuna.Trial, total_steps: int, **fixed: object) -> float:
+def objective(trial, total_steps, **fixed):
     """Train with a trial's settings; return the mean test return (no action noise)."""
 
-    def report(moment: Moment) -> bool:
+    def report(moment):
         trial.report(moment.metrics["valid/return"], moment.metrics["global_step"])
         return not trial.should_prune()
 
@@ -40,7 +38,7 @@ def objective(trial: optuna.Trial, total_steps: int, **fixed: object) -> float:
     return run.test["return"]
 
 
-def main() -> optuna.Study:
+def main():
     """Run 20 trials; if the storage already contains this search, continue it."""
     study = optuna.create_study(
         direction="maximize",

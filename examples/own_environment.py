@@ -5,10 +5,6 @@ Run this command in this folder, or copy this file into your own folder and run 
     python ../train_distributed.py --env own_environment:Cue-v0 --total_steps 20000
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import gymnasium
 import numpy as np
 from gymnasium import spaces
@@ -16,20 +12,20 @@ from gymnasium import spaces
 DELAY = 4  # steps between the cue and the question
 
 
-class CueEnv(gymnasium.Env[np.ndarray, np.int64]):
+class CueEnv(gymnasium.Env):
     """A task that shows a cue and, after a delay, gives reward 1 for naming the cue."""
 
     observation_space = spaces.Box(0.0, 1.0, (3,), np.float32)  # one-hot cue, question flag
     action_space = spaces.Discrete(2)
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict]:
+    def reset(self, *, seed=None, options=None):
         """Choose a random cue and show it."""
         super().reset(seed=seed)
         self.cue = self.np_random.integers(2)
         self.age = 0
         return np.eye(3, dtype=np.float32)[self.cue], {}
 
-    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+    def step(self, action):
         """Advance one step; after the question, reward the correct answer and terminate."""
         asked = self.age == DELAY
         reward = float(asked and action == self.cue)

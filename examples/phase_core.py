@@ -10,12 +10,10 @@ python train_distributed.py --env popgym:popgym-RepeatPreviousMedium-v0 --preset
     --policy own --core examples.phase_core:PhaseCore --bptt_steps 128 --gamma 0
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 CHANNELS = 4
 
@@ -25,7 +23,7 @@ class PhaseCore(nn.Module):
 
     num_states = 2 * CHANNELS  # real and imaginary parts
 
-    def __init__(self, num_inputs: int, hidden_size: int, num_layers: int) -> None:
+    def __init__(self, num_inputs, hidden_size, num_layers):
         super().__init__()
         if num_layers != 1:
             raise ValueError(f"num_layers must be 1, got {num_layers}")
@@ -33,14 +31,14 @@ class PhaseCore(nn.Module):
         self.write = nn.Linear(num_inputs, CHANNELS)
         self.read = nn.Linear(num_inputs + self.num_states * hidden_size, hidden_size)
 
-    def powers(self, length: int, like: Tensor) -> Tensor:
+    def powers(self, length, like):
         """Return the powers 1 to `length` of the eigenvalues, [length, 1, 1, H] complex."""
         times = torch.arange(1, length + 1).to(like)[:, None, None, None]
         speeds = torch.arange(self.window // 2).to(like) + 0.5
         angles = times * speeds * (2 * math.pi / self.window)
         return torch.polar(torch.exp(-times / self.window).expand_as(angles), angles)
 
-    def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs, state):
         """Return outputs [L, N, H] and the new state, for inputs [L, N, F].
 
         The state is [2 * CHANNELS, N, H]. The recurrence h_t = a h_(t-1) + u_t is computed as

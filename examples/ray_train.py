@@ -6,19 +6,16 @@ All other flags are passed to train_distributed.py. Every node needs this checko
 the same Python environment with the extra `ray` installed, and access to the run directory.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 SCRIPT = Path(__file__).resolve().parents[1] / "train_distributed.py"
 
 
-def train_as_rank(config: dict[str, Any]) -> None:
+def train_as_rank(config):
     """Run one rank in a new process; Ray's environment variables give its rank.
 
     Ray has opened a process group between the processes that call this function. This group only
@@ -37,7 +34,7 @@ def train_as_rank(config: dict[str, Any]) -> None:
         raise RuntimeError(f"rank {variables['RANK']} ended with code {code}")
 
 
-def main() -> None:
+def main():
     """Start the ranks and wait until all of them have ended."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--workers", type=int, default=2, help="number of ranks")

@@ -27,7 +27,7 @@ from agents.evaluate.episodes import (
     episode_limit,
     until_stopped,
 )
-from agents.run.saved import LoadedAgent, load_agent, share_checkpoint
+from agents.run.saved import COUNTERS, LoadedAgent, load_agent, share_checkpoint
 from agents.run.start import faults_as_user_errors
 from envs import find_spec
 from envs.task import GymTask
@@ -38,11 +38,7 @@ from rl_dist.errors import UserError, explains_errors, message_and_code, one_lin
 from rl_dist.files import path_to_write, plain_file
 from rl_dist.flags import Field, PathText, Text, configuration, parse_flags
 from rl_dist.launch.ranks import launch
-from rl_dist.process_group.collectives import (
-    all_gather_json,
-    check_settings,
-    parameter_hash,
-)
+from rl_dist.process_group.collectives import all_gather_json, check_settings, parameter_hash
 from rl_dist.process_group.world import World, open_world
 from rl_dist.run_dir import RunDir
 
@@ -124,10 +120,9 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
         "market_edge": options.market_edge,
         "eval_episodes": options.episodes
         or (1 if options.video else agent.config.task.eval_episodes or 100),
+        "data": options.data,
     }
-    config = agent.config.changed({name: value for name, value in overrides.items() if value >= 0})
-    if options.data:
-        config = config.changed({"data": options.data})
+    config = agent.config.changed({n: v for n, v in overrides.items() if v not in (-1, "")})
     if options.data or not Path(config.data.data).exists():
         check_data(config.data)
     # Evaluation batches are no larger than training batches, so more threads would not help.
@@ -260,10 +255,9 @@ def test_cost(task: GymTask, training: Training, num_agents: int, limit: int) ->
             "has ended in training; --env_kwargs '{\"max_episode_steps\": N}' limits all episodes, "
             "--eval_episodes 0 leaves out the test"
         )
-    steps = episodes * training.global_step // training.episodes
     return (
         f"final test: {episodes} episodes; if they are as long as those in training, it takes "
-        f"{steps / training.global_step:.0%} of the training's {training.global_step:,} steps; "
+        f"{episodes / training.episodes:.0%} of the training's {training.global_step:,} steps; "
         "--eval_episodes 0 leaves it out"
     )
 
@@ -283,7 +277,7 @@ def finish(
     except Exception as error:  # a picture must not cost the result
         print(f"the learning curve cannot be drawn: {one_line(error)}", flush=True)
 
-    counters = {name: getattr(training, name) for name in ("iteration", "global_step", "episodes")}
+    counters = {name: getattr(training, name) for name in COUNTERS}
     summary = counters | {"parameter_sha256": parameter_hash(training.policy)} | summary
     if training.ppo.strategy.mode == "ddp":
         from rl_dist.speedup.model import audit, describe

@@ -1,7 +1,5 @@
 """Draw learning curves, equity curves, and a video of an episode."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from dataclasses import replace

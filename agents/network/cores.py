@@ -8,8 +8,6 @@ step. The module itself stores no state. LSTM and GRU may return the state as a 
 accepts resets [L, N, 1]: 1 at a step whose state and output must be zero, else 0.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ ranks and merged into the statistics. The sums are float64 sums of deviations fr
 so that neither the order of ranks nor a large offset of the observations reduces the precision.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 
 import torch

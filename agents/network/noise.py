@@ -7,8 +7,6 @@ random numbers for all environments in one call, on CPU and GPU. Source: Philox 
 al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

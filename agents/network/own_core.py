@@ -1,7 +1,5 @@
 """Import a user's core by name, and check it before training."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Give policy, environments, noise and evaluation separate random streams."""
 
-from __future__ import annotations
-
 import numpy as np
 
 # stream numbers: each is the second entry of SeedSequence([seed, stream, ...])

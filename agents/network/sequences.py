@@ -6,8 +6,6 @@ length of the longest. If the network can reset its state between two steps, a s
 contain all pieces instead, with several pieces in each row.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable

@@ -1,10 +1,8 @@
 """Measure the best values of auto flags; check that rollouts fit into memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,12 +18,7 @@ from agents.run.start import Run
 from envs.task import AUTO as AUTO_WORKERS
 from rl_dist.errors import UserError
 from rl_dist.launch.ranks import restart_count
-from rl_dist.machine import (
-    GIB,
-    available_cores,
-    free_memory_bytes,
-    peak_memory_bytes,
-)
+from rl_dist.machine import GIB, available_cores, free_memory_bytes, peak_memory_bytes
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 from rl_dist.strategies.config import StrategyConfig
@@ -133,16 +126,18 @@ def strategy_modes(num_ranks: int, num_devices: int) -> tuple[str, ...]:
     return ("none", "dp") if num_devices > 1 else ("none",)
 
 
+@dataclass
 class Trials:
     """Finds the fastest value of a flag by timing the same steps as in training."""
 
-    def __init__(self, task: Any, gpu_ids: tuple[int, ...], world: World) -> None:
-        self.task = task
-        self.gpu_ids = gpu_ids
-        self.world = world
-        self.env = probe(task)
-        self.free_bytes = free_memory_bytes(world.device, world.local_size)
-        self.bytes_per_sequence = 0.0  # peak memory in the last trial
+    task: Any
+    gpu_ids: tuple[int, ...]
+    world: World
+    bytes_per_sequence: float = 0.0  # peak memory in the last trial
+
+    def __post_init__(self) -> None:
+        self.env = probe(self.task)
+        self.free_bytes = free_memory_bytes(self.world.device, self.world.local_size)
 
     def best(self, config: RunConfig, flag: str, values: Iterable[Any]) -> RunConfig:
         """Set a flag to its fastest value; print the times of all values."""

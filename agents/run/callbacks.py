@@ -1,7 +1,5 @@
 """Call the user's callbacks; stop training if a callback or --stop_at says so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Choose the run to start, new or resumed, from the command line or a dialogue."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

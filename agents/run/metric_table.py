@@ -4,8 +4,6 @@ The reference page of the documentation is generated from this table. A test com
 with the metrics of real runs.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

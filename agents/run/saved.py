@@ -1,7 +1,5 @@
 """Load checkpoints as trained policies, as initial weights, or to resume a run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,6 +39,7 @@ from rl_dist.strategies.precision import autocast_dtype
 FEATURES = "feature LSTM"  # marks checkpoints written by agents.pretrain
 FEATURE_PARTS = ("feature_core.", "feature_mlp.")
 MOMENTS = ("normalizer.moments.mean", "normalizer.moments.variance")
+COUNTERS = ("iteration", "global_step", "episodes")  # of a training, and in its checkpoints
 Which = Literal["last", "best", ""]  # checkpoint of a run; "": see `load_saved`
 
 

@@ -1,7 +1,5 @@
 """Divide environments and batches over the ranks; propose sizes that fit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

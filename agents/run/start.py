@@ -1,7 +1,5 @@
 """Start a run: choose it, check it, launch its ranks, and explain their failures."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,7 +11,7 @@ from agents.config import AUTO, RunConfig, empty_policy, probe, with_threads
 from agents.network.own_core import make_core, try_core
 from agents.run.choice import RUNS, check_resumable, choose_run
 from agents.run.metric_table import check_metric
-from agents.run.saved import check_initial
+from agents.run.saved import COUNTERS, check_initial
 from agents.run.sizes import shard_sizes
 from envs.vector.guards import EnvironmentFaultError
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, LoadedCheckpoint
@@ -36,8 +34,6 @@ from rl_dist.process_group.world import World
 from rl_dist.run_dir import RankEntry, RunDir, SavedCheckpoint
 from rl_dist.telemetry import events
 from rl_dist.telemetry.metrics import close_logging
-
-COUNTERS = ("iteration", "global_step", "episodes")  # of a training, and in its checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,5 @@
 """Define the flags of the trading task."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from datetime import date
 from typing import Annotated, Literal

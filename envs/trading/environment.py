@@ -1,7 +1,5 @@
 """Vector environment that trades stocks daily, in torch on CPU or CUDA."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch import Tensor
 from envs.trading.config import TradingConfig
 from envs.trading.features import GRID, market_tables, portfolio_columns
 from envs.trading.market_data import Market, Span
-from envs.vector.layout import Layout, TorchEnv
+from envs.vector.layout import Layout, StepResult, TorchEnv
 from envs.vector.tensors import random_int63, seed_keys
 
 REWARD_SCALE = 1e-4  # reward per USD
@@ -178,7 +176,7 @@ class TradingVectorEnv(TorchEnv):
             draws[:] = torch.arange(self.num_envs, device=self.device)
         self._starts = draws + draws // num_starts * self._episode_days  # [AHEAD + 1, B]
 
-    def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, Any]]:
+    def step(self, actions: Tensor) -> StepResult:
         """Trade one day in every environment; where an episode ended, start the next one.
 
         Returns:

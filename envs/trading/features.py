@@ -5,8 +5,6 @@ are available; from then on, it is called warm. Arrays are [D, n] with one colum
 markets can be joined to [D, M*n].
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

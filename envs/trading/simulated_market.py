@@ -17,8 +17,6 @@ TradingVectorEnv in evaluation mode, reads only the environment, and returns act
 rule `buy_equal_weight` also trades real prices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 

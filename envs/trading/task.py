@@ -1,7 +1,5 @@
 """Prepare the markets and spans of a run, and make its trading environments."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,8 +9,7 @@ import torch
 from envs.trading.config import DataConfig, SimulatedMarketConfig, TradingConfig
 from envs.trading.environment import TradingVectorEnv
 from envs.trading.features import first_tradable_day
-from envs.trading.market_data import Market, Span, Spans, load_market, split_spans
-from envs.trading.price_notes import price_notes
+from envs.trading.market_data import Market, Span, Spans, load_market, price_notes, split_spans
 from envs.trading.simulated_market import simulate_markets, world_seeds
 from rl_dist.errors import printable
 

@@ -1,7 +1,5 @@
 """Adapt vector environments and lists of environments to the TorchEnv interface."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import defaultdict
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from envs.vector.batched import has_snapshots
 from envs.vector.guards import EnvironmentFaultError, HangWatch, end_process
-from envs.vector.layout import Layout, Part, StepResult
+from envs.vector.layout import Layout, Metrics, Part, StepResult
 from envs.vector.spaces import (
     MASK_KEY,
     ActionDecoder,
@@ -29,7 +27,7 @@ from envs.vector.spaces import (
     check_rows,
     to_json,
 )
-from envs.vector.tensors import LIFE, ArrayEnv, step_result
+from envs.vector.tensors import LIFE, ArrayEnv, Snapshot, step_result
 
 _LOGGER = logging.getLogger(__name__)
 LAST_ROW = "life/last_row"  # in snapshots of single environments only
@@ -122,17 +120,16 @@ class TorchVectorEnv(ArrayEnv):
             final_obs = np.concatenate([final_obs, previous], axis=1)
         return rewards, obs, final_obs, terminated, truncated
 
-    def get_arrays(self) -> dict[str, np.ndarray]:
+    def get_arrays(self) -> Snapshot:
         """Return a snapshot as arrays [B, ...] of float64 or int64."""
-        columns: dict[str, Any] = {f"life/{name}": self.lives[name] for name, _ in LIFE}
-        columns |= self._get_env_states()
+        columns = {f"life/{name}": self.lives[name] for name, _ in LIFE} | self._get_env_states()
         stacked = {name: np.stack(values) for name, values in columns.items()}
         return {
             name: array.astype("f8" if array.dtype.kind == "f" else "i8", casting="safe")
             for name, array in stacked.items()
         }
 
-    def set_arrays(self, state: dict[str, np.ndarray]) -> None:
+    def set_arrays(self, state: Snapshot) -> None:
         """Restore a snapshot from the result of `get_arrays`."""
         # Reset first, because some environments create their state in the first reset.
         self._reset_envs([0] * self.num_envs)
@@ -170,13 +167,8 @@ class TorchVectorEnv(ArrayEnv):
                 raise RowFaultError(None, f"final {fault}") from None
         return rewards, obs, final_obs, terminated, truncated
 
-    @_guarded
-    def _get_env_states(self) -> dict[str, Any]:
-        return self.env.get_state()
-
-    @_guarded
-    def _set_env_states(self, state: dict[str, np.ndarray]) -> None:
-        self.env.set_state(state)
+    _get_env_states = _guarded(lambda self: self.env.get_state())
+    _set_env_states = _guarded(lambda self, state: self.env.set_state(state))
 
 
 class OneByOne(TorchVectorEnv):
@@ -206,7 +198,7 @@ class OneByOne(TorchVectorEnv):
         for row in range(self.num_envs):
             self._restarting(row, self._begin_life)
 
-    def take_metrics(self) -> dict[str, tuple[float, int]]:
+    def take_metrics(self) -> Metrics:
         """Return (sum, count) of every metric that was reported since the last call."""
         metrics = {name: (pair[0].item(), int(pair[1])) for name, pair in self._metrics.items()}
         self._metrics.clear()
@@ -308,7 +300,7 @@ class OneByOne(TorchVectorEnv):
         return columns | {LAST_ROW: self._last_rows}
 
     @_guarded
-    def _set_env_states(self, state: dict[str, np.ndarray]) -> None:
+    def _set_env_states(self, state: Snapshot) -> None:
         self._last_rows = list(state.pop(LAST_ROW).astype(self.encoder.dtype))
         for row, env in enumerate(self.env):
             env.set_state(

@@ -11,12 +11,10 @@ called. If an environment lacks these two methods, a resumed run begins new epis
 docs/own_environment.md has an example.
 """
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
@@ -56,6 +54,15 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     state_names: tuple[str, ...] = ()
     max_episode_steps: float = math.inf
 
+    # Methods that subclasses define. `draw` takes a generator and returns all random numbers that
+    # one episode needs, [N] float64. `begin` starts episodes in some rows, given the rows and their
+    # random numbers [rows, N]. `observe` returns the observations as a new array [B, F] float32.
+    # `advance` takes actions and one step, without changing `elapsed`.
+    draw: ClassVar[Callable[..., np.ndarray]]
+    begin: ClassVar[Callable[..., None]]
+    observe: ClassVar[Callable[..., np.ndarray]]
+    advance: ClassVar[Callable[..., Outcome]]
+
     def __init__(
         self, num_envs: int, observation_space: spaces.Box, action_space: spaces.Space
     ) -> None:
@@ -66,22 +73,6 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         self.observation_space = batch_space(observation_space, num_envs)
         self.action_space = batch_space(action_space, num_envs)
         self.generators: list[np.random.Generator] = []
-
-    def draw(self, generator: np.random.Generator) -> np.ndarray:
-        """Draw all random numbers that one episode needs, [N] float64."""
-        raise NotImplementedError
-
-    def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
-        """Start episodes in these rows, using the random numbers `draws` [len(rows), N]."""
-        raise NotImplementedError
-
-    def observe(self) -> np.ndarray:
-        """Return the observations as a new array [B, F] float32."""
-        raise NotImplementedError
-
-    def advance(self, actions: np.ndarray) -> Outcome:
-        """Take one step without changing `elapsed`; return rewards and terminated."""
-        raise NotImplementedError
 
     def advance_all(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Take and count one step; return rewards, terminated and truncated."""

@@ -24,7 +24,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -65,20 +64,6 @@ def place_of(error: BaseException) -> str:
         if "/lib/python" not in frame.filename and not frame.filename.startswith("<"):
             return f" ({Path(frame.filename).name}:{frame.lineno})"
     return ""
-
-
-@cache
-def _sentinel() -> int:
-    return os.open(os.devnull, os.O_RDONLY)
-
-
-def has_closed_descriptors() -> bool:
-    """Return whether an environment closed file descriptors that it does not own."""
-    try:
-        os.get_inheritable(_sentinel())  # this call takes 0.1 us
-    except OSError:
-        return True
-    return False
 
 
 def end_process(message: str) -> None:
@@ -139,11 +124,6 @@ class HangWatch:
             elif not isinstance(error, HungError):
                 raise
             raise EnvironmentFaultError(self.describe(row, problem)) from error
-        finally:
-            # The sockets of gloo may be closed too. Then gloo would abort without a message.
-            if has_closed_descriptors():
-                problem = "closed files and connections that it did not open: the process ends"
-                self.end(self.describe(row, problem))
 
     def close_env(self, row: int | None, env: Any) -> None:
         """Close an environment; log a failure instead of raising it."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 Kind = Literal["vector", "plain", "image", "mask"]
 # Observations, rewards, terminated, truncated and info; see `TorchEnv.step`.
 StepResult = tuple["Tensor", "Tensor", "Tensor", "Tensor", dict[str, Any]]
+Metrics = dict[str, tuple[float, int]]  # sum and count of each metric of the environments
 MAX_NUMBERS = 10**9  # largest accepted row size; damaged checkpoints may contain a larger one
 _FIELDS = TypeAdapter(list[tuple[str, Kind, tuple[PositiveInt, ...]]])
 
@@ -150,7 +151,7 @@ class TorchEnv:
         """Wait for the step that `send` started; return the same values as `step`."""
         return self.step(self._sent)
 
-    def take_metrics(self) -> dict[str, tuple[float, int]]:
+    def take_metrics(self) -> Metrics:
         """Return (sum, count) of every metric that was reported since the last call."""
         return {}
 

@@ -148,9 +148,7 @@ class Leaf:
 
     def pick(self, nested: Any) -> Any:
         """Return this part of a nested observation."""
-        for key in self.path:
-            nested = nested[key]
-        return nested
+        return reduce(getitem, self.path, nested)
 
     def encode(self, raw: Any, count: int) -> np.ndarray:
         """Encode raw values [count, ...] as a new array [count, n]."""
@@ -161,8 +159,9 @@ class Leaf:
         values = np.asarray(raw)
         name = self.part.name
         if values.shape != (count, *self.space.shape):
-            problem = f"{name} has shape {values.shape[1:]}, not {self.space.shape}"
-            raise RowFaultError(None, problem)
+            raise RowFaultError(
+                None, f"{name} has shape {values.shape[1:]}, not {self.space.shape}"
+            )
         if self.axes:
             if values.dtype.kind == "f":  # pixels are probably 0 to 1, not 0 to 255
                 raise RowFaultError(None, f"{name} has type {values.dtype}, not {self.space.dtype}")
@@ -223,6 +222,7 @@ class ObservationEncoder:
             raise ValueError(f"environment {env_id}: {error}") from None
         self.leaves = [leaf for leaf in leaves if leaf]
         self.parts = tuple(leaf.part for leaf in self.leaves)
+        self.actions = actions
         self.dtype = np.result_type(*(leaf.dtype for leaf in self.leaves), np.float32)
 
     def __call__(self, raw: Any, count: int, is_last: bool = False) -> np.ndarray:
@@ -323,8 +323,11 @@ class ActionDecoder:
             with suppress(LookupError, TypeError):
                 parts = [reduce(getitem, path, masks) for path in self.paths]
         arrays = [a for part in parts for a in (part if isinstance(part, tuple) else [part])]
-        arrays = [array for array in arrays if not isinstance(array, dict)]
-        rows = [np.asarray(array, np.float32).reshape(count, -1) for array in arrays]
+        rows = [
+            np.asarray(array, np.float32).reshape(count, -1)
+            for array in arrays
+            if not isinstance(array, dict)
+        ]
         lengths = [row.shape[1] for row in rows]
         if lengths not in self.mask_lengths:
             raise ValueError(

@@ -1,7 +1,5 @@
 """Base class for adapters from arrays to tensors; stateless random numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -22,6 +20,7 @@ LIFE = [
     ("lifetime_step", "i8"),  # steps since the last reset
     ("age", "i8"),  # steps in the current episode, counted by `OneByOne`
 ]
+Snapshot = dict[str, np.ndarray]  # arrays [B, ...] of float64 or int64
 GOLDEN_STEP = 0x9E3779B97F4A7C15 - 2**64  # splitmix64's increment, as int64
 
 
@@ -41,7 +40,7 @@ class ArrayEnv(TorchEnv):
     lives: Any = field(init=False)  # [B], with the fields LIFE
     # methods that subclasses define
     reset_arrays: ClassVar[Callable[..., np.ndarray]]  # returns new observations [B, F]
-    get_arrays: ClassVar[Callable[..., dict[str, np.ndarray]]]
+    get_arrays: ClassVar[Callable[..., Snapshot]]
     set_arrays: ClassVar[Callable[..., None]]
 
     @property

@@ -1,7 +1,5 @@
 """A vector environment whose environments run in worker processes."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os
@@ -20,8 +18,8 @@ import torch
 from torch import Tensor
 
 from envs.vector.guards import GRACE_S, EnvironmentFaultError
-from envs.vector.layout import StepResult
-from envs.vector.tensors import LIFE, STEP_FIELDS, ArrayEnv, step_result
+from envs.vector.layout import Metrics, StepResult
+from envs.vector.tensors import LIFE, STEP_FIELDS, ArrayEnv, Snapshot, step_result
 from envs.workers.host import ask_host
 from envs.workers.worker import STATUS, shared_rows
 from rl_dist.process_group.process_ends import how_it_ended
@@ -169,20 +167,20 @@ class WorkerEnv(ArrayEnv):
         self._answers(workers)
         return step_result([self._rows[name][rows].copy() for name in STEP_FIELDS], self.device)
 
-    def take_metrics(self) -> dict[str, tuple[float, int]]:
+    def take_metrics(self) -> Metrics:
         """Return (sum, count) of every metric that was reported since the last call."""
-        metrics: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+        metrics: Metrics = defaultdict(lambda: (0.0, 0))
         for reported in self._ask_all("take_metrics"):
             for name, (total, count) in reported.items():
                 metrics[name] = metrics[name][0] + total, metrics[name][1] + count
         return metrics
 
-    def get_arrays(self) -> dict[str, np.ndarray]:
+    def get_arrays(self) -> Snapshot:
         """Return a snapshot as arrays."""
         states = self._ask_all("get_arrays")
         return {name: np.concatenate([state[name] for state in states]) for name in states[0]}
 
-    def set_arrays(self, state: dict[str, np.ndarray]) -> None:
+    def set_arrays(self, state: Snapshot) -> None:
         """Restore a snapshot, even if it was taken with a different number of workers."""
         for worker in self.workers:
             part = {name: array[worker.rows] for name, array in state.items()}

@@ -9,8 +9,6 @@ its death kills the workers. The host must not use `die_with_parent`: Linux woul
 *thread* that started it ends, although later trainings in this process use the same host.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -54,9 +52,7 @@ def ask_host(pid: int, files: Sequence[int] = ()) -> int:
     negative if a signal ended the worker. A host that has died is replaced; its workers have died
     with it.
     """
-    if _host()[1].poll() is not None:
-        if pid:
-            return -signal.SIGKILL
+    if not pid and _host()[1].poll() is not None:
         _host.cache_clear()
     connection, process = _host()
     try:

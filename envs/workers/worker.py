@@ -1,7 +1,5 @@
 """The worker process: steps environments and answers requests from its rank."""
 
-from __future__ import annotations
-
 import logging
 import mmap
 import os

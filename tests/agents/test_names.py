@@ -6,6 +6,7 @@ import tomllib
 import pytest
 from train_runs import RECALL, REPO, only_error, start
 
+from agents import __version__
 from clstm_ppo import COMMANDS
 
 MAIN = REPO / "clstm_ppo.py"
@@ -91,9 +92,8 @@ def test_help_names_the_command_as_the_user_has_started_it(name, tmp_path):
     assert run(tmp_path, MAIN, name, "--help").startswith(f"usage: clstm-ppo {name} ")
 
 
-def test_the_version_is_that_of_pyproject(tmp_path):
-    project = tomllib.loads((REPO / "pyproject.toml").read_text())
-    assert run(tmp_path, MAIN, "--version").split()[-1] == project["project"]["version"]
+def test_the_version_is_printed(tmp_path):
+    assert run(tmp_path, MAIN, "--version").split()[-1] == __version__
 
 
 def test_a_wheel_has_all_modules_and_the_command():

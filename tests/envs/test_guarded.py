@@ -1,6 +1,5 @@
 """Environments stepped one by one: results, reported faults and restarts."""
 
-import os
 import pickle
 import signal
 import time
@@ -11,7 +10,6 @@ import pytest
 from env_steps import play
 
 from envs import make_vector_env
-from envs.vector import guards
 from envs.vector.adapter import OneByOne
 from envs.vector.guards import EnvironmentFaultError
 
@@ -142,16 +140,6 @@ def test_an_interrupt_is_a_fault_of_the_environment_unless_the_user_sent_it(hand
             play(failing(raises(KeyboardInterrupt())), 3)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_an_environment_that_closes_other_descriptors_ends_the_process():
-    def end(message):  # called instead of os._exit
-        guards._sentinel.cache_clear()
-        raise guards.Interruption(message)
-
-    env = failing(lambda step: os.close(guards._sentinel()), end=end)
-    with pytest.raises(guards.Interruption, match="5 at its step 3: closed files and connections"):
-        play(env, 3)
 
 
 @pytest.mark.parametrize("failure", [lambda self: 1 / 0, lambda self: time.sleep(60)])

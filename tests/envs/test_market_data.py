@@ -17,9 +17,9 @@ from envs.trading.market_data import (
     Span,
     days_per_year,
     load_market,
+    price_notes,
     split_spans,
 )
-from envs.trading.price_notes import price_notes
 
 
 def bars_with(rows=(), column="tic", value=None):
