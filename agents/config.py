@@ -1,7 +1,5 @@
 """Define the settings of a training run and their presets."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -249,7 +247,7 @@ class RunConfig:
         """Return the settings that may name a user's module, as `module:name`."""
         return self.task.env, self.policy.core, self.train.callback
 
-    def changed(self, values: Mapping[str, Any]) -> RunConfig:
+    def changed(self, values: Mapping[str, Any]) -> "RunConfig":
         """Return a copy of the configuration with new values, given by flag name."""
         return RunConfig(**changed(vars(self), values))
 
@@ -270,7 +268,7 @@ class RunConfig:
         )
         return [name for has_effect, names in groups if not has_effect for name in names]
 
-    def without_idle(self) -> RunConfig:
+    def without_idle(self) -> "RunConfig":
         """Return a copy in which flags without effect have their default values."""
         return self.changed({name: DEFAULTS[name] for name in self.idle_flags()})
 
@@ -279,11 +277,11 @@ class RunConfig:
         return saved_form(self)
 
     @staticmethod
-    def from_dict(saved: Any) -> RunConfig:
+    def from_dict(saved: Any) -> "RunConfig":
         """Build the configuration from the result of `to_dict`."""
         return RunConfig(**read_sections(SECTIONS, saved))
 
-    def prepare_task(self, heartbeat: Callable[[], None] = lambda: None) -> TradingTask | GymTask:
+    def prepare_task(self, heartbeat: Callable[[], None] = lambda: None) -> "TradingTask | GymTask":
         """Prepare the trading task with its markets and spans, or the Gymnasium task.
 
         Args:
@@ -336,7 +334,7 @@ def check_data(config: DataConfig) -> None:
     )
 
 
-def probe(task: TradingTask | GymTask) -> TorchEnv:
+def probe(task: "TradingTask | GymTask") -> TorchEnv:
     """Return a small environment of a task, already closed; use only its spaces."""
     if isinstance(task, GymTask):
         env = task.probe_env()

@@ -1,7 +1,5 @@
 """Proximal policy optimisation (PPO): the loss, and the update over all ranks."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -91,7 +89,7 @@ class Minibatch:
     episode_start: Tensor  # [L, N]
     lstm_state: Tensor  # [N, S, H]
 
-    def select(self, operation: Callable[..., Tensor], *arguments: Any) -> Minibatch:
+    def select(self, operation: Callable[..., Tensor], *arguments: Any) -> "Minibatch":
         """Apply `operation(field, sequence_axis, *arguments)` to every field."""
         selected = {
             name: operation(values, 0 if name == "lstm_state" else 1, *arguments)
@@ -99,7 +97,7 @@ class Minibatch:
         }
         return Minibatch(**selected)
 
-    def into_microbatches(self, count: int) -> Iterator[Minibatch]:
+    def into_microbatches(self, count: int) -> "Iterator[Minibatch]":
         """Yield `count` microbatches of equal size, as views of this minibatch."""
         size = self.obs.shape[1] // count
         for first in range(0, size * count, size):

@@ -1,7 +1,5 @@
 """Collect rollouts: T steps of this rank's environments with a frozen policy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -33,7 +31,7 @@ class Carry:
     episode_length: Tensor  # [B] int64
     discounted_return: Tensor  # [B] float64, discounted sum of training rewards so far
 
-    def rows(self, rows: slice) -> Carry:
+    def rows(self, rows: slice) -> "Carry":
         """Return the carry of the environments in a slice."""
         return Carry(**{name: tensor[rows] for name, tensor in vars(self).items()})
 

@@ -1,7 +1,5 @@
 """Register our environments with Gymnasium; make batches of any environment."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,7 +40,7 @@ def make_vector_env(
     env_kwargs: Mapping[str, Any] | None = None,
     heartbeat: Callable[[], None] = lambda: None,
     **options: Any,
-) -> TorchVectorEnv:
+) -> "TorchVectorEnv":
     """Make a batch of environments from a Gymnasium id or `module:id`.
 
     Args:

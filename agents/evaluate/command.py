@@ -9,8 +9,6 @@ examples:
 exit codes: 0 done, 1 failed, 2 bad usage, 130 stopped by Ctrl-C, 143 stopped by SIGTERM
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time
@@ -86,7 +84,7 @@ class EvaluateConfig:
     """JSON file to write all results to."""
 
 
-def record_look(task: TradingTask, loaded: dict[str, LoadedAgent]) -> None:
+def record_look(task: "TradingTask", loaded: dict[str, LoadedAgent]) -> None:
     """Record in each run directory that the run is evaluated on the test span.
 
     Print how often each run has been evaluated on the test span.
@@ -202,7 +200,7 @@ def main() -> int:
 
 
 def evaluate_and_finish(
-    config: RunConfig, task: TradingTask | GymTask, training: Training, run_dir: Path
+    config: RunConfig, task: "TradingTask | GymTask", training: "Training", run_dir: Path
 ) -> int:
     """Evaluate the trained policy, write the results, and return the exit code.
 
@@ -246,7 +244,7 @@ def evaluate_and_finish(
     return until_stopped(work, world, run_dir)
 
 
-def test_cost(task: GymTask, training: Training, num_agents: int, limit: int) -> str:
+def test_cost(task: GymTask, training: "Training", num_agents: int, limit: int) -> str:
     """Return a line that says how long the final test may take."""
     episodes = num_agents * task.config.eval_episodes
     if not training.episodes:
@@ -263,7 +261,7 @@ def test_cost(task: GymTask, training: Training, num_agents: int, limit: int) ->
 
 
 def finish(
-    config: RunConfig, directory: RunDir, training: Training, summary: dict[str, Any], text: str
+    config: RunConfig, directory: RunDir, training: "Training", summary: dict[str, Any], text: str
 ) -> None:
     """Draw the learning curve, write summary.json, and print the result."""
     simulated = config.task.is_trading and config.data.data == "simulated"

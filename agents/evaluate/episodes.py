@@ -1,7 +1,5 @@
 """Evaluate policies on complete episodes without action noise, on all ranks."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -197,7 +195,7 @@ class Validation:
     world: World
     within_budget: bool
 
-    def __call__(self, training: Training) -> dict[str, float]:
+    def __call__(self, training: "Training") -> dict[str, float]:
         """Run validation episodes on all ranks; return {} if the budget allows too few."""
         num_episodes = self.task.config.eval_episodes
         max_steps = episode_limit(training.global_step, training.episodes)
@@ -225,7 +223,7 @@ class Validation:
         figures = episode_figures(episodes) | {"total_steps": float(used["steps"])}
         return {f"valid/{name}": value for name, value in figures.items()}
 
-    def _expected_length(self, training: Training) -> int:
+    def _expected_length(self, training: "Training") -> int:
         """Return a length that the next validation episodes will hardly exceed."""
         mean = training.global_step // training.episodes if training.episodes else 100
         longest = training.validated["longest"]

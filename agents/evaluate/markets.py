@@ -1,7 +1,5 @@
 """Let policies and rules trade; compare them with an equal-weight portfolio."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -116,7 +114,7 @@ def evaluate_markets(
 
 def market_validation(
     task: TradingTask, world: World
-) -> Callable[[Training], dict[str, float]] | None:
+) -> "Callable[[Training], dict[str, float]] | None":
     """Return a function that validates a policy; None without a validation span."""
     span = task.spans.valid
     if span is None:
@@ -130,7 +128,7 @@ def market_validation(
 
     baseline = means_of(buy_equal_weight)["sharpe"]  # the same in every validation
 
-    def validate(training: Training) -> dict[str, float]:
+    def validate(training: "Training") -> dict[str, float]:
         means = means_of(PolicyController(training.policy, training.normalizers.obs))
         metrics = {f"valid/{name}": means[name] for name in ("sharpe", "annual_return", "exposure")}
         return metrics | {"valid/equal_weight_sharpe": baseline}

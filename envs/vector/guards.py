@@ -11,8 +11,6 @@ steps:
    the GIL, ends the process.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import logging
 import os
@@ -86,7 +84,7 @@ class HangWatch:
     heartbeat: Callable[[], None]  # reports progress
     row: int | None = None  # row of the environment in the latest call; None: all rows
 
-    newest: ClassVar[HangWatch | None] = None  # the HangWatch that made the latest call
+    newest: "ClassVar[HangWatch | None]" = None  # the HangWatch that made the latest call
 
     def __post_init__(self) -> None:
         self._started_s = 0.0  # start time of the current call; 0 between calls

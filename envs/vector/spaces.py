@@ -5,8 +5,6 @@ actions are numbers in [-1, 1] or choices numbered from 0. `ActionDecoder` turns
 for the environment. `to_json` and `from_json` store both spaces in a checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -117,7 +115,7 @@ def _image_axes(space: Space) -> list[int]:
 class Leaf:
     """Encodes one part of an observation as numbers in a row."""
 
-    def __init__(self, path: Path, space: Space, masked: ActionDecoder | None) -> None:
+    def __init__(self, path: Path, space: Space, masked: "ActionDecoder | None") -> None:
         """Choose how to encode the part, according to its space.
 
         `masked` are the actions that this part masks; None if this part is not a mask.
@@ -159,9 +157,8 @@ class Leaf:
         values = np.asarray(raw)
         name = self.part.name
         if values.shape != (count, *self.space.shape):
-            raise RowFaultError(
-                None, f"{name} has shape {values.shape[1:]}, not {self.space.shape}"
-            )
+            problem = f"{name} has shape {values.shape[1:]}, not {self.space.shape}"
+            raise RowFaultError(None, problem)
         if self.axes:
             if values.dtype.kind == "f":  # pixels are probably 0 to 1, not 0 to 255
                 raise RowFaultError(None, f"{name} has type {values.dtype}, not {self.space.dtype}")
@@ -177,7 +174,7 @@ class Leaf:
         return rows / np.float32(self.scale) if self.axes else rows
 
 
-def _leaf(path: Path, space: Space, actions: ActionDecoder) -> Leaf | None:
+def _leaf(path: Path, space: Space, actions: "ActionDecoder") -> Leaf | None:
     """Return the leaf for a part of an observation; None if the part consists of leaves.
 
     A space that is not supported, or a mask that cannot be used, raises ValueError.
@@ -215,7 +212,7 @@ class ObservationEncoder:
     depth of the observation, is the mask of allowed actions.
     """
 
-    def __init__(self, source: Space, env_id: str, actions: ActionDecoder) -> None:
+    def __init__(self, source: Space, env_id: str, actions: "ActionDecoder") -> None:
         try:
             leaves = [_leaf(path, space, actions) for path, space in _parts(source)]
         except ValueError as error:
@@ -323,11 +320,7 @@ class ActionDecoder:
             with suppress(LookupError, TypeError):
                 parts = [reduce(getitem, path, masks) for path in self.paths]
         arrays = [a for part in parts for a in (part if isinstance(part, tuple) else [part])]
-        rows = [
-            np.asarray(array, np.float32).reshape(count, -1)
-            for array in arrays
-            if not isinstance(array, dict)
-        ]
+        rows = [np.asarray(a, "f4").reshape(count, -1) for a in arrays if not isinstance(a, dict)]
         lengths = [row.shape[1] for row in rows]
         if lengths not in self.mask_lengths:
             raise ValueError(
