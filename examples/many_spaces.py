@@ -6,6 +6,8 @@ python train_distributed.py --env examples.many_spaces:PatchRecall-v0 --policy g
 python train_distributed.py --env examples.many_spaces:Orders-v0 --policy lstm
 """
 
+from collections.abc import Callable
+
 import gymnasium
 import numpy as np
 from gymnasium import spaces
@@ -21,6 +23,10 @@ class MemoryTask(gymnasium.Env):
     Subclasses define three methods: `draw` returns a random secret, `observe` returns an
     observation, and `score` returns the reward for an answer.
     """
+
+    draw: Callable
+    observe: Callable
+    score: Callable
 
     def reset(self, *, seed=None, options=None):
         """Choose a random secret and begin an episode."""

@@ -1,7 +1,6 @@
 """Vector environment that trades stocks daily, in torch on CPU or CUDA."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -148,7 +147,7 @@ class TradingVectorEnv(TorchEnv):
         closes = self._prices[:, 0].index_select(0, self.row)
         return self.shares * closes / self.value
 
-    def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
+    def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict]:
         """Start the first episode of every environment; `seed` holds one seed for each."""
         self.keys = seed_keys(seed).to(self.device)  # [B]
         self.episode = torch.zeros_like(self.keys)

@@ -7,7 +7,6 @@ markets can be joined to [D, M*n].
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import talib
@@ -102,7 +101,7 @@ def side_by_side(markets: Sequence[Market], num_days: int) -> Market:
 
     The joined market has the name, opens, dates and tickers of the first market.
     """
-    joined: dict[str, Any] = {
+    joined: dict = {
         name: np.concatenate([getattr(market, name)[:num_days] for market in markets], axis=1)
         for name in ("high", "low", "close", "volume")
     }

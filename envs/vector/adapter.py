@@ -250,7 +250,7 @@ class OneByOne(TorchVectorEnv):
         self._last_rows[row] = self._row_of(obs, None if terminated or truncated else info)
         return reward, self._last_rows[row], bool(terminated), truncated
 
-    def _row_of(self, obs: Any, info: dict[str, Any] | None) -> np.ndarray:
+    def _row_of(self, obs: Any, info: dict | None) -> np.ndarray:
         """Encode an observation and, with `info_mask`, append the mask from `info`.
 
         If `info` is None, the observation is the last of its episode: no mask is read.
@@ -294,7 +294,7 @@ class OneByOne(TorchVectorEnv):
 
     # ---- snapshots
 
-    def _get_env_states(self) -> dict[str, Any]:
+    def _get_env_states(self) -> dict:
         states = self.watch.call(None, lambda: [env.get_state() for env in self.env])
         columns = {name: [state[name] for state in states] for name in states[0]}
         return columns | {LAST_ROW: self._last_rows}

@@ -50,7 +50,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     `max_episode_steps` is truncated. Snapshots include the number of steps so far.
     """
 
-    metadata: dict[str, Any] = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
+    metadata: dict = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
     state_names: tuple[str, ...] = ()
     max_episode_steps: float = math.inf
 
@@ -84,9 +84,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         self.elapsed[rows] = 0
         self.begin(rows, np.stack([self.draw(self.generators[row]) for row in rows]))
 
-    def reset(
-        self, *, seed: Any = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(self, *, seed: Any = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
         """Start all environments; an integer seed s stands for the seeds s, s+1, s+2, ..."""
         if isinstance(seed, int):
             seed = range(seed, seed + self.num_envs)
@@ -98,7 +96,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
 
     def step(
         self, actions: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
         """Step all environments; info["final_obs"] has the observations before autoreset."""
         rewards, terminated, truncated = self.advance_all(np.asarray(actions))
         final_obs = obs = self.observe()
@@ -125,7 +123,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
 class SingleEnv(gymnasium.Env[np.ndarray, np.int64]):
     """A single environment that wraps a BatchedEnv with one row; has no snapshots."""
 
-    metadata: dict[str, Any] = {"render_modes": []}
+    metadata: dict = {"render_modes": []}
 
     def __init__(self, batch_type: type[Any], **kwargs: Any) -> None:
         self._batch: BatchedEnv = batch_type(1, **kwargs)
@@ -133,14 +131,14 @@ class SingleEnv(gymnasium.Env[np.ndarray, np.int64]):
         self.action_space = self._batch.single_action_space
 
     def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[np.ndarray, dict[str, Any]]:
+        self, *, seed: int | None = None, options: dict | None = None
+    ) -> tuple[np.ndarray, dict]:
         """Start an episode."""
         super().reset(seed=seed)
         self._batch.generators = [self.np_random]
         return self._batch.reset()[0][0], {}
 
-    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict]:
         """Take one step."""
         rewards, terminated, truncated = self._batch.advance_all(np.array([action]))
         obs = self._batch.observe()[0]

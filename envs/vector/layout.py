@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # mask: 1 where an action is allowed, else 0
 Kind = Literal["vector", "plain", "image", "mask"]
 # Observations, rewards, terminated, truncated and info; see `TorchEnv.step`.
-StepResult = tuple["Tensor", "Tensor", "Tensor", "Tensor", dict[str, Any]]
+StepResult = tuple["Tensor", "Tensor", "Tensor", "Tensor", dict]
 Metrics = dict[str, tuple[float, int]]  # sum and count of each metric of the environments
 MAX_NUMBERS = 10**9  # largest accepted row size; damaged checkpoints may contain a larger one
 _FIELDS = TypeAdapter(list[tuple[str, Kind, tuple[PositiveInt, ...]]])
@@ -129,7 +129,7 @@ class TorchEnv:
         """Number of restarts of each environment, [B]."""
         return [0] * self.num_envs
 
-    def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
+    def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict]:
         """Start all environments with new seeds; return observations [B, F] and {}."""
         raise NotImplementedError
 

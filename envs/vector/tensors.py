@@ -61,7 +61,7 @@ class ArrayEnv(TorchEnv):
         step = self.lives["lifetime_step"][first]
         return f"environment {self.env_id} number {number} at its step {step}: {problem}"
 
-    def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict[str, Any]]:
+    def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict]:
         """Start all environments, store their seeds, and set their step counts to 0."""
         self.lives["life_seed"] = seed
         self.lives["lifetime_step"] = 0

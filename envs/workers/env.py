@@ -102,7 +102,7 @@ class WorkerEnv(ArrayEnv):
     num_envs: int
     num_workers: int
     num_groups: int = 1
-    options: dict[str, Any] = field(default_factory=dict)  # other arguments of make_vector_env
+    options: dict = field(default_factory=dict)  # other arguments of make_vector_env
 
     def __post_init__(self) -> None:
         self.device = torch.device(self.device)

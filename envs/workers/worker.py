@@ -64,7 +64,7 @@ class Worker:
         with self._sending, suppress(OSError):
             self._connection.send((kind, content))
 
-    def begin(self, rows: slice, num_rows: int, options: dict[str, Any]) -> tuple[Any, ...]:
+    def begin(self, rows: slice, num_rows: int, options: dict) -> tuple[Any, ...]:
         """Make the environments of these rows; return their layout, spaces and row type.
 
         Args:
@@ -98,7 +98,7 @@ class Worker:
         self._env = env
         return env.layout, actions, env.spaces_json, env.can_snapshot, row_type
 
-    def begin_again(self, rows: slice, num_rows: int, options: dict[str, Any]) -> None:
+    def begin_again(self, rows: slice, num_rows: int, options: dict) -> None:
         """Make the environments of a worker that died, and continue its work."""
         self.begin(rows, num_rows, options)
         self._env.begin_again(self._rows["obs"])
