@@ -113,7 +113,7 @@ def float_copy(agent: LoadedAgent) -> Any:
     return policy
 
 
-def write_onnx(step: ExportedStep, path: Path, contract: dict[str, Any]) -> None:
+def write_onnx(step: ExportedStep, path: Path, contract: dict) -> None:
     """Write an ONNX model for any batch size; put `contract` into its metadata."""
     num_rows = 3  # torch would turn a batch size of 0 or 1 into a constant
     inputs = (
@@ -198,7 +198,7 @@ def sample_rows(
 # ---- contract
 
 
-def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
+def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict:
     """Describe the model's inputs and outputs, for programs that run the model.
 
     docs/deployment.md explains the entries.
@@ -223,16 +223,16 @@ def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict[str, Any]:
     }
 
 
-def _tensor(name: str, type_name: str, *shape: int) -> dict[str, Any]:
+def _tensor(name: str, type_name: str, *shape: int) -> dict:
     return {"name": name, "type": type_name, "shape": ["batch", *shape]}
 
 
-def _parts(step: ExportedStep) -> list[dict[str, Any]]:
+def _parts(step: ExportedStep) -> list[dict]:
     """Describe the parts of an input row and how observations are encoded into them."""
     leaves = {leaf.part.name: leaf for leaf in step.encoder.leaves}
     parts = []
     for part, columns in step.policy.layout.slices():
-        entry: dict[str, Any] = {
+        entry: dict = {
             "name": part.name,
             "kind": part.kind,
             "columns": [columns.start, columns.stop],
@@ -250,7 +250,7 @@ def _parts(step: ExportedStep) -> list[dict[str, Any]]:
 # ---- command
 
 
-def export(agent: LoadedAgent, folder: Path) -> tuple[Path, dict[str, Any]]:
+def export(agent: LoadedAgent, folder: Path) -> tuple[Path, dict]:
     """Write a policy and its contract; check the written model in ONNX Runtime.
 
     Return the model's path and the contract. If the actions of the model differ from those of the

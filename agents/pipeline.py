@@ -95,7 +95,7 @@ class StageStrategy(Strategy):
                 if stage != self.stage:
                     copy_from(flat, parameters)
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict:
         """Return the optimizer state of both stages. Every rank must call this."""
         with self.world.waiting("exchange of optimizer state"):
             # before the first step, the optimizer has no state

@@ -161,7 +161,7 @@ class Policy(nn.Module):
                 core.open_gates()
         nn.init.orthogonal_(self.actor_head.weight, 0.01)
 
-    def shapes(self) -> dict[str, Any]:
+    def shapes(self) -> dict:
         """Return the input and output shapes that checkpoints store; see `spaces_of`."""
         return {
             "num_obs": self.num_obs,

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from gymnasium import spaces
@@ -103,7 +102,7 @@ class PretrainRunConfig:
         return task
 
 
-SECTIONS: dict[str, Any] = vars(PretrainRunConfig())
+SECTIONS: dict = vars(PretrainRunConfig())
 
 
 # ---- windows of days, and targets

@@ -14,7 +14,7 @@ from agents.config import RunConfig
 from agents.evaluate.episodes import Validation, try_evaluation_env
 from agents.run.auto import check_rollouts, choose
 from agents.run.callbacks import Callbacks, make_watch
-from agents.run.saved import COUNTERS, initial_weights, load_newest, share_checkpoint
+from agents.run.saved import initial_weights, load_newest, share_checkpoint
 from agents.run.start import Run, faults_as_user_errors, record
 from agents.trainer import Job, Training, Validate, train
 from envs.task import AUTO
@@ -131,7 +131,7 @@ def open_run_writer(run: Run, training: Training) -> NullWriter:
     ranks = [RankEntry(**ready) for ready in all_gather_json(entry, world)]
     if not world.is_main_process:
         return NullWriter()
-    record(run, {name: getattr(training, name) for name in COUNTERS}, ranks)
+    record(run, training.counters, ranks)
     if training.progress < 1.0:
         remove(run.directory.summary_path)  # this file would mark the run as finished
     total, unit = run.config.train.budget

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
@@ -41,9 +40,7 @@ class Recorder:
         yield
         self.seconds[name] = time.perf_counter() - begun
 
-    def gather(
-        self, rollout: Rollout, env: TorchEnv, monitor: Monitor, signum: int
-    ) -> dict[str, Any]:
+    def gather(self, rollout: Rollout, env: TorchEnv, monitor: Monitor, signum: int) -> dict:
         """Combine episodes, times and machine load of all ranks into one record.
 
         Every rank must call this. Counts are sums over ranks; times are maxima over ranks, except
@@ -100,7 +97,7 @@ class Recorder:
 
 def means(ranks: list[dict[str, tuple[float, float]]]) -> dict[str, float | None]:
     """Return the mean of each metric from the (sum, count) pairs of all ranks."""
-    sums: dict[str, Any] = {}
+    sums: dict = {}
     for rank in ranks:
         for name, pair in rank.items():
             sums[name] = sums.get(name, 0.0) + np.array(pair)

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -112,6 +111,11 @@ class Training:
         return fresh_carry(self.policy, self.env.reset(seed=seeds)[0])
 
     @property
+    def counters(self) -> dict[str, int]:
+        """Return the values of COUNTERS."""
+        return {name: getattr(self, name) for name in COUNTERS}
+
+    @property
     def done(self) -> int:
         """Number of steps done so far, or of episodes if the budget counts episodes."""
         return self.global_step if self.config.train.total_steps else self.episodes
@@ -196,14 +200,14 @@ class Training:
             "episode/total": self.episodes,
         }
 
-    def checked_state(self) -> dict[str, Any]:
+    def checked_state(self) -> dict:
         """Check that all ranks have the same shared state; return that state.
 
         Every rank must call this.
         """
         strategy = self.ppo.strategy
         state = {
-            **{name: getattr(self, name) for name in COUNTERS},
+            **self.counters,
             "validated": self.validated,
             "policy": strategy.module_state(),
             "optimizer": strategy.optimizer_state(self.ppo.optimizer),
@@ -214,7 +218,7 @@ class Training:
         check_in_sync(tensors_in(state), self.world)
         return state
 
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> dict | None:
         """Return the complete, checked state on rank 0, and None on other ranks.
 
         Every rank must call this.
@@ -234,7 +238,7 @@ class Training:
             "environments": environments,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict) -> None:
         """Load the state of a checkpoint, which any number of ranks may have saved."""
         # load the state that all ranks share
         for name in COUNTERS:

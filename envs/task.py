@@ -15,7 +15,7 @@ from rl_dist.flags import Field, Text, configuration, or_auto
 # Value of env_workers that stands for auto: training measures which number of workers is fastest;
 # other commands use no workers.
 AUTO = -1
-_KWARGS = TypeAdapter(dict[str, Any])
+_KWARGS = TypeAdapter(dict)
 
 
 @configuration
@@ -63,7 +63,7 @@ class TaskConfig:
         """True if the environment is our trading task."""
         return self.env == TRADING_ID
 
-    def kwargs(self) -> dict[str, Any]:
+    def kwargs(self) -> dict:
         """Return `env_kwargs` as a dict."""
         try:
             return _KWARGS.validate_json(self.env_kwargs or "{}")
@@ -90,7 +90,7 @@ class GymTask:
         """Make environments whose global numbers start at `env_offset`."""
         config = self.config
         names = ("vectorization", "info_mask", "previous_action", "previous_reward")
-        options: dict[str, Any] = {name: getattr(config, name) for name in names}
+        options: dict = {name: getattr(config, name) for name in names}
         options["env_kwargs"] = config.kwargs()
         make: Any = partial(make_vector_env, num_envs=num_envs, end=self.end, **options)
         if config.env_workers > 0:

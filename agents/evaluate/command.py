@@ -14,7 +14,7 @@ import json
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -25,7 +25,7 @@ from agents.evaluate.episodes import (
     episode_limit,
     until_stopped,
 )
-from agents.run.saved import COUNTERS, LoadedAgent, load_agent, share_checkpoint
+from agents.run.saved import LoadedAgent, load_agent, share_checkpoint
 from agents.run.start import faults_as_user_errors
 from envs import find_spec
 from envs.task import GymTask
@@ -212,7 +212,7 @@ def evaluate_and_finish(
 
     def work() -> None:
         last = PolicyController(training.policy, training.normalizers.obs)
-        summary: dict[str, Any] = {}
+        summary: dict = {}
         text = "no final test: --eval_episodes is 0"
         if isinstance(task, GymTask) and task.config.eval_episodes:
             agents = {"test": last}
@@ -261,7 +261,7 @@ def test_cost(task: GymTask, training: "Training", num_agents: int, limit: int) 
 
 
 def finish(
-    config: RunConfig, directory: RunDir, training: "Training", summary: dict[str, Any], text: str
+    config: RunConfig, directory: RunDir, training: "Training", summary: dict, text: str
 ) -> None:
     """Draw the learning curve, write summary.json, and print the result."""
     simulated = config.task.is_trading and config.data.data == "simulated"
@@ -275,8 +275,7 @@ def finish(
     except Exception as error:  # a picture must not cost the result
         print(f"the learning curve cannot be drawn: {one_line(error)}", flush=True)
 
-    counters = {name: getattr(training, name) for name in COUNTERS}
-    summary = counters | {"parameter_sha256": parameter_hash(training.policy)} | summary
+    summary = training.counters | {"parameter_sha256": parameter_hash(training.policy)} | summary
     if training.ppo.strategy.mode == "ddp":
         from rl_dist.speedup.model import audit, describe
 

@@ -206,9 +206,9 @@ def difference(record: Record, baseline: Record, name: str, year: int = TRADING_
     return interval(samples[0], traded - held)
 
 
-def summarize(records: dict[str, Record], dates: np.ndarray) -> dict[str, Any]:
+def summarize(records: dict[str, Record], dates: np.ndarray) -> dict:
     """Average statistics over markets; compare with the equal-weight portfolio."""
-    policies: dict[str, dict[str, Any]] = {}
+    policies: dict[str, dict] = {}
     year = days_per_year(dates)
     for name, record in records.items():
         figures = performance(record, year)
@@ -247,7 +247,7 @@ def report(
     *,
     test: bool = False,
     num_worlds: int | None = None,
-) -> tuple[dict[str, Any], str]:
+) -> tuple[dict, str]:
     """Compare agents on every evaluated span; return a summary per span, and a text.
 
     Write the daily results of every span and the equity curves of the last span to files. If the
@@ -270,7 +270,7 @@ def report(
         traders["reference"] = follow(partial(reference, market_edge=edge))
         traders["memoryless rule"] = follow(memoryless)
     traders[EQUAL_WEIGHT] = buy_equal_weight
-    summaries: dict[str, Any] = {}
+    summaries: dict = {}
     text = ""
     for name, span in spans.items():
         path = path_to_write(run_dir, f"evaluation/{name}.csv")
@@ -296,7 +296,7 @@ def report(
     return summaries, text
 
 
-def text_table(summary: dict[str, Any], simulated: bool) -> str:
+def text_table(summary: dict, simulated: bool) -> str:
     """Format the summary of a span as a table to print."""
     entries = summary["policies"]
     # Returns on simulated markets are caused by a planted drift, so the table omits them.

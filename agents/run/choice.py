@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from agents.config import (
     MAIN_FLAGS,
@@ -251,7 +251,7 @@ def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
         if new[name] != old[name] and (name, given[name]) not in KEPT_CHOICES
     }
     # Reset values that were valid only for the old devices, ranks or strategy.
-    reset: dict[str, Any] = {}
+    reset: dict = {}
     if changes.keys() & {"num_gpus", "device", "gpu_ids"}:
         reset = {"gpu_ids": "", "threads": 0}
     if "gpu_ids" in changes:
@@ -269,7 +269,7 @@ def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
     return config.without_idle()
 
 
-def check_resumable(state: dict[str, Any], config: RunConfig, policy: Policy) -> None:
+def check_resumable(state: dict, config: RunConfig, policy: Policy) -> None:
     """Refuse a checkpoint that does not fit the environment's current spaces."""
     check_shapes(state, config)
     now = policy.shapes()

@@ -261,7 +261,7 @@ def check_readable(policy: Policy, now: Layout) -> None:
         )
 
 
-def check_shapes(state: dict[str, Any], config: RunConfig) -> None:
+def check_shapes(state: dict, config: RunConfig) -> None:
     """Refuse a checkpoint whose tensors do not fit its own configuration."""
     try:
         layout, action_space = spaces_of(state)
@@ -289,7 +289,7 @@ def check_shapes(state: dict[str, Any], config: RunConfig) -> None:
         raise UserError(f"the checkpoint is damaged: {listed[0]}")
 
 
-def _forms(parts: dict[str, Any]) -> dict[str, str]:
+def _forms(parts: dict) -> dict[str, str]:
     """Return the shape and type of each tensor in nested dicts, by path."""
     return {
         name: f"{list(value.shape)} of {value.dtype}" for name, value in tensors_in(parts).items()

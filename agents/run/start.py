@@ -147,7 +147,7 @@ def check_and_announce(
         )
 
 
-def announce_length(state: dict[str, Any], config: RunConfig) -> None:
+def announce_length(state: dict, config: RunConfig) -> None:
     """Say how a finished run is extended, or how another length changes the learning rate."""
     saved = RunConfig.from_dict(json.loads(state["config"]))
     before, now = (

@@ -383,7 +383,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, np.dtype) else value.tolist()
 
 
-def _space(plain: dict[str, Any]) -> Any:
+def _space(plain: dict) -> Any:
     """Turn a JSON object into a space, or into the (key, space) pairs of a Dict."""
     name = plain.get("kind")
     if not isinstance(name, str):
