@@ -74,7 +74,7 @@ def make_vector_env(
 
     limit = kwargs.get("max_episode_steps", spec.max_episode_steps)
 
-    def make() -> gymnasium.Env[Any, Any]:
+    def make() -> gymnasium.Env:
         heartbeat()
         env = gymnasium.make(spec, **kwargs)
         if limit and limit > 0:
@@ -102,7 +102,7 @@ def make_vector_env(
     return TorchVectorEnv(batch, **options)
 
 
-def _without_limit(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
+def _without_limit(env: gymnasium.Env) -> gymnasium.Env:
     """Remove the outermost TimeLimit wrapper, which `gymnasium.make` has added."""
     if isinstance(env, TimeLimit):
         return env.env

@@ -7,6 +7,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from gymnasium.envs.classic_control.continuous_mountain_car import Continuous_MountainCarEnv
+from numpy import ndarray
 
 from envs.vector.batched import BatchedEnv, Outcome, SingleEnv
 
@@ -40,16 +41,16 @@ class RecallVectorEnv(BatchedEnv):
         self.cue = np.zeros(num_envs, dtype=np.int64)
         self.noise = np.zeros((num_envs, delay + 2, num_noise))
 
-    def draw(self, generator: np.random.Generator) -> np.ndarray:
+    def draw(self, generator: np.random.Generator) -> ndarray:
         """Draw uniform numbers in [0, 1) for the cue and for the noise of every step."""
         return generator.random(1 + self.noise[0].size)
 
-    def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
+    def begin(self, rows: ndarray, draws: ndarray) -> None:
         """Start new episodes with the drawn cues and noise."""
         self.cue[rows] = (draws[:, 0] * self.num_cues).astype(np.int64)
         self.noise[rows] = 2.0 * draws[:, 1:].reshape(len(rows), *self.noise.shape[1:]) - 1.0
 
-    def observe(self) -> np.ndarray:
+    def observe(self) -> ndarray:
         """Return the observations; an observation after the query is all zeros."""
         obs = np.zeros(self.observation_space.shape or (), dtype=np.float32)
         (fresh,) = np.nonzero(self.elapsed == 0)
@@ -59,7 +60,7 @@ class RecallVectorEnv(BatchedEnv):
         obs[:, -1] = self.elapsed == self.query_age
         return obs
 
-    def advance(self, actions: np.ndarray) -> Outcome:
+    def advance(self, actions: ndarray) -> Outcome:
         """Reward the correct answer to the query; end episodes after the query."""
         is_query = self.elapsed == self.query_age
         return (is_query & (actions == self.cue)).astype(np.float64), is_query
@@ -71,15 +72,15 @@ class ControlEnv(BatchedEnv):
     The array `state` is [B, S]; `draw` returns a start state [S].
     """
 
-    state: np.ndarray
+    state: ndarray
     state_names = ("state",)
     observed = slice(None)  # which columns of the state the agent observes
 
-    def begin(self, rows: np.ndarray, draws: np.ndarray) -> None:
+    def begin(self, rows: ndarray, draws: ndarray) -> None:
         """Start new episodes from the states in `draws`."""
         self.state[rows] = draws
 
-    def observe(self) -> np.ndarray:
+    def observe(self) -> ndarray:
         """Return the observed columns of the state."""
         return self.state[:, self.observed].astype(np.float32)
 
@@ -99,11 +100,11 @@ class CartPoleVectorEnv(ControlEnv):
         self.max_episode_steps = max_episode_steps
         self.state = np.zeros((num_envs, 4))  # x (m), x_dot (m/s), theta (rad), theta_dot (rad/s)
 
-    def draw(self, generator: np.random.Generator) -> np.ndarray:
+    def draw(self, generator: np.random.Generator) -> ndarray:
         """Return a random start state."""
         return generator.uniform(-_START_BOUND, _START_BOUND, 4)
 
-    def advance(self, actions: np.ndarray) -> Outcome:
+    def advance(self, actions: ndarray) -> Outcome:
         """Take one Euler step, with the same order of operations as CartPoleEnv.step."""
         physics = self._physics
         x, x_dot, theta, theta_dot = self.state.T
@@ -151,11 +152,11 @@ class MountainCarPositionsVectorEnv(ControlEnv):
         self.max_episode_steps = max_episode_steps
         self.state = np.zeros((num_envs, 2))  # position (m), velocity (m per step)
 
-    def draw(self, generator: np.random.Generator) -> np.ndarray:
+    def draw(self, generator: np.random.Generator) -> ndarray:
         """Return a start state: a random position, and velocity 0."""
         return np.array([generator.uniform(-0.6, -0.4), 0.0])
 
-    def advance(self, actions: np.ndarray) -> Outcome:
+    def advance(self, actions: ndarray) -> Outcome:
         """Simulate one step of all cars."""
         physics = self._physics
         position, velocity = self.state.T

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from agents.evaluate.episodes import (
@@ -53,7 +54,7 @@ SPANS = {
 
 # Result of one pass over M markets of D + 1 days: portfolio values in USD under "values" [M, D+1],
 # an array [M, D] per key in ACCOUNTS and, for policies, [M, D, n] per key in STOCKS for n stocks.
-Record = dict[str, np.ndarray]
+Record = dict[str, ndarray]
 
 
 # ---- one pass over markets
@@ -147,7 +148,7 @@ def period_days(num_days: int, year: int) -> int:
     return year if num_days >= MIN_ANNUAL_DAYS else num_days
 
 
-def growth_figures(returns: np.ndarray, year: int) -> dict[str, np.ndarray]:
+def growth_figures(returns: ndarray, year: int) -> dict[str, ndarray]:
     """Compute statistics of daily returns over the last axis, which is time.
 
     The statistics are scaled to the period that `period_days` returns. The risk-free rate is 0, and
@@ -165,12 +166,12 @@ def growth_figures(returns: np.ndarray, year: int) -> dict[str, np.ndarray]:
     }
 
 
-def daily_returns(record: Record) -> np.ndarray:
+def daily_returns(record: Record) -> ndarray:
     """Return simple (not logarithmic) daily returns [M, D]."""
     return record["values"][:, 1:] / record["values"][:, :-1] - 1.0
 
 
-def performance(record: Record, year: int = TRADING_DAYS) -> dict[str, np.ndarray]:
+def performance(record: Record, year: int = TRADING_DAYS) -> dict[str, ndarray]:
     """Compute performance statistics for each market; each statistic has shape [M].
 
     Turnover is the amount traded per `period_days`, divided by the mean portfolio value.
@@ -206,7 +207,7 @@ def difference(record: Record, baseline: Record, name: str, year: int = TRADING_
     return interval(samples[0], traded - held)
 
 
-def summarize(records: dict[str, Record], dates: np.ndarray) -> dict:
+def summarize(records: dict[str, Record], dates: ndarray) -> dict:
     """Average statistics over markets; compare with the equal-weight portfolio."""
     policies: dict[str, dict] = {}
     year = days_per_year(dates)
@@ -316,7 +317,7 @@ def write_daily(
     path: Path,
     records: dict[str, Record],
     markets: Sequence[Market],
-    dates: np.ndarray,  # [D+1], one date for each portfolio value
+    dates: ndarray,  # [D+1], one date for each portfolio value
 ) -> None:
     """Write a CSV row per strategy, market and date, except for the first date.
 

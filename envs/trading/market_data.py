@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy import ndarray
 
 from envs.trading.config import SPAN_DATES, DataConfig, TradingConfig
 from rl_dist.errors import one_line
@@ -37,13 +38,13 @@ class Market:
     """
 
     name: str  # name of the data file, or a name such as "SIMULATED world 7"
-    dates: np.ndarray  # [D] datetime64[D], ascending
+    dates: ndarray  # [D] datetime64[D], ascending
     tickers: tuple[str, ...]  # n names, sorted
-    open: np.ndarray  # [D, n] float64, USD, total-return adjusted
-    high: np.ndarray  # [D, n]
-    low: np.ndarray  # [D, n]
-    close: np.ndarray  # [D, n]
-    volume: np.ndarray  # [D, n] float64, shares
+    open: ndarray  # [D, n] float64, USD, total-return adjusted
+    high: ndarray  # [D, n]
+    low: ndarray  # [D, n]
+    close: ndarray  # [D, n]
+    volume: ndarray  # [D, n] float64, shares
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,14 @@ class Spans:
     test: Span
 
 
-def days_per_year(dates: np.ndarray) -> int:
+def days_per_year(dates: ndarray) -> int:
     """Return the days with bars per year, or TRADING_DAYS if they differ by less than 10 %."""
     days = (dates[-1] - dates[0]).astype(int)
     per_year = round((len(dates) - 1) / days * 365.25)
     return TRADING_DAYS if abs(per_year / TRADING_DAYS - 1) < 0.1 else per_year
 
 
-def split_spans(dates: np.ndarray, config: DataConfig, *, first_tradable: int) -> Spans:
+def split_spans(dates: ndarray, config: DataConfig, *, first_tradable: int) -> Spans:
     """Return the training, validation and test spans.
 
     A configured date that is not a tradable day is moved to the nearest tradable day within its

@@ -23,6 +23,7 @@ from functools import cache
 import numpy as np
 import pandas as pd
 import torch
+from numpy import ndarray
 from torch import Tensor
 
 from envs.trading.config import SimulatedMarketConfig
@@ -96,7 +97,7 @@ def simulate_markets(config: SimulatedMarketConfig, seeds: Sequence[int]) -> lis
     ]
 
 
-def _draw_world(seed: int, num_stocks: int) -> dict[str, np.ndarray]:
+def _draw_world(seed: int, num_stocks: int) -> dict[str, ndarray]:
     """Draw all random numbers of one world."""
     children = np.random.SeedSequence(seed).spawn(3)
     prices, volumes, hidden = (np.random.default_rng(child) for child in children)
@@ -119,7 +120,7 @@ def _draw_world(seed: int, num_stocks: int) -> dict[str, np.ndarray]:
     }
 
 
-def draw_news(rng: np.random.Generator, num_stocks: int) -> tuple[np.ndarray, np.ndarray]:
+def draw_news(rng: np.random.Generator, num_stocks: int) -> tuple[ndarray, ndarray]:
     """Draw the events and moves of one world, [D, n] int8.
 
     Events are 1 for a surge and -1 for a drought. A move is the sign of a day's
@@ -138,7 +139,7 @@ def draw_news(rng: np.random.Generator, num_stocks: int) -> tuple[np.ndarray, np
     return events, np.asarray(moves)
 
 
-def _scatter(day: np.ndarray, value: np.ndarray) -> np.ndarray:
+def _scatter(day: ndarray, value: ndarray) -> ndarray:
     """Return zeros [D, n], except for `value` [K, n] on the days `day` [K, n]."""
     calendar = np.zeros((NUM_DAYS, day.shape[1]), dtype=np.int8)
     inside = np.nonzero((day >= 0) & (day < NUM_DAYS))  # pairs (index along K, stock)
@@ -146,7 +147,7 @@ def _scatter(day: np.ndarray, value: np.ndarray) -> np.ndarray:
     return calendar
 
 
-def _wave(shocks: np.ndarray, coefficient: float, deviation: float) -> np.ndarray:
+def _wave(shocks: ndarray, coefficient: float, deviation: float) -> ndarray:
     """Turn shocks [M, D, n] into stationary AR(1) processes along the days."""
     wave = shocks * deviation
     innovation = np.sqrt(1.0 - coefficient**2)  # keeps the standard deviation constant
@@ -155,7 +156,7 @@ def _wave(shocks: np.ndarray, coefficient: float, deviation: float) -> np.ndarra
     return wave
 
 
-def _prices(noise: dict[str, np.ndarray], drift: np.ndarray) -> tuple[np.ndarray, ...]:
+def _prices(noise: dict[str, ndarray], drift: ndarray) -> tuple[ndarray, ...]:
     """Return open, high, low and close, each [M, D, n].
 
     Args:
@@ -190,7 +191,7 @@ def _prices(noise: dict[str, np.ndarray], drift: np.ndarray) -> tuple[np.ndarray
     return open_, high, low, close
 
 
-def _volumes(noise: dict[str, np.ndarray]) -> np.ndarray:
+def _volumes(noise: dict[str, ndarray]) -> ndarray:
     """Return the traded volumes [M, D, n] as whole numbers of shares.
 
     Log volume is the sum of a slow wave, noise, the effect of events, and a term that grows with
@@ -241,7 +242,7 @@ def _expected_move(state: State, ahead: int) -> float:
     )
 
 
-def news_model() -> tuple[np.ndarray, ...]:
+def news_model() -> tuple[ndarray, ...]:
     """Return the simulated news of one stock as a hidden Markov model with S states.
 
     Returns:
@@ -260,14 +261,14 @@ def news_model() -> tuple[np.ndarray, ...]:
     return transition, event, np.rint(expected[:, 0]).astype(int), expected[:, 1:]
 
 
-def volume_surprise(volume: np.ndarray) -> np.ndarray:
+def volume_surprise(volume: ndarray) -> ndarray:
     """Return log volume [D, k] minus its median over the previous LEVEL_DAYS days."""
     log_volume = pd.DataFrame(np.log(np.maximum(volume, 1.0)))
     usual = log_volume.rolling(LEVEL_DAYS).median().shift()
     return (log_volume - usual).fillna(0.0).to_numpy()  # 0 until there are LEVEL_DAYS earlier days
 
 
-def _return_likelihood(close: np.ndarray, edge: float) -> np.ndarray:
+def _return_likelihood(close: ndarray, edge: float) -> ndarray:
     """Return the likelihood of each day's return given each possible move, [D, 3, k]."""
     returns = pd.DataFrame(close).pct_change()
     squares = (returns**2).fillna(FIRST_VARIANCE)
@@ -279,7 +280,7 @@ def _return_likelihood(close: np.ndarray, edge: float) -> np.ndarray:
     return (1.0 + unit) ** (-0.5 * (TAIL_DEGREES + 1.0))
 
 
-def planted_outlook(bars: Market, first: int, market_edge: float) -> np.ndarray:
+def planted_outlook(bars: Market, first: int, market_edge: float) -> ndarray:
     """Estimate the moves of the next days with a Bayes filter.
 
     The filter uses the hidden Markov model of news_model() for each stock separately. The result
@@ -322,7 +323,7 @@ def buy_equal_weight(env: TradingVectorEnv, *_: Tensor) -> Tensor:
     return begins.expand(-1, num_stocks) / num_stocks
 
 
-def follow(choose: Callable[[Market, int], np.ndarray]) -> Callable[..., Tensor]:
+def follow(choose: Callable[[Market, int], ndarray]) -> Callable[..., Tensor]:
     """Return a rule that holds 1/n of the value in each chosen stock.
 
     Args:
@@ -344,7 +345,7 @@ def follow(choose: Callable[[Market, int], np.ndarray]) -> Callable[..., Tensor]
     return rule
 
 
-def reference(bars: Market, first: int, market_edge: float) -> np.ndarray:
+def reference(bars: Market, first: int, market_edge: float) -> ndarray:
     """Choose the stocks that the Bayes filter expects to rise, [days, k].
 
     A stock is chosen if its mean expected move over the next OUTLOOK_DAYS days is above HURDLE, in
@@ -356,7 +357,7 @@ def reference(bars: Market, first: int, market_edge: float) -> np.ndarray:
     return (outlook > hurdle) | (market_edge <= 0)
 
 
-def memoryless(bars: Market, first: int) -> np.ndarray:
+def memoryless(bars: Market, first: int) -> ndarray:
     """Choose stocks by today's event only, [days, k].
 
     Every surge triggers one buy order and every drought one sell order. The holdings therefore

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium.vector.utils import batch_space, iterate
+from numpy import ndarray
 from torch import Tensor
 
 from envs.vector.batched import has_snapshots
@@ -32,7 +33,7 @@ from envs.vector.tensors import LIFE, ArrayEnv, Snapshot, step_result
 _LOGGER = logging.getLogger(__name__)
 LAST_ROW = "life/last_row"  # in snapshots of single environments only
 MAX_REWARD = 1e30  # larger rewards are refused, as if they were infinite
-Arrays = tuple[np.ndarray, ...]  # in the order of STEP_FIELDS
+Arrays = tuple[ndarray, ...]  # in the order of STEP_FIELDS
 
 
 def _guarded(method: Callable[..., Any]) -> Any:
@@ -101,13 +102,13 @@ class TorchVectorEnv(ArrayEnv):
         self.lives["lifetime_step"] += 1
         return step_result(self.step_arrays(actions.detach().cpu().numpy()), self.device)
 
-    def reset_arrays(self, seeds: Sequence[int]) -> np.ndarray:
+    def reset_arrays(self, seeds: Sequence[int]) -> ndarray:
         """Start all environments; return their observations as a new array [B, F]."""
         obs = np.zeros((self.num_envs, self.layout.size), self.encoder.dtype)
         obs[:, : self.row_size] = self._reset_envs(seeds)
         return obs
 
-    def step_arrays(self, actions: np.ndarray) -> Arrays:
+    def step_arrays(self, actions: ndarray) -> Arrays:
         """Step all environments; return new arrays in the order of STEP_FIELDS."""
         rewards, obs, final_obs, terminated, truncated = self._step_envs(self.decoder(actions))
         if self.previous_action or self.previous_reward:
@@ -147,7 +148,7 @@ class TorchVectorEnv(ArrayEnv):
     # ---- calls into the vector environment
 
     @_guarded
-    def _reset_envs(self, seeds: Any) -> np.ndarray:
+    def _reset_envs(self, seeds: Any) -> ndarray:
         return self.encoder(self.env.reset(seed=seeds)[0], self.num_envs)
 
     @_guarded
@@ -185,11 +186,11 @@ class OneByOne(TorchVectorEnv):
         self._last_rows = [np.zeros(self.row_size, np.float32)] * self.num_envs
         # Row -> first observation of its next episode, only for rows in which a restart has already
         # begun the next episode.
-        self._first_rows: dict[int, np.ndarray] = {}
-        self._metrics: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))  # (sum, count)
+        self._first_rows: dict[int, ndarray] = {}
+        self._metrics: dict[str, ndarray] = defaultdict(lambda: np.zeros(2))  # (sum, count)
         self.can_snapshot = all(map(has_snapshots, self.env))
 
-    def begin_again(self, last_obs: np.ndarray) -> None:
+    def begin_again(self, last_obs: ndarray) -> None:
         """Take over from a dead process; the next step truncates all running episodes.
 
         `lives` and `last_obs` [B, F] are the values that the dead process left in shared memory.
@@ -206,11 +207,11 @@ class OneByOne(TorchVectorEnv):
 
     # ---- episodes
 
-    def _reset_envs(self, seeds: Any) -> np.ndarray:
+    def _reset_envs(self, seeds: Any) -> ndarray:
         self._first_rows = {}
         return np.stack([self._first_row(row, seed) for row, seed in enumerate(seeds)])
 
-    def _first_row(self, row: int, seed: int | None = None) -> np.ndarray:
+    def _first_row(self, row: int, seed: int | None = None) -> ndarray:
         """Begin an episode unless a restart already did; return its first observation."""
         if row not in self._first_rows:
             self._restarting(row, self._begin, seed)
@@ -235,7 +236,7 @@ class OneByOne(TorchVectorEnv):
             outcomes.append((reward, obs, final_row, terminated, truncated))
         return tuple(np.array(column) for column in zip(*outcomes, strict=True))
 
-    def _step(self, row: int, action: Any) -> tuple[float, np.ndarray, bool, bool]:
+    def _step(self, row: int, action: Any) -> tuple[float, ndarray, bool, bool]:
         obs, reward, terminated, truncated, info = self.env[row].step(action)
         reward = np.asarray(reward, np.float64).item()
         if not abs(reward) <= MAX_REWARD:  # refuses NaN, too
@@ -250,7 +251,7 @@ class OneByOne(TorchVectorEnv):
         self._last_rows[row] = self._row_of(obs, None if terminated or truncated else info)
         return reward, self._last_rows[row], bool(terminated), truncated
 
-    def _row_of(self, obs: Any, info: dict | None) -> np.ndarray:
+    def _row_of(self, obs: Any, info: dict | None) -> ndarray:
         """Encode an observation and, with `info_mask`, append the mask from `info`.
 
         If `info` is None, the observation is the last of its episode: no mask is read.

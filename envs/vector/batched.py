@@ -22,8 +22,9 @@ from gymnasium import spaces
 from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
+from numpy import ndarray
 
-Outcome = tuple[np.ndarray, np.ndarray]  # rewards and terminated, each [B]
+Outcome = tuple[ndarray, ndarray]  # rewards and terminated, each [B]
 
 
 def has_snapshots(env: Any) -> bool:
@@ -31,18 +32,18 @@ def has_snapshots(env: Any) -> bool:
     return hasattr(env, "get_state") and hasattr(env, "set_state")
 
 
-def pack_generator(generator: np.random.Generator) -> np.ndarray:
+def pack_generator(generator: np.random.Generator) -> ndarray:
     """Pack the state of a PCG64 generator (as in Gymnasium) into an int64 array [22]."""
     text = json.dumps(generator.bit_generator.state)  # at most 176 characters
     return np.frombuffer(text.ljust(176).encode(), np.int64)
 
 
-def unpack_generator(generator: np.random.Generator, packed: np.ndarray) -> None:
+def unpack_generator(generator: np.random.Generator, packed: ndarray) -> None:
     """Restore a PCG64 generator from the result of `pack_generator`."""
     generator.bit_generator.state = json.loads(packed.tobytes())
 
 
-class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
+class BatchedEnv(VectorEnv):
     """Base class of SAME_STEP vector environments with a generator per environment.
 
     A subclass implements `draw`, `begin`, `observe` and `advance`. Its state consists of the
@@ -58,9 +59,9 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
     # one episode needs, [N] float64. `begin` starts episodes in some rows, given the rows and their
     # random numbers [rows, N]. `observe` returns the observations as a new array [B, F] float32.
     # `advance` takes actions and one step, without changing `elapsed`.
-    draw: ClassVar[Callable[..., np.ndarray]]
+    draw: ClassVar[Callable[..., ndarray]]
     begin: ClassVar[Callable[..., None]]
-    observe: ClassVar[Callable[..., np.ndarray]]
+    observe: ClassVar[Callable[..., ndarray]]
     advance: ClassVar[Callable[..., Outcome]]
 
     def __init__(
@@ -74,17 +75,17 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         self.action_space = batch_space(action_space, num_envs)
         self.generators: list[np.random.Generator] = []
 
-    def advance_all(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def advance_all(self, actions: ndarray) -> tuple[ndarray, ndarray, ndarray]:
         """Take and count one step; return rewards, terminated and truncated."""
         rewards, terminated = self.advance(actions)
         self.elapsed += 1
         return rewards, terminated, self.elapsed >= self.max_episode_steps
 
-    def _begin_episodes(self, rows: np.ndarray) -> None:
+    def _begin_episodes(self, rows: ndarray) -> None:
         self.elapsed[rows] = 0
         self.begin(rows, np.stack([self.draw(self.generators[row]) for row in rows]))
 
-    def reset(self, *, seed: Any = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+    def reset(self, *, seed: Any = None, options: dict | None = None) -> tuple[ndarray, dict]:
         """Start all environments; an integer seed s stands for the seeds s, s+1, s+2, ..."""
         if isinstance(seed, int):
             seed = range(seed, seed + self.num_envs)
@@ -94,9 +95,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         self._begin_episodes(np.arange(self.num_envs))
         return self.observe(), {}
 
-    def step(
-        self, actions: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+    def step(self, actions: ndarray) -> tuple[ndarray, ndarray, ndarray, ndarray, dict]:
         """Step all environments; info["final_obs"] has the observations before autoreset."""
         rewards, terminated, truncated = self.advance_all(np.asarray(actions))
         final_obs = obs = self.observe()
@@ -106,13 +105,13 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
             obs = self.observe()
         return obs, rewards, terminated, truncated, {"final_obs": final_obs}
 
-    def get_state(self) -> dict[str, np.ndarray]:
+    def get_state(self) -> dict[str, ndarray]:
         """Return a complete snapshot as copied arrays [B, ...]."""
         state = {name: getattr(self, name).copy() for name in (*self.state_names, "elapsed")}
         state["generator"] = np.stack(list(map(pack_generator, self.generators)))
         return state
 
-    def set_state(self, state: Mapping[str, np.ndarray]) -> None:
+    def set_state(self, state: Mapping[str, ndarray]) -> None:
         """Restore a snapshot; the environment must have been reset once."""
         for name in (*self.state_names, "elapsed"):
             getattr(self, name)[...] = state[name]
@@ -120,7 +119,7 @@ class BatchedEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
             unpack_generator(generator, packed)
 
 
-class SingleEnv(gymnasium.Env[np.ndarray, np.int64]):
+class SingleEnv(gymnasium.Env):
     """A single environment that wraps a BatchedEnv with one row; has no snapshots."""
 
     metadata: dict = {"render_modes": []}
@@ -132,13 +131,13 @@ class SingleEnv(gymnasium.Env[np.ndarray, np.int64]):
 
     def reset(
         self, *, seed: int | None = None, options: dict | None = None
-    ) -> tuple[np.ndarray, dict]:
+    ) -> tuple[ndarray, dict]:
         """Start an episode."""
         super().reset(seed=seed)
         self._batch.generators = [self.np_random]
         return self._batch.reset()[0][0], {}
 
-    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict]:
+    def step(self, action: np.int64) -> tuple[ndarray, float, bool, bool, dict]:
         """Take one step."""
         rewards, terminated, truncated = self._batch.advance_all(np.array([action]))
         obs = self._batch.observe()[0]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 from gymnasium.spaces import flatten_space
+from numpy import ndarray
 
 from envs.vector.layout import Kind, Part
 
@@ -52,7 +53,7 @@ class RowFaultError(ValueError):
         self.row = row
 
 
-def check_rows(usable: np.ndarray, problem: str, values: np.ndarray) -> None:
+def check_rows(usable: ndarray, problem: str, values: ndarray) -> None:
     """Raise a RowFaultError for the first of the values [B, ...] that is not usable.
 
     Args:
@@ -74,7 +75,7 @@ def _parts(space: Space, path: Path = ()) -> Iterator[tuple[Path, Space]]:
             yield from _parts(part, (*path, key))
 
 
-def _choices(space: Space) -> np.ndarray:
+def _choices(space: Space) -> ndarray:
     """Return the smallest value and the number of options of each choice, [2, D].
 
     D is 0 if the space is not Discrete, MultiDiscrete or MultiBinary.
@@ -88,7 +89,7 @@ def _choices(space: Space) -> np.ndarray:
     return np.array([space.start.ravel(), space.nvec.ravel()], np.int64)
 
 
-def _one_hot(digits: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+def _one_hot(digits: ndarray, sizes: ndarray) -> ndarray:
     """Turn choices [count, D] into joined one-hot vectors [count, sum(sizes)]."""
     chosen = [digits[:, [i]] == np.arange(size) for i, size in enumerate(sizes)]
     return np.concatenate(chosen, axis=1).astype(np.float32)
@@ -148,7 +149,7 @@ class Leaf:
         """Return this part of a nested observation."""
         return reduce(getitem, self.path, nested)
 
-    def encode(self, raw: Any, count: int) -> np.ndarray:
+    def encode(self, raw: Any, count: int) -> ndarray:
         """Encode raw values [count, ...] as a new array [count, n]."""
         if self.masked:
             rows = self.masked.flat_masks(raw, count)
@@ -222,7 +223,7 @@ class ObservationEncoder:
         self.actions = actions
         self.dtype = np.result_type(*(leaf.dtype for leaf in self.leaves), np.float32)
 
-    def __call__(self, raw: Any, count: int, is_last: bool = False) -> np.ndarray:
+    def __call__(self, raw: Any, count: int, is_last: bool = False) -> ndarray:
         """Encode a batch, or a list of single observations, as rows [count, F].
 
         If the observations are the last of their episodes, no action follows: their masks are not
@@ -244,7 +245,7 @@ class ObservationEncoder:
         return rows
 
 
-def check_masks(masks: np.ndarray, sizes: np.ndarray) -> None:
+def check_masks(masks: ndarray, sizes: ndarray) -> None:
     """Refuse masks with values besides 0 and 1 and masks that forbid a whole choice.
 
     Args:
@@ -306,7 +307,7 @@ class ActionDecoder:
         # Size of an action mask: one number per option, or 0 if actions are not choices.
         self.mask_size = int(self.sizes.sum())
 
-    def flat_masks(self, masks: Any, count: int) -> np.ndarray:
+    def flat_masks(self, masks: Any, count: int) -> ndarray:
         """Flatten a batch of action masks, or a list of single masks, to [count, n] float32.
 
         A mask is one array, or nested like the action space; a tuple may hold a mask per choice.
@@ -329,13 +330,13 @@ class ActionDecoder:
             )
         return np.concatenate(rows, axis=1)
 
-    def encode(self, actions: np.ndarray) -> np.ndarray:
+    def encode(self, actions: ndarray) -> ndarray:
         """Encode actions as policy input [count, n]: one-hot choices or clipped numbers."""
         if self.mask_size:
             return _one_hot(actions.reshape(len(actions), -1), self.sizes)
         return np.clip(actions, self.low, self.high).astype(np.float32)
 
-    def flat(self, actions: np.ndarray) -> np.ndarray:
+    def flat(self, actions: ndarray) -> ndarray:
         """Return actions in the environment's units as flat rows [count, n]."""
         values = actions.reshape(len(actions), -1)
         if self.mask_size:
@@ -343,12 +344,12 @@ class ActionDecoder:
         stretched = values.astype(np.float64) * self.scale + self.offset
         return np.clip(stretched, self.bounds[0], self.bounds[1])
 
-    def __call__(self, actions: np.ndarray) -> Any:
+    def __call__(self, actions: ndarray) -> Any:
         """Convert actions [count, ...] to a batch in the environment's action space."""
         return _nested(self.target, iter(np.split(self.flat(actions), self._ends, axis=1)))
 
 
-def _nested(target: Space, parts: Iterator[np.ndarray]) -> Any:
+def _nested(target: Space, parts: Iterator[ndarray]) -> Any:
     """Build a batch of a nested space; `parts` yields each leaf's numbers [count, n]."""
     if isinstance(target, spaces.Dict):
         return {key: _nested(inner, parts) for key, inner in target.spaces.items()}

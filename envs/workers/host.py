@@ -26,7 +26,7 @@ _NUM_FILES = 3  # number of file descriptors passed to a worker
 
 
 @cache
-def _host() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+def _host() -> tuple[socket.socket, subprocess.Popen]:
     """Start this process's host; return the connection to it and the host's process."""
     ours, theirs = socket.socketpair()
     # sys.path is passed as arguments, because a path in PYTHONPATH cannot contain a colon.

@@ -23,7 +23,7 @@ from envs.vector.tensors import LIFE, STEP_FIELDS
 STATUS = np.dtype([("beats", "i8"), ("number", "i8")])
 
 
-def shared_rows(file: int, count: int, row_type: np.dtype[Any]) -> np.ndarray:
+def shared_rows(file: int, count: int, row_type: np.dtype) -> np.ndarray:
     """Map rows of a memory file; all processes that map the file share them."""
     os.ftruncate(file, count * row_type.itemsize)
     return np.frombuffer(mmap.mmap(file, count * row_type.itemsize), row_type)
