@@ -41,8 +41,7 @@ def philox(counter: Sequence[Tensor], key: Sequence[int]) -> tuple[Tensor, ...]:
 
 def stream_key(seed: int, stream: int) -> list[int]:
     """Return the two words of the Philox key for a random stream."""
-    words: list[int] = np.random.SeedSequence([seed, stream]).generate_state(2, np.uint32).tolist()
-    return words
+    return np.random.SeedSequence([seed, stream]).generate_state(2, np.uint32).tolist()
 
 
 def action_noise(

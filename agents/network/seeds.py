@@ -34,5 +34,4 @@ def stream_seeds(seed: int, stream: int, first: int, count: int, resumed_at: int
     for factor, term in keys:
         numbers ^= numbers >> 15
         numbers = (numbers * (factor | 1) + term) % 2**SEED_BITS
-    seeds: list[int] = (numbers ^ numbers >> 15).tolist()
-    return seeds
+    return (numbers ^ numbers >> 15).tolist()

@@ -222,8 +222,7 @@ def state_after(
         resets = torch.zeros_like(obs[..., :1])
         resets[:-1, :, 0] = episode_start[1:].to(obs.dtype)
         obs = obs.masked_fill(resets > 0.5, 0.0)  # zero inputs, as in `run_sequence`
-        after: Tensor = network(obs, state * ~episode_start[0][:, None, None], resets)[1]
-        return after
+        return network(obs, state * ~episode_start[0][:, None, None], resets)[1]
     # Cut all sequences at every step at which one of them begins its last episode.
     last = (np.arange(len(obs))[:, None] * starts).max(0)  # [N] step of the last episode start
     cuts = sorted({0, *last.tolist()})
