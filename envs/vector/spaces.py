@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
-from gymnasium.spaces import flatten_space
 from numpy import ndarray
+from torch.utils._pytree import tree_leaves
 
 from envs.vector.layout import Kind, Part
 
 MASK_KEY = "action_mask"
-LIKE_MASK = re.compile("mask|legal|valid|avail")  # in other names that environments give to masks
+# parts of other names that environments give to masks
+LIKE_MASK = re.compile("mask|legal|valid|avail|allow|possib|permit|feasib", re.IGNORECASE)
 MIN_IMAGE_SIDE = 8  # pixels; an array with a shorter side is treated as a vector
 MAX_CHANNELS = 64
 MAX_VALUE = float(np.finfo(np.float32).max)
@@ -117,10 +118,7 @@ class Leaf:
     """Encodes one part of an observation as numbers in a row."""
 
     def __init__(self, path: Path, space: Space, masked: "ActionDecoder | None") -> None:
-        """Choose how to encode the part, according to its space.
-
-        `masked` are the actions that this part masks; None if this part is not a mask.
-        """
+        """Choose how to encode the part; `masked` are the actions that it masks, if any."""
         self.path = path
         self.space = space
         self.masked = masked
@@ -186,9 +184,13 @@ def _leaf(path: Path, space: Space, actions: "ActionDecoder") -> Leaf | None:
     if key == MASK_KEY:
         actions.flat_masks(space.sample(), 1)
         return Leaf(path, space, actions)
-    if LIKE_MASK.search(key):
-        flat: Any = flatten_space(space)
-        if flat == spaces.Box(0, 1, (actions.mask_size,), flat.dtype):
+    if LIKE_MASK.search(key) and not isinstance(space, spaces.Discrete):
+        size = sum(math.prod(s.shape) for _, s in _parts(space) if s.shape is not None)
+        word = re.sub("[^a-z]", "", key.lower())
+        flat: Any = spaces.flatten_space(space)
+        is_binary = not flat.low.any() and (flat.high == 1).all()
+        fits = size == actions.mask_size and ("mask" in word or is_binary)
+        if actions.mask_size and (fits or "actionmask" in word):
             raise ValueError(
                 f"the observation's entry {key!r} looks like a mask of actions: call it "
                 f"{MASK_KEY}, or use a name without {LIKE_MASK.pattern}"
@@ -321,9 +323,10 @@ class ActionDecoder:
             with suppress(LookupError, TypeError):
                 parts = [reduce(getitem, path, masks) for path in self.paths]
         arrays = [a for part in parts for a in (part if isinstance(part, tuple) else [part])]
+        given = tree_leaves(masks, lambda part: not isinstance(part, dict | tuple))
         rows = [np.asarray(a, "f4").reshape(count, -1) for a in arrays if not isinstance(a, dict)]
         lengths = [row.shape[1] for row in rows]
-        if lengths not in self.mask_lengths:
+        if lengths not in self.mask_lengths or len(arrays) != len(given):
             raise ValueError(
                 f"{MASK_KEY} must have {self.mask_size} numbers, one per option of a choice, in "
                 f"one array or nested like the actions; got arrays of {lengths} numbers"

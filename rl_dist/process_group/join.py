@@ -72,6 +72,9 @@ def _sign_of_copies() -> str:
     # SLURM also sets SLURM_NTASKS in the shell of an allocation, which is not a step of srun.
     if os.environ.get("SLURM_PROCID", "0") != "0":
         return "SLURM_PROCID"
+    # Older versions of SLURM do not store the number of tasks of a step.
+    if os.environ.keys() & {"SLURM_STEP_ID", "SLURM_STEPID"} and not counts:
+        counts = [name for name in ("SLURM_NTASKS", "SLURM_NPROCS") if name in os.environ]
     # PET_NNODES may be a range such as 1:4. Some launchers do not store the number of copies.
     signs = [name for name in counts if os.environ[name].split(":")[-1] not in ("", "0", "1")]
     numbers = [name for name in os.environ if re.fullmatch(NUMBERS, name)]

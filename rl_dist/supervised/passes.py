@@ -63,14 +63,24 @@ class Pass:
     def check_criterion(self, num_samples: int, outputs: Any, targets: Any) -> None:
         """Check that the loss of some samples is the mean of their single losses.
 
-        Batches with tensors whose first axis is not the sample are not checked.
+        The first axis of a tensor can also hold several values of each sample, as flattened texts
+        do. Tensors without such an axis are given to the criterion whole.
         """
         pair = outputs, targets
-        if any(getattr(leaf, "shape", ())[:1] != (num_samples,) for leaf in tree_leaves(pair)):
-            return
+        plain = Tensor, int, float, str, type(None)
+        if odd := [leaf for leaf in tree_leaves(pair) if not isinstance(leaf, plain)]:
+            raise UserError(
+                f"fit cannot take single samples from a {type(odd[0]).__name__} to check the "
+                "criterion: return tensors, or dicts or tuples of tensors"
+            )
 
-        def loss_of(rows: Any) -> Tensor:
-            return self.criterion(*tree_map(lambda leaf: leaf[rows], pair)).mean()
+        def loss_of(rows: list[int]) -> Tensor:
+            def take(leaf: Any) -> Any:
+                if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) % num_samples:
+                    return leaf
+                return leaf.unflatten(0, (num_samples, -1))[rows].flatten(0, 1)
+
+            return self.criterion(*tree_map(take, pair)).mean()
 
         # Repeat a row, so that a sum is noticed even if this rank's share is one sample.
         chosen = [0, *range(min(num_samples, CHECKED_ROWS))]

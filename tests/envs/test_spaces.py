@@ -232,9 +232,12 @@ def test_a_mask_is_used_in_every_form_that_the_actions_allow(form, place):
     ("actions", "entry", "space"),
     [
         (CHOICES, "mask", BITS[7]),
+        (CHOICES, "Mask", spaces.Box(0, 255, (7,), np.uint8)),
+        (CHOICES, "ActionMask", BITS[3]),
         (CHOICES, "legal_moves", spaces.Box(0, 1, (7,))),
         (PAIR, "valid", spaces.Tuple([BITS[2], BITS[5]])),
         (CHOICES, "action_mask", spaces.Dict(move=BITS[3])),
+        (PAIR, "action_mask", spaces.Tuple([BITS[2], BITS[5], BITS[2]])),
         (spaces.MultiDiscrete([2, 3]), "action_mask", spaces.Tuple([BITS[3], BITS[2]])),
         (PLAIN, "action_mask", BITS[1]),
     ],

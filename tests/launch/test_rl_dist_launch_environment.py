@@ -57,6 +57,7 @@ def environment(monkeypatch):
         (TORCHRUN | {"MASTER_ADDR": "h" * 70}, "MASTER_ADDR 'hhh.* has no address"),
         (TORCHRUN | {"MASTER_ADDR": "::1"}, ""),
         (TORCHRUN, ""),
+        ({"SLURM_NPROCS": "2", "SLURM_PROCID": "0", "SLURM_STEPID": "0"}, "SLURM_NPROCS is 2"),
         (TORCHRUN | SRUN, ""),
     ],
 )
