@@ -55,8 +55,7 @@ def partly_ignored(count, *ignored):
 UNEQUAL = {
     "ignored target": {"train": DataLoader(partly_ignored(36, 30), batch_size=12)},
     "class weights": {"criterion": nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 5.0]).double())},
-    "sum": {"criterion": nn.CrossEntropyLoss(reduction="sum")},
-    "sum, one sample per rank": {
+    "sum of one sample per rank": {
         "criterion": nn.CrossEntropyLoss(reduction="sum"),
         "batch_size": 2,
     },
@@ -139,13 +138,14 @@ def exercise(world, out_dir):
         name: refusal(Fitted, world, **options | unequal) for name, unequal in UNEQUAL.items()
     }
     ignored = DataLoader(partly_ignored(31, 0, 2, 4, 17), batch_size=12)
-    results["evaluation"] = refusal(evaluate, plain.module, ignored, CRITERION, plain.strategy)
+    results["unequal"]["evaluation"] = refusal(
+        evaluate, plain.module, ignored, CRITERION, plain.strategy
+    )
+    options["criterion"] = nn.CrossEntropyLoss(reduction="none")
     for name, parts in (("per sample", 1), ("per sample, accumulated", 2)):
         train = DataLoader(partly_ignored(48, 0, 2, 4, 17), batch_size=24 // parts)
-        each = nn.CrossEntropyLoss(reduction="none")
-        config = {"grad_accumulation": parts}
-        job = Fitted(world, train=train, criterion=each, **options | {"config": config})
-        results[name] = job.weights
+        options["config"] = {"grad_accumulation": parts}
+        results[name] = Fitted(world, train=train, **options).weights
     net = make_net()
     net.spare = nn.Parameter(torch.ones(1))
     results["unused"] = refusal(Fitted, world, net=net, **options)

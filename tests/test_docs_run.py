@@ -69,11 +69,11 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reader")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert train_here(patch, *CARTPOLE.split(), "--run_dir", "runs/my_run") == 0
+        assert train_here(*CARTPOLE.split(), "--run_dir", "runs/my_run") == 0
         pendulum = CARTPOLE.replace("CartPole-v1", "Pendulum-v1").split()
-        assert train_here(patch, *pendulum, "--run_dir", "runs/pendulum") == 0
+        assert train_here(*pendulum, "--run_dir", "runs/pendulum") == 0
         if all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))):
-            assert run_here(export.main, ["runs/pendulum", "--output", folder], patch) == 0
+            assert run_here(export.main, "runs/pendulum", "--output", folder) == 0
     drift, *_, decay = blocks(ROOT / "docs/own_environment.md")
     # the environment that the README uses
     made = 'gymnasium.register("MyEnv-v0", entry_point=Drift, max_episode_steps=100)\n'

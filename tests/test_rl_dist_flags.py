@@ -54,7 +54,7 @@ def parse(*argv, sections=SECTIONS, **options):
 
 
 @pytest.mark.parametrize(
-    ("argv", "values"),
+    "argv, values",
     [
         ([], {}),
         (["--num_envs", "64"], {"num_envs": 64}),  # the default, but it counts as given
@@ -76,7 +76,7 @@ def test_flags_set_fields_of_their_section_and_parsed_flags_can_be_parsed_again(
 
 
 @pytest.mark.parametrize(
-    ("argv", "parts"),
+    "argv, parts",
     [
         (["--num_envs", "-3"], ["num_envs", "equal to 1", "-3"]),
         (["--learning_rate", "nan"], ["learning_rate", "finite number", "nan"]),
@@ -127,7 +127,7 @@ def test_saved_settings_are_read_back_without_fields_that_are_not_saved():
 
 
 @pytest.mark.parametrize(
-    ("saved", "problem"),
+    "saved, problem",
     [
         *(({"learning": {"num_envs": value}}, "num_envs") for value in ("x", 0, 10**4000)),
         ({"learning": {"learning_rate": math.nan}}, "learning_rate"),

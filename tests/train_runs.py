@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import psutil
+import pytest
 import torch
 
 import train_distributed
@@ -19,11 +20,13 @@ from agents.evaluate import command as evaluate
 from rl_dist.telemetry.metrics import close_logging
 
 REPO = Path(__file__).parents[1]
+MAIN = REPO / "clstm_ppo.py"
 PATIENCE_S = 120.0  # how long a usually quick event may take on a busy machine
 RECALL = shlex.split(
     "--env Recall-v0 --num_envs 4 --num_steps 16 --bptt_steps 8 --batch_size 4 --hidden_size 8 "
     "--device cpu"
 )
+BRIEF = shlex.split("--total_steps 64 --eval_episodes 2 --validate_every 0")
 SIZES = shlex.split(
     "--num_episodes 8 --num_envs 4 --batch_size 8 --num_steps 32 --bptt_steps 8 --hidden_size 8"
 )
@@ -35,25 +38,26 @@ WORLDS = ["--num_worlds", "2", "--episode_days", "60"]
 SMALL = [*SIZES, *SPANS, *WORLDS]  # flags of a small run on the simulated market
 
 
-def run_here(main, argv, monkeypatch):
+def run_here(main, *argv):
     """Run a command in this process; return its exit code."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(sys, "argv", ["command", *map(str, argv)])
-    try:
-        return main()
-    except SystemExit as leaving:
-        return leaving.code
-    finally:
-        close_logging()
-        torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setattr(sys, "argv", ["command", *map(str, argv)])
+        try:
+            return main()
+        except SystemExit as leaving:
+            return leaving.code
+        finally:
+            close_logging()
+            torch.set_num_threads(1)
 
 
-def train_here(monkeypatch, *argv):
-    return run_here(train_distributed.main, argv, monkeypatch)
+def train_here(*argv):
+    return run_here(train_distributed.main, *argv)
 
 
-def evaluate_here(monkeypatch, *argv):
-    return run_here(evaluate.main, argv, monkeypatch)
+def evaluate_here(*argv):
+    return run_here(evaluate.main, *argv)
 
 
 @contextmanager
@@ -72,12 +76,21 @@ def output_in(folder):
 
 
 def start(*argv, **options):
-    """Start `python` with these arguments in a new session."""
+    """Start `python` with these arguments in a new session; `env` holds additional variables."""
     path = f"{REPO}{os.pathsep}{REPO / 'tests'}"
-    options["env"] = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    options["env"] = os.environ | variables | options.get("env", {})
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, *map(str, argv)]
     return subprocess.Popen(command, start_new_session=True, **options)
+
+
+def run_in(folder, *argv, code=0, **variables):
+    """Run `python` in a folder; return what it prints to stdout and stderr."""
+    job = start(*argv, cwd=folder, env=variables)
+    printed = job.communicate(timeout=300)
+    assert job.returncode == code, printed
+    return printed
 
 
 def run_benchmark(name, *flags):
@@ -99,8 +112,18 @@ def only_error(stderr):
     return lines[0]
 
 
+def printed_error(capsys):
+    """Check that only one error line was printed to stderr, and return it."""
+    return only_error(capsys.readouterr().err)
+
+
 def records(run_dir):
     return [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+
+
+def iterations(run_dir):
+    """Return the numbers of the iterations that have a record."""
+    return [line["iteration"] for line in records(run_dir)]
 
 
 def daily_bars(num_stocks=5, num_days=400, start="2018-01-01"):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from train_runs import only_error, train_here
+from train_runs import printed_error, train_here
 
 from agents.config import RunConfig, TrainConfig
 from agents.ppo import PPO
@@ -23,13 +23,13 @@ TINY = shlex.split(
     "--env Recall-v0 --num_steps 16 --bptt_steps 8 --hidden_size 8 --device cpu --eval_episodes 2 "
     "--validate_every 0 --update_epochs 1 --checkpoint_every 1"
 )
-SIZES = ["--num_envs", "16", "--total_steps", "768"]  # 32 sequences per rollout, 3 iterations
+SIZES = ["--num_envs=16", "--total_steps=768"]  # 32 sequences per rollout, 3 iterations
 SLOW = "--env benchmarks.slow_env:Waiting-v0"
 
 
-def train(monkeypatch, run_dir, flags):
+def train(run_dir, flags):
     """Train with small sizes; return the exit code."""
-    return train_here(monkeypatch, *TINY, *SIZES, *flags.split(), "--run_dir", run_dir)
+    return train_here(*TINY, *SIZES, *flags.split(), "--run_dir", run_dir)
 
 
 def fail():
@@ -54,7 +54,7 @@ def test_every_size_that_auto_may_choose_divides_over_the_ranks(scaling, num_ran
 
 
 @pytest.mark.parametrize(
-    ("flag", "field", "allowed", "others"),
+    "flag, field, allowed, others",
     [
         ("batch_size", "train.batch_size", (8, 16, 32), ""),
         ("precision", "launch.precision", ("fp32", "bf16"), "--batch_size 16"),
@@ -74,17 +74,17 @@ def test_auto_trains_like_the_value_it_chooses_and_a_resume_keeps_that_value(
     def chosen():
         return read_object(run_dir / "config.json")[section][name]
 
-    assert train(monkeypatch, run_dir, f"{others} --{flag} auto") == 0
+    assert train(run_dir, f"{others} --{flag} auto") == 0
     value = chosen()
     assert value in allowed and f"{flag} auto: {value} " in capsys.readouterr().out
-    assert train(monkeypatch, tmp_path / "named", f"{others} --{flag} {value}") == 0
+    assert train(tmp_path / "named", f"{others} --{flag} {value}") == 0
     assert differences(result_of(tmp_path / "named"), result_of(run_dir)) == []
     if flag == "precision":
         assert read_object(run_dir / "state.json")["precision"] == value
     # Do not repeat --env_workers auto: with this flag, a resumed run would measure again.
     again = [] if flag == "env_workers" else [f"--{flag}", "auto"]
     capsys.readouterr()
-    assert train_here(monkeypatch, "--resume", run_dir, *again, "--total_steps", "1024") == 0
+    assert train_here("--resume", run_dir, *again, "--total_steps=1024") == 0
     assert f"{flag} auto" not in capsys.readouterr().out and chosen() == value
 
 
@@ -93,7 +93,7 @@ def test_auto_chooses_only_sizes_that_fit_and_fails_if_none_does(tmp_path, monke
         return fail() if minibatch.obs.shape[1] > 10 else step(ppo, minibatch, *plans)
 
     monkeypatch.setattr(PPO, "step", on_a_small_gpu)
-    assert train(monkeypatch, tmp_path / "run", "--batch_size auto") == 0
+    assert train(tmp_path / "run", "--batch_size auto") == 0
     assert "batch_size auto: 8 " in capsys.readouterr().out
     for reason, owner, name, value in (
         ("CUDA out of memory", PPO, "step", lambda *_: fail()),
@@ -101,8 +101,8 @@ def test_auto_chooses_only_sizes_that_fit_and_fails_if_none_does(tmp_path, monke
         ("no value divides", auto, "allowed_batch_sizes", lambda *_: []),
     ):
         monkeypatch.setattr(owner, name, value)
-        assert train(monkeypatch, tmp_path / "none", "--batch_size auto") == 1
-        assert reason in only_error(capsys.readouterr().err)
+        assert train(tmp_path / "none", "--batch_size auto") == 1
+        assert reason in printed_error(capsys)
         assert [path.name for path in (tmp_path / "none").iterdir()] == ["logs"]
 
 
@@ -131,9 +131,9 @@ def test_an_out_of_memory_error_names_the_phase_and_flags_that_a_resume_accepts(
 
     with monkeypatch.context() as failing:
         failing.setattr(PPO, "step", exhausted)
-        assert train(failing, run_dir, "--batch_size 16") == 1
+        assert train(run_dir, "--batch_size 16") == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert "rank 0 ran out of memory in update, " in error and "--grad_accumulation" in error
     assert "OutOfMemoryError: CUDA out of memory." in error
-    smaller = ["--batch_size", "8", "--grad_accumulation", "2"]
-    assert train_here(monkeypatch, "--resume", run_dir, *smaller) == 0
+    smaller = ["--batch_size=8", "--grad_accumulation=2"]
+    assert train_here("--resume", run_dir, *smaller) == 0

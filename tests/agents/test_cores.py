@@ -37,7 +37,7 @@ def test_a_scan_and_its_gradients_equal_the_recurrence(length):
 
 
 @pytest.mark.parametrize(
-    ("core", "problem"),
+    "core, problem",
     [
         *((f"own_cores:{name}", "single steps") for name in ("Forgetful", "Herd")),
         ("own_cores:Thin", r"\(7, 3, 7\)"),
@@ -58,7 +58,7 @@ def test_a_core_that_meets_the_contract_passes_and_keeps_its_initial_weights():
 
 
 @pytest.mark.parametrize(
-    ("flag", "options"),
+    "flag, options",
     [
         ("core", {"policy": "own"}),
         ("core", {"core": "own_cores:Decay"}),

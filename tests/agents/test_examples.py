@@ -33,7 +33,7 @@ def test_the_example_core_meets_the_contract():
     try_core("examples.phase_core:PhaseCore", PhaseCore(5, 16, 1), 5, 16)
 
 
-@pytest.mark.parametrize(("lower", "state", "count"), [(-1.0, "COMPLETE", 4), (1e9, "PRUNED", 1)])
+@pytest.mark.parametrize("lower, state, count", [(-1.0, "COMPLETE", 4), (1e9, "PRUNED", 1)])
 def test_a_search_ends_the_trials_that_its_pruner_stops(lower, state, count):
     optuna = pytest.importorskip("optuna", reason="optuna is not installed")
     from examples import optuna_search

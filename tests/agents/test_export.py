@@ -8,7 +8,7 @@ import pytest
 import torch
 from gymnasium import spaces
 from policies import FORMS, small
-from train_runs import RECALL, only_error, run_here, train_here
+from train_runs import RECALL, printed_error, run_here, train_here
 
 from agents import export
 from agents.api import LoadedPolicy
@@ -147,17 +147,17 @@ def test_a_run_is_exported_by_the_command(tmp_path, monkeypatch, untraced, capsy
     The command deletes a model whose actions differ from those of its policy. Without ONNX Runtime,
     the command prints a one-line error.
     """
-    flags = ["--env", "Pendulum-v1", "--total_steps", "128", "--eval_episodes", "2"]
+    flags = ["--env=Pendulum-v1", "--total_steps=128", "--eval_episodes=2"]
     run_dir, folder = tmp_path / "run", tmp_path / "run" / "export" / "onnx"
-    assert train_here(monkeypatch, *RECALL, *flags, "--run_dir", run_dir) == 0
-    assert run_here(export.main, [run_dir], monkeypatch) == 0
+    assert train_here(*RECALL, *flags, "--run_dir", run_dir) == 0
+    assert run_here(export.main, run_dir) == 0
     contract = json.loads((folder / "contract.json").read_text())
     assert contract["env"] == {"id": "Pendulum-v1", "kwargs": {}}
     assert contract["outputs"][0]["stretch"] == [2.0] and (folder / contract["file"]).exists()
     monkeypatch.setattr(export, "largest_difference", lambda *_: 2 * export.TOLERANCE)
-    assert run_here(export.main, [run_dir], monkeypatch) == 1
+    assert run_here(export.main, run_dir) == 1
     assert not (folder / contract["file"]).exists()
     capsys.readouterr()
     monkeypatch.setitem(sys.modules, "onnxruntime", None)  # as if ONNX Runtime were not installed
-    assert run_here(export.main, [run_dir], monkeypatch) == 2
-    assert "clstm-ppo[export]" in only_error(capsys.readouterr().err)
+    assert run_here(export.main, run_dir) == 2
+    assert "clstm-ppo[export]" in printed_error(capsys)

@@ -27,7 +27,7 @@ def converse(monkeypatch, lines, *flags):
     """Run the command with these input lines; return its exit code."""
     monkeypatch.setattr(sys, "stdin", Keyboard("".join(f"{line}\n" for line in lines)))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    return train_here(monkeypatch, "--interactive", *flags)
+    return train_here("--interactive", *flags)
 
 
 def test_answers_with_mistakes_become_a_command_line_and_a_training(monkeypatch, capsys, tmp_path):

@@ -1,18 +1,16 @@
 """A user's project may have folders with the names of our packages; one command names ours."""
 
-import sys
 import tomllib
 
 import pytest
-from train_runs import RECALL, REPO, only_error, start
+from train_runs import BRIEF, MAIN, RECALL, REPO, only_error, run_in
 
 from agents import __version__
 from clstm_ppo import COMMANDS
 
-MAIN = REPO / "clstm_ppo.py"
+PYPROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())
 ENV = "import gymnasium\nfrom examples.own_environment import CueEnv\n"
 ENV += "gymnasium.register('MyCue-v0', CueEnv, max_episode_steps=20)\n"
-ONE_ITERATION = [*RECALL, "--total_steps", "64", "--eval_episodes", "2", "--validate_every", "0"]
 HOOKS = "from pathlib import Path\ndef watch(moment):\n    Path(moment.kind).touch()\n"
 NOTE_FORK = (
     "import os, sys; os.fork = lambda: os._exit(7 + ('torch' in sys.modules)); "
@@ -34,20 +32,12 @@ def project(tmp_path_factory):
     return folder
 
 
-def run(project, *argv, code=0):
-    """Run Python in the project; return what it prints."""
-    job = start(*argv, cwd=project)
-    out, err = job.communicate(timeout=150)
-    assert job.returncode == code, out + err
-    return err if code else out
-
-
 @pytest.fixture(scope="module")
 def trained(project):
     """Train on two ranks with workers, with modules from all three folders."""
-    flags = ["--env", "envs.my_env:MyCue-v0", "--env_workers", "1", "--num_gpus", "2"]
-    flags += ["--core", "agents.my_core:Decay", "--callback", "rl_dist.hooks:watch"]
-    run(project, MAIN, "train", *ONE_ITERATION, "--policy", "own", *flags, "--run_dir", "run")
+    flags = ["--env=envs.my_env:MyCue-v0", "--env_workers=1", "--num_gpus=2"]
+    flags += ["--core=agents.my_core:Decay", "--callback=rl_dist.hooks:watch"]
+    run_in(project, MAIN, "train", *RECALL, *BRIEF, "--policy=own", *flags, "--run_dir=run")
     return project / "run"
 
 
@@ -57,17 +47,17 @@ def test_ranks_and_workers_import_the_users_modules(trained):
 
 @pytest.mark.parametrize("command", [["-m", "agents.evaluate"], [MAIN, "evaluate"]])
 def test_evaluation_imports_the_users_modules(command, trained):
-    assert "mean return" in run(trained.parent, *command, "run")
+    assert "mean return" in run_in(trained.parent, *command, "run")[0]
 
 
 def test_a_policy_with_the_users_core_is_loaded_in_python(trained):
     code = "from agents import load_policy; print(load_policy('run').action_space)"
-    assert "Discrete" in run(trained.parent, "-c", code)
+    assert "Discrete" in run_in(trained.parent, "-c", code)[0]
 
 
 def test_an_error_names_the_module_of_ours_that_hides_the_users(project):
     (project / "envs/task.py").write_text(ENV)
-    errors = run(project, MAIN, "train", "--env", "envs.task:Walk-v0", code=2)
+    errors = run_in(project, MAIN, "train", "--env=envs.task:Walk-v0", code=2)[1]
     assert str(REPO / "envs/task.py") in only_error(errors)
 
 
@@ -76,7 +66,7 @@ def test_an_error_names_the_users_package_that_hides_ours(name, tmp_path):
     place = tmp_path / name / "__init__.py"
     place.parent.mkdir()
     place.touch()
-    errors = run(tmp_path, "-c", f"import {name}; import agents", code=1)
+    errors = run_in(tmp_path, "-c", f"import {name}; import agents", code=1)[1]
     assert str(place) in errors.splitlines()[-1]
 
 
@@ -84,21 +74,22 @@ def test_an_error_names_the_users_package_that_hides_ours(name, tmp_path):
 
 
 def test_the_command_starts_the_supervisor_before_torch(tmp_path):
-    run(tmp_path, "-c", NOTE_FORK, code=7)
+    run_in(tmp_path, "-c", NOTE_FORK, code=7)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_names_the_command_as_the_user_has_started_it(name, tmp_path):
-    assert run(tmp_path, MAIN, name, "--help").startswith(f"usage: clstm-ppo {name} ")
+    assert run_in(tmp_path, MAIN, name, "--help")[0].startswith(f"usage: clstm-ppo {name} ")
 
 
 def test_the_version_is_printed(tmp_path):
-    assert run(tmp_path, MAIN, "--version").split()[-1] == __version__
+    assert run_in(tmp_path, MAIN, "--version")[0].split()[-1] == __version__
 
 
-def test_a_wheel_has_all_modules_and_the_command():
-    project = tomllib.loads((REPO / "pyproject.toml").read_text())
+def test_a_wheel_has_all_modules():
     modules = {path.stem for path in REPO.glob("*.py")}
-    assert {*project["tool"]["setuptools"]["py-modules"]} == modules
-    module, _, function = project["project"]["scripts"]["clstm-ppo"].partition(":")
-    assert module in modules and callable(getattr(sys.modules[module], function))
+    assert {*PYPROJECT["tool"]["setuptools"]["py-modules"]} == modules
+
+
+def test_a_wheel_has_one_command():
+    assert PYPROJECT["project"]["scripts"] == {"clstm-ppo": "clstm_ppo:main"}

@@ -139,7 +139,7 @@ def test_statistics_of_all_ranks_and_rollouts_equal_one_pass():
 
 
 @pytest.mark.parametrize(
-    ("seen", "center", "given", "expected"),
+    "seen, center, given, expected",
     [
         ([2.0, 6.0], False, [0.0, 3.0], [0.0, 1.5]),  # rewards are divided by 2, but not centred
         ([-1.0, 1.0], True, [1e6, -1e6], [10.0, -10.0]),  # outliers are clipped

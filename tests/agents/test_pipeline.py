@@ -29,7 +29,7 @@ def test_two_stages_train_like_two_replicas(ranks, label):
 
 
 @pytest.mark.slow  # slow because it launches new ranks
-@pytest.mark.parametrize(("num_ranks", "labels"), [(2, REST), (4, BRIEFLY)])
+@pytest.mark.parametrize("num_ranks, labels", [(2, REST), (4, BRIEFLY)])
 def test_pairs_of_stages_train_like_replicas_in_all_other_cases(num_ranks, labels, tmp_path):
     assert launch(exercise, (str(tmp_path), labels), num_ranks) == 0
     files = [tmp_path / f"rank_{rank}.pt" for rank in range(num_ranks)]
@@ -53,7 +53,7 @@ def test_an_infinite_loss_on_one_rank_makes_both_stages_skip_the_step(ranks):
 
 
 @pytest.mark.parametrize(
-    ("given", "form"),
+    "given, form",
     [
         (["--hybrid_form", "pipeline"], ("hybrid", "pipeline", 0)),
         (["--strategy", "ddp"], ("ddp", "shard", 0)),

@@ -19,7 +19,7 @@ from rl_dist.telemetry import events
 
 
 @pytest.mark.parametrize(
-    ("next_values", "ends", "advantages"),
+    "next_values, ends, advantages",
     [
         # TD errors: 1 + 0.9 - 0.5 = 1.4; 2 + 1.35 - 1 = 2.35; 3 + 1.8 - 1.5 = 3.3. Going back one
         # step multiplies an error by 0.9 * 0.8 = 0.72.
@@ -41,7 +41,7 @@ def test_advantages_equal_those_computed_by_hand_and_environments_do_not_mix(
     assert torch.equal(computed[:, 1], -computed[:, 0])
 
 
-@pytest.mark.parametrize(("least", "deviation"), [(0.0, 3.5**0.5), (7.0, 7.0)])
+@pytest.mark.parametrize("least, deviation", [(0.0, 3.5**0.5), (7.0, 7.0)])
 def test_advantages_are_normalised_by_their_deviation_or_its_lower_bound(least, deviation):
     advantages, zeros = torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.zeros(2, 2)
     # The deviation uses the population variance: (4 + 1 + 0 + 9) / 4.
@@ -84,7 +84,7 @@ MANY = (1.0, 1.5, 0.7, 1.1)
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss"),
+    "ratio, advantage, loss",
     [
         (1.1, 2.0, -2.2),
         (1.5, 2.0, -2.4),  # a gain is clipped at ratio 1.2
@@ -99,7 +99,7 @@ def test_gains_are_clipped_and_losses_are_not(ratio, advantage, loss):
 
 
 @pytest.mark.parametrize(
-    ("given", "part", "expected"),
+    "given, part, expected",
     [
         # A value change towards the return is clipped to 0.2; a change away from it is not.
         ({"values": (1.0,), "returns": (2.0,), "clip_vloss": True}, "value", 0.5 * 1.8**2),
@@ -119,7 +119,7 @@ def test_losses_equal_those_computed_by_hand(given, part, expected):
 
 
 @pytest.mark.parametrize(
-    ("config", "iteration", "remaining", "factor", "rate"),
+    "config, iteration, remaining, factor, rate",
     [
         ({}, 9, 0.0, 1.0, 0.0),
         ({"anneal_lr": False, "warmup": 4}, 3, 0.5, 1.0, 0.075),

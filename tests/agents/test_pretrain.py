@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from train_runs import SIZES, SPANS, WORLDS, only_error, run_here, train_here
+from train_runs import SIZES, SPANS, WORLDS, only_error, printed_error, run_here, train_here
 
 import train_distributed
 from agents import pretrain
@@ -19,10 +19,10 @@ from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.files import read_object
 
 TINY = [
-    *("--num_worlds", "2", "--num_stocks", "2", *SPANS, "--hidden_size", "8", "--window", "20"),
-    *("--batch_size", "16", "--no-progress"),
+    *("--num_worlds=2", "--num_stocks=2", *SPANS, "--hidden_size=8", "--window=20"),
+    *("--batch_size=16", "--no-progress"),
 ]
-PPO = [*SIZES, *SPANS, *WORLDS, "--num_stocks", "2", "--num_gpus", "1"]
+PPO = [*SIZES, *SPANS, *WORLDS, "--num_stocks=2", "--num_gpus=1"]
 SPAN = Span(100, 160)
 MARKET = SimulatedMarketConfig(num_worlds=2, num_stocks=2)
 MARKETS = simulate_markets(MARKET, world_seeds(MARKET, "train", 2))
@@ -38,16 +38,15 @@ def checkpoint(run_dir, epoch):
     return load_checkpoint(run_dir / "checkpoints" / f"iteration_{epoch:08d}.pt")
 
 
-def run(monkeypatch, run_dir, *flags):
-    return run_here(pretrain.main, [*TINY, "--run_dir", run_dir, *flags], monkeypatch)
+def run(run_dir, *flags):
+    return run_here(pretrain.main, *TINY, "--run_dir", run_dir, *flags)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Pre-train for two epochs; return the run directory."""
     run_dir = tmp_path_factory.mktemp("pretrain") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        assert run(patch, run_dir, "--epochs", "2") == 0
+    assert run(run_dir, "--epochs=2") == 0
     return run_dir
 
 
@@ -100,8 +99,8 @@ def test_a_resumed_pre_training_ends_bit_for_bit_as_one_that_did_not_stop(
     trained, tmp_path, monkeypatch
 ):
     parts = tmp_path / "parts"
-    assert run(monkeypatch, parts, "--epochs", "1") == 0
-    assert run_here(pretrain.main, ["--resume", parts, "--epochs", "2"], monkeypatch) == 0
+    assert run(parts, "--epochs=1") == 0
+    assert run_here(pretrain.main, "--resume", parts, "--epochs=2") == 0
     whole, resumed = checkpoint(trained, 2), checkpoint(parts, 2)
     assert whole["history"] == resumed["history"]
     assert all(torch.equal(value, resumed["module"][k]) for k, value in whole["module"].items())
@@ -119,8 +118,8 @@ def test_ppo_starts_with_the_features_and_the_statistics_of_observations(
         return update(training, rollout)
 
     monkeypatch.setattr(Training, "update", noting)
-    flags = ["--pretrained", trained, "--run_dir", tmp_path / "run"]
-    assert train_here(monkeypatch, *PPO, *flags) == 0
+    flags = ["--pretrained", trained, "--run_dir", tmp_path]
+    assert train_here(*PPO, *flags) == 0
     best_epoch = read_object(trained / "summary.json")["best_epoch"]
     module = checkpoint(trained, best_epoch)["module"]
     names = [name for name in states[0] if name.startswith("feature")]
@@ -132,12 +131,12 @@ def test_ppo_starts_with_the_features_and_the_statistics_of_observations(
 def test_a_pre_training_whose_validation_is_never_finite_fails(tmp_path, monkeypatch, capsys):
     figures = dict.fromkeys(("loss", "sign_accuracy"), np.nan)
     monkeypatch.setattr("rl_dist.supervised.fit.evaluate", lambda *_: figures)
-    assert run(monkeypatch, tmp_path / "run", "--epochs", "1") == 1
-    assert "--learning_rate" in only_error(capsys.readouterr().err)
+    assert run(tmp_path, "--epochs=1") == 1
+    assert "--learning_rate" in printed_error(capsys)
 
 
 @pytest.mark.parametrize(
-    ("command", "flags", "problem"),
+    "command, flags, problem",
     [
         (train_distributed, "--pretrained {} --hidden_size 16", "--hidden_size"),
         (train_distributed, "--pretrained {} --policy mlp", "feature_core"),
@@ -150,11 +149,11 @@ def test_a_pre_training_whose_validation_is_never_finite_fails(tmp_path, monkeyp
     ],
 )
 def test_flags_that_do_not_fit_are_refused_and_leave_no_files(
-    command, flags, problem, trained, tmp_path, monkeypatch, capfd
+    command, flags, problem, trained, tmp_path, capfd
 ):
     new = [*(TINY if command is pretrain else PPO), "--run_dir", tmp_path / "run"]
     given = flags.format(trained).split()
     argv = given if "--resume" in flags else [*new, *given]
-    assert run_here(command.main, argv, monkeypatch) == 2
+    assert run_here(command.main, *argv) == 2
     assert problem in only_error(capfd.readouterr().err)
     assert not (tmp_path / "run").exists()

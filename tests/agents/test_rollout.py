@@ -90,7 +90,7 @@ def states_after(policy, rollout, column):
 
 
 @pytest.mark.parametrize(
-    ("window", "column", "step", "rows"),
+    "window, column, step, rows",
     [
         # The bootstrap value uses the final observation and state of the ended episode, not those
         # of the next episode.

@@ -103,7 +103,7 @@ def test_a_resumed_run_with_weak_scaling_keeps_its_totals_and_learning_rate(num_
         assert getattr(share, name) == getattr(begun, name), name
 
 
-@pytest.mark.parametrize(("num_ranks", "near"), [(3, [2, 4]), (12, [8, 16]), (10**6, [32])])
+@pytest.mark.parametrize("num_ranks, near", [(3, [2, 4]), (12, [8, 16]), (10**6, [32])])
 def test_a_resumed_run_that_does_not_divide_names_the_nearest_numbers_of_ranks(num_ranks, near):
     with pytest.raises(ValueError, match="batch_size") as caught:
         sizes_of(num_ranks, 32, **WEAK)

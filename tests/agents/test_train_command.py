@@ -20,8 +20,9 @@ from train_runs import (
     SIZES,
     SMALL,
     evaluate_here,
-    only_error,
+    iterations,
     output_in,
+    printed_error,
     records,
     train_here,
 )
@@ -36,20 +37,20 @@ from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, pack, w
 from rl_dist.files import read_object
 from rl_dist.resume_check import differences, result_of
 
-OFTEN = ["--validate_every", "3", "--checkpoint_every", "1", "--keep_checkpoints", "100"]
-CARTPOLE = [*SIZES[2:], "--env", "CartPole-v1", "--eval_episodes", "2"]
+OFTEN = ["--validate_every=3", "--checkpoint_every=1", "--keep_checkpoints=100"]
+CARTPOLE = [*SIZES[2:], "--env=CartPole-v1", "--eval_episodes=2"]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """Train on 1 rank and on 2; return {num_ranks: (run directory, stdout, stderr)}."""
     folder = tmp_path_factory.mktemp("finished")
-    flags = [*SMALL, *OFTEN, "--precision", "fp64", "--device", "cpu"]
+    flags = [*SMALL, *OFTEN, "--precision=fp64", "--device=cpu"]
     ended = {}
     for ranks in (1, 2):
         run_dir = folder / str(ranks)
-        with pytest.MonkeyPatch.context() as patch, output_in(folder):
-            code = train_here(patch, *flags, "--num_gpus", ranks, "--run_dir", run_dir)
+        with output_in(folder):
+            code = train_here(*flags, "--num_gpus", ranks, "--run_dir", run_dir)
         ended[ranks] = run_dir, *((folder / name).read_text() for name in ("out", "err"))
         assert code == 0, ended[ranks]
     return ended
@@ -60,8 +61,7 @@ def cartpole(tmp_path_factory):
     """Train CartPole-v1 and save a best checkpoint; return the run directory."""
     run_dir = tmp_path_factory.mktemp("cartpole") / "run"
     flags = [*CARTPOLE, "--total_steps=384", "--validate_every=1", "--learning_rate=0.003"]
-    with pytest.MonkeyPatch.context() as patch:
-        assert train_here(patch, *flags, "--run_dir", run_dir) == 0
+    assert train_here(*flags, "--run_dir", run_dir) == 0
     return run_dir
 
 
@@ -119,49 +119,47 @@ def test_a_core_and_a_callback_can_be_in_the_current_directory(tmp_path, monkeyp
     shutil.copy(REPO / "tests/own_cores.py", tmp_path / "cores_here.py")
     (tmp_path / "calls_here.py").write_text("def stop(moment):\n    return False\n")
     monkeypatch.chdir(tmp_path)
-    core = [*CARTPOLE, "--policy", "own", "--core", "cores_here:Decay", "--total_steps", 256]
+    core = [*CARTPOLE, "--policy=own", "--core=cores_here:Decay", "--total_steps=256"]
     for words in (
-        [*core, "--callback", "calls_here:stop", "--run_dir", "run"],
-        ["--resume", "run"],
+        [*core, "--callback=calls_here:stop", "--run_dir=run"],
+        ["--resume=run"],
     ):
         monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
-        assert train_here(monkeypatch, *words) == 0
-    assert [line["iteration"] for line in records("run")] == [1, 2]
+        assert train_here(*words) == 0
+    assert iterations("run") == [1, 2]
 
 
 # ---- the best checkpoint, and initial weights
 
 
 def test_the_last_policy_and_the_best_are_evaluated_in_episodes_that_chose_neither(
-    cartpole, tmp_path, monkeypatch, capsys
+    cartpole, tmp_path, capsys
 ):
     def evaluated(*flags):
-        assert evaluate_here(monkeypatch, cartpole, *flags, "--json", tmp_path / "json") == 0
+        assert evaluate_here(cartpole, *flags, "--json", tmp_path / "json") == 0
         return read_object(tmp_path / "json")["policy"]
 
     summary, chosen_by = read(cartpole, "summary"), records(cartpole)[-1]
     best, last = summary["best"], summary["test"]
     assert evaluated() == best != last
     assert "checkpoints/best.pt" in capsys.readouterr().out
-    assert evaluated("--which", "last") == last
+    assert evaluated("--which=last") == last
     # Evaluations with different seeds draw different episodes; validation draws yet others.
-    assert evaluated("--seed", 2) != best
+    assert evaluated("--seed=2") != best
     assert any(chosen_by[f"valid/{name}"] != last[name] for name in ("return", "return_std"))
 
 
-def test_a_run_with_a_damaged_best_checkpoint_still_ends(cartpole, tmp_path, monkeypatch, capsys):
+def test_a_run_with_a_damaged_best_checkpoint_still_ends(cartpole, tmp_path, capsys):
     run_dir = shutil.copytree(cartpole, tmp_path / "run")
     damage(run_dir / "checkpoints" / "best.pt")
-    assert train_here(monkeypatch, "--resume", run_dir) == 0
+    assert train_here("--resume", run_dir) == 0
     assert str(run_dir / "checkpoints" / "best.pt") in capsys.readouterr().out
     assert "best" not in read(run_dir, "summary")
 
 
-def test_a_run_starts_from_the_weights_and_statistics_of_another(
-    cartpole, tmp_path, monkeypatch, capsys
-):
-    flags = [*CARTPOLE, "--init_from", cartpole, "--learning_rate", 0, "--total_steps", 128]
-    assert train_here(monkeypatch, *flags, "--run_dir", tmp_path / "next") == 0
+def test_a_run_starts_from_the_weights_and_statistics_of_another(cartpole, tmp_path, capsys):
+    flags = [*CARTPOLE, "--init_from", cartpole, "--learning_rate=0", "--total_steps=128"]
+    assert train_here(*flags, "--run_dir", tmp_path / "next") == 0
     first = load_checkpoint(cartpole / "checkpoints/best.pt")
     then = load_checkpoint(latest_checkpoint(tmp_path / "next"))
     assert then["iteration"] == 1
@@ -176,16 +174,14 @@ def test_a_run_starts_from_the_weights_and_statistics_of_another(
         (f"--init_from={tmp_path / 'odd.pt'}", "obs.moments.mean"),
     ):
         capsys.readouterr()
-        assert train_here(monkeypatch, *flags, other, "--run_dir", tmp_path / "no") == 2
-        assert word in only_error(capsys.readouterr().err)
+        assert train_here(*flags, other, "--run_dir", tmp_path / "no") == 2
+        assert word in printed_error(capsys)
 
 
 # ---- resume
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
-    finished, tmp_path, monkeypatch, capsys
-):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(finished, tmp_path, capsys):
     whole, again = finished[1][0], tmp_path / "again"
     shutil.copytree(whole, again)
     for path in (again / "checkpoints").iterdir():
@@ -193,7 +189,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
             path.unlink()
     with (again / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 99, "torn')
-    assert train_here(monkeypatch, "--resume", again) == 0, capsys.readouterr().err
+    assert train_here("--resume", again) == 0, capsys.readouterr().err
     assert read(again, "config")["train"] == read(whole, "config")["train"]
     assert differences(result_of(whole), result_of(again)) == []
     assert (whole / "summary.json").read_text() == (again / "summary.json").read_text()
@@ -210,23 +206,23 @@ def test_the_first_stop_signal_is_acknowledged_before_the_iteration_ends(
         return update(training, rollout)
 
     monkeypatch.setattr(Training, "update", interrupted)
-    flags = [*CARTPOLE, "--num_episodes", 99, "--run_dir", tmp_path / "run"]
-    assert train_here(monkeypatch, *flags) == 128 + signal.SIGINT
-    assert latest_checkpoint(tmp_path / "run").name == "iteration_00000001.pt"
+    flags = [*CARTPOLE, "--num_episodes=99", "--run_dir", tmp_path]
+    assert train_here(*flags) == 128 + signal.SIGINT
+    assert latest_checkpoint(tmp_path).name == "iteration_00000001.pt"
 
 
-def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, monkeypatch):
+def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     # A run that is killed before its first checkpoint leaves these files.
     (run_dir / "config.json").write_text('{"train": {}}')
     (run_dir / "metrics.jsonl").write_text('{"iteration": 1}\n')
-    flags = [*CARTPOLE, "--checkpoint_every", "1", "--run_dir", run_dir, "--resume", "auto"]
-    assert train_here(monkeypatch, *flags, "--num_episodes", "2") == 0
+    flags = [*CARTPOLE, "--checkpoint_every=1", "--run_dir", run_dir, "--resume=auto"]
+    assert train_here(*flags, "--num_episodes=2") == 0
     first = records(run_dir)
     assert [line["iteration"] for line in first] == list(range(1, len(first) + 1))
     budget = first[-1]["episode/total"] + 1
-    assert train_here(monkeypatch, *flags, "--num_episodes", budget) == 0
+    assert train_here(*flags, "--num_episodes", budget) == 0
     second = records(run_dir)
     assert second[: len(first)] == first and len(second) > len(first)
     assert read(run_dir, "summary")["iteration"] == second[-1]["iteration"]
@@ -253,19 +249,19 @@ REFUSED = [  # (flags, [parts of the error line: the field, the value or the fix
 ]
 
 
-@pytest.mark.parametrize(("flags", "named"), REFUSED, ids=[flags for flags, _ in REFUSED])
+@pytest.mark.parametrize("flags, named", REFUSED, ids=[flags for flags, _ in REFUSED])
 def test_bad_input_is_a_one_line_error_and_leaves_no_files(
     flags, named, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     words = shlex.split(flags.replace("CARTPOLE", "--env CartPole-v1"))
-    assert train_here(monkeypatch, *SIZES[:2], *SIZES[-2:], *words) == 2
-    line = only_error(capsys.readouterr().err)
+    assert train_here(*SIZES[:2], *SIZES[-2:], *words) == 2
+    line = printed_error(capsys)
     assert [part for part in named if part not in line] == [], line
     assert not [path for path in tmp_path.rglob("*") if path.name != "runs"]
 
 
-def test_the_users_own_files_in_a_run_directory_are_left_alone(tmp_path, monkeypatch, capsys):
+def test_the_users_own_files_in_a_run_directory_are_left_alone(tmp_path, capsys):
     (tmp_path / "logs").mkdir()
     mine = tmp_path / "logs/mine.txt"
     mine.write_text("mine")
@@ -274,35 +270,33 @@ def test_the_users_own_files_in_a_run_directory_are_left_alone(tmp_path, monkeyp
         (tmp_path / "logs", "CartPole-v1"),
         (tmp_path, "misbehaving_envs:Missing-v0"),
     ):
-        assert train_here(monkeypatch, *SIZES, "--env", env, "--run_dir", where) == 2
-        only_error(capsys.readouterr().err)
+        assert train_here(*SIZES, "--env", env, "--run_dir", where) == 2
+        printed_error(capsys)
         assert mine.read_text() == "mine" and names(tmp_path) == ["logs"]
 
 
-def test_a_fault_of_an_environment_is_named_and_its_traceback_is_logged(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_fault_of_an_environment_is_named_and_its_traceback_is_logged(tmp_path, capsys):
     run_dir = tmp_path / "run"
-    flags = [*SIZES, "--eval_episodes", "2", "--run_dir", run_dir, "--env"]
-    assert train_here(monkeypatch, *flags, "misbehaving_envs:Raises-v0") == 1
-    line = only_error(capsys.readouterr().err)
+    flags = [*SIZES, "--eval_episodes=2", "--run_dir", run_dir, "--env"]
+    assert train_here(*flags, "misbehaving_envs:Raises-v0") == 1
+    line = printed_error(capsys)
     assert "KeyError: 'no such price' (misbehaving_envs.py:" in line and "logs/rank_0.log" in line
     assert names(run_dir) == ["logs"]
     assert "in step" in (run_dir / "logs/rank_0.log").read_text()
-    assert train_here(monkeypatch, *flags, "misbehaving_envs:Misbehaving-v0") == 0
+    assert train_here(*flags, "misbehaving_envs:Misbehaving-v0") == 0
     assert read(run_dir, "summary")["test"]["return"] == 7.0
 
 
-def test_a_fresh_start_or_a_bad_resume_does_not_touch_another_run(finished, monkeypatch, capsys):
+def test_a_fresh_start_or_a_bad_resume_does_not_touch_another_run(finished, capsys):
     run_dir = finished[1][0]
     before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     for flags, named in [
         (["--run_dir", run_dir], f"--resume {run_dir}"),
-        (["--resume", run_dir, "--hidden_size", "16"], "hidden_size 16 (the checkpoint has 8)"),
+        (["--resume", run_dir, "--hidden_size=16"], "hidden_size 16 (the checkpoint has 8)"),
         (["--resume", run_dir / "checkpoints"], f"{run_dir}/checkpoints"),
     ]:
-        assert train_here(monkeypatch, *flags) == 2
-        assert named in only_error(capsys.readouterr().err)
+        assert train_here(*flags) == 2
+        assert named in printed_error(capsys)
     assert before == {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
 
 
@@ -315,7 +309,7 @@ def config_from(flags):
 
 
 @pytest.mark.parametrize(
-    ("flags", "idle"),
+    "flags, idle",
     [
         ("--env CartPole-v1 --fee_bps 3 --market_seed 2 --seed 5", {"fee_bps", "market_seed"}),
         ("--data PRICES --market_edge 3 --eval_episodes 3", {"market_edge", "eval_episodes"}),
@@ -339,11 +333,8 @@ def test_help_shows_the_fifteen_flags_that_matter(capsys):
     assert len(shown) == 15 and shown > {"env", "num_gpus", "num_episodes", "batch_size"}
 
 
-QUICK_MLP = {"validate_every": AUTO, "refresh_states": False}
-
-
 @pytest.mark.parametrize(
-    ("flags", "kind", "changes"),  # kind: name of a preset; changes: values that differ from it
+    "flags, kind, changes",  # kind: name of a preset; changes: values that differ from it
     [
         ("", "trading", {}),
         ("--preset paper --quick", "paper", QUICK),
@@ -353,7 +344,7 @@ QUICK_MLP = {"validate_every": AUTO, "refresh_states": False}
         (
             "--env Recall-v0 --quick --policy mlp",
             "memory",
-            {**QUICK, "validate_every": AUTO, "refresh_states": False},
+            QUICK | {"validate_every": AUTO, "refresh_states": False},
         ),
         ("--env CartPole-v1 --batch_size 9", "small", {"batch_size": 9, "num_envs": 0}),
     ],

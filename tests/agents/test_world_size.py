@@ -85,7 +85,7 @@ def together(ranks, name, what):
     return torch.cat([rank[name][what] for rank in ranks], dim=2)
 
 
-@pytest.mark.parametrize(("plan", "name", "num_ranks"), TRAINED)
+@pytest.mark.parametrize("plan, name, num_ranks", TRAINED)
 def test_training_equals_that_of_one_rank(plan, name, num_ranks, one_rank, ranks_of):
     """Compare data, losses, learning rates, statistics and parameters.
 
@@ -143,7 +143,7 @@ def rates_of(record):
     return [losses["optim/learning_rate"] for losses in record["losses"]]
 
 
-@pytest.mark.parametrize(("name", "iteration"), WITH_FILES.items())
+@pytest.mark.parametrize("name, iteration", WITH_FILES.items())
 def test_a_run_of_two_ranks_continues_on_one_with_its_totals_and_learning_rate(
     name, iteration, directory, two, world, tmp_path
 ):

@@ -16,10 +16,9 @@ def secret():
 def trained(tmp_path_factory, secret):
     """Train and evaluate a run of 3 iterations; validate and save in each of them."""
     run_dir = tmp_path_factory.mktemp("trained") / "run"
-    flags = [*RECALL, "--total_steps", 192, "--validate_every", 1, "--checkpoint_every", 1]
-    flags += ["--eval_episodes", 2, "--on_event", f": {secret}", "--run_dir", run_dir]
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        assert train_here(monkeypatch, *flags) == 0
+    flags = [*RECALL, "--total_steps=192", "--validate_every=1", "--checkpoint_every=1"]
+    flags += ["--eval_episodes=2", "--on_event", f": {secret}", "--run_dir", run_dir]
+    assert train_here(*flags) == 0
     return run_dir
 
 

@@ -61,20 +61,20 @@ def test_a_hostile_run_or_command_is_refused_in_one_line_or_harmless(
 
 
 @pytest.mark.parametrize("module", ["foreign_envs", "lab.inner.foreign_envs"])
-def test_modules_of_the_users_own_run_are_imported(module, copy, canary, tmp_path, monkeypatch):
+def test_modules_of_the_users_own_run_are_imported(module, copy, canary, tmp_path):
     # The folders of the module do not need an __init__.py.
     write_module(tmp_path / "modules" / "lab" / "inner", canary)
     env = f"{module}:Foreign-v0"
     setting(copy, "task", "env", env)
-    assert train_here(monkeypatch, "--resume", copy) == evaluate_here(monkeypatch, copy) == 0
+    assert train_here("--resume", copy) == evaluate_here(copy) == 0
     assert canary.exists()
     (copy / "config.json").chmod(0o666)
-    assert evaluate_here(monkeypatch, copy) == 2
-    assert evaluate_here(monkeypatch, copy, "--env", env) == 0
+    assert evaluate_here(copy) == 2
+    assert evaluate_here(copy, "--env", env) == 0
 
 
 @pytest.mark.parametrize(
-    ("module", "named"),
+    "module, named",
     [
         ("foreign_envs", True),
         ("run.foreign_package.inner", True),
@@ -96,34 +96,32 @@ def test_no_module_is_imported_from_the_run_directory(
     monkeypatch.chdir(copy)
     monkeypatch.setattr(sys, "path", ["", str(copy), str(tmp_path), *sys.path])
     words = ["--env", env] if named else []
-    assert train_here(monkeypatch, "--resume", copy, *words) == 2
-    assert evaluate_here(monkeypatch, copy, *words) == 2 and not canary.exists()
+    assert train_here("--resume", copy, *words) == 2
+    assert evaluate_here(copy, *words) == 2 and not canary.exists()
     assert str(copy) not in sys.path and "" not in sys.path
 
 
 # ---- event commands, and text that is printed for people
 
 
-def test_the_event_command_is_in_no_file_and_must_be_given_again(
-    copy, secret, monkeypatch, capsys, canary
-):
+def test_the_event_command_is_in_no_file_and_must_be_given_again(copy, secret, capsys, canary):
     files = [path for path in copy.rglob("*") if path.is_file()]
     assert files and not any(secret.encode() in path.read_bytes() for path in files)
     assert main(["inspect", str(copy), "--json"]) == 0
     assert secret not in capsys.readouterr().out
-    assert train_here(monkeypatch, "--resume", copy, "--on_event", f"touch {canary}") == 0
+    assert train_here("--resume", copy, "--on_event", f"touch {canary}") == 0
     assert canary.exists()
 
 
-def test_text_from_a_run_is_escaped_when_printed(copy, untraced, monkeypatch, capsys):
+def test_text_from_a_run_is_escaped_when_printed(copy, untraced, capsys):
     for path in (copy / "checkpoints").glob("*.pt"):
         state = load_checkpoint(path) | {"measured": {"valid\x1b[2J\nINJECTED": 1.0}}
         write_atomically(path, pack(state))
     setting(copy, "task", "env", "Recall-v0\nINJECTED")
     for read, words in ((main, ["list"]), (main, ["inspect"]), (status.main, [])):
         assert read([*words, str(copy)]) == 0
-    assert run_here(export.main, [copy], monkeypatch) == 0
-    assert evaluate_here(monkeypatch, copy) == train_here(monkeypatch, "--resume", copy) == 2
+    assert run_here(export.main, copy) == 0
+    assert evaluate_here(copy) == train_here("--resume", copy) == 2
     for shown in capsys.readouterr():
         assert shown.count("INJECTED") >= 2
         assert "\x1b" not in shown and "\nINJECTED" not in shown
@@ -134,7 +132,7 @@ def test_text_from_a_run_is_escaped_when_printed(copy, untraced, monkeypatch, ca
 FIELDS = [(name, item.name) for name, one in SECTIONS.items() for item in dataclasses.fields(one)]
 
 
-@pytest.mark.parametrize(("section", "name"), FIELDS)
+@pytest.mark.parametrize("section, name", FIELDS)
 def test_a_run_with_any_field_value_continues_or_is_refused_in_one_line(
     section, name, copy, canary, monkeypatch, capsys, tmp_path
 ):
@@ -151,7 +149,7 @@ def test_a_run_with_any_field_value_continues_or_is_refused_in_one_line(
         config[section][name] = value
         found = LoadedCheckpoint(copy / "x.pt", saved | {"config": json.dumps(config)})
         monkeypatch.setattr(choice, "load_newest", lambda path, found=found: found)
-        code = train_here(monkeypatch, "--resume", copy)
+        code = train_here("--resume", copy)
         errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
         assert (code, len(errors)) in ((0, 0), (2, 1)), (value, errors)
     assert not canary.exists()
@@ -188,9 +186,7 @@ def odd_states(state, path=()):
             yield way, changed
 
 
-def test_a_run_with_an_odd_checkpoint_entry_continues_or_is_refused_in_one_line(
-    copy, monkeypatch, capsys
-):
+def test_a_run_with_an_odd_checkpoint_entry_continues_or_is_refused_in_one_line(copy, capsys):
     folder = copy / "checkpoints"
     for name in ("iteration_00000003.pt", "best.pt"):
         (folder / name).unlink()
@@ -207,21 +203,20 @@ def test_a_run_with_an_odd_checkpoint_entry_continues_or_is_refused_in_one_line(
             assert "\n" not in str(error) and len(str(error)) < 300
     for name, state in passed.items():
         write_atomically(folder / "iteration_00000002.pt", pack(state))
-        code = train_here(monkeypatch, "--resume", copy)
+        code = train_here("--resume", copy)
         errors = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
         assert (code == 0 and not errors) or (code in (1, 2) and len(errors) == 1), (name, errors)
 
 
 DAMAGED = {
-    "strategy missing": lambda state: state.pop("strategy"),
     "strategy 5": lambda state: state.update(strategy=5),
     "no parameter group": lambda state: state["optimizer"].update(param_groups=[]),
     "configuration not JSON": lambda state: state.update(config="x"),
     "configuration too deep": lambda state: state.update(config="[" * 10**5),
-    "layout not JSON": lambda state: state.update(layout="x"),
-    "environments missing": lambda state: state.pop("environments"),
     "environments short": lambda state: state["environments"].update(cue=torch.zeros(1).long()),
     "environments NaN": lambda state: state["environments"]["noise"].fill_(math.nan),
+    "a weight is text": lambda state: state["policy"].update({"actor_head.bias": "x"}),
+    "carry narrow": lambda state: state["carry"].update(lstm_state=torch.zeros(2, 4, 7)),
     "an environment entry missing": lambda state: state["environments"].pop("cue"),
 }
 

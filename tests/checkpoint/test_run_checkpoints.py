@@ -10,6 +10,7 @@ from train_runs import (
     PATIENCE_S,
     RECALL,
     assert_nobody_left,
+    iterations,
     only_error,
     records,
     start_training,
@@ -67,7 +68,7 @@ def best_of(run_dir):
 
 
 @pytest.mark.parametrize(
-    ("values", "later", "best"),
+    "values, later, best",
     [
         ([1.0, float("nan"), 3.0, 3.0, 2.0, 2.5], [], (4, 3.0)),  # the last of equal scores wins
         ([1.0, 9.0, 2.0], [3.0], (2, 9.0)),
@@ -101,7 +102,7 @@ def test_a_best_checkpoint_of_another_metric_or_a_damaged_one_is_replaced(world,
     assert best_of(tmp_path) == (2, 2.0)
 
 
-@pytest.mark.parametrize(("metric", "value"), [("auto", 1.0), ("off", 1.0), ("valid/score", None)])
+@pytest.mark.parametrize("metric, value", [("auto", 1.0), ("off", 1.0), ("valid/score", None)])
 def test_no_best_checkpoint_is_saved_without_a_metric_or_a_value(world, tmp_path, metric, value):
     run(world, tmp_path, [value], keep_best=metric)
     assert names(tmp_path) == ["iteration_00000001.pt"]
@@ -136,8 +137,8 @@ def test_training_continues_on_request_and_saves_again_when_it_can(world, tmp_pa
 
 @pytest.mark.slow
 def test_two_ranks_stop_together_when_the_disk_rejects_a_save(tmp_path):
-    flags = [*RECALL, "--checkpoint_every", 5, "--num_gpus", 2, "--total_steps", 10**9]
-    job = start_training(*flags, "--validate_every", 0, "--run_dir", tmp_path)
+    flags = [*RECALL, "--checkpoint_every=5", "--num_gpus=2", "--total_steps", 10**9]
+    job = start_training(*flags, "--validate_every=0", "--run_dir", tmp_path)
     wait_until((tmp_path / "checkpoints" / "iteration_00000005.pt").exists, job)
     for process in [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
@@ -164,9 +165,9 @@ def test_metrics_wait_in_memory_for_a_full_disk_and_nothing_is_lost(
         size = (tmp_path / "metrics.jsonl").stat().st_size
         limits(size + 20 if iteration > 1 else None)  # the disk fills up in the middle of a line
         write(iteration)
-    assert [line["iteration"] for line in records(tmp_path)] == [1]
+    assert iterations(tmp_path) == [1]
     limits(None)
     write(4) if finish == "write" else getattr(writer, finish)()
-    assert [line["iteration"] for line in records(tmp_path)][:3] == [1, 2, 3]
+    assert iterations(tmp_path)[:3] == [1, 2, 3]
     writer.close()
     assert sum("lines wait in memory" in line for line in caplog.messages) == 1

@@ -75,7 +75,7 @@ def test_metrics_that_are_not_finite_numbers_are_skipped():
 
 
 @pytest.mark.parametrize(
-    ("third", "problem"),
+    "third, problem",
     [
         (raises(KeyError("no such\n price")), r"raised KeyError: 'no such\\n price' \(test_guard"),
         (raises(SystemExit()), "raised SystemExit"),
@@ -109,7 +109,7 @@ def test_a_bad_step_raises_an_error_that_names_its_environment_or_restarts_it(th
 
 
 @pytest.mark.parametrize(
-    ("third", "problem"),
+    "third, problem",
     [
         (raises(KeyError()), r"0..1 \(one of these\) at its step 1: raised KeyError"),
         (returns(3, np.array([False])), "0..1 .one of these. .* cannot reshape"),
@@ -127,7 +127,7 @@ def test_a_bad_step_of_a_batch_is_named_too(third, problem):
 
 @pytest.mark.parametrize(
     # The first handler is like the one that training sets; the second is Python's default.
-    ("handler", "error"),
+    "handler, error",
     [
         (lambda signum, frame: None, EnvironmentFaultError),
         (signal.default_int_handler, KeyboardInterrupt),

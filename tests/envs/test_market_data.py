@@ -34,16 +34,16 @@ def bars_with(rows=(), column="tic", value=None):
     return bars
 
 
-def loaded(bars, path, missing="error"):
-    bars.to_csv(path, index=False)
-    return load_market(path, missing=missing)
+def loaded(bars, folder, name="bars.csv", missing="error"):
+    bars.to_csv(folder / name, index=False)
+    return load_market(folder / name, missing=missing)
 
 
 def test_bars_are_aligned_and_adjusted_in_any_order_of_rows_and_columns(tmp_path):
     bars = bars_with()
     more = bars.assign(note="x")[sorted([*bars, "note"])]
     for name, frame in {"a.csv": bars, "a.csv.gz": bars[::-1], "more.csv": more}.items():
-        market = loaded(frame, tmp_path / name)
+        market = loaded(frame, tmp_path, name)
         assert market.name == name and market.tickers == ("NA", "T0", "T1")
         assert market.dates.astype(str).tolist() == sorted(set(bars["date"]))
         for column in ("open", "high", "low", "close", "volume"):
@@ -52,11 +52,11 @@ def test_bars_are_aligned_and_adjusted_in_any_order_of_rows_and_columns(tmp_path
             np.testing.assert_allclose(getattr(market, column), factor * table)
 
 
-@pytest.mark.parametrize("scale", [1e-9, 6e-9, 8e-6, 1e-2, 1e4])
+@pytest.mark.parametrize("scale", [1e-9, 8e-6, 1e4])
 def test_prices_and_fees_are_exact_at_any_magnitude(scale, tmp_path):
     bars = daily_bars(num_stocks=3, num_days=80)
     bars.loc[bars["tic"] == "T1", PRICES] *= scale
-    market = loaded(bars, tmp_path / "bars.csv")
+    market = loaded(bars, tmp_path)
     span, config = Span(60, 79), TradingConfig(execution="close", fee_bps=10)
     _, prices, _ = market_tables([market], span, config, span, 0.0)
     close, sell, buy = prices[:, :3].unbind(1)
@@ -68,43 +68,35 @@ def test_prices_and_fees_are_exact_at_any_magnitude(scale, tmp_path):
 def test_a_lot_of_a_price_that_multiplies_stays_affordable(tmp_path):
     bars = daily_bars(num_stocks=2, num_days=80)
     bars.loc[bars.index[100:], PRICES] *= 1e-5
-    close = loaded(bars, tmp_path / "bars.csv").close
+    close = loaded(bars, tmp_path).close
     assert MAX_LOT_USD / 3 < close.max() <= MAX_LOT_USD
 
 
-@pytest.mark.parametrize(("freq", "year"), [("B", 252), ("D", 365), ("W", 52)])
-def test_a_year_has_as_many_days_as_the_calendar_of_the_file(freq, year):
-    dates = pd.date_range("2018-01-01", periods=90, freq=freq).to_numpy().astype("datetime64[D]")
-    assert days_per_year(dates) == year
-
-
-def changed(bars, day, factor, last=None):
-    """Multiply the prices of T1 from one day to another."""
-    rows = (bars["tic"] == "T1") & bars["date"].between(day, last or day)
-    bars.loc[rows, PRICES] *= factor
-    return bars
+@pytest.mark.parametrize("week, year", [("1111100", 252), ("1111111", 365), ("1000000", 52)])
+def test_a_year_has_as_many_days_as_the_calendar_of_the_file(week, year):
+    assert days_per_year(np.busday_offset("2018-01-01", np.arange(90), "forward", week)) == year
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    "first, last, factor, words",
     [
-        (("2018-02-01", 100), "2018-02-01: T1"),
-        (("2018-02-01", 0.5, "9999"), "2018-02-01: T1"),
-        (("2000", 1e5, "9999"), "50000 USD.* T1;"),
+        ("2018-02-01", "2018-02-01", 100, "2018-02-01: T1"),
+        ("2018-02-01", "9999", 0.5, "2018-02-01: T1"),
+        ("2000", "9999", 1e5, "50000 USD.* T1;"),
     ],
 )
-def test_a_jump_and_a_price_above_every_order_are_named(change, words, tmp_path):
+def test_a_jump_and_a_price_above_every_order_are_named(first, last, factor, words, tmp_path):
     bars = daily_bars(num_stocks=3, num_days=80)
-    assert price_notes(loaded(bars, tmp_path / "bars.csv"), TradingConfig()) == []
-    market = loaded(changed(bars, *change), tmp_path / "bars.csv")
-    (note,) = price_notes(market, TradingConfig())
+    assert price_notes(loaded(bars, tmp_path), TradingConfig()) == []
+    bars.loc[(bars["tic"] == "T1") & bars["date"].between(first, last), PRICES] *= factor
+    (note,) = price_notes(loaded(bars, tmp_path), TradingConfig())
     assert re.search(words, note)
 
 
-@pytest.mark.parametrize("columns", [{"adj_close": "Adj Close"}, {"tic": "Ticker", "low": "Low"}])
-def test_missing_columns_are_named(columns, tmp_path):
-    with pytest.raises(ValueError, match=re.escape(f"lacks {[*columns]}")):
-        loaded(daily_bars().rename(columns=columns)[::-1], tmp_path / "bars.csv")
+def test_missing_columns_are_named(tmp_path):
+    bars = daily_bars().rename(columns={"tic": "Ticker", "low": "Low"})
+    with pytest.raises(ValueError, match=r"lacks \['tic', 'low'\]"):
+        loaded(bars, tmp_path)
 
 
 TEXT = bars_with().to_csv(index=False).encode()
@@ -144,20 +136,20 @@ REFUSED = [
 
 # Wrong bars are refused even with --data_missing drop, which drops days with missing bars.
 @pytest.mark.parametrize("missing", ["error", "drop"])
-@pytest.mark.parametrize(("bars", "problem"), REFUSED, ids=[problem for _, problem in REFUSED])
+@pytest.mark.parametrize("bars, problem", REFUSED, ids=[problem for _, problem in REFUSED])
 def test_impossible_bars_are_refused_with_ticker_and_date(bars, problem, missing, tmp_path):
     with pytest.raises(ValueError, match=problem):
-        loaded(bars, tmp_path / "bars.csv", missing)
+        loaded(bars, tmp_path, missing=missing)
 
 
 @pytest.mark.parametrize("text", ["", "null", "abc", "inf"])
 def test_holidays_are_no_gaps_and_incomplete_days_are_dropped_on_request(text, tmp_path, caplog):
-    bars, path = bars_with(60, "high", text).drop(DAY), tmp_path / "bars.csv"
+    bars = bars_with(60, "high", text).drop(DAY)
     # Days without bars of any ticker are a holiday: here 2018-01-15 to 2018-01-22.
-    assert len(loaded(bars_with().drop(range(30, 48)), path).dates) == 54
+    assert len(loaded(bars_with().drop(range(30, 48)), tmp_path).dates) == 54
     with pytest.raises(ValueError, match="'T1' on 2018-01-09: .* 2 rows.* --data_missing"):
-        loaded(bars, path)
-    days = loaded(bars, path, "drop").dates.astype(str).tolist()
+        loaded(bars, tmp_path)
+    days = loaded(bars, tmp_path, missing="drop").dates.astype(str).tolist()
     assert set(bars["date"]) - set(days) == {"2018-01-09", "2018-01-29"} and len(days) == 58
     assert "2 of 60 days" in caplog.text and "2018-01-09" in caplog.text
 
@@ -175,7 +167,7 @@ WEEKENDS = {
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    "given, expected",
     [
         ({}, [(0, 143), (144, 179), (180, 239)]),  # train 60 %, valid 15 %, test 25 %
         # days before the test span are split 60 : 15 into train and valid
@@ -193,7 +185,7 @@ def test_given_dates_are_kept_and_the_others_are_filled_in_without_gaps(given, e
 
 
 @pytest.mark.parametrize(
-    ("given", "problem"),
+    "given, problem",
     [
         ({"train_start": "2021-01-01"}, "train span has -?[01] "),
         ({"train_end": "2020-01-02"}, "train span has 1 "),

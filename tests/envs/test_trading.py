@@ -89,7 +89,7 @@ def indicator(name, bars):
 
 
 @pytest.mark.parametrize(
-    ("name", "warm_day"),
+    "name, warm_day",
     [*((name, day) for name, (_, day) in INDICATORS.items()), ("turbulence", 101)],
 )
 def test_indicators_are_nan_during_warm_up_and_do_not_depend_on_later_bars(name, warm_day):
@@ -174,7 +174,7 @@ def test_fills_equal_a_greedy_loop_to_the_last_bit(n):
 # ---- one trading day
 
 
-@pytest.mark.parametrize(("execution", "fill"), [("next_open", 110.0), ("close", 100.0)])
+@pytest.mark.parametrize("execution, fill", [("next_open", 110.0), ("close", 100.0)])
 def test_a_trading_day_worked_out_by_hand(execution, fill):
     opens = np.array([[100.0, 50.0]] * (NUM_DAYS - 1) + [[110.0, 40.0]])
     closes = np.array([[100.0, 50.0]] * (NUM_DAYS - 1) + [[120.0, 45.0]])
@@ -281,7 +281,7 @@ def test_paper_observation_of_30_stocks_has_181_numbers():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options, message",
     [
         ({"episode_days": 360}, "--episode_days"),
         ({"order_unit": "shares"}, "max_order 0.05"),

@@ -29,7 +29,7 @@ KINDS = [  # (id, vectorization, number of features, whether the state can be sa
 ]
 
 
-@pytest.mark.parametrize(("env_id", "vectorization", "num_features", "can_snapshot"), KINDS)
+@pytest.mark.parametrize("env_id, vectorization, num_features, can_snapshot", KINDS)
 def test_every_environment_meets_the_contract(
     env_id, vectorization, num_features, can_snapshot, tmp_path
 ):
@@ -119,13 +119,6 @@ def test_environments_are_stepped_one_by_one_if_a_batch_lacks_a_feature(options)
     assert isinstance(make_vector_env(num_envs=2, **options), OneByOne)
 
 
-def test_env_kwargs_may_set_the_episode_limit():
-    env = make_vector_env("MountainCar-v0", 1, env_kwargs={"max_episode_steps": 2})
-    env.reset(seed=[0])
-    truncated = [env.step(torch.ones(1, dtype=torch.int64))[3].item() for _ in range(4)]
-    assert truncated == [False, True, False, True]
-
-
 class Clock(Saved):
     """Environment that observes the step limit in its spec."""
 
@@ -141,7 +134,7 @@ gymnasium.register(
 )
 
 
-@pytest.mark.parametrize(("kwargs", "limit"), [({}, 6), ({"max_episode_steps": 4}, 4)])
+@pytest.mark.parametrize("kwargs, limit", [({}, 6), ({"max_episode_steps": 4}, 4)])
 def test_environments_and_wrappers_see_the_step_limit_that_ends_their_episodes(kwargs, limit):
     env = make_vector_env(f"{__name__}:Clock-v0", 1, env_kwargs=kwargs)
     env.reset(seed=[0])
@@ -170,7 +163,7 @@ UNMADE = f"{__name__}:Unmade-v0"
 
 
 @pytest.mark.parametrize(
-    ("env_id", "kwargs", "message"),
+    "env_id, kwargs, message",
     [
         ("CartPol-v1", {}, "'CartPol-v1' .* Did you mean: `CartPole`"),
         ("no_such_module:Task-v0", {}, "No module named 'no_such_module'"),

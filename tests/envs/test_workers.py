@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 from env_steps import play, same
-from train_runs import PATIENCE_S, lives, start, wait_until
+from train_runs import REPO, lives, run_in, start, wait_until
 
 from agents.network.seeds import ENVIRONMENT_STREAM, stream_seeds
 from envs import make_vector_env
@@ -53,7 +53,7 @@ def kill(env, worker):
 
 
 @pytest.mark.parametrize(
-    ("env_id", "options"),
+    "env_id, options",
     [
         (MISBEHAVING, {}),
         ("Recall-v0", {}),
@@ -117,7 +117,7 @@ def test_a_killed_worker_is_named_once_its_restarts_are_used_up(restarts, make):
 
 
 @pytest.mark.parametrize(
-    ("misdeed", "end", "groups", "again"),
+    "misdeed, end, groups, again",
     [
         ("exit 77", "code 77", 1, [2, 3]),
         ("SIGSEGV", "SIGSEGV", 2, [2]),
@@ -191,9 +191,7 @@ def test_workers_outlive_the_thread_that_started_the_first_ones():
         "thread = threading.Thread(target=run); thread.start(); thread.join()\n"
         "run(); print('done')"
     )
-    job = start("-c", code)
-    printed, errors = job.communicate(timeout=PATIENCE_S)
-    assert printed == "done\n", errors
+    assert run_in(REPO, "-c", code)[0] == "done\n"
 
 
 def test_a_process_that_starts_workers_is_replaced_when_it_dies(make):
@@ -219,5 +217,5 @@ def test_an_environment_that_cannot_be_made_leaves_no_traceback_of_a_worker():
         "from envs.workers.env import WorkerEnv\n"
         "try: WorkerEnv(2, 1, env_id='nowhere:X-v0')\nexcept ValueError as error: print(error)"
     )
-    out, err = start("-c", code).communicate(timeout=100)
+    out, err = run_in(REPO, "-c", code)
     assert "nowhere" in out and not err

@@ -23,7 +23,7 @@ from gpu_jobs import (
     world_on,
 )
 from torch import nn
-from train_runs import REPO, only_error, records, start, train_here
+from train_runs import REPO, printed_error, records, start, train_here
 
 from agents.trainer import Training
 from rl_dist.checkpoint.store import load_checkpoint
@@ -124,20 +124,20 @@ def test_no_vector_step_and_no_gradient_step_waits_for_the_device(training, reco
     assert while_collecting < training.config.train.num_steps and while_updating < 4
 
 
-def test_out_of_memory_is_one_line(monkeypatch, capsys, tmp_path):
+def test_out_of_memory_is_one_line(capsys, tmp_path):
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**26) / total)
     words = "--env CartPole-v1 --device cuda --num_gpus 1 --num_envs 64 --hidden_size 1024"
     try:
-        assert train_here(monkeypatch, *words.split(), "--run_dir", tmp_path / "run") == 1
+        assert train_here(*words.split(), "--run_dir", tmp_path) == 1
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert "ran out of memory" in only_error(capsys.readouterr().err)
+    assert "ran out of memory" in printed_error(capsys)
 
 
 @pytest.mark.timeout(600)
 def test_the_setup_checker_accepts_a_run_that_then_trains_and_evaluates(
-    monkeypatch, capsys, tmp_path, record_property
+    capsys, tmp_path, record_property
 ):
     checker = start(REPO / "check_gpu_setup.py", "--num_gpus", "1", "--json")
     out, err = checker.communicate()
@@ -146,7 +146,7 @@ def test_the_setup_checker_accepts_a_run_that_then_trains_and_evaluates(
     assert checker.returncode == 0, (err, report["checks"])
 
     run_dir = tmp_path / "run"
-    assert train_here(monkeypatch, "--quick", "--num_gpus", "1", "--run_dir", run_dir) == 0
+    assert train_here("--quick", "--num_gpus", "1", "--run_dir", run_dir) == 0
     assert "1 rank(s) on" in capsys.readouterr().out
     metrics = records(run_dir)
     record_property("steps/s", f"{metrics[-1]['time/sps']:.0f}")

@@ -58,7 +58,7 @@ def indexed_job():
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("job", "names"),
+    "job, names",
     [
         (trainjob, ["clstm-ppo-node-0-0", "clstm-ppo-node-0-1"]),
         (indexed_job, ["clstm-ppo-0", "clstm-ppo-1"]),
@@ -95,7 +95,7 @@ def test_the_command_trains_on_two_pods_and_continues_after_one_is_replaced(job,
 
 
 @pytest.mark.parametrize(
-    ("leaves", "code", "expected", "says"),
+    "leaves, code, expected, says",
     [
         ("true", 1, 1, "ended with code 1 and saved nothing new: not queued again"),
         ("rm summary.json; touch summary.json", 143, 0, "finished"),

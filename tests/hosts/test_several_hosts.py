@@ -9,13 +9,13 @@ import time
 import pytest
 import torch
 from simulated_hosts import connected_or_skip, torchrun
-from train_runs import RECALL, end_of, records, start_training, wait_until
+from train_runs import RECALL, end_of, iterations, records, start_training, wait_until
 
 from rl_dist.checkpoint.store import iteration_in_name, latest_checkpoint, load_checkpoint
 from rl_dist.resume_check import differences, result_of
 
 ITERATIONS = 80
-FLAGS = [*RECALL, "--total_steps", ITERATIONS * 64, "--checkpoint_every", "2"]
+FLAGS = [*RECALL, "--total_steps", ITERATIONS * 64, "--checkpoint_every=2"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -32,7 +32,7 @@ def on_one_host(run_dir, *flags):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    return on_one_host(tmp_path_factory.mktemp("one_host") / "run", "--num_gpus", "2")
+    return on_one_host(tmp_path_factory.mktemp("one_host") / "run", "--num_gpus=2")
 
 
 def saved(run_dir):
@@ -76,7 +76,7 @@ def test_a_killed_host_is_replaced_and_the_run_continues_from_its_checkpoint(
     logs = [job.succeed() for job in jobs]
     assert logs[0].count("continuing from") == 1
     assert differences(result_of(run_dir), result_of(uninterrupted)) == []
-    assert [line["iteration"] for line in records(run_dir)] == list(range(1, ITERATIONS + 1))
+    assert iterations(run_dir) == list(range(1, ITERATIONS + 1))
     assert shared_disk or saved(tmp_path / "second/run") >= 8
     state = json.loads((run_dir / "state.json").read_text())
     assert [rank["host"] for rank in state["ranks"]] == ["first", "second"]
@@ -84,8 +84,8 @@ def test_a_killed_host_is_replaced_and_the_run_continues_from_its_checkpoint(
 
 def test_a_second_host_may_join_and_leave_and_the_curve_equals_that_of_one_host(network, tmp_path):
     run_dir = tmp_path / "run"
-    more = ["--precision", "fp64", "--resume", "auto"]
-    flags = [*FLAGS, *more, "--run_dir", run_dir, "--collective_timeout", "20"]
+    more = ["--precision=fp64", "--resume=auto"]
+    flags = [*FLAGS, *more, "--run_dir", run_dir, "--collective_timeout=20"]
     options = {"nodes": "1:2", "conf": "last_call_timeout=2"}
     job = torchrun(network.hosts["first"], *flags, **options)
     wait_until(lambda: saved(run_dir) >= 4, job.process)
@@ -112,7 +112,7 @@ def test_a_lost_first_host_ends_the_ranks_and_a_new_start_continues(
 
     When that store is lost, torchrun on the second host may hang for minutes.
     """
-    run_dir, flags = tmp_path / "run", ["--collective_timeout", "20"]
+    run_dir, flags = tmp_path / "run", ["--collective_timeout=20"]
     first, second = on_both(network, run_dir, *flags)
     wait_until(lambda: saved(run_dir) >= 6, first.process)
     network.hosts["first"].kill()

@@ -13,6 +13,7 @@ from train_runs import (
     RECALL,
     REPO,
     end_of,
+    iterations,
     records,
     session,
     start,
@@ -24,8 +25,8 @@ from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.files import read_object
 from rl_dist.resume_check import differences, result_of
 
-SIZES = [*RECALL, "--num_envs", 6, "--batch_size", 6, "--eval_episodes", 2, "--validate_every", 0]
-SIX = [*SIZES, "--total_steps", 6 * 6 * 16, "--checkpoint_every", 2, "--keep_checkpoints", 100]
+SIZES = [*RECALL, "--num_envs=6", "--batch_size=6", "--eval_episodes=2", "--validate_every=0"]
+SIX = [*SIZES, "--total_steps", 6 * 6 * 16, "--checkpoint_every=2", "--keep_checkpoints=100"]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
 PATIENCE_S = 300  # enough for a whole run on a busy machine
 pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
@@ -57,9 +58,7 @@ def undisturbed(tmp_path_factory):
     @functools.cache
     def run(num_ranks):
         run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            flags = [*SIX, "--num_gpus", num_ranks, "--run_dir", run_dir]
-            assert train_here(monkeypatch, *flags) == 0
+        assert train_here(*SIX, "--num_gpus", num_ranks, "--run_dir", run_dir) == 0
         return run_dir
 
     return run
@@ -84,9 +83,9 @@ def test_a_killed_rank_is_reported_and_restarted_with_the_same_result_bit_for_bi
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     note = f"cat >> {tmp_path}/events; echo >> {tmp_path}/events"
-    flags = [*SIX, "--num_gpus", 2, "--run_dir", run_dir, "--max_restarts", 2, "--on_event", note]
+    flags = [*SIX, "--num_gpus=2", "--run_dir", run_dir, "--max_restarts=2", "--on_event", note]
     # With auto, the numbers of workers are timed only once, not again after the restart.
-    flags += ["--env_workers", "auto"]
+    flags += ["--env_workers=auto"]
     job = dying(monkeypatch, "update 1 3 SIGKILL", *flags, folder=tmp_path)
     # Both ranks listen only on loopback, and no other user can open the folder of their store.
     sockets = [socket for p in session(job.pid) for socket in p.net_connections("inet")]
@@ -109,7 +108,7 @@ def test_a_killed_rank_is_reported_and_restarted_with_the_same_result_bit_for_bi
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "die", "says"),
+    "ranks, die, says",
     [
         (1, "rollout 0 3 0", "code 0 .*from iteration 2"),
         (2, "update 0 5 SIGSEGV", "SIGSEGV.*from iteration 4"),
@@ -125,13 +124,13 @@ def test_a_killed_rank_is_reported_and_restarted_with_the_same_result_bit_for_bi
 def test_the_result_is_the_same_whenever_and_however_a_rank_dies(
     ranks, die, says, tmp_path, monkeypatch, undisturbed
 ):
-    flags = [*SIX, "--run_dir", tmp_path / "run"]
-    flags += ["--num_gpus", ranks, "--max_restarts", 1] if says else []
+    flags = [*SIX, "--run_dir", tmp_path]
+    flags += ["--num_gpus", ranks, "--max_restarts=1"] if says else []
     err = end_of(dying(monkeypatch, die, *flags, before=() if says else TORCHRUN))
     if says:
         line = rf"^rank {die.split()[1]} .*{says}"
         assert len(re.findall(line, err, re.MULTILINE)) == 1, err
-    assert_as_if_nothing_had_happened(tmp_path / "run", undisturbed(ranks))
+    assert_as_if_nothing_had_happened(tmp_path, undisturbed(ranks))
 
 
 def test_a_dead_rank_without_restarts_ends_the_job_with_one_line_and_one_event(
@@ -149,14 +148,14 @@ def test_a_dead_rank_without_restarts_ends_the_job_with_one_line_and_one_event(
 @pytest.mark.slow
 def test_a_killed_supervisor_leaves_no_orphan_and_resume_auto_continues(tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
-    flags = [*SIZES, "--checkpoint_every", 1, "--run_dir", run_dir]
-    endless = ["--num_gpus", 2, "--total_steps", 10**9]
+    flags = [*SIZES, "--checkpoint_every=1", "--run_dir", run_dir]
+    endless = ["--num_gpus=2", "--total_steps", 10**9]
     # Rank 1 hangs, because it waits for a file `go` that never appears.
     job = dying(monkeypatch, "update 1 4 SIGKILL", *flags, *endless, folder=tmp_path)
     assert len(session(job.pid)) >= 4
     os.kill(job.pid, signal.SIGKILL)
     end_of(job, -signal.SIGKILL)
     assert load_checkpoint(latest_checkpoint(run_dir))["iteration"] == 3
-    more = [*flags, "--resume", "auto", "--num_gpus", 1, "--total_steps", 5 * 6 * 16]
-    assert train_here(monkeypatch, *more) == 0
-    assert [line["iteration"] for line in records(run_dir)] == list(range(1, 6))
+    more = [*flags, "--resume=auto", "--num_gpus=1", "--total_steps", 5 * 6 * 16]
+    assert train_here(*more) == 0
+    assert iterations(run_dir) == list(range(1, 6))

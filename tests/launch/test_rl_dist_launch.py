@@ -17,7 +17,7 @@ from rl_dist.launch.ranks import launch
 
 
 @pytest.mark.parametrize(
-    ("way", "victim", "signals", "code", "saved"),
+    "way, victim, signals, code, saved",
     [
         ("", "group", ["SIGINT"], 130, "2"),
         # After the launcher is killed, each rank gets SIGTERM (15).
@@ -47,7 +47,7 @@ def test_a_signal_to_any_process_ends_all_ranks_after_they_have_saved(
 
 
 @pytest.mark.parametrize(
-    ("work", "args", "ranks", "code", "says", "tracebacks"),
+    "work, args, ranks, code, says, tracebacks",
     [
         # Without rank 1, rank 0 also fails, but the error names rank 1 as the cause.
         ("loop", ["fail slowly"], 2, 1, "rank 1 failed with RuntimeError: the roof", 0),
@@ -83,7 +83,7 @@ def fail(error):
 
 
 @pytest.mark.parametrize(
-    ("function", "argument", "code", "says"),
+    "function, argument, code, says",
     [
         (fail, UserError("too many cooks"), 2, "error: too many cooks\n"),
         (fail, UserError("no disk", exit_code=1), 1, "error: no disk\n"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.utils.distributed import get_free_port
-from train_runs import PATIENCE_S, RECALL, only_error, start, train_here
+from train_runs import PATIENCE_S, RECALL, only_error, printed_error, start, train_here
 
 from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.process_group import world
@@ -38,7 +38,7 @@ def environment(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("variables", "says"),
+    "variables, says",
     [
         (TORCHRUN | {"WORLD_SIZE": "two"}, "WORLD_SIZE must be a whole number, .*'two'"),
         (TORCHRUN | {"RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2"),
@@ -51,9 +51,7 @@ def environment(monkeypatch):
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}, "unset OMPI_COMM_WORLD_SIZE"),
         ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "unset PMI_SIZE"),
         ({"PMIX_RANK": "0"}, "unset PMIX_RANK"),  # the number of copies is unknown
-        ({"PALS_RANKID": "1"}, "unset PALS_RANKID"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE must be .*, got 'x'"),
-        (TORCHRUN | {"MASTER_ADDR": "[::1]"}, r"MASTER_ADDR '\[::1\]' has no address"),
         (TORCHRUN | {"MASTER_ADDR": "h" * 70}, "MASTER_ADDR 'hhh.* has no address"),
         (TORCHRUN | {"MASTER_ADDR": "::1"}, ""),
         (TORCHRUN, ""),
@@ -131,14 +129,14 @@ def test_given_threads_win_over_torchruns_variable(environment, local_size):
 
 
 def test_only_the_first_of_torchruns_ranks_prints_a_mistake_that_all_share(
-    environment, monkeypatch, capsys, tmp_path
+    environment, capsys, tmp_path
 ):
     (tmp_path / "attempt_0").mkdir()
     for rank in (1, 0):
         error_file = str(tmp_path / "attempt_0" / str(rank) / "error.json")
         numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         environment(**TORCHRUN | numbers, TORCHELASTIC_ERROR_FILE=error_file)
-        assert train_here(monkeypatch, "--num_envs", "-4") == 2
+        assert train_here("--num_envs", "-4") == 2
         printed = capsys.readouterr().err
         assert only_error(printed) if rank == 1 else printed == ""
 
@@ -146,8 +144,8 @@ def test_only_the_first_of_torchruns_ranks_prints_a_mistake_that_all_share(
 def test_torchrun_with_restarts_needs_a_run_directory(environment, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     environment(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", TORCHELASTIC_MAX_RESTARTS="1")
-    assert train_here(monkeypatch, *RECALL) == 2
-    assert "--max-restarts needs --run_dir DIR" in only_error(capsys.readouterr().err)
+    assert train_here(*RECALL) == 2
+    assert "--max-restarts needs --run_dir DIR" in printed_error(capsys)
     assert not list(tmp_path.iterdir())
 
 
@@ -155,7 +153,7 @@ def test_torchrun_with_restarts_needs_a_run_directory(environment, monkeypatch, 
 
 
 # 192.0.2.1 belongs to no machine (RFC 5737).
-@pytest.mark.parametrize(("rank", "host"), [(0, "127.0.0.1"), (1, "127.0.0.1"), (0, "192.0.2.1")])
+@pytest.mark.parametrize("rank, host", [(0, "127.0.0.1"), (1, "127.0.0.1"), (0, "192.0.2.1")])
 def test_a_rank_that_finds_no_other_rank_names_the_address_that_it_tried(
     environment, rank, host, capfd
 ):

@@ -9,7 +9,7 @@ from rl_dist.launch import child
 from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.child import ChildTimeoutError, measure_short_runs
 
-TINY = [*RECALL, "--threads", "1"]
+TINY = [*RECALL, "--threads=1"]
 
 
 @pytest.fixture(autouse=True)
@@ -19,14 +19,14 @@ def nobody_left():
     assert psutil.Process().children() == before
 
 
-@pytest.mark.parametrize(("enough_s", "fewest"), [(100.0, 3), (0.0, 2)])
+@pytest.mark.parametrize("enough_s, fewest", [(100.0, 3), (0.0, 2)])
 def test_copies_train_in_parallel_with_their_flags_and_different_episodes(
     enough_s, fewest, monkeypatch
 ):
     """Each copy measures three iterations, or two if `enough_s` seconds have passed."""
     monkeypatch.setattr(child, "ENOUGH_S", enough_s)
     monkeypatch.setattr(child, "ROUNDS_S", 0.0 if enough_s else 10**6)
-    runs = measure_short_runs([[*TINY, "--num_episodes", "7"], TINY])
+    runs = measure_short_runs([[*TINY, "--num_episodes=7"], TINY])
     for records in runs.records:
         numbers = [record["iteration"] for record in records]
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
@@ -39,11 +39,11 @@ def test_copies_train_in_parallel_with_their_flags_and_different_episodes(
 
 
 @pytest.mark.parametrize(
-    ("flags", "timeout_s", "error", "says"),
+    "flags, timeout_s, error, says",
     [
-        (["--resume", "runs/x"], 600.0, UserError, "--resume"),
+        (["--resume=runs/x"], 600.0, UserError, "--resume"),
         ([], 0.0, ChildTimeoutError, "took too long"),
-        (["--hidden_size", "0"], 600.0, UserError, "hidden_size"),
+        (["--hidden_size=0"], 600.0, UserError, "hidden_size"),
     ],
 )
 def test_a_run_that_refuses_its_flags_or_makes_no_progress_raises_an_error(

@@ -44,7 +44,7 @@ def end_of(job):
 
 
 @pytest.mark.parametrize(
-    ("code", "exit_code", "says"),
+    "code, exit_code, says",
     [
         ("os._exit(77)", 1, "code 77"),
         ("os.kill(os.getpid(), signal.SIGKILL)", 1, "SIGKILL"),
@@ -75,7 +75,7 @@ LEAVE = "signal.signal({0}, lambda *_: leave(128 + {0}))\n"
 
 
 @pytest.mark.parametrize(
-    ("signals", "code", "exit_code", "says"),
+    "signals, code, exit_code, says",
     [
         (["SIGTERM"], LEAVE.format(15), 143, ""),
         (["SIGHUP"], LEAVE.format(1), 129, ""),
@@ -108,18 +108,17 @@ def test_ctrl_c_ends_even_an_import_that_catches_it():
     assert ended == 130 and len(stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_signal_that_the_shell_ignored_stops_the_program_before_it_trains(name):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_the_shell_ignored_stops_the_program_before_it_trains(number):
     """A shell starts the command before `&` with SIGINT ignored."""
     wait = "print('ready', flush=True); time.sleep(1)"
     program = SUPERVISED.format(before_training=wait) + WAIT
-    number = signal.Signals[name]
     ignoring = partial(signal.signal, number, signal.SIG_IGN)
     job = start("-c", program, cwd=REPO, preexec_fn=ignoring)
     assert job.stdout.readline() == "ready\n"
     job.send_signal(number)
     ended, stderr = end_of(job)
-    assert ended == 128 + number and name in stderr
+    assert ended == 128 + number and number.name in stderr
 
 
 ORPHAN = """

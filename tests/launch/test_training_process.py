@@ -13,13 +13,11 @@ import rl_dist
 from rl_dist.launch.child import Child, as_flags, launch_distributed_training
 from rl_dist.resume_check import differences, result_of
 
-SHORT = [*RECALL, "--eval_episodes", "4"]
+SHORT = [*RECALL, "--eval_episodes=4"]
 
 
 @pytest.mark.slow
-def test_a_successful_training_returns_its_result_and_monitoring_changes_no_figure(
-    tmp_path, monkeypatch
-):
+def test_a_successful_training_returns_its_result_and_monitoring_changes_no_figure(tmp_path):
     named = {"total_steps": 512, "anneal_lr": False, "num_gpus": 1, "stop_at": None}
     run_dir = tmp_path / "run"
     result = launch_distributed_training(
@@ -30,15 +28,15 @@ def test_a_successful_training_returns_its_result_and_monitoring_changes_no_figu
     assert result.final_losses and result.final_losses.items() <= records(run_dir)[-1].items()
     sampled = [line["ranks"][0] for line in records(run_dir)]
     assert any(rank["cpu/percent"] is not None for rank in sampled)
-    flags = [*SHORT, *as_flags(named), "--monitor_every", 0, "--run_dir", tmp_path / "plain"]
-    assert train_here(monkeypatch, *flags) == 0
+    flags = [*SHORT, *as_flags(named), "--monitor_every=0", "--run_dir", tmp_path / "plain"]
+    assert train_here(*flags) == 0
     plain = [line["ranks"][0] for line in records(tmp_path / "plain")]
     assert not any(name.startswith(("cpu/", "ram/", "gpu/")) for rank in plain for name in rank)
     assert differences(result_of(run_dir), result_of(tmp_path / "plain")) == []
 
 
 @pytest.mark.parametrize(
-    ("code", "exit_code", "error"),
+    "code, exit_code, error",
     [
         ("os.abort()", -6, "SIGABRT"),
         ("sys.exit(4)", 4, "without a report"),

@@ -31,7 +31,7 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "torchrun_ranks", "flags", "num_ranks", "gpu_ids"),
+    "gpus, torchrun_ranks, flags, num_ranks, gpu_ids",
     [
         (0, 0, {"num_gpus": 4}, 4, None),
         (2, 0, {}, 2, ()),
@@ -55,7 +55,7 @@ def test_ranks_and_devices_follow_flags_machine_and_torchrun(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "torchrun_ranks", "flags", "says"),
+    "gpus, torchrun_ranks, flags, says",
     [
         (2, 0, {"num_gpus": 3}, "num_gpus is 3, .* 1 or 2:"),
         (2, 0, {"device": "cuda", "num_gpus": 0}, "num_gpus is 0"),
@@ -92,17 +92,20 @@ def test_a_torch_that_cannot_use_the_driver_is_refused(machine, driver, flags):
     assert torch.__version__ in str(refusal.value)
 
 
-@pytest.mark.parametrize("choice", [{"device": "cpu"}, {"num_gpus": 0}, "", "-1"])
-def test_the_cpu_of_a_machine_with_gpus_can_be_chosen(machine, driver, monkeypatch, choice):
+@pytest.mark.parametrize("flags", [{"device": "cpu"}, {"num_gpus": 0}])
+def test_a_flag_chooses_the_cpu_of_a_machine_with_gpus(machine, driver, flags):
     machine(0)
-    if isinstance(choice, str):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", choice)
-        choice = {}
-    assert resolve(LaunchConfig(**choice), driver).device_type == "cpu"
+    assert resolve(LaunchConfig(**flags), driver).device_type == "cpu"
+
+
+def test_a_variable_chooses_the_cpu_of_a_machine_with_gpus(machine, driver, monkeypatch):
+    machine(0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert resolve(LaunchConfig(), driver).device_type == "cpu"
 
 
 @pytest.mark.parametrize(
-    ("flags", "shares"),
+    "flags, shares",
     [({"num_gpus": 4}, True), ({"num_gpus": 4, "device": "cpu"}, False), ({}, False)],
 )
 def test_ranks_without_the_gpus_that_were_asked_for_are_announced(machine, tmp_path, flags, shares):
@@ -112,7 +115,7 @@ def test_ranks_without_the_gpus_that_were_asked_for_are_announced(machine, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("visible", "gpus", "gpu_ids", "taken"),
+    "visible, gpus, gpu_ids, taken",
     [
         (None, 4, (0, 3), "cuda:3"),
         ("3", 1, (), "cuda:0"),  # index 0 is the only visible GPU
@@ -138,7 +141,7 @@ def test_each_rank_uses_the_gpu_at_its_position_in_the_list(
 
 
 @pytest.mark.parametrize(
-    ("saved", "flag", "num_gpus", "gpu_ids"),
+    "saved, flag, num_gpus, gpu_ids",
     [
         ({"num_gpus": 2}, "--gpu_ids=1,2,3", -1, "1,2,3"),
         ({"gpu_ids": "0,1"}, "--num_gpus=4", 4, ""),

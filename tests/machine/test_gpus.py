@@ -16,7 +16,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize(
-    ("answers", "changed"),
+    "answers, changed",
     [
         ({}, {}),
         ({"power_draw": LOST}, {"power_w": None, "error": "GPU is lost"}),

@@ -12,7 +12,7 @@ WHOLE = (10_000, 8_000)
 
 
 @pytest.mark.parametrize(
-    ("cgroup", "groups", "expected"),
+    "cgroup, groups, expected",
     [
         ("0::/", {}, WHOLE),
         # A container sees its own group as the root. This group uses more memory than its limit.

@@ -37,7 +37,7 @@ def verdict(own, play, looks=25, **options):
 
 
 @pytest.mark.parametrize(
-    ("own", "other", "says"),
+    "own, other, says",
     [
         (SUM, RankStatus("update", 9, "agreement", 8), "rank 1, which .* in 'agreement' .coll.* 8"),
         (SUM, RankStatus("collect", 9, "", 6), "rank 1, which made no progress in collect"),
@@ -59,7 +59,7 @@ def test_a_slow_rank_that_makes_progress_is_waited_for():
     assert verdict(SUM, lambda n: RankStatus("collect", n // 4, "", 6)) == ("", 0)
 
 
-@pytest.mark.parametrize(("looks", "watches", "hangs"), [(121, 1, 1), (120, 1, 0), (121, 0, 0)])
+@pytest.mark.parametrize("looks, watches, hangs", [(121, 1, 1), (120, 1, 0), (121, 0, 0)])
 def test_work_that_hangs_is_ended_after_a_time_in_which_the_process_ran(looks, watches, hangs):
     """The clock advances 60 s between checks, but only 5 s of them count as work.
 
@@ -105,7 +105,7 @@ SLOW = [0.1, 1.0, 0.12]
 
 
 @pytest.mark.parametrize(
-    ("slow", "iterations", "lines"),
+    "slow, iterations, lines",
     [
         (SLOW, "sss", 1),
         (SLOW, "ss.ss.ss", 0),  # never slow in 3 iterations in a row

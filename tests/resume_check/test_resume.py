@@ -9,7 +9,7 @@ import pytest
 from gymnasium import spaces
 from hostile import setting
 from misbehaving_envs import Misbehaving
-from train_runs import RECALL, only_error, records, train_here
+from train_runs import RECALL, iterations, only_error, printed_error, records, train_here
 
 from agents import rank
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
@@ -19,8 +19,8 @@ from rl_dist.resume_check import differences, result_of
 from rl_dist.run_dir import RunDir
 from rl_dist.telemetry import loggers
 
-TINY = [*RECALL, "--eval_episodes", "2", "--total_steps", "256"]
-TINY += ["--env", "misbehaving_envs:Misbehaving-v0", "--scaling", "weak"]
+TINY = [*RECALL, "--eval_episodes=2", "--total_steps=256"]
+TINY += ["--env=misbehaving_envs:Misbehaving-v0", "--scaling=weak"]
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +30,8 @@ def killed(tmp_path_factory):
     Its checkpoints do not contain the state of the environments, which cannot be saved.
     """
     run_dir = tmp_path_factory.mktemp("killed") / "run"
-    flags = [*TINY, "--checkpoint_every", "2", "--run_dir", run_dir]
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        assert train_here(monkeypatch, *flags) == 0
+    flags = [*TINY, "--checkpoint_every=2", "--run_dir", run_dir]
+    assert train_here(*flags) == 0
     (run_dir / "checkpoints" / "iteration_00000004.pt").unlink()
     (run_dir / "summary.json").unlink()
     return run_dir
@@ -51,7 +50,7 @@ def tree_hash(folder, without=()):
 
 
 @pytest.fixture
-def refusal(monkeypatch, capsys):
+def refusal(capsys):
     """Return a function that tries a resume and returns the error that refuses it.
 
     The refused resume must not change any file of the run.
@@ -59,9 +58,9 @@ def refusal(monkeypatch, capsys):
 
     def resume(run_dir, *flags, resume=None):
         before = tree_hash(run_dir)
-        assert train_here(monkeypatch, "--resume", resume or run_dir, *flags) == 2
+        assert train_here("--resume", resume or run_dir, *flags) == 2
         assert tree_hash(run_dir) == before
-        return only_error(capsys.readouterr().err)
+        return printed_error(capsys)
 
     return resume
 
@@ -70,16 +69,16 @@ def refusal(monkeypatch, capsys):
 
 
 def test_an_environment_without_snapshots_is_announced_and_resumes_deterministically(
-    killed, tmp_path, monkeypatch, capsys
+    killed, tmp_path, capsys
 ):
     once, again = tmp_path / "once", tmp_path / "again"
     for run_dir in (once, again):
         shutil.copytree(killed, run_dir)
-        assert train_here(monkeypatch, "--resume", run_dir) == 0
+        assert train_here("--resume", run_dir) == 0
         assert "Misbehaving-v0 cannot be snapshotted" in capsys.readouterr().out
     assert differences(result_of(once), result_of(again)) == []
     assert records(once)[:2] == records(killed)[:2]
-    assert [line["iteration"] for line in records(once)] == [1, 2, 3, 4]
+    assert iterations(once) == [1, 2, 3, 4]
     # the resumed run draws new episodes
     assert records(once)[2]["loss/value"] != records(killed)[2]["loss/value"]
 
@@ -90,7 +89,7 @@ def test_an_environment_without_snapshots_is_announced_and_resumes_deterministic
 def test_all_differences_are_named_in_one_line_and_nothing_is_overwritten(
     killed, refusal, monkeypatch
 ):
-    flags = ["--seed", 2, "--env", "CartPole-v1", "--hidden_size", 16, "--learning_rate", 1]
+    flags = ["--seed=2", "--env=CartPole-v1", "--hidden_size=16", "--learning_rate=1"]
     line = refusal(killed, *flags)
     for name, now, saved in (
         ("env", "CartPole-v1", "misbehaving_envs:Misbehaving-v0"),
@@ -107,7 +106,7 @@ def test_all_differences_are_named_in_one_line_and_nothing_is_overwritten(
     )
 
 
-@pytest.mark.parametrize("flags", [["--run_dir", "elsewhere"], ["--preset", "paper"], ["--quick"]])
+@pytest.mark.parametrize("flags", [["--run_dir", "x"], ["--preset", "paper"], ["--quick"]])
 def test_flags_that_a_resume_would_ignore_are_refused_by_name(flags, killed, refusal):
     assert flags[0] in refusal(killed, *flags)
 
@@ -131,17 +130,16 @@ def raise_error(*_, **__):
     raise ValueError("no licence")
 
 
-@pytest.mark.parametrize("refuses", ["callback", "loggers", "environment"])
-def test_a_resume_refused_by_users_code_leaves_the_run_as_it_was(refuses, run_dir, monkeypatch):
+@pytest.mark.parametrize("flags", [["--callback=no_such:call"], ["--loggers=wandb"], []])
+def test_a_resume_refused_by_users_code_leaves_the_run_as_it_was(flags, run_dir, monkeypatch):
     before = tree_hash(run_dir, without={"rank_0.log"})
-    flags = {"callback": ["--callback", "no_such:call"], "loggers": ["--loggers", "wandb"]}
     with monkeypatch.context() as patch:
         patch.setitem(loggers.LOGGERS, "wandb", raise_error)
-        if refuses == "environment":
+        if not flags:  # the environment refuses
             patch.setattr(Misbehaving, "reset", raise_error)
-        assert train_here(patch, "--resume", run_dir, *flags.get(refuses, [])) in (1, 2)
+        assert train_here("--resume", run_dir, *flags) in (1, 2)
     assert tree_hash(run_dir, without={"rank_0.log"}) == before
-    assert train_here(monkeypatch, "--resume", run_dir) == 0
+    assert train_here("--resume", run_dir) == 0
 
 
 def test_output_to_a_closed_pipe_is_no_error(monkeypatch):
@@ -170,7 +168,7 @@ def test_a_full_disk_is_a_one_line_error_and_the_run_keeps_all_its_data(
             write = RunDir.write_summary
             large = {"filler": "x" * 2000}
             patch.setattr(RunDir, "write_summary", lambda run, _: (limits(2000), write(run, large)))
-        assert train_here(patch, "--resume", run_dir, "--on_event", note) == 1
+        assert train_here("--resume", run_dir, "--on_event", note) == 1
     limits(None)
     lines = capsys.readouterr().err.splitlines()
     line = only_error("\n".join(line for line in lines if not line.startswith("iteration ")))
@@ -182,21 +180,21 @@ def test_a_full_disk_is_a_one_line_error_and_the_run_keeps_all_its_data(
         assert (event["event"], event["exit_code"]) == ("failed", 1) and event["message"] in line
         assert load_checkpoint(latest_checkpoint(run_dir))["iteration"] == 4
         assert not (run_dir / "summary.json").exists()
-    assert train_here(monkeypatch, "--resume", run_dir) == 0
+    assert train_here("--resume", run_dir) == 0
     assert [record["iteration"] for record in records(run_dir)] == [1, 2, 3, 4]
     assert RunDir(run_dir).summary()["iteration"] == 4
 
 
 def test_a_finished_run_that_continues_deletes_its_summary(run_dir, monkeypatch):
-    assert train_here(monkeypatch, "--resume", run_dir) == 0
+    assert train_here("--resume", run_dir) == 0
     summary = (run_dir / "summary.json").read_text()
     # This resume does not train; it only evaluates again.
-    assert train_here(monkeypatch, "--resume", run_dir) == 0
+    assert train_here("--resume", run_dir) == 0
     assert (run_dir / "summary.json").read_text() == summary
 
     def killed_while_training(*_):
         raise ValueError("killed")
 
     monkeypatch.setattr(rank, "train", killed_while_training)
-    assert train_here(monkeypatch, "--resume", run_dir, "--total_steps", "320") == 2
+    assert train_here("--resume", run_dir, "--total_steps=320") == 2
     assert not (run_dir / "summary.json").exists()

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 from tensorboard_readers import scalars
-from train_runs import REPO, only_error, output_in, records, start
+from train_runs import REPO, iterations, output_in, printed_error, records, start
 
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
 from rl_dist.resume_check import check, compare, differences, main, parse
@@ -17,9 +17,8 @@ SMALL = ["--device=cpu", "--hidden_size=8", "--num_steps=16"]
 
 def begin(folder, *flags):
     """Start the command with `folder` as the place for its temporary files."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("TMPDIR", str(folder))
-        return start("-m", "rl_dist.resume_check", *SMALL, *flags, cwd=REPO)
+    command = ["-m", "rl_dist.resume_check", *SMALL, *flags]
+    return start(*command, cwd=REPO, env={"TMPDIR": str(folder)})
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +28,7 @@ def proof(tmp_path_factory):
     Return both run directories.
     """
     folder = tmp_path_factory.mktemp("proof")
-    args = parse([*SMALL, "--env", "misbehaving_envs:SavedWithLimit-v0", "--iterations", "3"])
+    args = parse([*SMALL, "--env=misbehaving_envs:SavedWithLimit-v0", "--iterations=3"])
     with pytest.MonkeyPatch.context() as patch, output_in(folder):
         patch.setenv("PYTHONPATH", str(REPO / "tests"))
         is_equal = check(args, folder)
@@ -45,7 +44,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one_in_all_files(proof
     environments = load_checkpoint(latest_checkpoint(killed))["environments"]
     assert {"walk", "age", "generator"} <= set(environments)
     for run_dir in proof:
-        assert [line["iteration"] for line in records(run_dir)] == [1, 2, 3, 4, 5, 6]
+        assert iterations(run_dir) == [1, 2, 3, 4, 5, 6]
     assert len(list(killed.glob("events.*"))) == 2
     for tag in ("loss/policy", "episode/count", "optim/learning_rate", "rank_0/episode/count"):
         assert scalars(killed)[tag] == scalars(straight)[tag]
@@ -71,15 +70,15 @@ def test_the_tensor_or_the_metric_that_differs_is_named(proof, tmp_path, capsys)
 
 
 def test_the_budget_is_derived_from_the_sizes_and_a_bad_one_is_a_one_line_error(capsys):
-    assert main(["--iterations", "0"]) == 2 and "at least 1" in only_error(capsys.readouterr().err)
-    flags = parse(["--num_steps=64", "--batch_size", "4", "--iterations=3"]).flags
+    assert main(["--iterations=0"]) == 2 and "at least 1" in printed_error(capsys)
+    flags = parse(["--num_steps=64", "--batch_size=4", "--iterations=3"]).flags
     assert flags.index("--batch_size=8") < flags.index("--batch_size")  # the last value is used
     assert {"--num_envs=8", "--checkpoint_every=3", f"--total_steps={2 * 3 * 8 * 64}"} <= {*flags}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "expected"),
+    "flags, expected",
     [
         ("Recall-v0 --policy mlp --target_kl 0.001 --learning_rate 0.01", "bit-identical: all "),
         ("StockTrading-v0 --num_worlds 2 --num_gpus 2", "bit-identical: all "),
@@ -91,7 +90,7 @@ def test_the_budget_is_derived_from_the_sizes_and_a_bad_one_is_a_one_line_error(
     ],
 )
 def test_lstm_and_mlp_resume_exactly_on_one_rank_and_several(flags, expected, tmp_path):
-    job = begin(tmp_path, "--env", *flags.split(), "--iterations", "2")
+    job = begin(tmp_path, "--env", *flags.split(), "--iterations=2")
     try:
         out, err = job.communicate(timeout=500)
     finally:

@@ -4,12 +4,12 @@ import multiprocessing
 
 import pytest
 from lock_keeper import keep
-from train_runs import RECALL, only_error, records, start_training
+from train_runs import RECALL, iterations, only_error, start_training
 
 from rl_dist.errors import UserError
 from rl_dist.run_dir import RunDir
 
-SMALL = [*RECALL, "--num_steps", 8, "--eval_episodes", 2, "--checkpoint_every", 1]
+SMALL = [*RECALL, "--num_steps=8", "--eval_episodes=2", "--checkpoint_every=1"]
 
 
 def test_a_lock_passed_to_a_child_process_is_held_until_both_have_released_it(tmp_path):
@@ -52,7 +52,7 @@ def test_a_failed_start_removes_only_its_own_files(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_simultaneous_starts_and_resumes_repeat_no_iteration(ranks, tmp_path):
     flags = [*SMALL, "--num_gpus", ranks, "--run_dir", tmp_path]
-    begun = [start_training(*flags, "--total_steps", 128) for _ in range(2)]
+    begun = [start_training(*flags, "--total_steps=128") for _ in range(2)]
     run, is_locked, times_free = RunDir(tmp_path), False, 0
     while any(job.poll() is None for job in begun):
         is_locked = run.is_locked() or is_locked
@@ -60,7 +60,7 @@ def test_simultaneous_starts_and_resumes_repeat_no_iteration(ranks, tmp_path):
     ended = [(job.communicate(timeout=120), job.returncode) for job in begun]
     assert sorted(code for _, code in ended) == [0, 2] and is_locked and not times_free
     only_error(next(err for (_, err), code in ended if code == 2))
-    more = [start_training("--resume", tmp_path, "--total_steps", 640) for _ in range(2)]
+    more = [start_training("--resume", tmp_path, "--total_steps=640") for _ in range(2)]
     for job in more:  # the second job waits, then finds a finished run
         assert (job.communicate(timeout=120), job.returncode)[1] in (0, 2)
-    assert [line["iteration"] for line in records(tmp_path)] == list(range(1, 21))
+    assert iterations(tmp_path) == list(range(1, 21))

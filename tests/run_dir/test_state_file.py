@@ -14,7 +14,7 @@ from rl_dist.run_dir import WORKING, RankEntry, RunDir
 from rl_dist.telemetry.metrics import MetricsWriter
 
 BEGUN = {"num_ranks": 2, "strategy": "ddp", "precision": "fp32", "target": 100, "unit": "steps"}
-TINY = [*RECALL, "--eval_episodes", 2, "--no-anneal_lr", "--checkpoint_every", 2]
+TINY = [*RECALL, "--eval_episodes=2", "--no-anneal_lr", "--checkpoint_every=2"]
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_records_update_the_counters_at_intervals_and_at_the_end(run):
 
 
 @pytest.mark.parametrize(
-    ("before", "code", "signum", "phase", "name"),
+    "before, code, signum, phase, name",
     [
         ("training", 0, 0, "done", None),
         ("training", 143, 0, "stopped", "SIGTERM"),
@@ -116,22 +116,22 @@ def test_the_state_follows_a_whole_run_and_a_resumed_one(tmp_path, monkeypatch):
         replace_file(path, data)
 
     monkeypatch.setattr(run_dir, "replace_file", watch)
-    flags = [*TINY, "--validate_every", 2, "--total_steps", 256, "--run_dir", run.path]
-    assert train_here(monkeypatch, *flags) == 0
+    flags = [*TINY, "--validate_every=2", "--total_steps=256", "--run_dir", run.path]
+    assert train_here(*flags) == 0
     first = run.state()
     assert (first.phase, first.exit.code, first.iteration, first.target) == ("done", 0, 4, 256)
     assert first.checkpoint.iteration == 4 and (run.path / first.checkpoint.path).exists()
     assert first.gradient_bytes > 0
     expected = ["starting", "warm_up", "validation", "training", "saving", "evaluation", "done"]
     assert set(phases) == set(expected)
-    assert train_here(monkeypatch, "--resume", run.path, "--total_steps", 384) == 0
+    assert train_here("--resume", run.path, "--total_steps=384") == 0
     state = run.state()
     assert (state.iteration, state.target, state.exit.code) == (6, 384, 0)
     assert state.started > first.started
 
 
 @pytest.mark.parametrize(
-    ("victim", "signum", "phase", "code"),
+    "victim, signum, phase, code",
     [
         ("rank", signal.SIGKILL, "failed", 1),
         ("launcher", signal.SIGKILL, "stopped", None),  # the ranks save, then stop
@@ -143,7 +143,7 @@ def test_the_state_shows_that_a_run_of_several_ranks_was_killed(
     tmp_path, victim, signum, phase, code
 ):
     run = RunDir(tmp_path / "run")
-    job = start_training(*TINY, "--num_gpus", 2, "--total_steps", 10**8, "--run_dir", run.path)
+    job = start_training(*TINY, "--num_gpus=2", "--total_steps", 10**8, "--run_dir", run.path)
     state = wait_until(lambda: (state := run.state()) and state.checkpoint and state, job)
     assert len({rank.pid for rank in state.ranks}) == 2 and state.phase in WORKING
     os.kill(state.ranks[1].pid if victim == "rank" else state.launcher_pid, signum)

@@ -53,7 +53,7 @@ def complaints(checks):
 
 
 @pytest.mark.parametrize(
-    ("plan", "changes", "expected"),
+    "plan, changes, expected",
     [
         (CUDA, {}, {}),
         (CPU, {"cores": 1}, {"cores": "warning"}),
@@ -73,7 +73,7 @@ def test_every_fact_has_its_verdict(facts_with, plan, changes, expected):
 
 
 @pytest.mark.parametrize(
-    ("plan", "changes", "says"),
+    "plan, changes, says",
     [
         (CUDA, {"driver": "550.54.15"}, ["550.54.15", "NCCL 2.29.3"]),
         (CPU, {"init": RuntimeError("no GPU here")}, ["gloo", "no GPU here"]),
@@ -102,7 +102,7 @@ FULL_GPU = {"gpu/memory_peak_gib": 70.0, "gpu/memory_free_gib": 5.0}
 
 
 @pytest.mark.parametrize(
-    ("complaint", "budget", "total_s", "last", "changes"),
+    "complaint, budget, total_s, last, changes",
     [
         (None, BUDGET, 100.0, 5, {}),  # 2,000 episodes of 50 steps at 1,000 steps/s
         (None, (5000, "steps"), 5.0, 5, {}),
@@ -138,9 +138,9 @@ def test_an_unsteady_speed_gives_a_range_of_hours(facts_with):
 # ---- the command
 
 
-def check_here(monkeypatch, capfd, *argv):
+def check_here(capfd, *argv):
     """Run the command in this process; return exit code, stdout and stderr."""
-    code = run_here(check_gpu_setup.main, argv, monkeypatch)
+    code = run_here(check_gpu_setup.main, *argv)
     return code, *capfd.readouterr()
 
 
@@ -151,7 +151,7 @@ def test_the_command_measures_the_requested_training_and_its_output_fits_the_sch
     monkeypatch.setattr(setup_check, "REDUCED_BYTES", (1024, 2**16))
     monkeypatch.setenv("PYTHONPATH", str(REPO / "tests"))
     with output_in(tmp_path):
-        code = run_here(check_gpu_setup.main, [*RECALL[2:], *flags], monkeypatch)
+        code = run_here(check_gpu_setup.main, *RECALL[2:], *flags)
     found = read_object(tmp_path / "out")
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.validate(found, SCHEMA)
@@ -166,11 +166,11 @@ def test_the_command_measures_the_requested_training_and_its_output_fits_the_sch
 
 
 @pytest.mark.parametrize(
-    ("flags", "name"),
+    "flags, name",
     [
-        (["--device", "cuda"], "ranks"),
-        (["--strategy", "dp"], "ranks"),
-        (["--num_gpus", "2"], "reductions"),
+        (["--device=cuda"], "ranks"),
+        (["--strategy=dp"], "ranks"),
+        (["--num_gpus=2"], "reductions"),
         ([], "short run"),
     ],
 )
@@ -180,21 +180,21 @@ def test_a_setup_that_cannot_train_is_a_problem(monkeypatch, capfd, flags, name)
 
     for measure in ("measure_short_runs", "time_reductions"):
         monkeypatch.setattr(setup_check, measure, fail)
-    code, out, _ = check_here(monkeypatch, capfd, *RECALL, *flags, "--json")
+    code, out, _ = check_here(capfd, *RECALL, *flags, "--json")
     found = json.loads(out)
     jsonschema.validate(found, SCHEMA)
     problems = [check["name"] for check in found["checks"] if check["verdict"] == "problem"]
     assert code == 1 and problems == [name] and found["measured"] is None
 
 
-@pytest.mark.parametrize("flags", [["--num_env", "4"], ["--resume", "auto"]])
-def test_bad_flags_are_a_one_line_error_with_exit_code_2(flags, monkeypatch, capfd):
-    code, out, err = check_here(monkeypatch, capfd, *flags)
+@pytest.mark.parametrize("flags", [["--num_env=4"], ["--resume=auto"]])
+def test_bad_flags_are_a_one_line_error_with_exit_code_2(flags, capfd):
+    code, out, err = check_here(capfd, *flags)
     assert code == 2 and out == "" and flags[0] in only_error(err)
 
 
 def test_strict_counts_warnings(monkeypatch, capfd):
     warning = setup_check.check("disk", "slow", (True, "warning", "save less often"))
     monkeypatch.setattr(check_gpu_setup, "check_setup", lambda *_: [warning])
-    assert check_here(monkeypatch, capfd, *RECALL)[0] == 0
-    assert check_here(monkeypatch, capfd, *RECALL, "--strict")[0] == 1
+    assert check_here(capfd, *RECALL)[0] == 0
+    assert check_here(capfd, *RECALL, "--strict")[0] == 1

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from train_runs import only_error
+from train_runs import printed_error
 
 from rl_dist.launch.child import ShortRuns
 from rl_dist.process_group.world import threads_per_rank
@@ -78,7 +78,7 @@ def rows_of(*gpus, scaling="strong", **options):
 
 
 @pytest.mark.parametrize(
-    ("machine", "gpus", "runs", "reduced"),
+    "machine, gpus, runs, reduced",
     [
         ({"gpus": 2}, [2, 8], [(1, 64), (2, 32), (2, 8)], [2]),
         ({"gpus": 1}, [8], [(1, 64), (1, 8)], []),
@@ -133,7 +133,7 @@ def test_rows_hold_speedup_time_cost_and_source_and_the_text_shows_them(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("episodes", "options", "known"),
+    "episodes, options, known",
     [
         (32, {}, (True, True, False)),
         (0, {"price_per_hour": 1.0}, (True, False, False)),
@@ -150,7 +150,7 @@ def test_unknown_figures_are_none(monkeypatch, episodes, options, known):
 
 
 @pytest.mark.parametrize(
-    ("byte_s", "load", "says"),
+    "byte_s, load, says",
     [(1e-11, 0.5, "--num_gpus 2"), (1e-11, 1.5, "--num_gpus 2.*again"), (1e-6, 0.5, "one rank")],
 )
 def test_the_last_line_advises_and_a_note_says_how_busy_the_machine_was(
@@ -168,10 +168,10 @@ def test_the_last_line_advises_and_a_note_says_how_busy_the_machine_was(
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"),
+    "flag, value",
     [("gpus", "0"), ("gpu", "H1000")],
 )
 def test_bad_usage_is_one_line(flag, value, capsys):
     assert speedup.main([f"--{flag}", value]) == 2
-    line = only_error(capsys.readouterr().err)
+    line = printed_error(capsys)
     assert flag in line and value in line

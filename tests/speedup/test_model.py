@@ -141,7 +141,7 @@ def isaac_lab_efficiencies(name, ranks):
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [(name, n) for name, entry in ISAAC_LAB.items() for n in entry[-1]]
+    "name, ranks", [(name, n) for name, entry in ISAAC_LAB.items() for n in entry[-1]]
 )
 def test_published_scaling_of_isaac_lab(name, ranks):
     predicted, published = isaac_lab_efficiencies(name, ranks)
@@ -174,7 +174,7 @@ def test_the_audit_predicts_ranks_that_behave_like_the_model(ranks):
 
 
 @pytest.mark.parametrize(
-    ("records", "compared"),
+    "records, compared",
     [
         (simulated(1, 5), None),
         # Of the 6 records with the final number of ranks, all but the first 2 are used.

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from train_runs import REPO, only_error, run_here
+from train_runs import REPO, printed_error, run_here
 
 from rl_dist import status
 from rl_dist.errors import UserError
@@ -50,7 +50,7 @@ def run(tmp_path):
     return run
 
 
-@pytest.mark.parametrize(("length", "done"), [({}, 3), ({"unit": "steps", "target": 1000}, 30)])
+@pytest.mark.parametrize("length, done", [({}, 3), ({"unit": "steps", "target": 1000}, 30)])
 def test_a_run_with_a_held_lock_is_shown_as_running_with_its_figures(
     run, monkeypatch, capsys, length, done
 ):
@@ -75,7 +75,7 @@ def test_a_run_with_a_held_lock_is_shown_as_running_with_its_figures(
 
 
 @pytest.mark.parametrize(
-    ("phase", "changes", "state", "reason"),
+    "phase, changes, state, reason",
     [
         ("starting", {}, "starting", ""),
         ("restarting", {"restarts": 2}, "restarting", "restart 2"),
@@ -137,8 +137,8 @@ def test_a_path_without_a_run_and_bad_usage_are_one_line_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    assert run_here(status.main, argv, monkeypatch) == 2
-    assert (argv or ["runs/"])[-1] in only_error(capsys.readouterr().err)
+    assert run_here(status.main, *argv) == 2
+    assert (argv or ["runs/"])[-1] in printed_error(capsys)
 
 
 def test_follow_shows_each_change_until_the_end(run, capsys, monkeypatch):

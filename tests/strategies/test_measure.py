@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[1] / "limited_memory.py"
 
 
 @pytest.mark.parametrize(
-    ("error", "exhausted"),
+    "error, exhausted",
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"), True),
         (RuntimeError("could not create a primitive"), True),
@@ -37,7 +37,7 @@ def clock(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("seconds_of", "cap", "sizes", "chosen", "largest_tried"),
+    "seconds_of, cap, sizes, chosen, largest_tried",
     [
         # Sizes above 64 do not increase the throughput.
         (lambda size: 1e-3 * max(size, 64), 10**9, range(8, 10**12), 64, 285),
@@ -67,7 +67,7 @@ def test_the_chosen_batch_size_is_the_smallest_that_is_nearly_the_fastest(
 
 
 @pytest.mark.parametrize(
-    ("ddp", "hybrid", "chosen"),
+    "ddp, hybrid, chosen",
     [
         (0.05, 0.001, "hybrid"),
         (0.1, 0.095, "ddp"),  # about equal: the first candidate wins

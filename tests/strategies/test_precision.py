@@ -88,7 +88,7 @@ def test_a_resumed_run_keeps_its_loss_scale(world):
 # ---- TF32
 
 
-@pytest.mark.parametrize(("name", "tf32"), [("fp32", False), ("tf32", True)])
+@pytest.mark.parametrize("name, tf32", [("fp32", False), ("tf32", True)])
 def test_fp32_on_a_gpu_is_rounded_to_tf32_only_on_request(name, tf32):
     """The TF32 switches can be set without a GPU; tests/gpu checks their effect."""
     set_tf32(name)

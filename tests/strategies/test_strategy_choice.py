@@ -26,7 +26,7 @@ PIPELINE = {"mode": "hybrid", "hybrid_form": "pipeline"}
 
 
 @pytest.mark.parametrize(
-    ("options", "hardware", "field"),
+    "options, hardware, field",
     [
         ({"mode": "none"}, (2,), "strategy none"),
         ({"mode": "dp"}, (1, "cpu", 2), "strategy dp"),
@@ -45,7 +45,7 @@ def test_strategies_that_cannot_work_are_refused(options, hardware, field):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "flags", "mode"),
+    "chosen, flags, mode",
     [
         (CHOSEN, (), "ddp"),
         # A new number of ranks or a new shard size requires a new measurement.
@@ -80,7 +80,7 @@ def test_restarted_ranks_read_their_choices_from_the_configuration(tmp_path, mon
 # ---- --fallback to one rank
 
 
-@pytest.mark.parametrize(("strategy", "failed"), [("auto", 1), ("hybrid", 2), ("dp", 1)])
+@pytest.mark.parametrize("strategy, failed", [("auto", 1), ("hybrid", 2), ("dp", 1)])
 def test_ranks_that_cannot_communicate_fall_back_to_one_rank(strategy, failed, monkeypatch):
     ranks = mock.Mock(side_effect=ChildError("NCCL error"))
     monkeypatch.setattr("rl_dist.launch.config.time_reductions", ranks)

@@ -82,7 +82,7 @@ def test_a_training_batch_holds_the_same_samples_on_any_number_of_ranks():
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    "options, words",
     [
         ({"batch_size": 2, "sampler": WeightedRandomSampler([1.0] * 8, 8)}, "Weighted"),
         ({"batch_size": 2, "sampler": RandomSampler(SAMPLES, replacement=True)}, "Random"),
@@ -97,15 +97,13 @@ def test_a_loader_that_does_not_divide_over_the_ranks_is_refused(options, words)
         check_shares(DataLoader(SAMPLES, **options), world_of(0, 2), training=True)
 
 
-@pytest.mark.parametrize("num_samples", [10, 150])
-def test_a_random_sampler_draws_from_all_samples_in_training(num_samples):
-    data = TensorDataset(*torch.arange(100).expand(2, -1))
-    loader = DataLoader(data, 10, sampler=RandomSampler(data, num_samples=num_samples))
+def test_a_random_sampler_draws_from_all_samples_in_training():
+    loader = DataLoader(SAMPLES, 2, sampler=RandomSampler(SAMPLES, num_samples=2))
     seen = set()
-    for rank, epoch in itertools.product((0, 1), range(30)):
+    for rank, epoch in itertools.product((0, 1), range(40)):
         share = shared_batches(loader, world_of(rank, 2), training=True, epoch=epoch)
         seen.update(*(inputs.tolist() for _, inputs, _ in share))
-    assert len(seen) > 90
+    assert len(seen) == 8
     with pytest.raises(UserError, match="num_samples"):
         check_shares(loader, world_of(0, 1), training=False)
 
@@ -113,18 +111,17 @@ def test_a_random_sampler_draws_from_all_samples_in_training(num_samples):
 def test_a_loader_that_makes_its_own_batches_is_refused():
     class Own(DataLoader):
         def __iter__(self):
-            return reversed([*super().__iter__()])
+            return iter([])
 
     with pytest.raises(UserError, match="__iter__"):
         check_shares(Own(SAMPLES, 2), world_of(0, 1), training=True)
 
 
 @pytest.mark.parametrize(
-    ("data", "form"),
+    "data, form",
     [
         ([{"image": torch.ones(6), "label": 1}] * 4, "dict of 2"),
         ([(torch.ones(6), 1, 0.5)] * 4, "list of 3"),
-        (torch.ones(4, 2, 6), "Tensor of 2"),
     ],
 )
 def test_a_batch_that_is_no_pair_is_refused(data, form):
@@ -192,13 +189,9 @@ def test_a_nan_loss_on_one_rank_skips_the_step_on_all_ranks(ranks):
         torch.testing.assert_close(bad["weights"], ranks[-1]["bad"]["weights"], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", UNEQUAL)
+@pytest.mark.parametrize("name", [*UNEQUAL, "evaluation"])
 def test_a_criterion_with_unequal_weights_is_refused_on_two_ranks(ranks, name):
     assert ["reduction='none'" in rank["unequal"][name] for rank in ranks] == [True, True, False]
-
-
-def test_an_evaluation_with_unequal_weights_is_refused_on_two_ranks(ranks):
-    assert ["reduction='none'" in rank["evaluation"] for rank in ranks] == [True, True, False]
 
 
 @pytest.mark.parametrize("name", ["per sample", "per sample, accumulated"])

@@ -39,7 +39,7 @@ def test_an_event_arrives_as_json_on_stdin_and_as_variables(call, tmp_path):
     assert call("", ("failed", "", {})) == []
 
 
-@pytest.mark.parametrize(("command", "code"), [("cat; exit 1", 1), ("kill -9 $$", -9)])
+@pytest.mark.parametrize("command, code", [("cat; exit 1", 1), ("kill -9 $$", -9)])
 def test_a_command_that_fails_is_one_warning(call, command, code):
     (warning,) = call(command, ("failed", "x" * 10_000, {"odd": {"not": "plain"}, "nul": "a\0b"}))
     assert warning.endswith(f"code {code}") and "\n" not in warning

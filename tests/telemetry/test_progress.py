@@ -1,7 +1,5 @@
 """Test the progress display and the note about runs that do not learn."""
 
-import io
-
 import pytest
 
 from rl_dist.telemetry import progress
@@ -26,32 +24,25 @@ def test_an_iteration_without_an_end_keeps_the_mean():
 
 
 @pytest.mark.parametrize(
-    ("returns", "is_stalled"),
+    "returns, is_stalled",
     [
         ([-200.0] * 50, True),
         ([0.0, 1.0] * 25, True),
-        ([*map(float, range(50))], False),
         ([0.0] * 40 + [1.0] * 10, False),
         ([None] * 50, False),
     ],
-    ids=["constant", "noise", "rises", "rises late", "no episode ended"],
+    ids=["constant", "noise", "rises late", "no episode ended"],
 )
 def test_half_a_run_is_stalled_if_returns_stay_in_the_range_of_its_first_tenth(returns, is_stalled):
     records = [iteration(n, 0 if r is None else 100, r) for n, r in enumerate(returns, 1)]
     assert bool(stalled(records)) == is_stalled
 
 
-def test_a_validation_is_shown_once(monkeypatch):
-    shown = io.StringIO()
-    monkeypatch.setattr("sys.stderr", shown)
+def test_a_validation_is_shown_once(monkeypatch, capsys):
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
     display = Progress(10, "steps", 0)
-    for number in range(1, 4):
-        record = iteration(number, 1, 2.0) | ({"valid/return": 3.0} if number == 1 else {})
-        display.show(record, number)
+    display.show(iteration(1, 1, 2.0, **{"valid/return": 3.0}), 1)
+    display.show(iteration(2, 1, 2.0), 2)
     display.close()
-    assert ["valid/return" in line for line in shown.getvalue().splitlines()] == [
-        True,
-        False,
-        False,
-    ]
+    shown = capsys.readouterr().err.splitlines()
+    assert ["valid/return" in line for line in shown] == [True, False]
