@@ -22,10 +22,10 @@ MAX_LEARNER = 65  # most lines of a method `update` or `collect` in agents/
 # tokens, because longer lines would lower a count of lines, but not a count of tokens.
 MAX_SIZES = {
     "tokens of source": 113_220,
-    "tokens of tests": 113_400,
+    "tokens of tests": 112_930,
     "tokens of benchmarks": 16_080,
     "lines of README.md": 150,
-    "tokens of the files that lead to loss.backward()": 18_200,
+    "tokens of the files that lead to loss.backward()": 18_240,
 }
 # The files that one has to read to get from the main function of a rank to loss.backward().
 READING_PATH = (
