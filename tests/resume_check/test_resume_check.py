@@ -72,7 +72,7 @@ def test_the_tensor_or_the_metric_that_differs_is_named(proof, tmp_path, capsys)
 def test_the_budget_is_derived_from_the_sizes_and_a_bad_one_is_a_one_line_error(capsys):
     assert main(["--iterations=0"]) == 2 and "at least 1" in printed_error(capsys)
     flags = parse(["--num_steps=64", "--batch_size=4", "--iterations=3"]).flags
-    assert flags.index("--batch_size=8") < flags.index("--batch_size")  # the last value is used
+    assert flags.index("--batch_size=8") < flags.index("--batch_size=4")  # the last value is used
     assert {"--num_envs=8", "--checkpoint_every=3", f"--total_steps={2 * 3 * 8 * 64}"} <= {*flags}
 
 
