@@ -62,6 +62,7 @@ CHANGEABLE = {
     "collective_timeout", "startup_timeout", "env_timeout", "env_restarts", "env_workers",
     "env_groups", "max_bad_steps", "loggers",
     "checkpoint_every", "keep_checkpoints", "keep_best", "on_save_error", "validate_every",
+    "eval_episodes",
     "stop_at", "callback",
     "on_event", "sync_check_every", "monitor_every", "profile",
 }  # fmt: skip
