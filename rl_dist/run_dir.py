@@ -349,7 +349,9 @@ class RunDir(AbstractContextManager["RunDir"]):
             ended = RunExit(
                 code=code,
                 signal=signal.Signals(signum).name if signum in {*signal.Signals} else None,
-                error=one_line(ValueError(error), LONGEST_ERROR, named=False) if error else "",
+                error=one_line(ValueError(error), LONGEST_ERROR, named=False)
+                if code and error
+                else "",
             )
             self._write_state(state, exit=ended, phase="restarting" if may_restart else phase)
 
