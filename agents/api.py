@@ -28,7 +28,15 @@ from agents.run.choice import RUNS, parse_training
 from agents.run.saved import LoadedAgent, Which, load_agent
 from agents.run.start import start
 from envs.vector.spaces import MASK_KEY, check_masks
-from rl_dist.errors import QUIET, SilentStream, UserError, explains_errors, reported, streams
+from rl_dist.errors import (
+    QUIET,
+    SilentStream,
+    UserError,
+    explains_errors,
+    one_line,
+    reported,
+    streams,
+)
 from rl_dist.files import write_whole
 from rl_dist.flags import ParsedFlags
 from rl_dist.launch.child import as_flags
@@ -92,10 +100,15 @@ class LoadedPolicy:
         policy = self.agent.policy
         # encode the observation as rows
         leaf = min(self._encode.leaves, key=lambda leaf: leaf.part.kind == "mask")
-        values = np.asarray(leaf.pick(observation))
-        is_single = values.shape == leaf.space.shape
-        count = 1 if is_single else len(values)
-        rows = self._encode([observation] if is_single else observation, count)  # [B, F]
+        try:
+            shape = np.shape(leaf.pick(observation))
+            is_single = shape == leaf.space.shape
+            count = 1 if is_single else shape[0]
+            rows = self._encode([observation] if is_single else observation, count)  # [B, F]
+        except (LookupError, TypeError) as error:
+            raise ValueError(
+                f"the observation does not fit its space: {one_line(error)}"
+            ) from error
         masks = [action_masks] if is_single and action_masks is not None else action_masks
 
         # append the inputs that are not in the observation

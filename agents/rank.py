@@ -38,8 +38,6 @@ HOST_SETTINGS = {
     "pretrained", "init_from", "chosen_preset",
 }  # fmt: skip
 
-EXPLORE = "solved already, or see docs/own_environment.md#exploration"
-
 
 def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
     """Train and evaluate; return the exit code. Every rank must call this."""
@@ -142,7 +140,7 @@ def open_run_writer(run: Run, training: Training) -> NullWriter:
         start=training.done,
         purge_step=training.global_step + 1,
         loggers=loggers,
-        advice="" if run.config.task.is_trading else EXPLORE,
+        advice="" if run.config.task.is_trading else "see docs/own_environment.md#exploration",
     )
     writer.update_state(
         strategy=training.ppo.strategy.mode,

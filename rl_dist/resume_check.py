@@ -148,6 +148,8 @@ def compare(straight: Path, resumed: Path, tolerance: float) -> bool:
     limit = f" within {tolerance:g}" if tolerance else ""
     if lines:
         print(f"different{limit}: {lines[0]} ({len(lines)} values differ)")
+        if left.get("environments", 0) is None:
+            print("the environment has no get_state and set_state: a resume starts new episodes")
     else:
         equal = f"equal{limit}" if tolerance else "bit-identical"
         print(f"{equal}: all {len(left)} tensors and numbers in the checkpoint and the metrics")

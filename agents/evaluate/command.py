@@ -28,7 +28,7 @@ from agents.evaluate.episodes import (
 from agents.run.saved import LoadedAgent, load_agent, share_checkpoint
 from agents.run.start import faults_as_user_errors
 from envs import find_spec
-from envs.task import GymTask
+from envs.task import AUTO, GymTask
 from rl_dist.checkpoint.content import CheckpointError
 from rl_dist.checkpoint.store import BEST_FILE, load_checkpoint
 from rl_dist.checkpoint.trust import check_named
@@ -231,6 +231,11 @@ def evaluate_and_finish(
             limit = episode_limit(training.global_step, training.episodes)
             if world.is_main_process:
                 print(test_cost(task, training, len(agents), limit), flush=True)
+                if config.train.validate_every == AUTO and not training.validated["steps"]:
+                    print(
+                        "no validation, no best.pt: a tenth of the training's steps allows fewer "
+                        "than 5 episodes; --validate_every N validates whatever it costs"
+                    )
             summary, text = compare_on_episodes(task, config.train.seed, agents, world, limit)
         elif not isinstance(task, GymTask):
             from agents.evaluate.markets import report  # imported late: pandas takes 0.4 s
@@ -247,16 +252,11 @@ def evaluate_and_finish(
 def test_cost(task: GymTask, training: "Training", num_agents: int, limit: int) -> str:
     """Return a line that says how long the final test may take."""
     episodes = num_agents * task.config.eval_episodes
-    if not training.episodes:
-        return (
-            f"final test: {episodes} episodes, cut off after {limit:,} steps, because no episode "
-            "has ended in training; --env_kwargs '{\"max_episode_steps\": N}' limits all episodes, "
-            "--eval_episodes 0 leaves out the test"
-        )
+    length = training.global_step // training.episodes if training.episodes else limit
     return (
-        f"final test: {episodes} episodes; if they are as long as those in training, it takes "
-        f"{episodes / training.episodes:.0%} of the training's {training.global_step:,} steps; "
-        "--eval_episodes 0 leaves it out"
+        f"final test: {episodes} episodes, about {episodes * length:,} environment steps (training "
+        f"took {training.global_step:,}); an episode is cut off after {limit:,} steps; "
+        "--eval_episodes 0 leaves out the test"
     )
 
 

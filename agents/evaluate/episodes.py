@@ -216,11 +216,12 @@ class Validation:
             VALIDATION_STREAM,
             max_steps,
         )
-        # All environments are stepped until the longest episode has ended.
-        length = int(episodes[1].max())
+        # All environments are stepped until the longest episode has ended; the length of a repeated
+        # episode does not include the steps before its repetition.
+        length = max_steps if episodes[2].any() else int(episodes[1].max())
         used["steps"] += num_episodes * length
         used["longest"] = max(length, used["longest"])
-        figures = episode_figures(episodes) | {"total_steps": float(used["steps"])}
+        figures = episode_figures(episodes) | {"total_steps": used["steps"]}
         return {f"valid/{name}": value for name, value in figures.items()}
 
     def _expected_length(self, training: "Training") -> int:
@@ -229,7 +230,7 @@ class Validation:
         longest = training.validated["longest"]
         length = 2 * max(longest, mean) if longest else 10 * mean
         limit = self.task.max_episode_steps
-        return max(1, min(limit, max(length, 1000)) if limit else length)
+        return min(limit, max(length, 1000)) if limit else length
 
 
 def try_evaluation_env(task: GymTask, world: World) -> None:

@@ -48,17 +48,18 @@ def plot_learning_curve(
     for (name, curve), (axes,) in zip(curves.items(), rows, strict=True):
         measured = curve.dropna()
         # lines connect the measurements, which dots show: most iterations have no validation
-        axes.plot(measured, "." if len(measured) < 100 else "", linestyle="-", alpha=0.5)
+        axes.plot(
+            measured, "." if len(measured) < 100 else "", linestyle="-", alpha=0.5, label="measured"
+        )
         if name == "episode/return" and window > 1:
-            smooth = measured.rolling(window, min_periods=1).mean()
+            smooth = measured.rolling(window).mean()
             axes.plot(smooth, linewidth=2, label=f"mean of {window} iterations")
         if name == "valid/sharpe" and EQUAL_WEIGHT in table:
-            equal_weight = table[EQUAL_WEIGHT].astype(float).dropna()
-            axes.plot(equal_weight, linestyle="--", label="equal weight")
+            baseline = table[EQUAL_WEIGHT].astype(float)
+            axes.plot(baseline.dropna(), linestyle="--", label="equal weight")
         if threshold is not None and name.endswith("return"):
             axes.axhline(threshold, color="gray", linestyle="--", label="solved (reward_threshold)")
-        if axes.get_legend_handles_labels()[1]:
-            axes.legend(loc="best")
+        axes.legend()
         axes.set_ylabel(CURVES[name])
         axes.grid()
     rows[0, 0].set_title(title)
@@ -93,10 +94,9 @@ def _save(path: Path, simulated: bool) -> None:
 
 def film(agent: PolicyController, task: GymTask, folder: Path, seed: int, world: World) -> None:
     """Run the first evaluation episode and save its pictures as a GIF, under a new name."""
-    kwargs = json.dumps(task.config.kwargs() | {"render_mode": "rgb_array"})
     config = replace(
         task.config,
-        env_kwargs=kwargs,
+        env_kwargs=json.dumps(task.config.kwargs() | {"render_mode": "rgb_array"}),
         eval_episodes=1,
         vectorization="sync",
         env_workers=0,
@@ -117,8 +117,8 @@ def film(agent: PolicyController, task: GymTask, folder: Path, seed: int, world:
     evaluate_episodes(replace(task, config=config), draw_and_act, seed, world)
     if frames:  # only the rank that ran the episode has frames
         folder.mkdir(parents=True, exist_ok=True)
-        paths = (folder / f"episode_{number}.gif" for number in count())
-        path = next(path for path in paths if not path.exists())
+        number = next(n for n in count() if not (folder / f"episode_{n}.gif").exists())
+        path = folder / f"episode_{number}.gif"
         duration_ms = 10 * round(100 / fps)  # GIFs count in steps of 10 ms
         frames[0].save(path, save_all=True, append_images=frames[1:], duration=duration_ms, loop=0)
         print(f"first episode: {path}")

@@ -16,7 +16,8 @@ from agents.network.inputs import Normalizer, Normalizers
 from agents.policy import Policy
 from agents.rollout import fresh_carry
 from envs.vector.layout import Layout
-from envs.vector.spaces import ActionDecoder, ObservationEncoder, from_json
+from envs.vector.space_json import from_json
+from envs.vector.spaces import ActionDecoder, ObservationEncoder
 from rl_dist.checkpoint.content import FIT, RUN, kind_of, tensors_in
 from rl_dist.checkpoint.store import (
     BEST_FILE,

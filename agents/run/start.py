@@ -33,6 +33,7 @@ from rl_dist.process_group.process_ends import report
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import RankEntry, RunDir, SavedCheckpoint
 from rl_dist.telemetry import events
+from rl_dist.telemetry.loggers import check_installed
 from rl_dist.telemetry.metrics import close_logging
 
 
@@ -120,6 +121,9 @@ def check_and_announce(
     train = config.train
     for flag, name in train.named_metrics.items():
         check_metric(flag, name, config.task.is_trading, config.launch.precision)
+        if name.startswith("valid/") and not (train.validate_every and config.task.eval_episodes):
+            raise UserError(f"{flag} {name} needs --validate_every and --eval_episodes above 0")
+    check_installed(train.loggers)
     task = config.prepare_task()
     env = probe(task)
     policy = empty_policy(config, env.layout, env.single_action_space)

@@ -23,6 +23,7 @@ MAX_DROPPED_SHARE = 0.05
 # 1e-6 USD (see features.GRID). A lot costs at most this much, so that small portfolios can buy it.
 MAX_LOT_USD = 1024.0
 TRADING_DAYS = 252  # trading days per year of a stock exchange
+COARSE_USD = 0.05  # below this price, fees of 10 bps are rounded by more than 1 %
 MAX_MOVE = 1.8  # larger changes from one open or close to the next may be errors or splits
 MAX_GAP_DAYS = 11  # largest accepted gap in calendar days; exchanges are rarely closed for longer
 
@@ -267,6 +268,13 @@ def price_notes(market: Market, config: TradingConfig) -> list[str]:
             f"on most days one share costs more than {limit_usd:g} USD, the largest order or equal "
             f"weight's part of the cash, so it is hardly ever bought: {', '.join(names[dear])}; "
             "raise --initial_cash_usd or --max_order"
+        )
+    # Amounts of money are multiples of 2**-20 USD.
+    coarse = market.low.min(0) < COARSE_USD
+    if coarse.any():
+        notes.append(
+            f"prices have too wide a range: where they are lowest, fees are rounded by more than "
+            f"1 %: {', '.join(names[coarse])}; begin with a later day"
         )
     path = np.stack([market.open, market.close], 1).reshape(-1, len(names))  # [2 D, n]
     factors = np.exp(np.diff(np.log(path), axis=0))

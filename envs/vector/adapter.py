@@ -18,6 +18,7 @@ from torch import Tensor
 from envs.vector.batched import has_snapshots
 from envs.vector.guards import EnvironmentFaultError, HangWatch, end_process
 from envs.vector.layout import Layout, Metrics, Part, StepResult
+from envs.vector.space_json import to_json
 from envs.vector.spaces import (
     MASK_KEY,
     ActionDecoder,
@@ -26,7 +27,6 @@ from envs.vector.spaces import (
     Space,
     check_masks,
     check_rows,
-    to_json,
 )
 from envs.vector.tensors import LIFE, ArrayEnv, Snapshot, step_result
 

@@ -2,10 +2,9 @@
 
 `ObservationEncoder` turns observations into rows of numbers, which the learner reads. The learner's
 actions are numbers in [-1, 1] or choices numbered from 0. `ActionDecoder` turns them into actions
-for the environment. `to_json` and `from_json` store both spaces in a checkpoint.
+for the environment.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -20,6 +19,8 @@ from numpy import ndarray
 from torch.utils._pytree import tree_leaves
 
 from envs.vector.layout import Kind, Part
+from envs.vector.space_json import ARGUMENTS, Space
+from rl_dist.files import log_once
 
 MASK_KEY = "action_mask"
 # parts of other names that environments give to masks
@@ -27,20 +28,11 @@ LIKE_MASK = re.compile("mask|legal|valid|avail|allow|possib|permit|feasib", re.I
 MIN_IMAGE_SIDE = 8  # pixels; an array with a shorter side is treated as a vector
 MAX_CHANNELS = 64
 MAX_VALUE = float(np.finfo(np.float32).max)
-Space = Any  # a Gymnasium space
+FLOAT32_INTEGERS = 2**24  # float32 cannot represent all larger integers
 Path = tuple[Any, ...]  # keys that lead to one part of a nested observation
 
-# Supported space types, and the constructor arguments that `to_json` saves for each type.
-_ARGUMENTS: dict[type[Any], tuple[str, ...]] = {
-    spaces.Dict: ("spaces",),
-    spaces.Tuple: ("spaces",),
-    spaces.Box: ("low", "high", "shape", "dtype"),
-    spaces.Discrete: ("n", "start"),
-    spaces.MultiDiscrete: ("nvec", "start"),
-    spaces.MultiBinary: ("n",),
-}
 _NESTED: Any = spaces.Dict, spaces.Tuple
-_KINDS: Any = tuple(_ARGUMENTS)
+_KINDS: Any = tuple(ARGUMENTS)
 
 
 class RowFaultError(ValueError):
@@ -168,6 +160,12 @@ class Leaf:
             usable = rows.sum(axis=1) == len(self.sizes)
             check_rows(usable, f"{name} has a value outside its space:", values)
             return rows
+        is_narrowed = not (self.axes or np.can_cast(values.dtype, self.dtype))
+        if is_narrowed and np.abs(values).max(initial=0) > FLOAT32_INTEGERS:
+            log_once(
+                f"{name} has values above {FLOAT32_INTEGERS:,}, which lose digits: its space has "
+                f"type {self.space.dtype}; declare {values.dtype} there to keep them"
+            )
         with np.errstate(over="ignore"):  # the caller refuses values that overflow to inf
             rows = values.astype(self.dtype)
         return rows / np.float32(self.scale) if self.axes else rows
@@ -221,6 +219,8 @@ class ObservationEncoder:
         except ValueError as error:
             raise ValueError(f"environment {env_id}: {error}") from None
         self.leaves = [leaf for leaf in leaves if leaf]
+        if sum(bool(leaf.masked) for leaf in self.leaves) > 1:
+            raise ValueError(f"environment {env_id} has several {MASK_KEY} entries: keep one")
         self.parts = tuple(leaf.part for leaf in self.leaves)
         self.actions = actions
         self.dtype = np.result_type(*(leaf.dtype for leaf in self.leaves), np.float32)
@@ -360,40 +360,3 @@ def _nested(target: Space, parts: Iterator[ndarray]) -> Any:
         return tuple(_nested(inner, parts) for inner in target.spaces)
     numbers = next(parts)
     return numbers.reshape(len(numbers), *target.shape).astype(target.dtype)
-
-
-# ---- spaces as JSON, which checkpoints store
-
-
-def to_json(observation: Space, action: Space) -> str:
-    """Return the two spaces of an environment as JSON."""
-    return json.dumps([observation, action], default=_plain)
-
-
-def from_json(text: str) -> tuple[Space, Space]:
-    """Read two spaces from the JSON of `to_json`; other text raises ValueError."""
-    try:
-        observation, action = json.loads(text, object_hook=_space)
-    except Exception as error:  # damaged or malicious text can fail in many ways
-        raise ValueError(f"the saved spaces cannot be read: {error}") from None
-    return observation, action
-
-
-def _plain(value: Any) -> Any:
-    """Return the JSON form of a space, or of an array, number or dtype in a space."""
-    for kind, names in _ARGUMENTS.items():
-        if isinstance(value, kind):
-            return {"kind": kind.__name__} | {name: getattr(value, name) for name in names}
-    return str(value) if isinstance(value, np.dtype) else value.tolist()
-
-
-def _space(plain: dict) -> Any:
-    """Turn a JSON object into a space, or into the (key, space) pairs of a Dict."""
-    name = plain.get("kind")
-    if not isinstance(name, str):
-        return list(plain.items())  # not a dict: Gymnasium would sort it, and rows need this order
-    kind = {kind.__name__: kind for kind in _ARGUMENTS}[name]
-    arguments = {name: plain[name] for name in _ARGUMENTS[kind]}
-    for end in {"low", "high"} & plain.keys():
-        arguments[end] = np.array(plain[end], plain["dtype"])
-    return kind(**arguments)

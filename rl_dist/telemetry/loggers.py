@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +133,19 @@ def named_loggers(text: str) -> list[str]:
     return names
 
 
+def check_installed(text: str) -> None:
+    """Refuse a list of loggers if the package of one is not installed."""
+    for name in named_loggers(text):
+        if not find_spec(name):
+            raise UserError(f"--loggers {name} needs pip install 'clstm-ppo[{name}]'")
+
+
 def open_logger(name: str, run_dir: Path, settings: Settings) -> GuardedLogger:
     """Open the logger with this name, and log the settings of the run."""
     try:
         return GuardedLogger(name, *LOGGERS[name](run_dir, settings))
-    except FOREIGN_ERRORS as error:  # for example no login, no network or no such package
-        fix = f"to install its package, run pip install 'clstm-ppo[{name}]'"
-        raise UserError(f"--loggers {name}: {one_line(error)}; {fix}", exit_code=1) from error
+    except FOREIGN_ERRORS as error:  # for example no login or no network
+        raise UserError(f"--loggers {name}: {one_line(error)}", exit_code=1) from error
 
 
 def _scalars_of(record: Record, prefix: str = "") -> Iterator[tuple[str, float]]:

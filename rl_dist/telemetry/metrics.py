@@ -109,7 +109,7 @@ class MetricsWriter(NullWriter):
         if self._advice and done >= self._half:
             self._half = math.inf
             if problem := stalled(self._run.records()):
-                self.say(f"{problem}: {self._advice}")
+                self.say(f"{problem}, {self._advice}")
         self._unwritten = {
             "phase": "training",
             "iteration": plain["iteration"],

@@ -58,8 +58,7 @@ def stalled(records: Sequence[Record]) -> str:
         return ""
     return (
         f"half of the run is done, and the best mean return of {EPISODES} episodes, "
-        f"{max(means):.4g}, is still in the range of the first tenth, {min(first):.4g} to "
-        f"{max(first):.4g}"
+        f"{max(means):.4g}, is still that of the first tenth; unless the task is solved"
     )
 
 

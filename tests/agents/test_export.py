@@ -17,7 +17,8 @@ from agents.network.inputs import Normalizers
 from agents.policy import Policy
 from agents.run.saved import LoadedAgent
 from envs.vector.layout import Layout, Part
-from envs.vector.spaces import ActionDecoder, ObservationEncoder, to_json
+from envs.vector.space_json import to_json
+from envs.vector.spaces import ActionDecoder, ObservationEncoder
 
 VECTOR = spaces.Box(-np.inf, np.inf, (4,), np.float32)
 IMAGES = spaces.Dict(  # a list keeps its order; Gymnasium sorts the keys of a dict

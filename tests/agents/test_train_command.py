@@ -240,6 +240,7 @@ REFUSED = [  # (flags, [parts of the error line: the field, the value or the fix
     ("CARTPOLE --policy own --core own_cores:Prophet", ["looks ahead"]),
     ("CARTPOLE --callback nowhere:call", ["nowhere:call"]),
     ("CARTPOLE --stop_at valid/retrun 3", ["stop_at", "valid/retrun", "valid/return"]),
+    ("CARTPOLE --validate_every 0 --stop_at valid/return 3", ["stop_at", "--validate_every"]),
     ("--data no_such.csv", ["no_such.csv"]),
     ("CARTPOLE --preset paper", ["preset paper", "CartPole-v1"]),
     ("CARTPOLE --init_from a --pretrained b", ["init_from", "pretrained"]),

@@ -105,6 +105,12 @@ def test_a_given_interval_is_kept_whatever_it_costs(trained):
     assert [metrics[iteration]["valid/episodes"] for iteration in metrics] == [20, 20, 20]
 
 
+def test_a_budget_that_allows_no_validation_is_reported(tmp_path, capfd):
+    flags = [*RECALL, f"--total_steps={ITERATION}", f"--run_dir={tmp_path}"]
+    assert train_here(*flags) == 0
+    assert "no best.pt" in capfd.readouterr().out
+
+
 def test_the_final_test_of_endless_episodes_ends_and_counts_them_as_cut(trained):
     flags = [*SMALL, "--total_steps", ITERATION, "--eval_episodes=2", "--env=Endless-v0"]
     test = read_object(trained(*flags) / "summary.json")["test"]

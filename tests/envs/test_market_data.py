@@ -93,6 +93,15 @@ def test_a_jump_and_a_price_above_every_order_are_named(first, last, factor, wor
     assert re.search(words, note)
 
 
+def test_a_ticker_whose_lowest_prices_are_too_coarse_is_named(tmp_path):
+    bars = daily_bars(num_stocks=2, num_days=80)
+    rows = bars["tic"] == "T1"
+    bars.loc[rows, PRICES] *= np.geomspace(1e-7, 1.0, rows.sum())[:, None]
+    assert any(
+        "fees are rounded" in note for note in price_notes(loaded(bars, tmp_path), TradingConfig())
+    )
+
+
 def test_missing_columns_are_named(tmp_path):
     bars = daily_bars().rename(columns={"tic": "Ticker", "low": "Low"})
     with pytest.raises(ValueError, match=r"lacks \['tic', 'low'\]"):

@@ -80,6 +80,13 @@ def test_observations_that_are_not_float32_keep_all_digits(dtype, value):
     assert batch_of(inner)[1].item() == value
 
 
+def test_digits_that_the_type_of_the_space_loses_are_reported(caplog):
+    inner = GivenEnv(spaces.Box(-np.inf, np.inf, (1,), np.float32))
+    inner.obs = np.array([1.7e9 + 2])
+    batch_of(inner)
+    assert "declare float64" in caplog.text
+
+
 @pytest.mark.parametrize(
     # axes: frames and channels first, if there are any, then height and width; () for no image
     "shape, largest, axes",
@@ -244,6 +251,12 @@ def test_a_mask_is_used_in_every_form_that_the_actions_allow(form, place):
 def test_what_looks_like_a_mask_but_cannot_be_used_is_refused(actions, entry, space):
     with pytest.raises(ValueError, match=f"Given-v0.*{entry}"):
         batch_of(GivenEnv(spaces.Dict(state=spaces.Dict({entry: space})), actions))
+
+
+def test_a_second_mask_is_refused():
+    inner = GivenEnv(spaces.Dict({name: spaces.Dict(action_mask=BITS[7]) for name in "ab"}))
+    with pytest.raises(ValueError, match="several action_mask"):
+        batch_of(inner)
 
 
 def test_an_entry_called_mask_that_masks_no_actions_is_an_input():
