@@ -243,7 +243,7 @@ class Training:
         # load the state that all ranks share
         for name in COUNTERS:
             setattr(self, name, state[name])
-        self.validated = dict(state.get("validated", self.validated))
+        self.validated |= state.get("validated", {})
         optimizer = keep_options(self.ppo.optimizer, state["optimizer"])
         self.ppo.strategy.load(state["policy"], self.ppo.optimizer, optimizer)
         self.ppo.strategy.load_state_dict(state["strategy"])

@@ -85,6 +85,13 @@ def outlive_readers() -> None:
     escape_what_the_locale_lacks()
 
 
+def use_utf8() -> None:
+    """Start this program again in UTF-8 mode if the locale cannot hold the names of all files."""
+    if sys.getfilesystemencoding() != "utf-8" and not sys.flags.ignore_environment:
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, sys.orig_argv)
+
+
 def escape_what_the_locale_lacks() -> None:
     """Print characters that the encoding of stdout or stderr lacks as escapes like \\xe8."""
     for stream in (sys.stdout, sys.stderr):
@@ -127,8 +134,7 @@ def message_and_code(error: ValueError | OSError) -> tuple[str, int]:
     message = str(error)
     exit_code = getattr(error, "exit_code", 2)
     if isinstance(error, UnicodeEncodeError):
-        kind = sys.getfilesystemencoding()
-        message = f"{error.object!r:.200} is not {kind} text: use another name, or PYTHONUTF8=1"
+        message = f"{error.object!r:.200} is not UTF-8 text: use another name"
     if isinstance(error, OSError):
         exit_code = 1
         if error.filename and error.errno not in FULL_DISK:  # another path may avoid the error
@@ -175,6 +181,8 @@ def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(main)
     def command(*args: Any, **options: Any) -> int:
+        if vars(sys.modules["__main__"]).get("main") is command:
+            use_utf8()
         escape_what_the_locale_lacks()
         try:
             return main(*args, **options)

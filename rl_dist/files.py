@@ -52,16 +52,8 @@ def check_layout(run_dir: Path) -> None:
 
 
 def absolute(path: str | Path) -> Path:
-    """Return an absolute path, which holds even if an environment changes the directory.
-
-    If the current directory has a name that is not UTF-8 text, return the path itself, because
-    pydantic and TensorBoard cannot use the absolute one.
-    """
-    with suppress(UnicodeEncodeError):
-        full = Path(path).expanduser().absolute()
-        str(full).encode()
-        return full
-    return Path(path)
+    """Return an absolute path, which holds even if an environment changes the directory."""
+    return Path(path).expanduser().absolute()
 
 
 def path_to_write(run_dir: str | Path, name: str | Path) -> Path:

@@ -233,8 +233,8 @@ def evaluate_and_finish(
                 print(test_cost(task, training, len(agents), limit), flush=True)
                 if config.train.validate_every == AUTO and not training.validated["steps"]:
                     print(
-                        "no validation, no best.pt: a tenth of the training's steps allows fewer "
-                        "than 5 episodes; --validate_every N validates whatever it costs"
+                        "no validation, no best.pt: a tenth of the training's steps allows too few "
+                        "episodes; --validate_every N validates whatever it costs"
                     )
             summary, text = compare_on_episodes(task, config.train.seed, agents, world, limit)
         elif not isinstance(task, GymTask):

@@ -44,11 +44,6 @@ class _Optimizer(_Entries):
     param_groups: Annotated[list[_Group], Field(min_length=1)]
 
 
-class _Validated(_Entries):
-    steps: Count
-    longest: Count
-
-
 class _Any(_Entries):
     measured: dict[str, float] = {}
     forms: dict[str, str] = {}
@@ -74,7 +69,7 @@ class _Run(_Any):
     iteration: Count
     global_step: Count
     episodes: Count
-    validated: _Validated = _Validated(steps=0, longest=0)
+    validated: dict[Literal["steps", "longest"], Count] = {}
     bad_in_a_row: Count
     policy: Tensors
     optimizer: _Optimizer

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rl_dist.errors import outlive_readers, report_to_caller, restarts_refused
+from rl_dist.errors import outlive_readers, report_to_caller, restarts_refused, use_utf8
 from rl_dist.process_group.process_ends import (
     STOP_SIGNALS,
     TEARDOWN_S,
@@ -42,6 +42,7 @@ def supervise() -> None:
     """
     if restarts_refused():
         sys.exit(2)
+    use_utf8()
     # A shell starts the command before `&` with SIGINT ignored. Obey it nevertheless, also before
     # the handlers of the training are installed.
     for signum in awaited_signals():

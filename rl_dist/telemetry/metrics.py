@@ -18,7 +18,7 @@ from rl_dist.errors import UserError, one_line, unwritable
 from rl_dist.files import Record, log_once, path_to_write, plain_file
 from rl_dist.run_dir import RunDir
 from rl_dist.telemetry.loggers import GuardedLogger, open_tensorboard
-from rl_dist.telemetry.progress import EPISODES, Progress, stalled
+from rl_dist.telemetry.progress import Progress, stalled
 
 logger = logging.getLogger(__name__)
 STATE_EVERY_S = 1.0  # shortest time between two updates of state.json by `write`
@@ -79,7 +79,7 @@ class MetricsWriter(NullWriter):
             self._loggers = [open_tensorboard(run.path, purge_step=purge_step), *loggers]
         except OSError as error:
             raise unwritable(f"run_dir {run.path}", error) from None
-        self._progress = Progress(total, unit, start, run.records(last=EPISODES))
+        self._progress = Progress(total, unit, start)
         self._advice = advice
         self._half = total / 2 if start < total / 2 else math.inf
         self._run = run

@@ -65,11 +65,9 @@ def stalled(records: Sequence[Record]) -> str:
 class Progress:
     """Shows progress on stderr: as a bar on a terminal, otherwise as single lines."""
 
-    def __init__(self, total: int, unit: str, start: int, earlier: Sequence[Record] = ()) -> None:
+    def __init__(self, total: int, unit: str, start: int) -> None:
         self._figures: dict[str, str] = {}  # latest values, by name on the console
         self._recent = RecentReturns()
-        for record in earlier:
-            self._recent.add(record)
         self._printed_s = -math.inf
         self._on_terminal = sys.stderr.isatty()
         # Without a terminal, the bar is not shown; it only formats the text of the lines.
