@@ -274,7 +274,7 @@ def price_notes(market: Market, config: TradingConfig) -> list[str]:
     if coarse.any():
         notes.append(
             f"prices have too wide a range: where they are lowest, fees are rounded by more than "
-            f"1 %: {', '.join(names[coarse])}; begin with a later day"
+            f"1 %: {', '.join(names[coarse])}; drop these tickers or those days"
         )
     path = np.stack([market.open, market.close], 1).reshape(-1, len(names))  # [2 D, n]
     factors = np.exp(np.diff(np.log(path), axis=0))
