@@ -43,7 +43,8 @@ class Core(Decay):
         return super().forward(inputs, state)
 
 
-loggers.LOGGERS["wandb"] = lambda *_: (lambda *_: act("logger"), lambda: None)
+# check_installed needs the name of a package that is installed
+loggers.LOGGERS["json"] = lambda *_: (lambda *_: act("logger"), lambda: None)
 
 if __name__ == "__main__":
     code = train_distributed.main()

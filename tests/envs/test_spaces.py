@@ -81,10 +81,10 @@ def test_observations_that_are_not_float32_keep_all_digits(dtype, value):
 
 
 def test_digits_that_the_type_of_the_space_loses_are_reported(caplog):
-    inner = GivenEnv(spaces.Box(-np.inf, np.inf, (1,), np.float32))
-    inner.obs = np.array([1.7e9 + 2])
+    inner = GivenEnv(spaces.Dict(price=spaces.Box(-np.inf, np.inf, (1,))))
+    inner.obs = {"price": np.array([1.7e9 + 2])}
     batch_of(inner)
-    assert "declare float64" in caplog.text
+    assert "price has values above" in caplog.text and "declare float64" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_a_signal_during_the_evaluation_ends_the_run_with_a_single_event(
 ODD = {
     "callback": ["--callback=odd_code:call"],
     "core": ["--policy=own", "--core=odd_code:Core"],
-    "logger": ["--loggers=wandb"],
+    "logger": ["--loggers=json"],
 }
 ON_2 = ["--num_gpus=2"]
 

@@ -130,11 +130,11 @@ def raise_error(*_, **__):
     raise ValueError("no licence")
 
 
-@pytest.mark.parametrize("flags", [["--callback=no_such:call"], ["--loggers=wandb"], []])
+@pytest.mark.parametrize("flags", [["--callback=no_such:call"], ["--loggers=json"], []])
 def test_a_resume_refused_by_users_code_leaves_the_run_as_it_was(flags, run_dir, monkeypatch):
     before = tree_hash(run_dir, without={"rank_0.log"})
     with monkeypatch.context() as patch:
-        patch.setitem(loggers.LOGGERS, "wandb", raise_error)
+        patch.setitem(loggers.LOGGERS, "json", raise_error)
         if not flags:  # the environment refuses
             patch.setattr(Misbehaving, "reset", raise_error)
         assert train_here("--resume", run_dir, *flags) in (1, 2)
