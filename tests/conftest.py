@@ -29,7 +29,7 @@ LONGEST = (
     *("batch_choice", "world_size", "rl_dist_launch", "train_command", "setup_check"),
     *("restarts", "rl_dist_launch_environment", "evaluate", "python_api", "resume_check"),
     *("short_run", "supervisor", "export", "docs_run", "faults", "imports", "workers", "watchdog"),
-    *("hostile", "supervised"),
+    *("hostile", "supervised", "validation", "names"),
 )
 
 

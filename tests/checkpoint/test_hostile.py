@@ -237,7 +237,11 @@ def test_a_fit_with_an_odd_checkpoint_entry_continues_or_is_refused_in_one_line(
 
     fit_again()
     path = tmp_path / "checkpoints" / "iteration_00000001.pt"
-    for _, candidate in odd_states(load_checkpoint(path)):
+    for number, (way, candidate) in enumerate(odd_states(load_checkpoint(path))):
+        if len(way) > 2 and number % 4:
+            continue
         path.write_bytes(pack(candidate))
         with suppress(ValueError):  # commands print a ValueError as one line
             fit_again()
+        for events in tmp_path.glob("events.out*"):
+            events.unlink()  # a start checks every file of a run directory
