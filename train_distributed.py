@@ -1,7 +1,7 @@
 """Train a recurrent PPO policy on one or more ranks.
 
-Run it as `python train_distributed.py --num_gpus N`. `train` in agents/trainer.py contains the
-training loop; `PPO.update` in agents/ppo.py contains the gradient step.
+Run it as `python train_distributed.py --num_gpus N`. `train` in agents/learner/trainer.py contains
+the training loop; `PPO.update` in agents/learner/ppo.py contains the gradient step.
 """
 
 if __name__ == "__main__":  # start the supervisor before the slow imports

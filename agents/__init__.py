@@ -23,7 +23,7 @@ _HOMES = {
     "train_seeds": "api",
     "load_policy": "api",
     "LoadedPolicy": "api",
-    "Moment": "run.callbacks",
+    "Moment": "learner.callbacks",
 }
 __all__ = list(_HOMES)
 

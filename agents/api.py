@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from gymnasium.vector.utils import batch_space, iterate
 
-from agents.evaluate.episodes import Interval, PolicyController, mean_interval
-from agents.network.noise import action_noise
-from agents.network.seeds import PREDICTION_STREAM, stream_seed
+from agents.evaluate.episodes import Interval, mean_interval
+from agents.learner.callbacks import Callback
+from agents.learner.controller import PolicyController
+from agents.learner.network.noise import action_noise
+from agents.learner.network.seeds import PREDICTION_STREAM, stream_seed
 from agents.rank import run_rank
-from agents.run.callbacks import Callback
 from agents.run.choice import RUNS, parse_training
 from agents.run.saved import LoadedAgent, Which, load_agent
 from agents.run.start import start

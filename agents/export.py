@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from agents.evaluate.episodes import PolicyController
-from agents.network.cores import TanhCore
+from agents.learner.controller import PolicyController
+from agents.learner.network.cores import TanhCore
 from agents.run.saved import LoadedAgent, load_agent
 from rl_dist.errors import CommandParser, UserError, explains_errors
 from rl_dist.files import path_to_write

@@ -23,8 +23,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from agents.config import data_digest
-from agents.network.inputs import Normalizer
-from agents.policy import Policy, PolicyConfig
+from agents.learner.network.inputs import Normalizer
+from agents.learner.policy import Policy, PolicyConfig
 from agents.run.saved import FEATURES
 from envs.trading.config import DataConfig, Observation, SimulatedMarketConfig, TradingConfig
 from envs.trading.features import market_tables, portfolio_columns

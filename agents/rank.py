@@ -12,12 +12,12 @@ from typing import Any
 
 from agents.config import RunConfig
 from agents.evaluate.episodes import Validation, try_evaluation_env
+from agents.learner.callbacks import Callbacks, UserCallbacks, named_callbacks
+from agents.learner.settings import AUTO_INTERVAL
+from agents.learner.trainer import Training, Validate, train
 from agents.run.auto import check_rollouts, choose
-from agents.run.callbacks import Callbacks, make_watch
 from agents.run.saved import initial_weights, load_newest, share_checkpoint
 from agents.run.start import Run, faults_as_user_errors, record
-from agents.trainer import Job, Training, Validate, train
-from envs.task import AUTO
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.checkpoint.trust import module_files
 from rl_dist.files import remove
@@ -61,13 +61,18 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
 
         # train
         task = run.config.prepare_task(world.heartbeat)
-        training = make_training(run, task, callbacks, world)
+        training = make_training(run, task, world)
+        validate = validation_of(run.config, task, world)
+        if isinstance(validate, Validation):
+            try_evaluation_env(validate.task, world)
+        functions = named_callbacks(run.config.train) or callbacks
+        user = UserCallbacks(functions, run.path, training.policy, world, run.config.train.stop)
         closing.callback(training.monitor.close)
         writer = open_run_writer(run, training)
         closing.callback(writer.close)
         if world.is_main_process:
             stop_flag.notice = "saving after this iteration; a second signal ends without saving"
-        signum = train(training, writer, stop_flag)
+        signum = train(training, writer, stop_flag, user, validate)
         world.set_phase("closing of loggers and environments")
         writer.close()
         training.env.close()
@@ -84,28 +89,21 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
             run.directory.update_state(phase="evaluation")
         from agents.evaluate.command import evaluate_and_finish
 
-        return evaluate_and_finish(run.config, task, training, run.path)
+        return evaluate_and_finish(run, task, training)
 
 
-def make_training(run: Run, task: Any, callbacks: Callbacks, world: World) -> Training:
+def make_training(run: Run, task: Any, world: World) -> Training:
     """Create the training state; for a resumed run, restore it from the checkpoint."""
-    config = run.config
-    job = Job(
-        config=config,
-        make_env=partial(task.training_env, device=str(world.device)),
-        run_dir=run.path,
-        strategy=replace(config.launch.strategy_config, device_ids=run.resolved.gpu_ids),
-        dtype=config.launch.dtype,
-        validate=validation_of(config, task, world),
-        watch=make_watch(config.train, callbacks, world),
-        pretrained=None if run.resume_from else initial_weights(config.train),
-    )
     state = load_checkpoint(run.resume_from) if run.resume_from else None
-    training = Training(job, world, len(state["carry"]["obs"]) if state else 0)
+    training = Training(
+        run,
+        partial(task.training_env, device=str(world.device)),
+        world,
+        initial=None if state else initial_weights(run.config.train),
+        saved_num_envs=len(state["carry"]["obs"]) if state else 0,
+    )
     if world.is_main_process:
         print(f"observation: {training.policy.layout.describe()}", flush=True)
-    if isinstance(job.validate, Validation):
-        try_evaluation_env(task, world)
     if state:
         training.restore(state)
     return training
@@ -163,7 +161,7 @@ def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None
         from agents.evaluate.markets import market_validation
 
         return market_validation(task, world)
-    return Validation(task, config.train.seed, world, within_budget=every == AUTO)
+    return Validation(task, config.train.seed, world, within_budget=every == AUTO_INTERVAL)
 
 
 def agree(run: Run, world: World) -> Run:

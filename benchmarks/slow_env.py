@@ -63,9 +63,9 @@ def measure(env_id: str, num_envs: int, num_steps: int, rounds: int) -> None:
     """Print the median steps/s of rollouts for each number of workers and groups."""
     import torch
 
-    from agents.network.inputs import Normalizer
-    from agents.policy import Policy, PolicyConfig
-    from agents.rollout import collect, fresh_carry
+    from agents.learner.network.inputs import Normalizer
+    from agents.learner.policy import Policy, PolicyConfig
+    from agents.learner.rollout import collect, fresh_carry
     from envs import make_vector_env
     from envs.workers.env import WorkerEnv
 

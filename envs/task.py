@@ -14,7 +14,7 @@ from rl_dist.flags import Field, Text, configuration, or_auto
 
 # Value of env_workers that stands for auto: training measures which number of workers is fastest;
 # other commands use no workers.
-AUTO = -1
+AUTO_WORKERS = -1
 _KWARGS = TypeAdapter(dict)
 
 
@@ -46,7 +46,7 @@ class TaskConfig:
     env_restarts: int = Field(0, ge=0, le=10**9)
     """Number of times that each environment may be rebuilt after it raised an error, hung or
     returned NaN."""
-    env_workers: Annotated[int, or_auto(AUTO)] = Field(0, ge=AUTO, le=1024)
+    env_workers: Annotated[int, or_auto(AUTO_WORKERS)] = Field(0, ge=AUTO_WORKERS, le=1024)
     """Number of worker processes that step the environments, for each rank and group. 0: the rank
     steps the environments itself; auto: before training, measure the speed without workers, with
     one worker per core and with four per core, then use the fastest of the three. Workers help if

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -15,10 +15,12 @@ import gymnasium
 import numpy as np
 import torch
 
-from agents.config import RunConfig, TrainConfig
-from agents.policy import PolicyConfig
-from agents.ppo import PPOConfig, ppo_loss
-from agents.trainer import Job, Training, train
+from agents.config import RunConfig
+from agents.learner.callbacks import UserCallbacks
+from agents.learner.policy import PolicyConfig
+from agents.learner.ppo import PPOConfig, ppo_loss
+from agents.learner.settings import TrainConfig
+from agents.learner.trainer import Training, train
 from envs import make_vector_env
 from envs.trading.config import SimulatedMarketConfig, TradingConfig
 from envs.trading.environment import TradingVectorEnv
@@ -27,8 +29,11 @@ from envs.trading.market_data import Span
 from envs.trading.simulated_market import simulate_markets, world_seeds
 from envs.vector.batched import pack_generator, unpack_generator
 from rl_dist.checkpoint.store import load_checkpoint
+from rl_dist.launch.config import LaunchConfig
 from rl_dist.process_group.collectives import parameter_hash
 from rl_dist.process_group.world import StopFlag, close_world, open_world
+from rl_dist.run_dir import RunDir
+from rl_dist.strategies.config import StrategyConfig
 from rl_dist.telemetry.metrics import NullWriter
 
 NUM_ENVS = 8
@@ -118,6 +123,20 @@ CASES = (
         TWELVE: Case("cartpole", CLSTM, batch_size=9, options={"num_envs": 12, "num_steps": 12}),
     }
 )
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run as the learner sees it, and its environments."""
+
+    config: RunConfig
+    make_env: Any
+    run_dir: Path
+    strategy: StrategyConfig = StrategyConfig()
+
+    @property
+    def directory(self):
+        return RunDir(self.run_dir)
 
 
 @functools.cache
@@ -240,11 +259,16 @@ def make_job(name, run_dir="", *, dtype=None, iterations=0, ppo=None, **train_op
     num_envs = options["num_envs"] * (2 if options.get("scaling") == "weak" else 1)
     steps = (iterations or case.iterations) * num_envs * options["num_steps"]
     options.setdefault("total_steps", steps)
+    precision = "fp64" if (dtype or case.dtype) == torch.float64 else "fp32"
     return Job(
-        config=RunConfig(train=TrainConfig(**options), policy=case.policy, ppo=ppo or case.ppo),
+        config=RunConfig(
+            launch=LaunchConfig(precision=precision),
+            train=TrainConfig(**options),
+            policy=case.policy,
+            ppo=ppo or case.ppo,
+        ),
         make_env=functools.partial(make_env, case.task),
         run_dir=Path(run_dir or scratch().name),
-        dtype=dtype or case.dtype,
     )
 
 
@@ -263,7 +287,7 @@ class Recording(Training):
     """Training that keeps its rollouts, parameters, losses and parameter hashes."""
 
     def __init__(self, job, world, saved_num_envs=0):
-        super().__init__(job, world, saved_num_envs)
+        super().__init__(job, job.make_env, world, saved_num_envs=saved_num_envs)
         self.rollouts = []
         self.parameters = []
         self.losses = []
@@ -282,8 +306,8 @@ class Recording(Training):
         self.firsts.setdefault(self.iteration, [float(number) for number in first])
         return result
 
-    def collect(self, lifetime_step):
-        rollout = super().collect(lifetime_step)
+    def collect(self):
+        rollout = super().collect()
         self.rollouts.append(rollout)
         return rollout
 
@@ -312,18 +336,26 @@ class Recording(Training):
         }
 
 
+def run_loop(training, writer=None, stop=None, validate=None):
+    """Train without callbacks; return the number of the signal that stopped the run."""
+    callbacks = UserCallbacks({}, training.run.run_dir, training.policy, training.world)
+    return train(training, writer or NullWriter(), stop or StopFlag(), callbacks, validate)
+
+
 def finish(training, resume_from=""):
     """Train to the end, optionally from a checkpoint; return `training`."""
     if resume_from:
         training.restore(load_checkpoint(resume_from))
-    train(training, NullWriter(), StopFlag())
+    run_loop(training)
     return training
 
 
 def changed_losses(change):
     """Replace results of `ppo_loss` by change(call, result); calls count from 1."""
     numbers = itertools.count(1)
-    return mock.patch("agents.ppo.ppo_loss", lambda *args: change(next(numbers), ppo_loss(*args)))
+    return mock.patch(
+        "agents.learner.ppo.ppo_loss", lambda *args: change(next(numbers), ppo_loss(*args))
+    )
 
 
 def bad_losses(calls, factor=torch.nan):

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import train_distributed
-from agents.trainer import Training
+from agents.learner.trainer import Training
 from rl_dist.launch.ranks import restart_count
 from rl_dist.launch.supervisor import imports_done
 

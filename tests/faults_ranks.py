@@ -9,15 +9,14 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from agents_ranks import Recording, bad_losses, changed_losses, make_job
+from agents_ranks import Recording, bad_losses, changed_losses, make_job, run_loop
 
-from agents.ppo import PPOConfig
-from agents.trainer import train
+from agents.learner.ppo import PPOConfig
 from envs import make_vector_env
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
-from rl_dist.process_group.world import StopFlag, close_world, open_world
+from rl_dist.process_group.world import close_world, open_world
 from rl_dist.telemetry.metrics import NullWriter, close_logging, setup_logging
 
 MISDEEDS = {1: "raise", 2: "nan", 4: "hang", 6: "reward", 7: "shape"}
@@ -44,7 +43,7 @@ def run(job, world, losses=None, **hooks):
     training, writer, error = type("Odd", (Recording,), hooks)(job, world), RecordKeeper(), ""
     with losses or nullcontext():
         try:
-            train(training, writer, StopFlag())
+            run_loop(training, writer)
         except UserError as raised:
             error = str(raised)
     return training, writer.records, error
@@ -140,7 +139,7 @@ def slow(world, folder):
 
     job = make_job(JOB, folder, iterations=4, ppo=PPOConfig(update_epochs=1))
     with (
-        mock.patch("agents.recorder.time", clock),
+        mock.patch("agents.learner.recorder.time", clock),
         mock.patch("rl_dist.process_group.clock.time", clock),
     ):
         assert run(job, world, changed_losses(wait))[2] == ""

@@ -11,9 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from agents_ranks import CASES, ENV_IDS, finish, make_job, tiny_markets
+from agents_ranks import CASES, ENV_IDS, Recording, finish, make_job, tiny_markets
 
-from agents.trainer import Training
 from envs import make_vector_env
 from envs.trading.config import TradingConfig
 from envs.trading.environment import TradingVectorEnv
@@ -62,9 +61,9 @@ def job_on(device, name=TRADING, run_dir="", *, strategy=None, **options):
     )
 
 
-def trained(world, resume_from="", kind=Training, **options):
+def trained(world, resume_from="", **options):
     """Train to the end on the device of the world; return the Training object."""
-    return finish(kind(job_on(str(world.device), **options), world), resume_from)
+    return finish(Recording(job_on(str(world.device), **options), world), resume_from)
 
 
 def parameters_on_cpu(training):

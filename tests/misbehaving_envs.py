@@ -8,7 +8,7 @@ import time
 import gymnasium
 import numpy as np
 
-from agents.network import seeds
+from agents.learner.network import seeds
 from envs.vector import guards
 from envs.vector.batched import pack_generator, unpack_generator
 

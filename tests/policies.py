@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from agents.network.sequences import plan_pieces
-from agents.policy import Policy, PolicyConfig
+from agents.learner.network.sequences import plan_pieces
+from agents.learner.policy import Policy, PolicyConfig
 from envs.vector.layout import Layout, Part
 
 BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)

@@ -5,16 +5,15 @@ from unittest import mock
 
 import pytest
 import torch
-from agents_ranks import make_job
+from agents_ranks import make_job, run_loop
 from faults_ranks import RecordKeeper
 from on_ranks import saves_results
 from rl_dist_ranks import make_module
 
-from agents.trainer import Training, train
+from agents.learner.trainer import Training
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.errors import UserError
 from rl_dist.process_group.collectives import all_reduce_max, parameter_hash
-from rl_dist.process_group.world import StopFlag
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 
@@ -35,11 +34,11 @@ def run(job, world, resume_from=""):
     Return the final parameters and their hash, some metrics of each iteration, the number of
     gradient reductions and, if the parameters are sharded, facts about the shards.
     """
-    training, writer = Training(job, world), RecordKeeper()
+    training, writer = Training(job, job.make_env, world), RecordKeeper()
     if resume_from:
         training.restore(load_checkpoint(resume_from))
     with mock.patch.object(world, "gradients_ready", wraps=world.gradients_ready) as reductions:
-        train(training, writer, StopFlag())
+        run_loop(training, writer)
     kept = ("loss/policy", "loss/value", "optim/grad_norm", "episode/return")
     parameters = [parameter.detach().flatten() for parameter in training.policy.parameters()]
     result = {

@@ -16,21 +16,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_UNITS, MAX_MODULES, MAX_FILE, MAX_FUNCTION = 15, 10, 400, 80
+MAX_UNITS, MAX_FILE, MAX_FUNCTION = 18, 400, 80
 MAX_LEARNER = 65  # most lines of a method `update` or `collect` in agents/
 # A limit is the count at the end of the last larger piece of work, plus 2 %. Code is counted in
 # tokens, because longer lines would lower a count of lines, but not a count of tokens.
 MAX_SIZES = {
-    "tokens of source": 113_220,
-    "tokens of tests": 112_930,
-    "tokens of benchmarks": 16_080,
+    "tokens of source": 113_730,
+    "tokens of tests": 117_300,
+    "tokens of benchmarks": 16_830,
     "lines of README.md": 150,
-    "tokens of the files that lead to loss.backward()": 18_240,
+    "tokens of the files that lead to loss.backward()": 18_870,
 }
 # The files that one has to read to get from the main function of a rank to loss.backward().
 READING_PATH = (
-    r"agents/(rank|trainer|recorder|rollout|advantages|ppo|policy)\.py|rl_dist/strategies/strategy\.py"
-    r"|agents/network/(sequences|cores|inputs|noise)\.py"
+    r"agents/rank\.py|agents/learner/(trainer|recorder|rollout|advantages|ppo|policy)\.py"
+    r"|agents/learner/network/(sequences|cores|inputs|noise)\.py|rl_dist/strategies/strategy\.py"
 )
 FILES = {  # name of a total in MAX_SIZES -> pattern of the files that it counts
     "tokens of source": r"(rl_dist|envs|agents|examples)/.*\.py|\w+\.py",
@@ -50,7 +50,7 @@ FORBIDDEN = (
         r"rl_dist\.(errors|flags|files|process_group\.process_ends)\b",
     ),
     (
-        r"agents/(?!rank|config|api|export|pretrain|__init__)\w+\.py|agents/network/.*",
+        r"agents/learner/.*",
         r"envs\b",
         r"envs\.vector\.layout\b",
     ),
@@ -117,23 +117,45 @@ def module_of(path):
 
 
 def cycles(sources):
-    """There are no import cycles, not even through imports in functions or for types."""
-    graph = {module_of(path): set() for path in sources}
+    """No import cycles between files or units, not even in functions or for types."""
+    files = {module_of(path): set() for path in sources}
+    units = {}  # a unit is a file or folder directly inside a package, such as rl_dist.launch
     for path, _, name in imports(sources, SHIPPED):
-        target = name if name in graph else name.rpartition(".")[0]
-        graph[module_of(path)] |= {target} & graph.keys() - {module_of(path)}
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        yield f"a cycle of imports: {error.args[1]}"
+        target = name if name in files else name.rpartition(".")[0]
+        if target in files:
+            source = module_of(path)
+            files[source] |= {target} - {source}
+            pair = [".".join(module.split(".")[:2]) for module in (source, target)]
+            units.setdefault(pair[0], set()).update({pair[1]} - {pair[0]})
+    for graph in (files, units):
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            yield f"a cycle of imports: {error.args[1]}"
+
+
+# The units of agents/, highest first: a unit imports only units of lower layers.
+AGENT_LAYERS = (
+    {"api"}, {"rank"}, {"evaluate", "pretrain", "export"}, {"run"}, {"config"}, {"learner"},
+)  # fmt: skip
+LAYER = {unit: number for number, units in enumerate(AGENT_LAYERS) for unit in units}
+
+
+def arrows(sources):
+    """A unit of agents/ imports only lower ones: api, rank, evaluate, run, config, learner."""
+    for path, line, name in imports(sources, r"agents/.*"):
+        source, target = (m.split(".")[:2][-1] for m in (module_of(path), name))
+        known = {source, target} <= LAYER.keys() and name.startswith("agents.")
+        if known and source != target and LAYER[source] >= LAYER[target]:
+            yield f"{path}:{line} imports {name}"
 
 
 def units(sources):
-    """A package holds at most 15 files and folders, a subfolder 10; no name is vague."""
+    """A folder holds at most 18 files and folders; no name is vague."""
     paths = [path for path in sources if re.fullmatch(SHIPPED, path) and "/__" not in path]
     members = {part for path in paths for part in (path, path.rpartition("/")[0]) if "/" in part}
     for folder, count in Counter(member.rpartition("/")[0] for member in members).items():
-        if count > (MAX_MODULES if "/" in folder else MAX_UNITS):
+        if count > MAX_UNITS:
             yield f"{folder} has {count} units"
     yield from (path for path in sources if re.fullmatch(BAD_NAMES, path))
 
@@ -210,20 +232,31 @@ def lines(count, name):
 
 PLANTED = {
     layers: [
-        {WORLD: "import envs"}, {WORLD: "def f():\n    from agents.ppo import PPO"},
+        {WORLD: "import envs"}, {WORLD: "def f():\n    from agents.learner.ppo import PPO"},
         {WORLD: "import gymnasium"}, {"envs/a.py": "from rl_dist.process_group import world"},
-        {"envs/a.py": "from torch import distributed"}, {A: "from envs.trading import E"},
+        {"envs/a.py": "from torch import distributed"},
+        {"agents/learner/a.py": "from envs.trading import E"},
         {A: "import train_distributed"}, {A: "from . import b"},
     ],
-    cycles: [{A: "from agents.b import x", "agents/b.py": "def f():\n    from agents import a"}],
+    cycles: [
+        {A: "from agents.b import x", "agents/b.py": "def f():\n    from agents import a"},
+        {
+            "envs/a/b.py": "import envs.c", "envs/c.py": "import envs.a.d", "envs/a/d.py": "",
+        },
+    ],
+    arrows: [
+        {"agents/run/a.py": "def f():\n    from agents.evaluate import b"},
+        {"agents/learner/a.py": "from agents.config import RunConfig"},
+        {"agents/export.py": "from agents.pretrain import main"},
+    ],
     units: [
-        {f"envs/a{i}.py": "" for i in range(16)}, {f"envs/a/b{i}.py": "" for i in range(11)},
-        {f"envs/a{i}/b.py": "" for i in range(16)}, {"envs/utils.py": ""}, {"agents/core/a.py": ""},
+        {f"envs/a{i}.py": "" for i in range(19)}, {f"envs/a/b{i}.py": "" for i in range(19)},
+        {f"envs/a{i}/b.py": "" for i in range(19)}, {"envs/utils.py": ""}, {"agents/core/a.py": ""},
     ],
     sizes: [
         {"envs/a.py": "x = 1\n" * 401}, {"README.md": "x\n" * 151}, {"tests/test_a.py": MANY},
-        {"examples/a.py": MANY}, {"benchmarks/a.py": MANY}, {"agents/ppo.py": MANY},
-        {"agents/ppo.py": lines(66, "update")}, {"a.py": lines(81, "main")},
+        {"examples/a.py": MANY}, {"benchmarks/a.py": MANY}, {"agents/learner/ppo.py": MANY},
+        {"agents/learner/ppo.py": lines(66, "update")}, {"a.py": lines(81, "main")},
     ],
     data_alone: [
         {A: "torch.load(path)"}, {A: "from torch import load"}, {A: "import pickle"},

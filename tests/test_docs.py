@@ -90,13 +90,13 @@ def test_the_migration_page_names_flags_that_exist():
 
 
 def test_the_tree_in_the_readme_matches_the_source():
-    folder, listed = ROOT, set()
+    folders, listed = {0: ROOT}, set()  # depth -> the folder whose content is listed there
     tree = page("README.md").partition("## Where things are\n```\n")[2].partition("```")[0]
     for line in tree.splitlines():
-        inside = folder if line.startswith("  ") else ROOT
+        depth = (len(line) - len(line.lstrip())) // 2
         names = re.findall(r"(?:^|\s)([\w.]+/|\w+\.py)(?=\s|$)", line.partition("   ")[0] or line)
-        listed.update(inside / name for name in names)
-        folder = ROOT / names[0] if inside == ROOT and names else folder
+        listed.update(folders[depth] / name for name in names)
+        folders[depth + 1] = folders[depth] / names[0] if names else folders[depth]
     units = {path for name in PACKAGES for path in ROOT.glob(f"{name}/[!_]*")}
     assert sorted({path for path in listed if not path.exists()} | units - listed) == []
 

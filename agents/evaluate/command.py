@@ -18,17 +18,15 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from agents.config import RunConfig, check_data, data_digest
-from agents.evaluate.episodes import (
-    PolicyController,
-    compare_on_episodes,
-    episode_limit,
-    until_stopped,
-)
+from agents.config import check_data, data_digest
+from agents.evaluate.episodes import compare_on_episodes, episode_limit, until_stopped
+from agents.learner.controller import PolicyController
+from agents.learner.settings import AUTO_INTERVAL
+from agents.learner.trainer import Training
 from agents.run.saved import LoadedAgent, load_agent, share_checkpoint
-from agents.run.start import faults_as_user_errors
+from agents.run.start import Run, faults_as_user_errors
 from envs import find_spec
-from envs.task import AUTO, GymTask
+from envs.task import GymTask
 from rl_dist.checkpoint.content import CheckpointError
 from rl_dist.checkpoint.store import BEST_FILE, load_checkpoint
 from rl_dist.checkpoint.trust import check_named
@@ -38,10 +36,8 @@ from rl_dist.flags import Field, PathText, Text, configuration, parse_flags
 from rl_dist.launch.ranks import launch
 from rl_dist.process_group.collectives import all_gather_json, check_settings, parameter_hash
 from rl_dist.process_group.world import World, open_world
-from rl_dist.run_dir import RunDir
 
 if TYPE_CHECKING:
-    from agents.trainer import Training
     from envs.trading.task import TradingTask
 
 LOOKS = "test_looks.jsonl"  # file of a run directory: list of evaluations on the test span
@@ -199,16 +195,13 @@ def main() -> int:
 # ---- the evaluation at the end of training
 
 
-def evaluate_and_finish(
-    config: RunConfig, task: "TradingTask | GymTask", training: "Training", run_dir: Path
-) -> int:
+def evaluate_and_finish(run: Run, task: "TradingTask | GymTask", training: Training) -> int:
     """Evaluate the trained policy, write the results, and return the exit code.
 
     In Gymnasium environments, best.pt is also evaluated, unless it is from the last iteration.
     Training is already saved, so a stop signal ends the evaluation immediately.
     """
-
-    world, directory = training.world, RunDir(run_dir)
+    config, directory, world = run.config, run.directory, training.world
 
     def work() -> None:
         last = PolicyController(training.policy, training.normalizers.obs)
@@ -231,7 +224,7 @@ def evaluate_and_finish(
             limit = episode_limit(training.global_step, training.episodes)
             if world.is_main_process:
                 print(test_cost(task, training, len(agents), limit), flush=True)
-                if config.train.validate_every == AUTO and not training.validated["steps"]:
+                if config.train.validate_every == AUTO_INTERVAL and not training.validated["steps"]:
                     print(
                         "no validation, no best.pt: a tenth of the training's steps allows too few "
                         "episodes; --validate_every N validates whatever it costs"
@@ -240,16 +233,16 @@ def evaluate_and_finish(
         elif not isinstance(task, GymTask):
             from agents.evaluate.markets import report  # imported late: pandas takes 0.4 s
 
-            picture = path_to_write(run_dir, "plots/equity.png")
-            summary, text = report(task, {"policy": last}, world, run_dir, picture)
+            picture = path_to_write(run.path, "plots/equity.png")
+            summary, text = report(task, {"policy": last}, world, run.path, picture)
         if world.is_main_process:
-            finish(config, directory, training, summary, text)
+            finish(run, training, summary, text)
 
     world.set_phase("final evaluation")
-    return until_stopped(work, world, run_dir)
+    return until_stopped(work, world, run.path)
 
 
-def test_cost(task: GymTask, training: "Training", num_agents: int, limit: int) -> str:
+def test_cost(task: GymTask, training: Training, num_agents: int, limit: int) -> str:
     """Return a line that says how long the final test may take."""
     episodes = num_agents * task.config.eval_episodes
     length = training.global_step // training.episodes if training.episodes else limit
@@ -260,10 +253,9 @@ def test_cost(task: GymTask, training: "Training", num_agents: int, limit: int) 
     )
 
 
-def finish(
-    config: RunConfig, directory: RunDir, training: "Training", summary: dict, text: str
-) -> None:
+def finish(run: Run, training: Training, summary: dict, text: str) -> None:
     """Draw the learning curve, write summary.json, and print the result."""
+    config, directory = run.config, run.directory
     simulated = config.task.is_trading and config.data.data == "simulated"
     title = f"{config.task.env}, {config.policy.policy}, seed {config.train.seed}"
     try:

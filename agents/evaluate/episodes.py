@@ -4,26 +4,21 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agents.network.seeds import EVALUATION_STREAM, VALIDATION_STREAM, stream_seeds
-from agents.policy import Policy
-from agents.rollout import policy_input, shift_history
-from agents.run.saved import check_readable
+from agents.learner.controller import PolicyController
+from agents.learner.network.seeds import EVALUATION_STREAM, VALIDATION_STREAM, stream_seeds
+from agents.learner.trainer import Training
 from envs.task import GymTask
 from envs.vector.guards import EnvironmentFaultError, Interruption
-from envs.vector.layout import TorchEnv
 from rl_dist.errors import UserError
 from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
 from rl_dist.process_group.process_ends import stopped_in_evaluation
 from rl_dist.process_group.world import World, stop_flag
-
-if TYPE_CHECKING:
-    from agents.trainer import Training
 
 # A function that maps (env, obs [B, F], episode_start [B]) to actions.
 Controller = Callable[[Any, Tensor, Tensor], Tensor]
@@ -71,39 +66,6 @@ def until_stopped(evaluate: Callable[[], None], world: World, run_dir: Path | No
     finally:
         stop_flag.replace(signal.SIG_DFL)  # no state to save, so signals may end the process
     return 0
-
-
-@dataclass
-class PolicyController:
-    """Chooses a policy's most likely actions; keeps its state between calls.
-
-    With `zero_state`, the state is reset before every step, to measure how much the memory helps.
-    """
-
-    policy: Policy
-    normalizer: Callable[[Tensor], Tensor]
-    zero_state: bool = False
-    state: Tensor | None = None  # recurrent state [B, S, H]
-    history: Tensor | None = None  # earlier observations of the window [B, n-1, F]
-
-    def __call__(
-        self,
-        env: TorchEnv | Policy,  # only its observation layout is read
-        obs: Tensor,
-        episode_start: Tensor,
-        push: Tensor | None = None,
-    ) -> Tensor:
-        """Return actions [B, A] or [B] for observations [B, F] and noise `push` [B, A]."""
-        if self.state is None or self.history is None:
-            check_readable(self.policy, env.layout)
-            self.state = self.policy.initial_state(len(obs))
-            self.history = self.policy.empty_history(len(obs))
-        start = torch.ones_like(episode_start) if self.zero_state else episode_start
-        history = self.history * ~start[:, None, None]
-        seen = policy_input(self.normalizer, history, obs)
-        actions, self.outputs, _, self.state = self.policy.act(seen, self.state, start, push)
-        self.history = shift_history(history, seen)
-        return actions
 
 
 def shard(count: int, world: World) -> range:
@@ -195,7 +157,7 @@ class Validation:
     world: World
     within_budget: bool
 
-    def __call__(self, training: "Training") -> dict[str, float]:
+    def __call__(self, training: Training) -> dict[str, float]:
         """Run validation episodes on all ranks; return {} if the budget allows too few."""
         num_episodes = self.task.config.eval_episodes
         max_steps = episode_limit(training.global_step, training.episodes)
@@ -224,7 +186,7 @@ class Validation:
         figures = episode_figures(episodes) | {"total_steps": used["steps"]}
         return {f"valid/{name}": value for name, value in figures.items()}
 
-    def _expected_length(self, training: "Training") -> int:
+    def _expected_length(self, training: Training) -> int:
         """Return a length that the next validation episodes will hardly exceed."""
         mean = training.global_step // training.episodes if training.episodes else 100
         longest = training.validated["longest"]

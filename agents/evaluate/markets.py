@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,24 +12,15 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from agents.evaluate.episodes import (
-    RESAMPLES,
-    Controller,
-    Interval,
-    PolicyController,
-    interval,
-    mean_interval,
-    shard,
-)
+from agents.evaluate.episodes import RESAMPLES, Controller, Interval, interval, mean_interval, shard
+from agents.learner.controller import PolicyController
+from agents.learner.trainer import Training
 from envs.trading.market_data import TRADING_DAYS, Market, Span, days_per_year
 from envs.trading.simulated_market import buy_equal_weight, follow, memoryless, reference
 from envs.trading.task import TradingTask
 from rl_dist.files import path_to_write, write_whole
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
-
-if TYPE_CHECKING:
-    from agents.trainer import Training
 
 MIN_ANNUAL_DAYS = 60  # results on shorter spans are not annualised
 # The bootstrap resamples blocks of one month, because volatility is autocorrelated for that long.
@@ -115,7 +106,7 @@ def evaluate_markets(
 
 def market_validation(
     task: TradingTask, world: World
-) -> "Callable[[Training], dict[str, float]] | None":
+) -> Callable[[Training], dict[str, float]] | None:
     """Return a function that validates a policy; None without a validation span."""
     span = task.spans.valid
     if span is None:
@@ -129,7 +120,7 @@ def market_validation(
 
     baseline = means_of(buy_equal_weight)["sharpe"]  # the same in every validation
 
-    def validate(training: "Training") -> dict[str, float]:
+    def validate(training: Training) -> dict[str, float]:
         means = means_of(PolicyController(training.policy, training.normalizers.obs))
         metrics = {f"valid/{name}": means[name] for name in ("sharpe", "annual_return", "exposure")}
         return metrics | {"valid/equal_weight_sharpe": baseline}

@@ -16,7 +16,8 @@ import pandas as pd
 from PIL import Image
 from torch import Tensor
 
-from agents.evaluate.episodes import PolicyController, evaluate_episodes
+from agents.evaluate.episodes import evaluate_episodes
+from agents.learner.controller import PolicyController
 from envs.task import GymTask
 from rl_dist.errors import UserError
 from rl_dist.files import path_to_write

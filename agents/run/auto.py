@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agents.config import AUTO, RunConfig, TrainConfig, probe
-from agents.evaluate.episodes import PolicyController
-from agents.policy import Policy
-from agents.ppo import PPO, Minibatch
-from agents.run.sizes import batch_fits, shard_sizes
+from agents.config import RunConfig, probe
+from agents.learner.controller import PolicyController
+from agents.learner.policy import Policy
+from agents.learner.ppo import PPO, Minibatch
+from agents.learner.settings import AUTO_SIZE, TrainConfig
+from agents.learner.sizes import batch_fits, shard_sizes
 from agents.run.start import Run
-from envs.task import AUTO as AUTO_WORKERS
+from envs.task import AUTO_WORKERS
 from rl_dist.errors import UserError
 from rl_dist.launch.ranks import restart_count
 from rl_dist.machine import GIB, available_cores, free_memory_bytes, peak_memory_bytes
@@ -70,7 +71,7 @@ def check_rollouts(config: RunConfig, world: World) -> None:
 def undecided(config: RunConfig) -> dict[str, bool]:
     """For each flag that can be auto, return True if its value is not measured yet."""
     return {
-        "batch_size": config.train.batch_size == AUTO,
+        "batch_size": config.train.batch_size == AUTO_SIZE,
         "precision": config.launch.precision == "auto",
         "chosen_strategy": config.launch.strategy_config.mode == "auto",
         "env_workers": config.task.env_workers == AUTO_WORKERS,

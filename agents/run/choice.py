@@ -20,7 +20,7 @@ from agents.config import (
     check_data,
     data_digest,
 )
-from agents.policy import Policy
+from agents.learner.policy import Policy
 from agents.run.saved import check_shapes, differences, load_newest, spaces_of
 from envs import MEMORY_IDS
 from envs.vector.adapter import LAST_ROW

@@ -4,17 +4,18 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from gymnasium import spaces
-from torch import Tensor
 
-from agents.config import RunConfig, TrainConfig, empty_policy
-from agents.network.inputs import Normalizer, Normalizers
-from agents.policy import Policy
-from agents.rollout import fresh_carry
+from agents.config import RunConfig, empty_policy
+from agents.learner.network.inputs import Normalizer, Normalizers
+from agents.learner.policy import Policy
+from agents.learner.rollout import fresh_carry
+from agents.learner.settings import TrainConfig
+from agents.learner.trainer import InitialWeights
 from envs.vector.layout import Layout
 from envs.vector.space_json import from_json
 from envs.vector.spaces import ActionDecoder, ObservationEncoder
@@ -40,7 +41,6 @@ from rl_dist.strategies.precision import autocast_dtype
 FEATURES = "feature LSTM"  # marks checkpoints written by agents.pretrain
 FEATURE_PARTS = ("feature_core.", "feature_mlp.")
 MOMENTS = ("normalizer.moments.mean", "normalizer.moments.variance")
-COUNTERS = ("iteration", "global_step", "episodes")  # of a training, and in its checkpoints
 Which = Literal["last", "best", ""]  # checkpoint of a run; "": see `load_saved`
 
 
@@ -187,15 +187,6 @@ def load_agent(
 # ---- initial weights
 
 
-class InitialWeights(NamedTuple):
-    """Weights and normaliser statistics with which a new run starts."""
-
-    weights: dict[str, Tensor]  # by name in the policy's state_dict
-    moments: dict[str, Tensor]  # by name in the state_dict of `Normalizers`
-    # prefixes of the names in `weights`; the policy's other weights keep their random values
-    parts: tuple[str, ...] = ("",)
-
-
 def initial_weights(config: TrainConfig) -> InitialWeights | None:
     """Read the weights of --init_from or --pretrained; None if neither is given.
 
@@ -250,16 +241,6 @@ def spaces_of(state: Mapping[str, Any]) -> tuple[Layout, spaces.Space]:
     if sizes := state["action_sizes"]:
         return layout, spaces.MultiDiscrete(sizes)
     return layout, spaces.Discrete(number) if state["discrete"] else spaces.Box(-1, 1, (number,))
-
-
-def check_readable(policy: Policy, now: Layout) -> None:
-    """Refuse observations whose parts differ from those in training."""
-    trained = policy.layout.kinds()
-    if now.kinds() != trained:
-        raise UserError(
-            f"the policy was trained on observations with the parts {trained:.200}, not with the "
-            f"parts {now.kinds():.200}: use the same environment and version as in training"
-        )
 
 
 def check_shapes(state: dict, config: RunConfig) -> None:

@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agents.config import AUTO, RunConfig, empty_policy, probe, with_threads
-from agents.network.own_core import make_core, try_core
+from agents.config import RunConfig, empty_policy, probe, with_threads
+from agents.learner.network.own_core import make_core, try_core
+from agents.learner.settings import AUTO_SIZE
+from agents.learner.sizes import shard_sizes
+from agents.learner.trainer import COUNTERS
 from agents.run.choice import RUNS, check_resumable, choose_run
 from agents.run.metric_table import check_metric
-from agents.run.saved import COUNTERS, check_initial
-from agents.run.sizes import shard_sizes
+from agents.run.saved import check_initial
 from envs.vector.guards import EnvironmentFaultError
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, LoadedCheckpoint
 from rl_dist.checkpoint.trust import import_own
@@ -32,6 +34,7 @@ from rl_dist.machine import GIB, is_out_of_memory, peak_memory_bytes
 from rl_dist.process_group.process_ends import report
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import RankEntry, RunDir, SavedCheckpoint
+from rl_dist.strategies.config import StrategyConfig
 from rl_dist.telemetry import events
 from rl_dist.telemetry.loggers import check_installed
 from rl_dist.telemetry.metrics import close_logging
@@ -50,6 +53,11 @@ class Run:
     def path(self) -> Path:
         """Return the run directory."""
         return self.directory.path
+
+    @property
+    def strategy(self) -> StrategyConfig:
+        """Return how the ranks share the work, on the devices of this host."""
+        return replace(self.config.launch.strategy_config, device_ids=self.resolved.gpu_ids)
 
 
 def start(parsed: ParsedFlags, run_rank: Callable[..., int], *arguments: Any) -> int:
@@ -141,7 +149,7 @@ def check_and_announce(
     if train.callback:
         import_own("callback", train.callback)
     print(f"{resolved.message}\n{task.describe()}")
-    if train.batch_size != AUTO:
+    if train.batch_size != AUTO_SIZE:
         saved_num_envs = len(checkpoint.state["carry"]["obs"]) if checkpoint else 0
         share = shard_sizes(train, 0, resolved.num_ranks, saved_num_envs)
         print(

@@ -9,10 +9,11 @@ import pytest
 import torch
 from train_runs import printed_error, train_here
 
-from agents.config import RunConfig, TrainConfig
-from agents.ppo import PPO
+from agents.config import RunConfig
+from agents.learner.ppo import PPO
+from agents.learner.settings import TrainConfig
+from agents.learner.sizes import shard_sizes
 from agents.run import auto
-from agents.run.sizes import shard_sizes
 from rl_dist.errors import UserError
 from rl_dist.files import read_object
 from rl_dist.process_group.world import World

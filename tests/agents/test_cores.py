@@ -4,9 +4,9 @@ import pytest
 import torch
 from policies import FORMS, make_policy
 
-from agents.network.cores import scan
-from agents.network.own_core import make_core, try_core
-from agents.policy import PolicyConfig
+from agents.learner.network.cores import scan
+from agents.learner.network.own_core import make_core, try_core
+from agents.learner.policy import PolicyConfig
 from rl_dist.errors import UserError
 
 

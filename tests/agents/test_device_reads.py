@@ -9,7 +9,7 @@ import torch
 from agents_ranks import make_job
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agents.trainer import Training
+from agents.learner.trainer import Training
 from rl_dist.strategies import strategy
 
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select")
@@ -40,13 +40,14 @@ def counted_reads():
 @pytest.mark.parametrize("name", ["trading, clstm", "trading, mlp"])
 def test_the_host_reads_once_after_a_rollout_and_once_after_an_update(name, world):
     """No vector step and no gradient step reads a device value."""
-    training = Training(make_job(name), world)
+    job = make_job(name)
+    training = Training(job, job.make_env, world)
     training.warm_up_normalizers()
     # Choose the code paths for GPUs: the code paths for the CPU may read values in every step.
     training.env.reads_steps = False
     with mock.patch.object(strategy, "step_if", lambda finite, optimizer: optimizer.step()):
         with counted_reads() as collecting:
-            collected = training.collect(lifetime_step=16)
+            collected = training.collect()
         with counted_reads() as updating:
             training.update(collected)
     assert +collecting == {"cpu": 1} and +updating == {"tolist": 1}

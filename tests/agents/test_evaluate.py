@@ -12,8 +12,8 @@ from gymnasium import spaces
 from PIL import Image
 from train_runs import SIZES, SMALL, daily_bars, evaluate_here, printed_error, start, train_here
 
-from agents.evaluate import episodes, markets, pictures
 from agents.evaluate.command import LOOKS
+from agents.learner import controller, markets, pictures
 from envs.trading import task
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
 from rl_dist.files import read_object
@@ -245,7 +245,7 @@ def test_a_stop_signal_ends_an_evaluation_in_one_line(runs, monkeypatch, capsys)
         (train_here, resume, signal.SIGTERM),
     ):
         with monkeypatch.context() as patched:
-            patched.setattr(episodes, "policy_input", lambda *_, n=stop: signal.raise_signal(n))
+            patched.setattr(controller, "policy_input", lambda *_, n=stop: signal.raise_signal(n))
             assert call(*flags) == 128 + stop
         lines = capsys.readouterr().out.splitlines()
         assert [line for line in lines if "stopped by" in line] == [lines[-1]]

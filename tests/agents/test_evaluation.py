@@ -16,7 +16,7 @@ from policies import make_policy, small
 from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
 
 from agents.evaluate import episodes, markets
-from agents.evaluate.episodes import PolicyController, evaluate_episodes
+from agents.evaluate.episodes import evaluate_episodes
 from agents.evaluate.markets import (
     ACCOUNTS,
     EQUAL_WEIGHT,
@@ -25,8 +25,9 @@ from agents.evaluate.markets import (
     performance,
     summarize,
 )
-from agents.network.inputs import Normalizer
-from agents.network.seeds import EVALUATION_STREAM, stream_seeds
+from agents.learner.controller import PolicyController
+from agents.learner.network.inputs import Normalizer
+from agents.learner.network.seeds import EVALUATION_STREAM, stream_seeds
 from envs.task import TaskConfig
 from rl_dist.process_group.world import World
 

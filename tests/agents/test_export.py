@@ -13,8 +13,8 @@ from train_runs import RECALL, printed_error, run_here, train_here
 from agents import export
 from agents.api import LoadedPolicy
 from agents.config import RunConfig
-from agents.network.inputs import Normalizers
-from agents.policy import Policy
+from agents.learner.network.inputs import Normalizers
+from agents.learner.policy import Policy
 from agents.run.saved import LoadedAgent
 from envs.vector.layout import Layout, Part
 from envs.vector.space_json import to_json

@@ -8,7 +8,7 @@ import torch
 from policies import SEVERAL, VECTOR, act, make_policy, small
 from torch.distributions import Categorical
 
-from agents.network.noise import action_noise
+from agents.learner.network.noise import action_noise
 from envs.vector.layout import Layout, Part
 
 MASKED = Layout((Part("observation", "vector", (4,)), Part("action_mask", "mask", (9,))))

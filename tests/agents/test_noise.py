@@ -7,16 +7,16 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from agents.network import noise
-from agents.network.inputs import Normalizer, RunningMoments
-from agents.network.noise import MASK, action_noise, philox, sequence_orders
-from agents.network.seeds import (
+from agents.learner.network import noise
+from agents.learner.network.inputs import Normalizer, RunningMoments
+from agents.learner.network.noise import MASK, action_noise, philox, sequence_orders
+from agents.learner.network.seeds import (
     ENVIRONMENT_STREAM,
     EVALUATION_STREAM,
     VALIDATION_STREAM,
     stream_seeds,
 )
-from agents.rollout import policy_input
+from agents.learner.rollout import policy_input
 
 
 def box(num_actions):

@@ -9,9 +9,9 @@ import torch
 from agents_ranks import Recording, changed_losses, finish, make_job, parameters_of
 from torch import nn
 
-from agents.advantages import explained_variance, gae, normalize_advantages, rollout_sums
-from agents.policy import Evaluation
-from agents.ppo import Minibatch, PPOConfig, ppo_loss, refreshed_states
+from agents.learner.advantages import explained_variance, gae, normalize_advantages, rollout_sums
+from agents.learner.policy import Evaluation
+from agents.learner.ppo import Minibatch, PPOConfig, ppo_loss, refreshed_states
 from rl_dist.errors import UserError
 from rl_dist.telemetry import events
 
@@ -225,7 +225,7 @@ def test_refreshed_states_are_used_from_the_second_epoch_on(world):
         refreshed.append(refreshed_states(policy, batch))
         return refreshed[-1]
 
-    with mock.patch("agents.ppo.refreshed_states", refresh):
+    with mock.patch("agents.learner.ppo.refreshed_states", refresh):
         trained(training, lambda *args: used.append(args[0].lstm_state) or step(*args))
     assert (refreshed[-1] - stored[-1]).abs().max() > 1e-3
     last = torch.cat(used).chunk(3)[2]

@@ -10,8 +10,8 @@ from train_runs import SIZES, SPANS, WORLDS, only_error, printed_error, run_here
 
 import train_distributed
 from agents import pretrain
+from agents.learner.trainer import Training
 from agents.pretrain import SMALLEST_MOVE, VOLATILITY_DAYS, make_windows
-from agents.trainer import Training
 from envs.trading.config import SimulatedMarketConfig, TradingConfig
 from envs.trading.market_data import Span
 from envs.trading.simulated_market import simulate_markets, world_seeds

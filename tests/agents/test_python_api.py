@@ -21,8 +21,8 @@ from train_runs import REPO, printed_error, records, start, train_here
 
 import agents
 from agents import LoadedPolicy, load_policy, train
-from agents.evaluate.episodes import PolicyController
-from agents.network.noise import action_noise
+from agents.learner.controller import PolicyController
+from agents.learner.network.noise import action_noise
 from envs import make_vector_env
 from envs.vector.layout import Part
 from rl_dist.errors import UserError

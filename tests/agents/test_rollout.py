@@ -5,8 +5,8 @@ import torch
 from policies import make_policy, small
 from scripted_env import BOTH, TERMINATED, TRUNCATED, ScriptedEnv
 
-from agents.network.inputs import Normalizer
-from agents.rollout import collect, fresh_carry
+from agents.learner.network.inputs import Normalizer
+from agents.learner.rollout import collect, fresh_carry
 
 SCRIPTS = [
     [(3, TERMINATED), (5, TRUNCATED)],

@@ -5,7 +5,7 @@ import pytest
 import torch
 from policies import FORMS, SEVERAL, make_inputs, make_policy, planned, run_stepwise
 
-from agents.network.sequences import run_sequence, state_after
+from agents.learner.network.sequences import run_sequence, state_after
 
 SHAPES = [(1, 1), (1, 7), (2, 1), (5, 4), (17, 3), (32, 5)]
 

@@ -8,10 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agents.config import AUTO, RunConfig, TrainConfig, with_threads
-from agents.network.noise import sequence_orders
+from agents.config import RunConfig, with_threads
+from agents.learner.network.noise import sequence_orders
+from agents.learner.settings import AUTO_SIZE, TrainConfig
+from agents.learner.sizes import Sizes, shard_sizes
 from agents.run.choice import resumed_config
-from agents.run.sizes import Sizes, shard_sizes
 
 WEAK = {"scaling": "weak", "num_envs": 8, "batch_size": 16}
 
@@ -116,7 +117,7 @@ def test_a_batch_that_does_not_fit_explains_that_it_counts_sequences():
 
 
 def test_a_small_network_uses_one_thread_and_a_resume_keeps_the_number_of_threads():
-    for batch_size, threads, expected in ((8, 0, 1), (8, 3, 3), (512, 0, 0), (AUTO, 0, 0)):
+    for batch_size, threads, expected in ((8, 0, 1), (8, 3, 3), (512, 0, 0), (AUTO_SIZE, 0, 0)):
         values = {"batch_size": batch_size, "threads": threads, "hidden_size": 64}
         assert with_threads(RunConfig().changed(values)).launch.threads == expected
     saved = RunConfig().changed({"threads": 3, "num_gpus": 1})

@@ -28,11 +28,11 @@ from train_runs import (
 )
 
 from agents.config import DEFAULTS, OWNERS, PRESETS, QUICK
+from agents.learner.settings import AUTO_INTERVAL
+from agents.learner.sizes import shard_sizes
+from agents.learner.trainer import Training
 from agents.run.choice import choose_run, fresh_config, parse_training
 from agents.run.metric_table import CHOICES, METRIC_TABLE, MONITORED, OTHER_TASKS, TRADING
-from agents.run.sizes import shard_sizes
-from agents.trainer import Training
-from envs.task import AUTO
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, pack, write_atomically
 from rl_dist.files import read_object
 from rl_dist.resume_check import differences, result_of
@@ -345,7 +345,7 @@ def test_help_shows_the_fifteen_flags_that_matter(capsys):
         (
             "--env Recall-v0 --quick --policy mlp",
             "memory",
-            QUICK | {"validate_every": AUTO, "refresh_states": False},
+            QUICK | {"validate_every": AUTO_INTERVAL, "refresh_states": False},
         ),
         ("--env CartPole-v1 --batch_size 9", "small", {"batch_size": 9, "num_envs": 0}),
     ],

@@ -7,16 +7,15 @@ import torch
 from agents_ranks import (
     JOBS,
     NUM_ENVS,
-    NUM_STEPS,
     STEPS_PER_ITERATION,
     Recording,
     make_job,
     parameters_of,
+    run_loop,
 )
 from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
 
-from agents.ppo import PPOConfig
-from agents.trainer import Training, train
+from agents.learner.ppo import PPOConfig
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.process_group.world import StopFlag
 from rl_dist.resume_check import differences
@@ -37,12 +36,12 @@ class StoppingWriter(NullWriter):
             self.stop.signum = 15
 
 
-def run(job, world, stop_at=0, restore_from=None):
+def run(job, world, stop_at=0, restore_from=None, validate=None):
     """Train a job, optionally from a checkpoint; return the Training and its writer."""
     training, writer = Recording(job, world), StoppingWriter(stop_at)
     if restore_from is not None:
         training.restore(load_checkpoint(restore_from))
-    signal = train(training, writer, writer.stop)
+    signal = run_loop(training, writer, writer.stop, validate)
     assert signal == (15 if stop_at else 0)
     return training, writer
 
@@ -57,7 +56,7 @@ def test_training_times_its_phases_and_validates(world, tmp_path):
         return {"valid/sharpe": float(training.normalizers.obs.moments.count)}
 
     job = make_job("trading, clstm", tmp_path, iterations=3, validate_every=2)
-    _, writer = run(replace(job, validate=validate), world)
+    _, writer = run(job, world, validate=validate)
     for record in writer.records:
         phases = [record[f"time/{name}_s"] for name in ("forward", "backward", "optimizer")]
         assert min(phases) > 0 and sum(phases) <= record["time/update_s"]
@@ -92,7 +91,8 @@ def test_the_warm_up_is_not_counted_and_all_environments_reset_after_it(world):
     assert torch.equal(parameters_of(training), parameters)
     for normalizer in (training.normalizers.obs, training.normalizers.rewards):
         assert float(normalizer.moments.count) == STEPS_PER_ITERATION
-    first = training.collect(lifetime_step=NUM_STEPS)
+    training.iteration = 1
+    first = training.collect()
     assert torch.equal(first.raw_obs[0], before["obs"])
     # The first rollout does not reuse the noise of the warm-up.
     assert not torch.equal(first.actions[0], training.rollouts[0].actions[0])
@@ -101,12 +101,12 @@ def test_the_warm_up_is_not_counted_and_all_environments_reset_after_it(world):
 def advantages_of(world, steps, norm_adv=True, **options):
     """Return each update's advantages and the standard deviation of warm-up returns."""
     ppo = PPOConfig(min_adv_std=100.0, norm_adv=norm_adv)
-    training = Training(make_job("trading, mlp", ppo=ppo, **options), world)
+    training = Recording(make_job("trading, mlp", ppo=ppo, **options), world)
     training.warm_up_normalizers()
     advantages, deviation = [], training.normalizers.return_deviation()
     training.ppo.update = lambda batch: advantages.append(batch.sequences.advantages) or {}
-    for step in range(1, steps + 1):
-        training.update(training.collect(lifetime_step=step))
+    for training.iteration in range(1, steps + 1):
+        training.update(training.collect())
     return advantages, deviation
 
 

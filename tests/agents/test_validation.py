@@ -6,7 +6,7 @@ from misbehaving_envs import Misbehaving
 from train_runs import RECALL, records, train_here
 
 from agents.evaluate.episodes import episode_limit
-from agents.trainer import Training
+from agents.learner.trainer import Training
 from rl_dist.files import read_object
 
 ITERATION = 64  # environment steps in an iteration with the sizes of RECALL
@@ -147,6 +147,8 @@ def test_the_flags_that_this_refusal_names_train(fix, trained):
 
 def test_the_first_checkpoint_is_saved_after_the_first_iteration(trained, monkeypatch):
     seen = []
-    monkeypatch.setattr("agents.trainer.save", lambda training, *_: seen.append(training.iteration))
+    monkeypatch.setattr(
+        "agents.learner.trainer.save", lambda training, *_: seen.append(training.iteration)
+    )
     trained(*RECALL, "--total_steps", 4 * ITERATION, "--eval_episodes=0")
     assert seen == [1, 4]

@@ -1,11 +1,10 @@
 """Checkpoints that training writes: the best one, and disks that fail."""
 
 import resource
-from dataclasses import replace
 
 import psutil
 import pytest
-from agents_ranks import make_job
+from agents_ranks import make_job, run_loop
 from train_runs import (
     PATIENCE_S,
     RECALL,
@@ -17,10 +16,9 @@ from train_runs import (
     wait_until,
 )
 
-from agents.trainer import Training, train
+from agents.learner.trainer import Training
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import UserError
-from rl_dist.process_group.world import StopFlag
 from rl_dist.run_dir import RunDir
 from rl_dist.telemetry.metrics import MetricsWriter, NullWriter
 
@@ -47,12 +45,15 @@ def run(world, run_dir, values, *, first=0, act=None, writer=None, **train_optio
     options = {"checkpoint_every": 1000, "validate_every": 1} | train_options
     job = make_job("recall, mlp, KL stop", run_dir, iterations=len(values), **options)
     left = iter(values[first:])
-    job = replace(job, validate=lambda *_: {"valid/score": next(left), "valid/other": 1.0})
-    training = Training(job, world)
+    training = Training(job, job.make_env, world)
     if first:
         training.restore(load_checkpoint(latest_checkpoint(run_dir)))
         assert training.iteration == first
-    train(training, writer or (ActingWriter(act) if act else NullWriter()), StopFlag())
+    run_loop(
+        training,
+        writer or (ActingWriter(act) if act else NullWriter()),
+        validate=lambda *_: {"valid/score": next(left), "valid/other": 1.0},
+    )
 
 
 def names(run_dir):

@@ -9,7 +9,7 @@ from gymnasium.wrappers import TimeAwareObservation
 from misbehaving_envs import Saved
 from test_trading import MARKETS, make_env
 
-from agents.network.seeds import ENVIRONMENT_STREAM, stream_seeds
+from agents.learner.network.seeds import ENVIRONMENT_STREAM, stream_seeds
 from envs import make_vector_env
 from envs.memory_tasks import CartPoleVectorEnv
 from envs.vector.adapter import OneByOne

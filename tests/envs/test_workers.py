@@ -9,7 +9,7 @@ import torch
 from env_steps import play, same
 from train_runs import REPO, lives, run_in, start, wait_until
 
-from agents.network.seeds import ENVIRONMENT_STREAM, stream_seeds
+from agents.learner.network.seeds import ENVIRONMENT_STREAM, stream_seeds
 from envs import make_vector_env
 from envs.vector.guards import EnvironmentFaultError
 from envs.workers.env import WorkerEnv

@@ -25,7 +25,6 @@ from gpu_jobs import (
 from torch import nn
 from train_runs import REPO, printed_error, records, start, train_here
 
-from agents.trainer import Training
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.strategies.precision import set_tf32
 
@@ -39,7 +38,7 @@ PRECISIONS = {  # largest allowed relative difference of the value loss from its
 @pytest.fixture
 def training(world, tmp_path):
     """Return the Training of a trading task, before its first iteration."""
-    return Training(job_on(DEVICE, TRADING, tmp_path), world)
+    return Recording(job_on(DEVICE, TRADING, tmp_path), world)
 
 
 @pytest.mark.parametrize("name", [TRADING, CARTPOLE])
@@ -65,7 +64,7 @@ def test_a_run_can_be_resumed_on_the_gpu_and_on_the_cpu(world, tmp_path, record_
 
     state = load_checkpoint(last)
     assert {value.device.type for value in state["policy"].values()} == {"cpu"}
-    on_cpu = Training(job_on("cpu", run_dir=tmp_path), replace(world, device=torch.device("cpu")))
+    on_cpu = Recording(job_on("cpu", run_dir=tmp_path), replace(world, device=torch.device("cpu")))
     on_cpu.restore(state)
     assert torch.equal(parameters_on_cpu(on_cpu), whole)
 
@@ -79,7 +78,7 @@ def test_training_in_lower_precision_stays_close_to_fp32(
     losses = {}
     for name in ("fp32", precision):
         options = {"iterations": 1, "strategy": {"precision": name}, "dtype": torch.float32}
-        recording = trained(world, kind=Recording, run_dir=tmp_path / name, **options)
+        recording = trained(world, run_dir=tmp_path / name, **options)
         losses[name] = recording.losses[0]["loss/value"]
     record_property("value loss of the first iteration", losses)
     assert math.isfinite(losses[precision])
@@ -118,10 +117,10 @@ def count_waits(work):
 
 
 def test_no_vector_step_and_no_gradient_step_waits_for_the_device(training, record_property):
-    rollout, while_collecting = count_waits(lambda: training.collect(lifetime_step=0))
+    rollout, while_collecting = count_waits(lambda: training.collect())
     _, while_updating = count_waits(lambda: training.update(rollout))
     record_property("waits per rollout and per update", (while_collecting, while_updating))
-    assert while_collecting < training.config.train.num_steps and while_updating < 4
+    assert while_collecting < training.run.config.train.num_steps and while_updating < 4
 
 
 def test_out_of_memory_is_one_line(capsys, tmp_path):

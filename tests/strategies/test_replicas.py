@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from train_runs import REPO, start
 
-from agents.policy import Evaluation
+from agents.learner.policy import Evaluation
 from rl_dist.launch.ranks import launch
 from rl_dist.strategies import replicas
 from rl_dist.strategies.adam import EagerAdam

@@ -7,7 +7,8 @@ from unittest import mock
 import pytest
 from agents_ranks import world_of_one
 
-from agents.config import RunConfig, TrainConfig
+from agents.config import RunConfig
+from agents.learner.settings import TrainConfig
 from agents.run import auto
 from agents.run.auto import choose
 from agents.run.choice import parse_training, resumed_config

@@ -4,11 +4,10 @@ import gzip
 import json
 from collections import Counter
 
-from agents_ranks import make_job
+from agents_ranks import make_job, run_loop
 
-from agents.ppo import PPOConfig
-from agents.trainer import Training, train
-from rl_dist.process_group.world import StopFlag
+from agents.learner.ppo import PPOConfig
+from agents.learner.trainer import Training
 from rl_dist.resume_check import differences
 from rl_dist.telemetry.metrics import NullWriter
 
@@ -21,10 +20,10 @@ def trained(world, run_dir, *, profile):
     job = make_job(
         "recall, clstm", run_dir, iterations=4, ppo=PPOConfig(update_epochs=1), profile=profile
     )
-    training, writer, records, lines = Training(job, world), NullWriter(), [], []
+    training, writer, records, lines = Training(job, job.make_env, world), NullWriter(), [], []
     writer.say = lines.append
     writer.write = lambda record, done: records.append(record)
-    train(training, writer, StopFlag())
+    run_loop(training, writer)
     numbers = [{k: v for k, v in line.items() if not k.startswith(MACHINE)} for line in records]
     return [numbers, training.checked_state()], lines
 

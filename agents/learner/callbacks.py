@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from agents.config import TrainConfig
-from agents.policy import Policy
+from agents.learner.policy import Policy
+from agents.learner.settings import TrainConfig
 from rl_dist.checkpoint.trust import import_own
 from rl_dist.errors import UserError, one_line, streams
 from rl_dist.process_group.collectives import all_gather_json
@@ -37,45 +37,50 @@ class Moment:
 
 
 @dataclass
-class Watch:
-    """Calls the callbacks on this rank; stops all ranks after the same iteration."""
+class UserCallbacks:
+    """Calls the user's callbacks on this rank; stops all ranks after the same iteration."""
 
-    callbacks: Callbacks
+    functions: Callbacks
+    run_dir: Path
+    policy: Policy
     world: World
     stop: tuple[str, float] = ("", 0.0)  # metric, and the value that ends the run
     wants_end: bool = False  # True after a callback has returned False
 
-    def __call__(self, training: Any, metrics: Mapping[str, Any]) -> str:
+    def on_iteration(self, metrics: Mapping[str, Any]) -> str:
         """Call the callbacks after an iteration; return the reason to stop, or "".
 
         Every rank must call this, and all ranks get the same reason.
         """
+        name, limit = self.stop
+        if not name and not any(self.functions.values()):
+            return ""
         # Losses are NaN if no gradient step was taken. Pass None instead, as in metrics.jsonl.
         metrics = without_nan(metrics)
-        self.call("iteration", training, metrics)
+        self._call("iteration", metrics)
         if any(name.startswith("valid/") for name in metrics):
-            self.call("evaluation", training, metrics)
-        name, limit = self.stop
+            self._call("evaluation", metrics)
         value = metrics.get(name)
         reason = "a callback asked to stop" if self.wants_end else ""
         if not reason and isinstance(value, int | float) and value >= limit:
             reason = f"{name} {value:.6g} has reached {limit:g}"
         return next(filter(None, all_gather_json(reason, self.world)), "")
 
-    def call(
-        self, kind: str, training: Any, metrics: Mapping[str, Any], path: Path | None = None
-    ) -> None:
+    def on_checkpoint(self, metrics: Mapping[str, Any], path: Path) -> None:
+        """Call the callback after a checkpoint was saved."""
+        self._call("checkpoint", metrics, path)
+
+    def _call(self, kind: str, metrics: Mapping[str, Any], path: Path | None = None) -> None:
         """Call the callback of this kind, if any; record whether it asks to stop."""
-        callback = self.callbacks.get(kind)
-        run_dir = training.job.run_dir
+        callback = self.functions.get(kind)
         if callback is None:
             return
         moment = Moment(
             kind=kind,
             metrics=metrics,
-            run_dir=run_dir,
+            run_dir=self.run_dir,
             checkpoint=path,
-            policy=training.policy,
+            policy=self.policy,
             rank=self.world.rank,
         )
         self.world.set_phase(f"{kind} callback")
@@ -87,18 +92,16 @@ class Watch:
             # rank reports the cause.
             if isinstance(error, UserError) or connection_broke(error):
                 raise
-            log = run_dir / "logs" / f"rank_{self.world.rank}.log"
+            log = self.run_dir / "logs" / f"rank_{self.world.rank}.log"
             raise UserError(
                 f"the {kind} callback raised {one_line(error)}; traceback in {log}", exit_code=1
             ) from error
         self.wants_end |= isinstance(answer, bool | np.bool_) and not answer
 
 
-def make_watch(config: TrainConfig, callbacks: Callbacks, world: World) -> Watch | None:
-    """Return a Watch that handles --stop_at and callbacks; None if neither is used."""
-    if config.callback:
-        function = import_own("callback", config.callback)
-        callbacks = dict.fromkeys(("iteration", "evaluation", "checkpoint"), function)
-    if not (config.stop_at or any(callbacks.values())):
-        return None
-    return Watch(callbacks, world, config.stop)
+def named_callbacks(config: TrainConfig) -> Callbacks:
+    """Return the function of --callback for each kind of moment; {} without the flag."""
+    if not config.callback:
+        return {}
+    function = import_own("callback", config.callback)
+    return dict.fromkeys(("iteration", "evaluation", "checkpoint"), function)

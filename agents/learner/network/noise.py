@@ -15,7 +15,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from agents.network.seeds import NOISE_STREAM, SHUFFLE_STREAM
+from agents.learner.network.seeds import NOISE_STREAM, SHUFFLE_STREAM
 
 MASK = 2**32 - 1
 FACTORS = 0xD2511F53, 0xCD9E8D57

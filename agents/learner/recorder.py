@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from agents.rollout import Rollout
+from agents.learner.rollout import Rollout
 from envs.vector.layout import TorchEnv
 from rl_dist.process_group.clock import StepClock, Stragglers
 from rl_dist.process_group.collectives import all_gather_json

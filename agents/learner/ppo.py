@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agents.network.sequences import Plan, state_after, to_device
-from agents.policy import Evaluation, Policy
+from agents.learner.network.sequences import Plan, state_after, to_device
+from agents.learner.policy import Evaluation, Policy
 from rl_dist.errors import UserError
 from rl_dist.flags import Field, configuration
 from rl_dist.process_group.clock import StepClock, section

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agents.network.inputs import Normalizer
-from agents.network.sequences import to_device
-from agents.policy import Policy
+from agents.learner.network.inputs import Normalizer
+from agents.learner.network.sequences import to_device
+from agents.learner.policy import Policy
 from envs.vector.layout import StepResult, TorchEnv
 from rl_dist.process_group.clock import section
 from rl_dist.strategies.precision import weights_cast_once

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agents.network.inputs import Normalizers
-from agents.ppo import Batch, Minibatch, PPOConfig
-from agents.rollout import Rollout
+from agents.learner.network.inputs import Normalizers
+from agents.learner.ppo import Batch, Minibatch, PPOConfig
+from agents.learner.rollout import Rollout
 from rl_dist.process_group.collectives import all_reduce_sum
 from rl_dist.process_group.world import World
 

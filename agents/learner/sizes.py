@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from agents.config import AUTO, TrainConfig
+from agents.learner.settings import AUTO_SIZE, TrainConfig
 from rl_dist.errors import UserError
 
 FARTHEST = 10_000  # proposed sizes differ from the given size by less than this number
@@ -34,7 +34,7 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
             With weak scaling, total sizes depend on the number of ranks when the run began, which
             is computed from `saved_num_envs`.
     """
-    if config.batch_size == AUTO:
+    if config.batch_size == AUTO_SIZE:
         raise UserError("batch_size auto is measured when training starts: give a number instead")
     sequences_per_env = config.num_steps // config.bptt_steps
     num_envs = config.num_envs or _default_num_envs(config, config.batch_size)
@@ -97,9 +97,9 @@ def _divides(
 ) -> bool:
     """Return True if environments and minibatches divide evenly over the ranks.
 
-    If so, the strata of `agents.network.noise` also divide evenly: with batch_size = num_ranks * b,
-    K sequences per environment, M minibatches and g = gcd(M, K), K / g divides b. So M * b / K, the
-    number of environments of a rank, is a multiple of the stratum size M / g.
+    If so, the strata of `agents.learner.network.noise` also divide evenly: with batch_size =
+    num_ranks * b, K sequences per environment, M minibatches and g = gcd(M, K), K / g divides b. So
+    M * b / K, the number of environments of a rank, is a multiple of the stratum size M / g.
     """
     sequences = num_envs * (config.num_steps // config.bptt_steps)
     whole = sequences % (batch_size * config.grad_accumulation) == 0

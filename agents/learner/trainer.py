@@ -3,24 +3,29 @@
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from agents.advantages import make_batch
-from agents.config import RunConfig
-from agents.network.inputs import Normalizers
-from agents.network.noise import action_noise, sequence_orders
-from agents.network.seeds import ENVIRONMENT_STREAM, POLICY_STREAM, stream_seed, stream_seeds
-from agents.pipeline import PipelinePPO, StageStrategy
-from agents.policy import Policy
-from agents.ppo import PPO
-from agents.recorder import Recorder
-from agents.rollout import Carry, Rollout, collect, fresh_carry
-from agents.run.callbacks import Watch
-from agents.run.saved import COUNTERS, InitialWeights
-from agents.run.sizes import shard_sizes
+from agents.learner.advantages import make_batch
+from agents.learner.callbacks import UserCallbacks
+from agents.learner.network.inputs import Normalizers
+from agents.learner.network.noise import action_noise, sequence_orders
+from agents.learner.network.seeds import (
+    ENVIRONMENT_STREAM,
+    POLICY_STREAM,
+    stream_seed,
+    stream_seeds,
+)
+from agents.learner.pipeline import PipelinePPO, StageStrategy
+from agents.learner.policy import Policy
+from agents.learner.ppo import PPO
+from agents.learner.recorder import Recorder
+from agents.learner.rollout import Carry, Rollout, collect, fresh_carry
+from agents.learner.settings import LearnerRun
+from agents.learner.sizes import shard_sizes
 from envs.vector.layout import TorchEnv
 from rl_dist.checkpoint.content import tensors_in
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, Best, save_agreed
@@ -34,63 +39,68 @@ from rl_dist.process_group.collectives import (
 from rl_dist.process_group.world import StopFlag, World
 from rl_dist.run_dir import SavedCheckpoint
 from rl_dist.strategies.adam import keep_options
-from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry.metrics import NullWriter
 from rl_dist.telemetry.monitor import Monitor, sources_of
 from rl_dist.telemetry.profiler import NullProfiler, Profiler
 
 logger = logging.getLogger(__name__)
+COUNTERS = ("iteration", "global_step", "episodes")  # of a training, and in its checkpoints
+MakeEnv = Callable[[int, int], TorchEnv]  # arguments: num_envs, env_offset
 Validate = Callable[["Training"], dict[str, float]]  # every rank must call this
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """Everything that defines a training run, except the ranks that run it."""
+class InitialWeights(NamedTuple):
+    """Weights and normaliser statistics with which a new run starts."""
 
-    config: RunConfig
-    make_env: Callable[[int, int], TorchEnv]  # arguments: num_envs, env_offset
-    run_dir: Path
-    strategy: StrategyConfig = StrategyConfig()
-    dtype: torch.dtype = torch.float32
-    validate: Validate | None = None
-    watch: Watch | None = None  # runs callbacks, decides whether to stop early
-    pretrained: InitialWeights | None = None
+    weights: dict[str, Tensor]  # by name in the policy's state_dict
+    moments: dict[str, Tensor]  # by name in the state_dict of `Normalizers`
+    # prefixes of the names in `weights`; the policy's other weights keep their random values
+    parts: tuple[str, ...] = ("",)
 
 
 class Training:
     """Training state of one rank: policy, optimizer, environments and counters."""
 
-    def __init__(self, job: Job, world: World, saved_num_envs: int = 0) -> None:
+    def __init__(
+        self,
+        run: LearnerRun,
+        make_env: MakeEnv,
+        world: World,
+        *,
+        initial: InitialWeights | None = None,
+        saved_num_envs: int = 0,
+    ) -> None:
         """Create the state; `saved_num_envs` is from the checkpoint of a resumed run."""
-        config = job.config
+        config = run.config
         train = config.train
-        self.job = job
-        self.config = config
+        self.run = run
         self.world = world
+        self.initial = initial
         self.sizes = shard_sizes(train, world.rank, world.size, saved_num_envs)
 
         # environments
-        self.env = job.make_env(self.sizes.num_envs, self.sizes.env_offset)
+        self.env = make_env(self.sizes.num_envs, self.sizes.env_offset)
         self.action_space = self.env.single_action_space
         layout = self.env.layout
 
         # policy and normalisers, identical on every rank
         torch.manual_seed(stream_seed(train.seed, POLICY_STREAM))
-        self.policy = Policy(config.policy, layout, self.action_space).to(world.device, job.dtype)
-        if job.pretrained:
-            self.policy.load_state_dict(job.pretrained.weights, strict=False)
+        self.policy = Policy(config.policy, layout, self.action_space)
+        self.policy.to(world.device, config.launch.dtype)
+        if initial:
+            self.policy.load_state_dict(initial.weights, strict=False)
         self.normalizers = Normalizers(
             layout, scale_obs=train.normalize_obs, scale_rewards=train.normalize_rewards
         ).to(world.device)
-        pipelined = job.strategy.pipelined
-        strategy = (StageStrategy if pipelined else Strategy)(job.strategy, world)
+        pipelined = run.strategy.pipelined
+        strategy = (StageStrategy if pipelined else Strategy)(run.strategy, world)
         learner = PipelinePPO if pipelined else PPO
         self.ppo = learner(self.policy, config.ppo, strategy, train.grad_accumulation)
 
         # recorder, profiler, counters and monitor
         self.recorder = Recorder(world, self.ppo.clock)
-        self.profiler = Profiler(job.run_dir, world) if train.profile else NullProfiler()
+        self.profiler = Profiler(run.directory.path, world) if train.profile else NullProfiler()
         self.iteration = 0
         self.global_step = 0
         self.episodes = 0
@@ -102,7 +112,7 @@ class Training:
     def _reset(self, resumed_at: int = 0) -> Carry:
         """Reset all environments; for a resumed run, `resumed_at` selects new episodes."""
         seeds = stream_seeds(
-            self.config.train.seed,
+            self.run.config.train.seed,
             ENVIRONMENT_STREAM,
             self.sizes.env_offset,
             self.sizes.num_envs,
@@ -118,18 +128,18 @@ class Training:
     @property
     def done(self) -> int:
         """Number of steps done so far, or of episodes if the budget counts episodes."""
-        return self.global_step if self.config.train.total_steps else self.episodes
+        return self.global_step if self.run.config.train.total_steps else self.episodes
 
     @property
     def progress(self) -> float:
         """Completed fraction of the run, 0 to 1."""
-        return min(self.done / self.config.train.budget[0], 1.0)
+        return min(self.done / self.run.config.train.budget[0], 1.0)
 
     def warm_up_normalizers(self) -> None:
         """Initialise the normalisers from one rollout, then reset all environments."""
-        if not (self.config.train.normalize_obs or self.config.train.normalize_rewards):
+        if not (self.run.config.train.normalize_obs or self.run.config.train.normalize_rewards):
             return
-        rollout = self.collect(lifetime_step=0)
+        rollout = self.collect()
         # The first pass computes the mean; the second pass sums deviations from the mean. A single
         # pass would lose precision if the mean is large, and its rounding errors would depend on
         # the number of ranks.
@@ -137,8 +147,8 @@ class Training:
             self.normalizers.restart()
             sums = self.normalizers.sums(rollout.raw_obs, rollout.discounted_returns)
             self.normalizers.merge(all_reduce_sum(sums, self.world))
-        if self.job.pretrained:
-            self.normalizers.load_state_dict(self.job.pretrained.moments, strict=False)
+        if self.initial:
+            self.normalizers.load_state_dict(self.initial.moments, strict=False)
         self.carry = self._reset()
         self.env.take_metrics()  # discard the metrics of the warm-up rollout
 
@@ -149,28 +159,28 @@ class Training:
         remaining = 1.0 - self.progress
         self.ppo.begin_iteration(self.iteration, remaining, self.sizes.learning_rate_factor)
 
-    def collect(self, lifetime_step: int) -> Rollout:
+    def collect(self) -> Rollout:
         """Collect num_steps steps of every environment."""
         self.world.set_phase("collect")
-        train = self.config.train
+        train = self.run.config.train
         noise = action_noise(  # [T, B, A]
             self.action_space,
             train.seed,
             self.sizes.env_offset,
             self.sizes.num_envs,
-            lifetime_step,
+            self.iteration * train.num_steps,  # the warm-up is iteration 0
             train.num_steps,
             self.world.device,
-            self.config.policy.noise_color,
+            self.run.config.policy.noise_color,
         )
         return collect(
             self.policy,
             self.normalizers.obs,
             self.env,
             self.carry,
-            noise.to(self.job.dtype),
+            noise.to(self.run.config.launch.dtype),
             train.bptt_steps,
-            self.config.ppo.gamma,
+            self.run.config.ppo.gamma,
             on_step=self.world.heartbeat,
         )
 
@@ -178,21 +188,21 @@ class Training:
         """Train on a rollout, then merge its statistics into the normalisers."""
         self.world.set_phase("update")
         order = sequence_orders(
-            (self.config.train.seed, self.iteration),
-            self.config.ppo.update_epochs,
+            (self.run.config.train.seed, self.iteration),
+            self.run.config.ppo.update_epochs,
             self.sizes.env_offset,
             self.sizes.num_envs,
             self.sizes.sequences_per_env,
             self.sizes.num_minibatches,
         )
-        batch = make_batch(rollout, order, self.normalizers, self.world, self.config.ppo)
+        batch = make_batch(rollout, order, self.normalizers, self.world, self.run.config.ppo)
         losses = self.ppo.update(batch)
         self.normalizers.merge(batch.statistics)
         return losses
 
     def end_iteration(self, num_episodes: int) -> dict[str, int]:
         """Add the steps and episodes of all ranks to the counters; return the counters."""
-        self.global_step += self.sizes.global_num_envs * self.config.train.num_steps
+        self.global_step += self.sizes.global_num_envs * self.run.config.train.num_steps
         self.episodes += num_episodes
         return {
             "iteration": self.iteration,
@@ -232,7 +242,7 @@ class Training:
         return {
             **shared,
             **self.policy.shapes(),
-            "config": json.dumps(self.config.to_dict()),
+            "config": json.dumps(self.run.config.to_dict()),
             "spaces": self.env.spaces_json,
             "carry": carry,
             "environments": environments,
@@ -267,25 +277,32 @@ class Training:
         self.recorder.restarts_seen = sum(self.env.restarts)
 
 
-def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
+def train(
+    training: Training,
+    writer: NullWriter,
+    stop: StopFlag,
+    callbacks: UserCallbacks,
+    validate: Validate | None = None,
+) -> int:
     """Train until the budget is used up or the run must stop early; then save.
 
     Returns the number of the signal that ended the run, or 0.
     """
-    job, world, recorder = training.job, training.world, training.recorder
-    config = training.config.train
+    world = training.world
+    recorder = training.recorder
+    config = training.run.config.train
     if training.iteration == 0:
         writer.update_state(phase="warm_up")
         training.warm_up_normalizers()
-    best = Best(config.best_metrics, job.run_dir / CHECKPOINT_DIR, world)
+    best = Best(config.best_metrics, training.run.directory.checkpoints, world)
     signum = 0  # number of a stop signal that a rank has received; 0: none
     reason = ""  # why a callback or --stop_at stops the run; "": neither does
     while training.progress < 1.0 and not signum and not reason:
         # collect a rollout and learn from it
         recorder.begin()
         training.begin_iteration()
-        with recorder.part("collect"):  # the warm-up took steps 0 .. num_steps - 1
-            rollout = training.collect(lifetime_step=training.iteration * config.num_steps)
+        with recorder.part("collect"):
+            rollout = training.collect()
         with recorder.part("update"):
             losses = training.update(rollout)
 
@@ -299,21 +316,21 @@ def train(training: Training, writer: NullWriter, stop: StopFlag) -> int:
 
         # validate, and write metrics
         world.set_phase("validation")
-        if job.validate and is_due(training, config.validation_interval, finished):
+        if validate and is_due(training, config.validation_interval, finished):
             writer.update_state(phase="validation")
-            metrics |= job.validate(training)
+            metrics |= validate(training)
         improved = best.update(metrics)
         world.set_phase("loggers")
         writer.write(metrics, done=training.done)
 
         # stop early, and save
-        reason = job.watch(training, metrics) if job.watch else ""
+        reason = callbacks.on_iteration(metrics)
         last = bool(signum or reason) or finished
         is_first = training.iteration == 1
         if improved or is_due(training, config.checkpoint_every, last or is_first):
             path = save(training, best, last, writer)
-            if path and job.watch:
-                job.watch.call("checkpoint", training, metrics, path)
+            if path:
+                callbacks.on_checkpoint(metrics, path)
         elif is_due(training, config.sync_check_every):
             training.checked_state()
     if reason:
@@ -334,14 +351,15 @@ def save(training: Training, best: Best, last: bool, writer: NullWriter) -> Path
 
     Returns the path, or None if the write failed and training continues without this checkpoint.
     """
-    train, world = training.config.train, training.world
+    train = training.run.config.train
+    world = training.world
     world.set_phase("checkpoint")
     writer.flush()  # metrics.jsonl must include all iterations up to the checkpoint
     writer.update_state(phase="saving")
     state = training.state()
     try:
         path = save_agreed(
-            training.job.run_dir,
+            training.run.directory.path,
             state,
             world,
             iteration=training.iteration,

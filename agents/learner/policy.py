@@ -16,10 +16,10 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
-from agents.network.cores import CORES, State, TanhCore
-from agents.network.inputs import Encoder
-from agents.network.own_core import make_core
-from agents.network.sequences import Plan, plan_pieces, run_sequence
+from agents.learner.network.cores import CORES, State, TanhCore
+from agents.learner.network.inputs import Encoder
+from agents.learner.network.own_core import make_core
+from agents.learner.network.sequences import Plan, plan_pieces, run_sequence
 from envs.vector.layout import Layout
 from rl_dist.flags import Field, Text, configuration
 from rl_dist.strategies.precision import autocast, weights_cast_once
@@ -94,8 +94,8 @@ class Policy(nn.Module):
 
     With `feature_window` n, the input is the last n observations of the episode, oldest first,
     flattened to n * F numbers, with zeros for steps before the start of the episode (see
-    `agents.rollout.policy_input`). If `low_precision` is set, the encoder, the cores and the tanh
-    layer compute in that type; the parameters and output layers keep their own type.
+    `agents.learner.rollout.policy_input`). If `low_precision` is set, the encoder, the cores and
+    the tanh layer compute in that type; the parameters and output layers keep their own type.
     """
 
     low_precision: torch.dtype | None = None

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.nn.utils.convert_parameters import parameters_to_vector
 
-from agents.network.sequences import run_sequence
-from agents.policy import Policy
-from agents.ppo import PPO, LossParts, Minibatch, Plans, ppo_loss
+from agents.learner.network.sequences import run_sequence
+from agents.learner.policy import Policy
+from agents.learner.ppo import PPO, LossParts, Minibatch, Plans, ppo_loss
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import World, make_mesh
 from rl_dist.strategies.config import StrategyConfig

@@ -1,0 +1,1 @@
+"""The algorithm: recurrent PPO on vector environments, on one rank or many."""

@@ -1,0 +1,55 @@
+"""Act with a policy outside training: in evaluations, measurements and the Python interface."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agents.learner.policy import Policy
+from agents.learner.rollout import policy_input, shift_history
+from envs.vector.layout import Layout, TorchEnv
+from rl_dist.errors import UserError
+
+
+@dataclass
+class PolicyController:
+    """Chooses a policy's most likely actions; keeps its state between calls.
+
+    With `zero_state`, the state is reset before every step, to measure how much the memory helps.
+    """
+
+    policy: Policy
+    normalizer: Callable[[Tensor], Tensor]
+    zero_state: bool = False
+    state: Tensor | None = None  # recurrent state [B, S, H]
+    history: Tensor | None = None  # earlier observations of the window [B, n-1, F]
+
+    def __call__(
+        self,
+        env: TorchEnv | Policy,  # only its observation layout is read
+        obs: Tensor,
+        episode_start: Tensor,
+        push: Tensor | None = None,
+    ) -> Tensor:
+        """Return actions [B, A] or [B] for observations [B, F] and noise `push` [B, A]."""
+        if self.state is None or self.history is None:
+            check_readable(self.policy, env.layout)
+            self.state = self.policy.initial_state(len(obs))
+            self.history = self.policy.empty_history(len(obs))
+        start = torch.ones_like(episode_start) if self.zero_state else episode_start
+        history = self.history * ~start[:, None, None]
+        seen = policy_input(self.normalizer, history, obs)
+        actions, self.outputs, _, self.state = self.policy.act(seen, self.state, start, push)
+        self.history = shift_history(history, seen)
+        return actions
+
+
+def check_readable(policy: Policy, now: Layout) -> None:
+    """Refuse observations whose parts differ from those in training."""
+    trained = policy.layout.kinds()
+    if now.kinds() != trained:
+        raise UserError(
+            f"the policy was trained on observations with the parts {trained:.200}, not with the "
+            f"parts {now.kinds():.200}: use the same environment and version as in training"
+        )
