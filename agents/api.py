@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from gymnasium.vector.utils import batch_space, iterate
 
-from agents.evaluate.episodes import Interval, mean_interval
 from agents.learner.callbacks import Callback
 from agents.learner.controller import PolicyController
 from agents.learner.network.noise import action_noise
@@ -28,6 +27,7 @@ from agents.rank import run_rank
 from agents.run.choice import RUNS, parse_training
 from agents.run.saved import LoadedAgent, Which, load_agent
 from agents.run.start import start
+from envs.intervals import Interval, mean_interval
 from envs.vector.spaces import MASK_KEY, check_masks
 from rl_dist.errors import (
     QUIET,
@@ -63,11 +63,9 @@ class LoadedPolicy:
         self.observation_space, self.action_space = agent.spaces
         self._encode = agent.encoder()
         self._decode = self._encode.actions
-        # Inputs of the policy that are not in the observation, such as the previous action. In
-        # trading, the observation contains all inputs.
-        parts = agent.policy.layout.parts
-        num_observed = len(self._encode.parts) if agent.spaces_json else len(parts)
-        self._extras = {part.name: part.size for part in parts[num_observed:]}
+        # Inputs of the policy that are not in the observation, such as the previous action
+        extras = agent.policy.layout.parts[agent.num_observed :]
+        self._extras = {part.name: part.size for part in extras}
         self._noise_seed = stream_seed(seed, PREDICTION_STREAM)
         self._num_drawn = 0
 

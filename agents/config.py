@@ -1,9 +1,8 @@
 """Define the settings of a training run and their presets."""
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from gymnasium import spaces
@@ -11,17 +10,14 @@ from gymnasium import spaces
 from agents.learner.policy import Policy, PolicyConfig
 from agents.learner.ppo import PPOConfig
 from agents.learner.settings import TrainConfig
-from envs.task import GymTask, TaskConfig
+from envs import MEMORY_IDS
+from envs.task import Task, TaskConfig, TaskSettings, make_task
 from envs.trading.config import DataConfig, SimulatedMarketConfig, TradingConfig
 from envs.vector.layout import Layout, TorchEnv
 from rl_dist.errors import UserError
-from rl_dist.files import read_plain
 from rl_dist.flags import changed, read_sections, saved_form
 from rl_dist.launch.config import LaunchConfig
 from rl_dist.process_group.watchdog import end_rank
-
-if TYPE_CHECKING:  # only trading tasks import pandas and talib
-    from envs.trading.task import TradingTask
 
 # A network counts as small if steps per minibatch * hidden_size**2 is below this number.
 SMALL_NETWORK = 10_000_000
@@ -66,6 +62,26 @@ QUICK = {  # settings of --quick, which override those of the preset
     "validate_every": 4,
     "num_worlds": 16,
 }
+
+
+def preset_of(kind: str, task: TaskConfig) -> str:
+    """Return the name of the preset to use; `kind` is the value of --preset."""
+    if kind == "auto":
+        others = "memory" if task.env in MEMORY_IDS else "small"
+        kind = "trading" if task.is_trading else others
+    if (kind in ("trading", "paper")) != task.is_trading:
+        raise UserError(f"preset {kind} does not fit env {task.env}: omit --preset")
+    return kind
+
+
+def quick_settings(task: TaskConfig) -> dict[str, Any]:
+    """Return the settings of --quick for a task."""
+    settings = dict(QUICK)
+    if not task.is_trading:
+        del settings["validate_every"]  # its default keeps the cost of validation low
+    return settings
+
+
 # flags that --help shows; --help_all shows all flags
 MAIN_FLAGS = {
     "env", "data", "total_steps", "num_episodes", "stop_at", "seed", "num_gpus", "device",
@@ -134,17 +150,35 @@ class RunConfig:
         """Build the configuration from the result of `to_dict`."""
         return RunConfig(**read_sections(SECTIONS, saved))
 
-    def prepare_task(self, heartbeat: Callable[[], None] = lambda: None) -> "TradingTask | GymTask":
-        """Prepare the trading task with its markets and spans, or the Gymnasium task.
+    def prepare_task(
+        self, heartbeat: Callable[[], None] = lambda: None, device: str = "cpu"
+    ) -> Task:
+        """Make the task that --env names.
 
         Args:
-            heartbeat: function that is called whenever Gymnasium environments make progress.
+            heartbeat: function that is called whenever environments make progress.
+            device: device of the environments' tensors.
         """
-        if not self.task.is_trading:
-            return GymTask(self.task, end_rank, heartbeat)
-        from envs.trading.task import TradingTask
+        return make_task(
+            TaskSettings(
+                task=self.task,
+                sections=(self.data, self.market, self.trading),
+                discount=self.ppo.gamma,
+                device=device,
+                end=end_rank,
+                heartbeat=heartbeat,
+            )
+        )
 
-        return TradingTask(self.data, self.market, self.trading, self.ppo.gamma)
+    @property
+    def validates(self) -> bool:
+        """Return whether validation and tests are wanted during training."""
+        return bool(self.train.validate_every and self.task.eval_episodes)
+
+    @property
+    def trusts_best(self) -> bool:
+        """Return False for real prices, where validation is too noisy to choose a checkpoint."""
+        return self.data.data == "simulated"
 
 
 SECTIONS: dict[str, Any] = vars(RunConfig())
@@ -165,34 +199,23 @@ def with_threads(config: RunConfig) -> RunConfig:
     return replace(config, launch=replace(config.launch, threads=1))
 
 
-def data_digest(config: DataConfig) -> str:
-    """Return a digest of the price file; it reveals whether the file has changed."""
-    if config.data == "simulated":
-        return ""
-    content = read_plain(config.data, most=None)
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
-def check_data(config: DataConfig) -> None:
-    """Refuse a price file that is missing, or has other content than when the run began."""
+def check_data(config: RunConfig, task: Task) -> None:
+    """Refuse data that is missing, or has other content than when the run began."""
     problem = "has changed since this run began"
     try:
-        if data_digest(config) == config.data_digest:
+        if task.digest() == config.data.data_digest:
             return
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
     raise UserError(
-        f"--data {config.data} {problem}: restore the file, or pass its new path with --data, "
+        f"--data {config.data.data} {problem}: restore the file, or pass its new path with --data, "
         "or start a new run with --init_from"
     )
 
 
-def probe(task: "TradingTask | GymTask") -> TorchEnv:
+def probe(task: Task) -> TorchEnv:
     """Return a small environment of a task, already closed; use only its spaces."""
-    if isinstance(task, GymTask):
-        env = task.probe_env()
-    else:
-        env = task.evaluation_env(task.markets("train", 1), task.spans.train)
+    env = task.probe_env()
     env.close()
     return env
 

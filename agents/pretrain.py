@@ -22,11 +22,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from agents.config import data_digest
 from agents.learner.network.inputs import Normalizer
 from agents.learner.policy import Policy, PolicyConfig
 from agents.run.saved import FEATURES
-from envs.trading.config import DataConfig, Observation, SimulatedMarketConfig, TradingConfig
+from envs.trading.config import (
+    DataConfig,
+    Observation,
+    SimulatedMarketConfig,
+    TradingConfig,
+    data_digest,
+)
 from envs.trading.features import market_tables, portfolio_columns
 from envs.trading.market_data import Market, Span
 from envs.trading.task import TradingTask

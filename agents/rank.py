@@ -8,16 +8,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-from agents.config import RunConfig
-from agents.evaluate.episodes import Validation, try_evaluation_env
+from agents.evaluate.trials import validate
 from agents.learner.callbacks import Callbacks, UserCallbacks, named_callbacks
-from agents.learner.settings import AUTO_INTERVAL
-from agents.learner.trainer import Training, Validate, train
+from agents.learner.trainer import Training, train
 from agents.run.auto import check_rollouts, choose
 from agents.run.saved import initial_weights, load_newest, share_checkpoint
 from agents.run.start import Run, faults_as_user_errors, record
+from envs.task import Task
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.checkpoint.trust import module_files
 from rl_dist.files import remove
@@ -60,19 +58,27 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
         check_rollouts(run.config, world)
 
         # train
-        task = run.config.prepare_task(world.heartbeat)
+        task = run.config.prepare_task(world.heartbeat, str(world.device))
         training = make_training(run, task, world)
-        validate = validation_of(run.config, task, world)
-        if isinstance(validate, Validation):
-            try_evaluation_env(validate.task, world)
-        functions = named_callbacks(run.config.train) or callbacks
-        user = UserCallbacks(functions, run.path, training.policy, world, run.config.train.stop)
         closing.callback(training.monitor.close)
-        writer = open_run_writer(run, training)
+        writer = open_run_writer(run, task, training)
         closing.callback(writer.close)
         if world.is_main_process:
             stop_flag.notice = "saving after this iteration; a second signal ends without saving"
-        signum = train(training, writer, stop_flag, user, validate)
+        signum = train(
+            training,
+            writer,
+            stop_flag,
+            UserCallbacks(
+                named_callbacks(run.config.train) or callbacks,
+                run.path,
+                training.policy,
+                world,
+                run.config.train.stop,
+            ),
+            partial(validate, task) if run.config.validates else None,
+            f"valid/{task.scored_by}",
+        )
         world.set_phase("closing of loggers and environments")
         writer.close()
         training.env.close()
@@ -92,24 +98,26 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
         return evaluate_and_finish(run, task, training)
 
 
-def make_training(run: Run, task: Any, world: World) -> Training:
+def make_training(run: Run, task: Task, world: World) -> Training:
     """Create the training state; for a resumed run, restore it from the checkpoint."""
     state = load_checkpoint(run.resume_from) if run.resume_from else None
     training = Training(
         run,
-        partial(task.training_env, device=str(world.device)),
+        task.training_env,
         world,
         initial=None if state else initial_weights(run.config.train),
         saved_num_envs=len(state["carry"]["obs"]) if state else 0,
     )
     if world.is_main_process:
         print(f"observation: {training.policy.layout.describe()}", flush=True)
+    if run.config.validates:
+        task.try_evaluation_env(world.rank)
     if state:
         training.restore(state)
     return training
 
 
-def open_run_writer(run: Run, training: Training) -> NullWriter:
+def open_run_writer(run: Run, task: Task, training: Training) -> NullWriter:
     """Record the start, and open the metrics writer, which does nothing on ranks other than rank 0.
 
     Nothing after this call refuses to start: a refused resume leaves the run unchanged.
@@ -138,7 +146,7 @@ def open_run_writer(run: Run, training: Training) -> NullWriter:
         start=training.done,
         purge_step=training.global_step + 1,
         loggers=loggers,
-        advice="" if run.config.task.is_trading else "see docs/own_environment.md#exploration",
+        advice=task.advice,
     )
     writer.update_state(
         strategy=training.ppo.strategy.mode,
@@ -150,18 +158,6 @@ def open_run_writer(run: Run, training: Training) -> NullWriter:
             "continue the old ones, add two methods (docs/own_environment.md, Exact resume)"
         )
     return writer
-
-
-def validation_of(config: RunConfig, task: Any, world: World) -> Validate | None:
-    """Return a function that computes `valid/` metrics, or None if there is nothing to do."""
-    every = config.train.validate_every
-    if not (every and config.task.eval_episodes):
-        return None
-    if config.task.is_trading:
-        from agents.evaluate.markets import market_validation
-
-        return market_validation(task, world)
-    return Validation(task, config.train.seed, world, within_budget=every == AUTO_INTERVAL)
 
 
 def agree(run: Run, world: World) -> Run:

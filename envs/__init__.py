@@ -1,6 +1,7 @@
 """Register our environments with Gymnasium; make batches of any environment."""
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -111,14 +112,23 @@ def _without_limit(env: gymnasium.Env) -> gymnasium.Env:
     return env
 
 
+def import_home(env_id: str) -> str:
+    """Import the module of `module:id`, if any; return the id."""
+    module, _, name = env_id.rpartition(":")
+    if module:
+        with _one_line(env_id):
+            importlib.import_module(module)
+    return name
+
+
 def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
     """Return Gymnasium's spec of an id or `module:id`; unknown ids raise ValueError."""
-    module, _, name = env_id.rpartition(":")
+    name = import_home(env_id)
+    module = env_id.rpartition(":")[0]
     hint = "if a module registers it, write module:id, such as ale_py:ALE/Pong-v5"
+    if module:
+        hint = f"the import of {module} ({sys.modules[module].__file__}) has not registered it"
     with _one_line(env_id):
-        if module:
-            imported = importlib.import_module(module)
-            hint = f"the import of {module} ({imported.__file__}) has not registered it"
         try:
             return gymnasium.spec(name)
         except gymnasium.error.Error as error:

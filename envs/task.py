@@ -1,21 +1,29 @@
-"""Flags that choose a task, and the task class for Gymnasium environments."""
+"""The flags that choose a task, and the interface that all tasks implement.
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Annotated, Any, Literal
+A task is what a run trains on and how the trained policy is scored. The agents that a task lets act
+are functions: nothing here knows how a policy works, or that several ranks share the work.
+"""
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
 from pydantic import TypeAdapter
+from torch import Tensor
 
-from envs import TRADING_ID, find_spec, make_vector_env
+from envs import TRADING_ID, import_home
 from envs.vector.guards import end_process
-from rl_dist.errors import printable
+from envs.vector.layout import TorchEnv
 from rl_dist.flags import Field, Text, configuration, or_auto
 
 # Value of env_workers that stands for auto: training measures which number of workers is fastest;
 # other commands use no workers.
 AUTO_WORKERS = -1
 _KWARGS = TypeAdapter(dict)
+Section = TypeVar("Section")
 
 
 @configuration
@@ -74,52 +82,156 @@ class TaskConfig:
             ) from None
 
 
-@dataclass(frozen=True)
-class GymTask:
-    """Makes the Gymnasium environments of a run; for trading, see TradingTask."""
+# ---- who acts, and on what
 
-    config: TaskConfig
+
+class Agent(Protocol):
+    """Chooses actions for a batch of environments; may keep a state between calls."""
+
+    def __call__(self, env: Any, obs: Tensor, episode_start: Tensor, /) -> Tensor:
+        """Return actions [B, A] or [B] for observations [B, F] and episode starts [B]."""
+
+
+@runtime_checkable
+class TrainedAgent(Agent, Protocol):
+    """An agent with a policy, as opposed to a rule."""
+
+    def without_memory(self) -> Agent | None:
+        """Return the agent with its memory cleared in every step; None if it has no cascade."""
+
+
+TrainedAgents = Mapping[str, TrainedAgent]  # by name
+Record = dict[str, np.ndarray]  # results of an agent; the first axis is the episode or market
+Records = Mapping[str, Record]  # by name of the agent
+Results = Mapping[str, Records]  # by name of the trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Episodes or markets on which agents are compared; ranks may share them."""
+
+    agents: Mapping[str, Agent]
+    count: int  # number of episodes or markets
+    run: Callable[[Agent, range], dict[str, list]]  # let an agent act on some; return its results
+    heading: str = ""  # text to print before the agents act
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation(Trial):
+    """A trial of the policy in training."""
+
+    figures: Callable[[Records], dict[str, float]]  # compute metrics from the results
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What a training has done so far."""
+
+    global_step: int
+    episodes: int
+    # environment steps of all validations, and the length of their longest episode
+    validated: dict[str, int] = field(default_factory=lambda: {"steps": 0, "longest": 0})
+
+
+Seeds = Callable[[int, int], list[int]]  # (number of the first episode, count) -> seeds
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions:
+    """What a validation or an evaluation may need; a task uses what applies to it."""
+
+    seeds: Seeds
+    counts: Counts  # of the training of the first policy
+    run_dir: Path  # of the first policy
+    picture: Path | None = None  # file for the picture of the results; None: the task's own choice
+    writes: bool  # False: another rank writes the files
+    after_training: bool = False  # False: a command evaluates saved policies
+    within_budget: bool = False  # validation must keep its cost low
+    open_test: bool = False
+    num_worlds: int | None = None
+    video: Path | None = None  # folder for the pictures of an episode
+    # run directory and iteration of each policy
+    sources: Mapping[str, tuple[Path, int]] = field(default_factory=dict)
+
+
+# ---- tasks
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSettings:
+    """The settings from which a task is made."""
+
+    task: TaskConfig
+    sections: Sequence[Any] = ()  # sections of flags that belong to a single kind of task
+    discount: float = 0.8  # value of the flag gamma
+    device: str = "cpu"
     # Ends the process if an environment hangs and cannot be interrupted.
     end: Callable[[str], None] = end_process
     heartbeat: Callable[[], None] = lambda: None  # called while environments make progress
 
-    def __post_init__(self) -> None:
-        find_spec(self.config.env)  # raises if the environment is unknown
+    def section(self, kind: type[Section]) -> Section:
+        """Return the section that is of this class."""
+        return next(section for section in self.sections if isinstance(section, kind))
 
-    def training_env(self, num_envs: int, env_offset: int = 0, device: str = "cpu") -> Any:
-        """Make environments whose global numbers start at `env_offset`."""
-        config = self.config
-        names = ("vectorization", "info_mask", "previous_action", "previous_reward")
-        options: dict = {name: getattr(config, name) for name in names}
-        options["env_kwargs"] = config.kwargs()
-        make: Any = partial(make_vector_env, num_envs=num_envs, end=self.end, **options)
-        if config.env_workers > 0:
-            from envs.workers.env import WorkerEnv
 
-            workers, groups = config.env_workers, config.env_groups
-            make = partial(WorkerEnv, num_envs, workers, groups, options=options)
-        return make(
-            env_id=config.env,
-            env_offset=env_offset,
-            device=device,
-            heartbeat=self.heartbeat,
-            env_timeout=config.env_timeout,
-            env_restarts=config.env_restarts,
-        )
+class Task(Protocol):
+    """What a run trains on, and how it is scored."""
 
-    evaluation_env = training_env
-
-    @property
-    def max_episode_steps(self) -> int | None:
-        """Return the step limit that the environment is registered with, if any."""
-        spec = find_spec(self.config.env)
-        limit = self.config.kwargs().get("max_episode_steps", spec.max_episode_steps)
-        return None if limit == -1 else limit  # Gymnasium's value for no limit
-
-    def probe_env(self) -> Any:
-        """Make one environment in this process, to read its spaces."""
-        return replace(self, config=replace(self.config, env_workers=0)).training_env(1)
+    scored_by: str  # metric of a validation that chooses best.pt
+    metrics: tuple[str, ...]  # names of all metrics of a validation
+    tests_best: bool = False  # whether the evaluation after training includes best.pt
+    advice: str = ""  # where to read on if the policy does not learn
+    watermark: str = ""  # text across pictures of results
+    solved_at: float | None = None  # return from which the task counts as solved
 
     def describe(self) -> str:
-        """Return one line with the environment's id and arguments."""
-        return printable(f"environment: {self.config.env} {self.config.env_kwargs}".rstrip())
+        """Return the lines that a run prints about its task."""
+        raise NotImplementedError
+
+    def digest(self) -> str:
+        """Return a digest of the task's data, which reveals whether it has changed; "": none."""
+        return ""
+
+    def probe_env(self) -> TorchEnv:
+        """Make a small environment in this process, to read its spaces."""
+        return self.training_env(1)
+
+    def training_env(self, num_envs: int, env_offset: int = 0) -> TorchEnv:
+        """Make environments whose global numbers start at `env_offset`."""
+        raise NotImplementedError
+
+    def try_evaluation_env(self, env_offset: int) -> None:
+        """Raise a UserError if evaluation cannot make an environment beside the training's."""
+        return
+
+    def validation(self, agent: TrainedAgent, options: EvaluationOptions) -> Validation | None:
+        """Return a trial of the policy in training; None if there is nothing to validate on.
+
+        With `options.within_budget`, all validations of a run take at most a small share of the
+        steps of its training; `Validation.figures` adds its steps to `options.counts.validated`.
+        """
+        raise NotImplementedError
+
+    def tests(self, agents: TrainedAgents, options: EvaluationOptions) -> Mapping[str, Trial]:
+        """Return the trials of an evaluation by name; agents["policy"] is the first policy."""
+        raise NotImplementedError
+
+    def report(self, results: Results, options: EvaluationOptions) -> tuple[dict[str, Any], str]:
+        """Return a summary of the results of all trials and agents, and a text to print."""
+        raise NotImplementedError
+
+
+# Gymnasium id, or another name -> task, as module:name of a function of TaskSettings. A module of
+# the user's may add a task: `--env my_module:MyTask-v0` imports it before the name is looked up.
+TASKS = {TRADING_ID: "envs.trading.task:trading_task"}
+GYM_TASK = "envs.gym_task:GymTask"  # the task of all names that are not in TASKS
+
+
+def make_task(settings: TaskSettings) -> Task:
+    """Make the task that `settings.task.env` names.
+
+    Raises:
+        ValueError: the task is unknown or cannot be imported.
+    """
+    module, _, name = TASKS.get(import_home(settings.task.env), GYM_TASK).partition(":")
+    return getattr(import_module(module), name)(settings)

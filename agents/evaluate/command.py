@@ -11,36 +11,29 @@ exit codes: 0 done, 1 failed, 2 bad usage, 130 stopped by Ctrl-C, 143 stopped by
 
 import argparse
 import json
-import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
 
-from agents.config import check_data, data_digest
-from agents.evaluate.episodes import compare_on_episodes, episode_limit, until_stopped
+from agents.config import check_data
+from agents.evaluate.trials import options_of, run_trial, until_stopped
 from agents.learner.controller import PolicyController
-from agents.learner.settings import AUTO_INTERVAL
+from agents.learner.network.seeds import EVALUATION_STREAM, stream_seeds
 from agents.learner.trainer import Training
-from agents.run.saved import LoadedAgent, load_agent, share_checkpoint
+from agents.run.saved import load_agent, share_checkpoint
 from agents.run.start import Run, faults_as_user_errors
-from envs import find_spec
-from envs.task import GymTask
+from envs.task import EvaluationOptions, Task
 from rl_dist.checkpoint.content import CheckpointError
 from rl_dist.checkpoint.store import BEST_FILE, load_checkpoint
 from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import UserError, explains_errors, message_and_code, one_line
-from rl_dist.files import path_to_write, plain_file
+from rl_dist.files import path_to_write
 from rl_dist.flags import Field, PathText, Text, configuration, parse_flags
 from rl_dist.launch.ranks import launch
 from rl_dist.process_group.collectives import all_gather_json, check_settings, parameter_hash
 from rl_dist.process_group.world import World, open_world
-
-if TYPE_CHECKING:
-    from envs.trading.task import TradingTask
-
-LOOKS = "test_looks.jsonl"  # file of a run directory: list of evaluations on the test span
 
 
 @configuration
@@ -80,33 +73,10 @@ class EvaluateConfig:
     """JSON file to write all results to."""
 
 
-def record_look(task: "TradingTask", loaded: dict[str, LoadedAgent]) -> None:
-    """Record in each run directory that the run is evaluated on the test span.
-
-    Print how often each run has been evaluated on the test span.
-    """
-    assert task.real is not None
-    test = task.spans.test
-    look = {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "data_digest": data_digest(task.data),
-        "span": task.real.dates[[test.first, test.last]].astype(str).tolist(),
-    }
-    for name, agent in loaded.items():
-        path = path_to_write(agent.run_dir, LOOKS)
-        with open(path, "a+", opener=plain_file) as file:
-            file.write(json.dumps(look | {"iteration": agent.iteration}) + "\n")
-            file.seek(0)
-            print(
-                f"{name}: evaluation {len(file.readlines())} on the test span, recorded in {path}"
-            )
-
-
 def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
     """Evaluate saved policies on all ranks; the main process prints the results."""
     load = partial(load_agent, which=options.which.replace("auto", ""), core=options.core)  # type: ignore[arg-type]
     loaded = {"policy": load(paths[0])} | {path: load(path) for path in paths[1:]}
-    agents = {n: PolicyController(agent.policy, agent.normalizer) for n, agent in loaded.items()}
     agent = loaded["policy"]
     overrides = {
         "seed": options.seed,
@@ -117,8 +87,6 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
         "data": options.data,
     }
     config = agent.config.changed({n: v for n, v in overrides.items() if v not in (-1, "")})
-    if options.data or not Path(config.data.data).exists():
-        check_data(config.data)
     # Evaluation batches are no larger than training batches, so more threads would not help.
     torch.set_num_threads(min(config.launch.threads or 1, torch.get_num_threads()))
     say = print if world.is_main_process else lambda text: None
@@ -127,33 +95,37 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
     saved = {"env": config.task.env, "env_kwargs": config.task.env_kwargs}
     check_named(agent.run_dir, "task", saved, options.env)
     with faults_as_user_errors(agent.run_dir, world):
-        task = config.prepare_task(world.heartbeat)
-        if isinstance(task, GymTask):
-            if options.video:  # comes first, because it fails if the environment cannot draw
-                from agents.evaluate.pictures import film  # imported late: matplotlib takes 0.5 s
-
-                film(agents["policy"], task, Path(options.video), config.train.seed, world)
-            limit = episode_limit(agent.global_step, agent.episodes)
-            figures, text = compare_on_episodes(task, config.train.seed, agents, world, limit)
-        else:
-            from agents.evaluate.markets import report  # imported late: pandas takes 0.4 s
-
-            say(task.describe())
-            if task.real and options.open_test and world.is_main_process:
-                record_look(task, loaded)
-            picture = Path(options.plot or path_to_write(agent.run_dir, "plots/evaluation.png"))
-            figures, text = report(
-                task,
-                agents,
-                world,
-                agent.run_dir,
-                picture,
-                test=options.open_test,
+        task = config.prepare_task(world.heartbeat, str(world.device))
+        if options.data or not Path(config.data.data).exists():
+            check_data(config, task)
+        figures, text = test(
+            task,
+            {name: PolicyController(a.policy, a.normalizer) for name, a in loaded.items()},
+            EvaluationOptions(
+                seeds=partial(stream_seeds, config.train.seed, EVALUATION_STREAM),
+                counts=agent.counts,
+                run_dir=agent.run_dir,
+                picture=Path(options.plot) if options.plot else None,
+                writes=world.is_main_process,
+                open_test=options.open_test,
                 num_worlds=options.num_worlds,
-            )
+                video=Path(options.video) if options.video else None,
+                sources={name: (a.run_dir, a.iteration) for name, a in loaded.items()},
+            ),
+            world,
+        )
     say(text)
     if options.json and world.is_main_process:
         Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def test(
+    task: Task, agents: dict[str, PolicyController], options: EvaluationOptions, world: World
+) -> tuple[dict[str, Any], str]:
+    """Run all trials of an evaluation on all ranks; return a summary, and a text to print."""
+    trials = task.tests(agents, options)
+    results = {name: run_trial(trial, world) for name, trial in trials.items()}
+    return task.report(results, options)
 
 
 def run_rank(paths: list[str], options: EvaluateConfig) -> int:
@@ -195,75 +167,60 @@ def main() -> int:
 # ---- the evaluation at the end of training
 
 
-def evaluate_and_finish(run: Run, task: "TradingTask | GymTask", training: Training) -> int:
+def evaluate_and_finish(run: Run, task: Task, training: Training) -> int:
     """Evaluate the trained policy, write the results, and return the exit code.
 
-    In Gymnasium environments, best.pt is also evaluated, unless it is from the last iteration.
     Training is already saved, so a stop signal ends the evaluation immediately.
     """
-    config, directory, world = run.config, run.directory, training.world
+    config = run.config
+    world = training.world
 
     def work() -> None:
-        last = PolicyController(training.policy, training.normalizers.obs)
-        summary: dict = {}
-        text = "no final test: --eval_episodes is 0"
-        if isinstance(task, GymTask) and task.config.eval_episodes:
-            agents = {"test": last}
-            path = directory.checkpoints / BEST_FILE
-            offer = str(path) * path.exists()
-            try:
-                if offer:
-                    load_checkpoint(path)
-            except CheckpointError as error:
-                print(f"best.pt is not evaluated: {error}", flush=True)
-                offer = ""
-            if share_checkpoint(directory, all_gather_json(offer, world), world):
-                best = load_agent(path, world.device, core=config.policy.core)
-                if best.iteration != training.iteration:
-                    agents["best"] = PolicyController(best.policy, best.normalizer)
-            limit = episode_limit(training.global_step, training.episodes)
-            if world.is_main_process:
-                print(test_cost(task, training, len(agents), limit), flush=True)
-                if config.train.validate_every == AUTO_INTERVAL and not training.validated["steps"]:
-                    print(
-                        "no validation, no best.pt: a tenth of the training's steps allows too few "
-                        "episodes; --validate_every N validates whatever it costs"
-                    )
-            summary, text = compare_on_episodes(task, config.train.seed, agents, world, limit)
-        elif not isinstance(task, GymTask):
-            from agents.evaluate.markets import report  # imported late: pandas takes 0.4 s
-
-            picture = path_to_write(run.path, "plots/equity.png")
-            summary, text = report(task, {"policy": last}, world, run.path, picture)
+        agents = {"policy": PolicyController(training.policy, training.normalizers.obs)}
+        if task.tests_best and config.task.eval_episodes and (best := best_agent(run, training)):
+            agents["best"] = best
+        picture = path_to_write(run.path, "plots/equity.png")
+        options = options_of(training, EVALUATION_STREAM, picture=picture, after_training=True)
+        summary, text = test(task, agents, options, world)
         if world.is_main_process:
-            finish(run, training, summary, text)
+            finish(run, task, training, summary, text)
 
     world.set_phase("final evaluation")
     return until_stopped(work, world, run.path)
 
 
-def test_cost(task: GymTask, training: Training, num_agents: int, limit: int) -> str:
-    """Return a line that says how long the final test may take."""
-    episodes = num_agents * task.config.eval_episodes
-    length = training.global_step // training.episodes if training.episodes else limit
-    return (
-        f"final test: {episodes} episodes, about {episodes * length:,} environment steps (training "
-        f"took {training.global_step:,}); an episode is cut off after {limit:,} steps; "
-        "--eval_episodes 0 leaves out the test"
-    )
+def best_agent(run: Run, training: Training) -> PolicyController | None:
+    """Load best.pt; return None if there is none, or if it is from the last iteration.
+
+    Every rank must call this.
+    """
+    world = training.world
+    path = run.directory.checkpoints / BEST_FILE
+    offer = ""
+    if path.exists():
+        try:
+            load_checkpoint(path)
+            offer = str(path)
+        except CheckpointError as error:
+            print(f"best.pt is not evaluated: {error}", flush=True)
+    if not share_checkpoint(run.directory, all_gather_json(offer, world), world):
+        return None
+    best = load_agent(path, world.device, core=run.config.policy.core)
+    if best.iteration == training.iteration:
+        return None
+    return PolicyController(best.policy, best.normalizer)
 
 
-def finish(run: Run, training: Training, summary: dict, text: str) -> None:
+def finish(run: Run, task: Task, training: Training, summary: dict, text: str) -> None:
     """Draw the learning curve, write summary.json, and print the result."""
-    config, directory = run.config, run.directory
-    simulated = config.task.is_trading and config.data.data == "simulated"
+    config = run.config
+    directory = run.directory
     title = f"{config.task.env}, {config.policy.policy}, seed {config.train.seed}"
     try:
         # Imported late, because matplotlib takes 0.5 s to load.
         from agents.evaluate.pictures import plot_learning_curve
 
-        threshold = None if config.task.is_trading else find_spec(config.task.env).reward_threshold
-        plot_learning_curve(directory, title, simulated, threshold)
+        plot_learning_curve(directory, title, task)
     except Exception as error:  # a picture must not cost the result
         print(f"the learning curve cannot be drawn: {one_line(error)}", flush=True)
 

@@ -1,7 +1,7 @@
 """Act with a policy outside training: in evaluations, measurements and the Python interface."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -43,6 +43,12 @@ class PolicyController:
         actions, self.outputs, _, self.state = self.policy.act(seen, self.state, start, push)
         self.history = shift_history(history, seen)
         return actions
+
+    def without_memory(self) -> "PolicyController | None":
+        """Return a cascaded LSTM whose state is reset in every step; None for other policies."""
+        if self.policy.config.policy != "clstm":
+            return None
+        return replace(self, zero_state=True)
 
 
 def check_readable(policy: Policy, now: Layout) -> None:

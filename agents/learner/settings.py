@@ -144,12 +144,9 @@ class TrainConfig:
         named = {"stop_at": self.stop[0], "keep_best": self.keep_best}
         return {flag: name for flag, name in named.items() if name not in ("", "auto", "off")}
 
-    @property
-    def best_metrics(self) -> tuple[str, ...]:
-        """Return candidates for keep_best; the first one that the run reports is used."""
-        return {"auto": ("valid/sharpe", "valid/return"), "off": ()}.get(
-            self.keep_best, (self.keep_best,)
-        )
+    def best_metrics(self, scored_by: str) -> tuple[str, ...]:
+        """Return the metric that chooses best.pt, for auto `scored_by`; (): no best.pt."""
+        return {"auto": (scored_by,), "off": ()}.get(self.keep_best, (self.keep_best,))
 
 
 class Settings(Protocol):

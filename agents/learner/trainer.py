@@ -283,8 +283,13 @@ def train(
     stop: StopFlag,
     callbacks: UserCallbacks,
     validate: Validate | None = None,
+    scored_by: str = "",
 ) -> int:
     """Train until the budget is used up or the run must stop early; then save.
+
+    Args:
+        validate: computes metrics named valid/...; every rank calls it.
+        scored_by: metric that chooses best.pt if --keep_best is auto.
 
     Returns the number of the signal that ended the run, or 0.
     """
@@ -294,7 +299,7 @@ def train(
     if training.iteration == 0:
         writer.update_state(phase="warm_up")
         training.warm_up_normalizers()
-    best = Best(config.best_metrics, training.run.directory.checkpoints, world)
+    best = Best(config.best_metrics(scored_by), training.run.directory.checkpoints, world)
     signum = 0  # number of a stop signal that a rank has received; 0: none
     reason = ""  # why a callback or --stop_at stops the run; "": neither does
     while training.progress < 1.0 and not signum and not reason:

@@ -16,7 +16,7 @@ from agents.learner.ppo import PPO, Minibatch
 from agents.learner.settings import AUTO_SIZE, TrainConfig
 from agents.learner.sizes import batch_fits, shard_sizes
 from agents.run.start import Run
-from envs.task import AUTO_WORKERS
+from envs.task import AUTO_WORKERS, Task
 from rl_dist.errors import UserError
 from rl_dist.launch.ranks import restart_count
 from rl_dist.machine import GIB, available_cores, free_memory_bytes, peak_memory_bytes
@@ -102,7 +102,9 @@ def choose(run: Run, world: World) -> Run:
         "chosen_strategy": strategy_modes(world.size, len(run.resolved.gpu_ids)),
         "env_workers": (0, cores, 4 * cores),
     }
-    trials = Trials(config.prepare_task(world.heartbeat), run.resolved.gpu_ids, world)
+    trials = Trials(
+        config.prepare_task(world.heartbeat, str(world.device)), run.resolved.gpu_ids, world
+    )
     for flag, is_auto in undecided(config).items():
         if is_auto:
             config = trials.best(config, flag, values[flag])
@@ -131,7 +133,7 @@ def strategy_modes(num_ranks: int, num_devices: int) -> tuple[str, ...]:
 class Trials:
     """Finds the fastest value of a flag by timing the same steps as in training."""
 
-    task: Any
+    task: Task
     gpu_ids: tuple[int, ...]
     world: World
     bytes_per_sequence: float = 0.0  # peak memory in the last trial
@@ -215,9 +217,9 @@ class Trials:
     def env_steps(self, config: RunConfig) -> Iterator[None]:
         """Step this rank's environments with an untrained policy; yield between steps."""
         sizes = shard_sizes(config.train, self.world.rank, self.world.size)
-        task = replace(self.task, config=config.task)
         device = self.world.device
-        env = task.training_env(sizes.num_envs, sizes.env_offset, str(device))
+        task = config.prepare_task(self.world.heartbeat, str(device))
+        env: Any = task.training_env(sizes.num_envs, sizes.env_offset)
         try:
             policy = Policy(config.policy, env.layout, env.single_action_space).to(device)
             controller = PolicyController(policy, nn.Identity())

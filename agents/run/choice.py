@@ -18,11 +18,11 @@ from agents.config import (
     SECTIONS,
     RunConfig,
     check_data,
-    data_digest,
+    preset_of,
+    quick_settings,
 )
 from agents.learner.policy import Policy
 from agents.run.saved import check_shapes, differences, load_newest, spaces_of
-from envs import MEMORY_IDS
 from envs.vector.adapter import LAST_ROW
 from rl_dist.checkpoint.store import LoadedCheckpoint, find_latest_run
 from rl_dist.checkpoint.trust import check_named, import_from_here
@@ -189,12 +189,7 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
     flags: RunFlags = parsed.configs["run"]
     config = RunConfig().changed(given)
     import_from_here(*config.named_code)
-    kind: str = flags.preset
-    if kind == "auto":
-        others = "memory" if config.task.env in MEMORY_IDS else "small"
-        kind = "trading" if config.task.is_trading else others
-    if (kind in ("trading", "paper")) != config.task.is_trading:
-        raise UserError(f"preset {kind} does not fit env {config.task.env}: omit --preset")
+    kind = preset_of(flags.preset, config.task)
     preset = PRESETS[kind] | {"chosen_preset": kind}
     # Drop preset sizes that may conflict with the given flags.
     if "bptt_steps" in given:
@@ -204,11 +199,9 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
     if "num_episodes" in given:
         preset.pop("total_steps", None)
     if flags.quick:
-        preset |= QUICK
-        if not config.task.is_trading:
-            del preset["validate_every"]  # its default keeps the cost of validation low
+        preset |= quick_settings(config.task)
     config = RunConfig().changed(preset | given).without_idle()
-    return config.changed({"data_digest": data_digest(config.data)})
+    return config.changed({"data_digest": config.prepare_task().digest()})
 
 
 # ---- resumed runs
@@ -224,12 +217,12 @@ def config_to_resume(
     state = checkpoint.state["environments"] or {LAST_ROW}
     if config.task.env_restarts and LAST_ROW not in state:
         _refuse(["--env_restarts"], OMIT)
-    check_data(config.data)
     # The run directory may come from another user, so its config.json alone must not decide which
     # modules are imported.
     values = config.values
     for section, names in NAMED_MODULES.items():
         check_named(run_dir, section, {name: values[name] for name in names}, given.get(names[0]))
+    check_data(config, config.prepare_task())
     recorded = saved
     with suppress(OSError, ValueError):  # config.json may be missing or damaged
         recorded = RunConfig.from_dict(RunDir(run_dir).config())

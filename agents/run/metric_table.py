@@ -5,6 +5,7 @@ with the metrics of real runs.
 """
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rl_dist.errors import UserError, did_you_mean
@@ -110,14 +111,18 @@ METRIC_TABLE = {
 }
 
 
-def check_metric(flag: str, name: str, is_trading: bool, precision: str) -> None:
+def check_metric(flag: str, name: str, validated: Sequence[str], precision: str) -> None:
     """Refuse a metric that this run will not record.
 
     Names that start with env/ are accepted: environments define these metrics during training.
+
+    Args:
+        validated: names of the metrics of the task's validation.
     """
-    others = {OTHER_TASKS if is_trading else TRADING, FP16} - {precision}
+    others = {TRADING, OTHER_TASKS, FP16} - {precision}
     known = [key for key, row in METRIC_TABLE.items() if row.overall and row.when not in others]
     known.remove("ranks")
+    known += [f"valid/{metric}" for metric in validated]
     if name not in known and not name.startswith("env/"):
         fix = did_you_mean(name, known) or "docs/reference.md lists all"
         raise UserError(f"{flag} {name} is not a metric of this run: {fix}")

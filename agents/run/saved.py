@@ -16,6 +16,7 @@ from agents.learner.policy import Policy
 from agents.learner.rollout import fresh_carry
 from agents.learner.settings import TrainConfig
 from agents.learner.trainer import InitialWeights
+from envs.task import Counts
 from envs.vector.layout import Layout
 from envs.vector.space_json import from_json
 from envs.vector.spaces import ActionDecoder, ObservationEncoder
@@ -136,6 +137,19 @@ class LoadedAgent:
         high = np.full(self.policy.num_obs, np.inf, np.float32)
         return spaces.Box(-high, high), spaces_of(self.policy.shapes())[1]
 
+    @property
+    def num_observed(self) -> int:
+        """Return how many parts of the policy's input are in the observation.
+
+        In trading, the observation contains all inputs.
+        """
+        return len(self.encoder().parts if self.spaces_json else self.policy.layout.parts)
+
+    @property
+    def counts(self) -> Counts:
+        """Return how long the policy was trained."""
+        return Counts(global_step=self.global_step, episodes=self.episodes)
+
     def encoder(self) -> ObservationEncoder:
         """Return the encoder that turns environment observations into policy inputs."""
         observation, action = self.spaces
@@ -159,7 +173,7 @@ def load_agent(
     """
     file, state = load_saved(path, which)
     config = RunConfig.from_dict(json.loads(state["config"]))
-    if not which and config.data.data != "simulated" and Path(path).is_dir():
+    if not which and not config.trusts_best and Path(path).is_dir():
         file, state = load_saved(path)
     folder = file.absolute().parent
     run_dir = folder.parent if folder.name == CHECKPOINT_DIR else folder

@@ -127,12 +127,12 @@ def check_and_announce(
 ) -> None:
     """Check the run before its ranks start; print its device, task and sizes."""
     train = config.train
+    task = config.prepare_task()
     for flag, name in train.named_metrics.items():
-        check_metric(flag, name, config.task.is_trading, config.launch.precision)
-        if name.startswith("valid/") and not (train.validate_every and config.task.eval_episodes):
+        check_metric(flag, name, task.metrics, config.launch.precision)
+        if name.startswith("valid/") and not config.validates:
             raise UserError(f"{flag} {name} needs --validate_every and --eval_episodes above 0")
     check_installed(train.loggers)
-    task = config.prepare_task()
     env = probe(task)
     policy = empty_policy(config, env.layout, env.single_action_space)
     if checkpoint:

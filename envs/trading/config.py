@@ -1,9 +1,11 @@
 """Define the flags of the trading task."""
 
+import hashlib
 from contextlib import suppress
 from datetime import date
 from typing import Annotated, Literal
 
+from rl_dist.files import read_plain
 from rl_dist.flags import Field, Text, absolute_path, configuration
 
 SPAN_DATES = ("train_start", "train_end", "valid_start", "valid_end", "test_start", "test_end")
@@ -103,3 +105,11 @@ class TradingConfig:
                 f"max_order {self.max_order} does not fit order_unit {self.order_unit}: use at "
                 "least 1 with shares, at most 1 with value"
             )
+
+
+def data_digest(config: DataConfig) -> str:
+    """Return a digest of the price file; it reveals whether the file has changed."""
+    if config.data == "simulated":
+        return ""
+    content = read_plain(config.data, most=None)
+    return hashlib.sha256(content).hexdigest()[:16]

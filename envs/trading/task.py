@@ -1,24 +1,77 @@
-"""Prepare the markets and spans of a run, and make its trading environments."""
+"""The trading task: its markets and spans, its environments, and how policies are compared."""
 
-from collections.abc import Sequence
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import Any
 
-import torch
-
-from envs.trading.config import DataConfig, SimulatedMarketConfig, TradingConfig
+from envs.task import (
+    Agent,
+    EvaluationOptions,
+    Records,
+    Results,
+    Task,
+    TaskSettings,
+    TrainedAgent,
+    TrainedAgents,
+    Trial,
+    Validation,
+)
+from envs.trading.config import (
+    DataConfig,
+    SimulatedMarketConfig,
+    TradingConfig,
+    data_digest,
+)
 from envs.trading.environment import TradingVectorEnv
+from envs.trading.evaluation import (
+    EQUAL_WEIGHT,
+    performance,
+    plot_equity,
+    run_markets,
+    summarize,
+    text_table,
+    write_daily,
+)
 from envs.trading.features import first_tradable_day
-from envs.trading.market_data import Market, Span, Spans, load_market, price_notes, split_spans
-from envs.trading.simulated_market import simulate_markets, world_seeds
+from envs.trading.market_data import (
+    Market,
+    Span,
+    Spans,
+    days_per_year,
+    load_market,
+    price_notes,
+    split_spans,
+)
+from envs.trading.simulated_market import (
+    buy_equal_weight,
+    follow,
+    memoryless,
+    reference,
+    simulate_markets,
+    world_seeds,
+)
 from rl_dist.errors import printable
+from rl_dist.files import path_to_write, plain_file
 
 NUM_VALID_WORLDS = 20
 NUM_TEST_WORLDS = 50
+LOOKS = "test_looks.jsonl"  # file of a run directory: list of evaluations on the test span
+ZEROED = "ablation: policy, state zeroed"
+VALIDATED = ("sharpe", "annual_return", "exposure")  # figures that a validation records
+SIMULATED = "memory benchmark: SIMULATED markets not used in training"
+SPANS = {
+    "train": "training span, in sample: the policy was trained on these days",
+    "valid": "validation span: use these days to choose settings",
+    "test": "test span",
+}
 
 
 @dataclass(frozen=True)
-class TradingTask:
+class TradingTask(Task):
     """The markets and spans of one run.
 
     Training, validation and test use different simulated markets.
@@ -28,6 +81,16 @@ class TradingTask:
     simulated: SimulatedMarketConfig
     trading: TradingConfig
     discount: float = 0.8  # value of the flag gamma
+    device: str = "cpu"
+    heartbeat: Callable[[], None] = lambda: None  # called after every step of an evaluation
+
+    scored_by = "sharpe"
+    metrics = (*VALIDATED, "equal_weight_sharpe")
+
+    @property
+    def watermark(self) -> str:  # type: ignore[override]
+        """Return the text across pictures of results: simulated profit must not look real."""
+        return "" if self.real else "SIMULATED"
 
     @cached_property
     def real(self) -> Market | None:
@@ -59,9 +122,7 @@ class TradingTask:
         seeds = world_seeds(self.simulated, purpose, count or counts[purpose])
         return simulate_markets(self.simulated, seeds)
 
-    def training_env(
-        self, num_envs: int, env_offset: int = 0, device: str | torch.device = "cpu"
-    ) -> TradingVectorEnv:
+    def training_env(self, num_envs: int, env_offset: int = 0) -> TradingVectorEnv:
         """Make a batch of training environments; their seeds determine the episodes."""
         return TradingVectorEnv(
             num_envs,
@@ -69,16 +130,15 @@ class TradingTask:
             span=self.spans.train,
             config=self.trading,
             discount=self.discount,
-            device=device,
+            device=self.device,
         )
 
+    def probe_env(self) -> TradingVectorEnv:
+        """Make an environment with a single market, to read its spaces."""
+        return self.evaluation_env(self.markets("train", 1), self.spans.train)
+
     def evaluation_env(
-        self,
-        markets: Sequence[Market],
-        span: Span,
-        *,
-        held: bool = False,
-        device: str | torch.device = "cpu",
+        self, markets: Sequence[Market], span: Span, *, held: bool = False
     ) -> TradingVectorEnv:
         """Make one environment per market; an episode covers the whole span.
 
@@ -95,8 +155,144 @@ class TradingTask:
             config=config,
             evaluation=True,
             train_span=self.spans.train,
-            device=device,
+            device=self.device,
         )
+
+    def digest(self) -> str:
+        """Return a digest of the price file; it reveals whether the file has changed."""
+        return data_digest(self.data)
+
+    # ---- validation and test
+
+    def trial_runner(
+        self, markets: Sequence[Market], span: Span
+    ) -> Callable[[Agent, range], dict[str, list]]:
+        """Return a function that lets an agent trade once through some of the markets.
+
+        A rule is run only once on the same markets, and building environments takes longer than a
+        pass, so agents share them.
+        """
+
+        @cache
+        def env_of(indices: range, held: bool) -> TradingVectorEnv:
+            return self.evaluation_env([markets[i] for i in indices], span, held=held)
+
+        @cache
+        def results_of_rule(rule: Any, indices: range) -> dict[str, list]:
+            return run_markets(env_of(indices, rule is buy_equal_weight), rule, self.heartbeat)
+
+        def run(agent: Agent, indices: range) -> dict[str, list]:
+            if not isinstance(agent, TrainedAgent):
+                return results_of_rule(agent, indices)  # type: ignore[arg-type]
+            return run_markets(env_of(indices, held=False), agent, self.heartbeat)
+
+        return run
+
+    @cached_property
+    def _run_validation(self) -> Callable[[Agent, range], dict[str, list]]:
+        assert self.spans.valid is not None
+        return self.trial_runner(self.markets("valid"), self.spans.valid)
+
+    def validation(self, agent: TrainedAgent, options: EvaluationOptions) -> Validation | None:
+        """Return a pass over the validation span, which costs the same at any time of a run."""
+        if self.spans.valid is None:
+            return None
+        markets = self.markets("valid")
+        year = days_per_year(markets[0].dates)
+
+        def figures(records: Records) -> dict[str, float]:
+            means = {
+                name: {key: float(value.mean()) for key, value in performance(record, year).items()}
+                for name, record in records.items()
+            }
+            metrics = {name: means["policy"][name] for name in VALIDATED}
+            return metrics | {"equal_weight_sharpe": means[EQUAL_WEIGHT]["sharpe"]}
+
+        return Validation(
+            agents={"policy": agent, EQUAL_WEIGHT: buy_equal_weight},
+            count=len(markets),
+            run=self._run_validation,
+            figures=figures,
+        )
+
+    def _tested_spans(self, options: EvaluationOptions) -> dict[str, Span]:
+        names = ["test"] if self.real is None or options.open_test else ["train", "valid"]
+        return {name: span for name, span in vars(self.spans).items() if span and name in names}
+
+    def tests(self, agents: TrainedAgents, options: EvaluationOptions) -> dict[str, Trial]:
+        """Return a pass over the markets for each evaluated span.
+
+        On real prices, the test span is evaluated only with `open_test`, and instead of the other
+        spans. If the first policy is a cascaded LSTM, it is also evaluated without memory.
+        """
+        if self.real and options.open_test and options.writes:
+            self._record_look(options.sources)
+        traders: dict[str, Agent] = {**agents}
+        if without_memory := agents["policy"].without_memory():
+            traders[ZEROED] = without_memory
+        if self.real is None and self.trading.order_unit == "value":
+            edge = self.simulated.market_edge
+            traders["reference"] = follow(partial(reference, market_edge=edge))
+            traders["memoryless rule"] = follow(memoryless)
+        traders[EQUAL_WEIGHT] = buy_equal_weight
+        markets = self.markets("test", options.num_worlds)
+        return {
+            name: Trial(agents=traders, count=len(markets), run=self.trial_runner(markets, span))
+            for name, span in self._tested_spans(options).items()
+        }
+
+    def _record_look(self, sources: Mapping[str, tuple[Path, int]]) -> None:
+        """Record in each run directory that the run is evaluated on the test span.
+
+        Print how often each run has been evaluated on the test span.
+        """
+        assert self.real is not None
+        test = self.spans.test
+        look = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "data_digest": self.digest(),
+            "span": self.real.dates[[test.first, test.last]].astype(str).tolist(),
+        }
+        for name, (run_dir, iteration) in sources.items():
+            path = path_to_write(run_dir, LOOKS)
+            with open(path, "a+", opener=plain_file) as file:
+                file.write(json.dumps(look | {"iteration": iteration}) + "\n")
+                file.seek(0)
+                number = len(file.readlines())
+            print(f"{name}: evaluation {number} on the test span, recorded in {path}")
+
+    def report(self, results: Results, options: EvaluationOptions) -> tuple[dict[str, Any], str]:
+        """Compare the traders on every evaluated span; return a summary per span, and a text.
+
+        Write the daily results of every span and the equity curves of the last span to files.
+        """
+        simulated = self.real is None
+        run_dir = options.run_dir
+        picture = options.picture or path_to_write(run_dir, "plots/evaluation.png")
+        markets = self.markets("test", options.num_worlds)
+        spans = self._tested_spans(options)
+        summaries: dict = {}
+        text = ""
+        for name, span in spans.items():
+            dates = markets[0].dates[span.first : span.last + 1]
+            summaries[name] = summarize(results[name], dates)
+            title = SIMULATED if simulated else SPANS[name]
+            text += f"{title}\n{text_table(summaries[name], simulated)}\n\n"
+            if options.writes:
+                path = path_to_write(run_dir, f"evaluation/{name}.csv")
+                write_daily(path, results[name], markets, dates)
+                plot_equity(results[name], dates, picture, name, self.watermark)
+        text += (
+            "in brackets: 95 % interval over markets or, for one market, resampled blocks of days\n"
+            f"risk-free rate: 0; costs: {self.trading.fee_bps:g} bps of every purchase and sale\n"
+            f"daily figures: {run_dir / 'evaluation'}\nequity curves: {picture}"
+        )
+        if "test" not in spans:
+            text += (
+                "\nThe test span was not evaluated. After all choices are made, evaluate it with:\n"
+                f"  python -m agents.evaluate {run_dir} --open_test"
+            )
+        return summaries, text
 
     def describe(self) -> str:
         """Return one line each about the data, the spans and whatever is unusual in real prices."""
@@ -117,3 +313,15 @@ class TradingTask:
             if span
         )
         return f"data: {data}\ndays: {'; '.join(spans)}{notes}"
+
+
+def trading_task(settings: TaskSettings) -> TradingTask:
+    """Make the trading task from the settings of a run."""
+    return TradingTask(
+        settings.section(DataConfig),
+        settings.section(SimulatedMarketConfig),
+        settings.section(TradingConfig),
+        settings.discount,
+        settings.device,
+        settings.heartbeat,
+    )

@@ -12,8 +12,11 @@ from gymnasium import spaces
 from PIL import Image
 from train_runs import SIZES, SMALL, daily_bars, evaluate_here, printed_error, start, train_here
 
-from agents.evaluate.command import LOOKS
-from agents.learner import controller, markets, pictures
+from agents.evaluate import pictures
+from agents.learner import controller
+from envs.gym_task import GymTask
+from envs.pictures import picture
+from envs.task import TaskConfig, TaskSettings
 from envs.trading import task
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
 from rl_dist.files import read_object
@@ -95,8 +98,8 @@ def test_the_policy_is_compared_with_rules_and_its_zeroed_state_in_unseen_worlds
     policies = summary["policies"]
     assert summary["markets"] == 3 and summary["days"][0] == "2019-06-03"
     rules = {"equal weight", "reference", "memoryless rule"}
-    assert policies.keys() == {"policy", markets.ZEROED} | rules
-    assert policies["policy"]["sharpe"] != policies[markets.ZEROED]["sharpe"]
+    assert policies.keys() == {"policy", task.ZEROED} | rules
+    assert policies["policy"]["sharpe"] != policies[task.ZEROED]["sharpe"]
     assert policies["equal weight"]["exposure"] > 0.9
     assert policies["reference"]["gap_closed"] == pytest.approx(1.0)
     assert "SIMULATED" in text and "annual" not in text
@@ -123,13 +126,13 @@ def test_the_command_repeats_the_figures_of_the_training_also_on_two_ranks(
 def test_every_evaluation_on_the_test_span_of_real_prices_is_recorded(
     runs, evaluated, monkeypatch, capsys
 ):
-    path, config = runs / "csv" / LOOKS, read_object(runs / "csv" / "config.json")
+    path, config = runs / "csv" / task.LOOKS, read_object(runs / "csv" / "config.json")
     assert (runs / "csv" / "checkpoints" / "best.pt").exists()
     text, figures = evaluated("csv", "--open_test")
     # The test span is evaluated with the last checkpoint, not with best.pt.
     assert "/iteration_" in text.splitlines()[0]
     assert "evaluation 1 on the test span" in text and list(figures) == ["test"]
-    monkeypatch.setattr(markets, "evaluate_markets", None)
+    monkeypatch.setattr(task, "run_markets", None)
     assert evaluate_here(runs / "csv", "--open_test") == 1
     for line in path.read_text().splitlines():
         look = json.loads(line)
@@ -208,7 +211,7 @@ SHADES = np.array([[0, 1], [0, 0]])
     "drawn", [255 * SHADES, SHADES.astype(float), SHADES > 0, 255.0 * SHADES[:, :, None]]
 )
 def test_render_may_return_numbers_of_any_type(drawn):
-    shown = np.asarray(pictures.picture(drawn).convert("L"))
+    shown = np.asarray(picture(drawn).convert("L"))
     assert shown.tolist() == (255 * SHADES).tolist()
 
 
@@ -262,7 +265,8 @@ def test_the_learning_curve_has_a_dot_for_each_measurement_and_no_other(tmp_path
     records[2]["valid/return"] = records[7]["valid/return"] = 1.0
     run.write_records(records)
     monkeypatch.setattr(pictures.plt, "close", lambda: None)
-    pictures.plot_learning_curve(run, "title", False)
+    settings = TaskSettings(task=TaskConfig(env="Fading-v0"))
+    pictures.plot_learning_curve(run, "title", GymTask(settings))
     dots = [
         np.isfinite(line.get_ydata()).sum()
         for axes in pictures.plt.gcf().axes

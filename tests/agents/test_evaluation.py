@@ -15,20 +15,21 @@ import torch
 from policies import make_policy, small
 from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
 
-from agents.evaluate import episodes, markets
-from agents.evaluate.episodes import evaluate_episodes
-from agents.evaluate.markets import (
-    ACCOUNTS,
-    EQUAL_WEIGHT,
-    difference,
-    evaluate_markets,
-    performance,
-    summarize,
-)
+from agents.evaluate import trials
+from agents.evaluate.trials import run_trial
 from agents.learner.controller import PolicyController
 from agents.learner.network.inputs import Normalizer
 from agents.learner.network.seeds import EVALUATION_STREAM, stream_seeds
-from envs.task import TaskConfig
+from envs.gym_task import run_episodes
+from envs.task import Trial
+from envs.trading.evaluation import (
+    ACCOUNTS,
+    EQUAL_WEIGHT,
+    difference,
+    performance,
+    run_markets,
+    summarize,
+)
 from rl_dist.process_group.world import World
 
 
@@ -74,8 +75,7 @@ def run_on_ranks(call, size, monkeypatch):
         meeting.wait(10)
         return gathered
 
-    for module in (episodes, markets):
-        monkeypatch.setattr(module, "all_gather_json", gather)
+    monkeypatch.setattr(trials, "all_gather_json", gather)
     with ThreadPoolExecutor(size) as threads:
         return list(threads.map(call, worlds))
 
@@ -83,9 +83,14 @@ def run_on_ranks(call, size, monkeypatch):
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 def test_every_market_counts_once_on_any_number_of_ranks_and_ruin_ends_trading(size, monkeypatch):
     paths = [[100, 5, 100, 200], *([100, 90 + m, 80 - m, 70] for m in range(1, 5))]
-    task = SimpleNamespace(evaluation_env=lambda paths, span, **options: Paths(paths))
-    traders = {"one": idle, "two": idle}
-    call = functools.partial(evaluate_markets, task, paths, None, traders)
+    trial = Trial(
+        agents={"one": idle, "two": idle},
+        count=len(paths),
+        run=lambda agent, rows: run_markets(
+            Paths(paths[rows.start : rows.stop]), agent, lambda: None
+        ),
+    )
+    call = functools.partial(run_trial, trial)
     for records in run_on_ranks(call, size, monkeypatch):
         assert list(records) == ["one", "two"]
         for record in records.values():
@@ -103,7 +108,7 @@ class Numbered(ScriptedEnv):
 
     restarts = ()
 
-    def __init__(self, count, first, device):
+    def __init__(self, count, first):
         ends = [(3, TERMINATED), (5, TRUNCATED), (1, TERMINATED), (4, TERMINATED), (2, TRUNCATED)]
         super().__init__([[end] for end in ends[first : first + count]])
         self.numbers, self.num_steps = first + torch.arange(count), 0
@@ -127,10 +132,14 @@ def test_every_episode_counts_once_and_is_repeated_after_a_restart(size, monkeyp
     # Each row is (return, length, restarts, cut) of an episode. The length in row 1 is 3 instead of
     # 5, because the restart discards the first 2 steps.
     expected = [[0, 3, 0, 0], [3, 3, 1, 0], [2, 1, 0, 0], [12, 4, 0, 0], [8, 2, 0, 0]]
-    task = SimpleNamespace(evaluation_env=Numbered, config=TaskConfig(eval_episodes=5))
-    call = functools.partial(evaluate_episodes, task, idle, 1)
-    results = run_on_ranks(call, size, monkeypatch)
-    assert [rows.T.tolist() for rows in results] == [expected] * size
+    task = SimpleNamespace(training_env=Numbered, settings=SimpleNamespace(heartbeat=lambda: None))
+    seeds = functools.partial(stream_seeds, 1, EVALUATION_STREAM)
+    run = functools.partial(run_episodes, task, seeds, 1000)
+    call = functools.partial(run_trial, Trial(agents={"idle": idle}, count=5, run=run))
+    names = ("return", "length", "repeats", "cut")
+    for results in run_on_ranks(call, size, monkeypatch):
+        rows = np.stack([results["idle"][name] for name in names], axis=1)
+        assert rows.tolist() == expected
 
 
 @pytest.mark.parametrize("window", [0, 3])

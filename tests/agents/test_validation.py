@@ -5,8 +5,9 @@ import pytest
 from misbehaving_envs import Misbehaving
 from train_runs import RECALL, records, train_here
 
-from agents.evaluate.episodes import episode_limit
 from agents.learner.trainer import Training
+from envs.gym_task import episode_limit
+from envs.task import Counts
 from rl_dist.files import read_object
 
 ITERATION = 64  # environment steps in an iteration with the sizes of RECALL
@@ -122,7 +123,7 @@ def test_the_final_test_of_endless_episodes_ends_and_counts_them_as_cut(trained)
     [(500, 0, 1000), (2000, 100, 1000), (50_000, 100, 5000), (10**9, 10, 100_000)],
 )
 def test_an_episode_is_cut_at_10_times_the_mean_length_of_training(global_step, episodes, limit):
-    assert episode_limit(global_step, episodes) == limit
+    assert episode_limit(Counts(global_step=global_step, episodes=episodes)) == limit
 
 
 def test_without_evaluation_episodes_nothing_is_validated_or_tested(trained):

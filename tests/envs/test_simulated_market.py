@@ -1,15 +1,14 @@
 """The simulated market: its worlds, the built-in edge, and fixed trading rules."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from test_trading import scaled
 
-from agents.evaluate.markets import performance, run_markets
 from envs.trading.config import SimulatedMarketConfig, TradingConfig
 from envs.trading.environment import TradingVectorEnv
+from envs.trading.evaluation import performance, run_markets
 from envs.trading.features import side_by_side
 from envs.trading.market_data import Span
 from envs.trading.simulated_market import (
@@ -37,7 +36,7 @@ def figures_of(config, rule, **options):
     markets = simulate_markets(config, world_seeds(config, "valid", 6))
     span, trading = Span(first=1890, last=2519), TradingConfig(**options)
     env = TradingVectorEnv(6, markets=markets, span=span, config=trading, evaluation=True)
-    record = run_markets(env, rule, SimpleNamespace(heartbeat=lambda: None))
+    record = run_markets(env, rule, lambda: None)
     figures = performance({name: np.array(values) for name, values in record.items()})
     return {name: values.mean() for name, values in figures.items()}
 

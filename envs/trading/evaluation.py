@@ -1,8 +1,6 @@
 """Let policies and rules trade; compare them with an equal-weight portfolio."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +10,17 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
-from agents.evaluate.episodes import RESAMPLES, Controller, Interval, interval, mean_interval, shard
-from agents.learner.controller import PolicyController
-from agents.learner.trainer import Training
-from envs.trading.market_data import TRADING_DAYS, Market, Span, days_per_year
-from envs.trading.simulated_market import buy_equal_weight, follow, memoryless, reference
-from envs.trading.task import TradingTask
-from rl_dist.files import path_to_write, write_whole
-from rl_dist.process_group.collectives import all_gather_json
-from rl_dist.process_group.world import World
+from envs.intervals import RESAMPLES, Interval, interval, mean_interval
+from envs.task import Agent, Record, TrainedAgent
+from envs.trading.environment import TradingVectorEnv
+from envs.trading.market_data import TRADING_DAYS, Market, days_per_year
+from rl_dist.files import write_whole
 
 MIN_ANNUAL_DAYS = 60  # results on shorter spans are not annualised
 # The bootstrap resamples blocks of one month, because volatility is autocorrelated for that long.
 BLOCK_DAYS = 21
 NO_RISK = 1e-12  # a standard deviation below this is rounding error
 EQUAL_WEIGHT = "equal weight"  # buy and hold with equal weights: the baseline
-ZEROED = "ablation: policy, state zeroed"
 AGAINST = "against_equal_weight"
 ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # values per day
 # Values per day and stock: key in the environment's info, and prefix of the CSV column.
@@ -36,36 +29,30 @@ COLUMNS = (  # columns of the printed table; simulated markets use only the firs
     "gap_closed", "sharpe", "max_drawdown", "turnover", "exposure",
     "cumulative_return", "annual_return", "annual_volatility", "fees_usd",
 )  # fmt: skip
-SIMULATED = "memory benchmark: SIMULATED markets not used in training"
-SPANS = {
-    "train": "training span, in sample: the policy was trained on these days",
-    "valid": "validation span: use these days to choose settings",
-    "test": "test span",
-}
 
-# Result of one pass over M markets of D + 1 days: portfolio values in USD under "values" [M, D+1],
-# an array [M, D] per key in ACCOUNTS and, for policies, [M, D, n] per key in STOCKS for n stocks.
-Record = dict[str, ndarray]
+# The results of one pass over M markets of D + 1 days are portfolio values in USD under "values"
+# [M, D+1], an array [M, D] per key in ACCOUNTS and, for policies, [M, D, n] per key in STOCKS for n
+# stocks.
 
 
 # ---- one pass over markets
 
 
-def run_markets(env: Any, controller: Controller, world: World) -> dict[str, list]:
+def run_markets(env: TradingVectorEnv, agent: Agent, heartbeat: Any) -> dict[str, list]:
     """Trade once through all markets; ruined portfolios keep their last value.
 
     Returns:
-        The record of these markets, as lists.
+        The results of these markets, as lists.
     """
     obs, _ = env.reset(seed=[0] * env.num_envs)
     start = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
     alive = start
-    names = [*ACCOUNTS, *(STOCKS if isinstance(controller, PolicyController) else ())]
+    names = [*ACCOUNTS, *(STOCKS if isinstance(agent, TrainedAgent) else ())]
     values = [env.value.squeeze(1)]
     days: dict[str, list[Tensor]] = {name: [] for name in names}
     for _ in range(env.num_days - 1):
-        obs, _, terminated, truncated, info = env.step(controller(env, obs, start))
-        world.heartbeat()
+        obs, _, terminated, truncated, info = env.step(agent(env, obs, start))
+        heartbeat()
         values.append(torch.where(alive, info["portfolio_value"], values[-1]))
         for name in names:
             days[name].append(info[name] * (alive if name in ACCOUNTS else alive[:, None]))
@@ -73,59 +60,6 @@ def run_markets(env: Any, controller: Controller, world: World) -> dict[str, lis
         alive = alive & ~start
     days["values"] = values
     return {name: torch.stack(column, dim=1).tolist() for name, column in days.items()}
-
-
-def evaluate_markets(
-    task: TradingTask,
-    markets: Sequence[Market],
-    span: Span,
-    traders: dict[str, Controller],
-    world: World,
-) -> dict[str, Record]:
-    """Let each trader trade once through all markets; the ranks share the markets.
-
-    Returns:
-        The record of each trader over all M markets, in the order of `markets`; the same on every
-        rank.
-    """
-    local_markets = [markets[index] for index in shard(len(markets), world)]
-
-    @cache  # building environments takes longer than one pass, so traders share them
-    def make_env(held: bool) -> Any:
-        return task.evaluation_env(local_markets, span, held=held, device=world.device)
-
-    records: dict[str, Record] = {}
-    for name, trader in traders.items():
-        local_record: dict[str, list] = {}
-        if local_markets:
-            local_record = run_markets(make_env(trader is buy_equal_weight), trader, world)
-        parts = [part for part in all_gather_json(local_record, world) if part]
-        records[name] = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
-    return records
-
-
-def market_validation(
-    task: TradingTask, world: World
-) -> Callable[[Training], dict[str, float]] | None:
-    """Return a function that validates a policy; None without a validation span."""
-    span = task.spans.valid
-    if span is None:
-        return None
-    markets = task.markets("valid")
-    year = days_per_year(markets[0].dates)
-
-    def means_of(trader: Controller) -> dict[str, float]:
-        record = evaluate_markets(task, markets, span, {"": trader}, world)[""]
-        return {name: float(figure.mean()) for name, figure in performance(record, year).items()}
-
-    baseline = means_of(buy_equal_weight)["sharpe"]  # the same in every validation
-
-    def validate(training: Training) -> dict[str, float]:
-        means = means_of(PolicyController(training.policy, training.normalizers.obs))
-        metrics = {f"valid/{name}": means[name] for name in ("sharpe", "annual_return", "exposure")}
-        return metrics | {"valid/equal_weight_sharpe": baseline}
-
-    return validate
 
 
 # ---- statistics and intervals
@@ -198,7 +132,7 @@ def difference(record: Record, baseline: Record, name: str, year: int = TRADING_
     return interval(samples[0], traded - held)
 
 
-def summarize(records: dict[str, Record], dates: ndarray) -> dict:
+def summarize(records: Mapping[str, Record], dates: ndarray) -> dict:
     """Average statistics over markets; compare with the equal-weight portfolio."""
     policies: dict[str, dict] = {}
     year = days_per_year(dates)
@@ -230,64 +164,6 @@ def summarize(records: dict[str, Record], dates: ndarray) -> dict:
 # ---- report
 
 
-def report(
-    task: TradingTask,
-    agents: dict[str, PolicyController],
-    world: World,
-    run_dir: Path,
-    picture: Path,
-    *,
-    test: bool = False,
-    num_worlds: int | None = None,
-) -> tuple[dict, str]:
-    """Compare agents on every evaluated span; return a summary per span, and a text.
-
-    Write the daily results of every span and the equity curves of the last span to files. If the
-    agent "policy" is a cascaded LSTM, also evaluate it without memory.
-
-    Args:
-        picture: file for the equity curves.
-        test: on real prices, evaluate on the test span instead of the other spans.
-        num_worlds: number of simulated markets; None uses the default number.
-    """
-    simulated = task.real is None
-    names = ["test"] if simulated or test else ["train", "valid"]
-    spans = {name: span for name, span in vars(task.spans).items() if span and name in names}
-    markets = task.markets("test", num_worlds)
-    traders: dict[str, Controller] = {**agents}
-    if agents["policy"].policy.config.policy == "clstm":
-        traders[ZEROED] = replace(agents["policy"], zero_state=True)
-    if simulated and task.trading.order_unit == "value":
-        edge = task.simulated.market_edge
-        traders["reference"] = follow(partial(reference, market_edge=edge))
-        traders["memoryless rule"] = follow(memoryless)
-    traders[EQUAL_WEIGHT] = buy_equal_weight
-    summaries: dict = {}
-    text = ""
-    for name, span in spans.items():
-        path = path_to_write(run_dir, f"evaluation/{name}.csv")
-        dates = markets[0].dates[span.first : span.last + 1]
-        records = evaluate_markets(task, markets, span, traders, world)
-        summaries[name] = summarize(records, dates)
-        title = SIMULATED if simulated else SPANS[name]
-        text += f"{title}\n{text_table(summaries[name], simulated)}\n\n"
-        if world.is_main_process:
-            # Imported late, because matplotlib takes 0.5 s to load.
-            from agents.evaluate.pictures import plot_equity
-
-            write_daily(path, records, markets, dates)
-            plot_equity(records, dates, picture, name, simulated)
-    text += (
-        "in brackets: 95 % interval over markets or, for one market, resampled blocks of days\n"
-        f"risk-free rate: 0; costs: {task.trading.fee_bps:g} bps of every purchase and sale\n"
-        f"daily figures: {run_dir / 'evaluation'}\nequity curves: {picture}"
-    )
-    if "test" not in spans:
-        text += "\nThe test span was not evaluated. After all choices are made, evaluate it with:\n"
-        text += f"  python -m agents.evaluate {run_dir} --open_test"
-    return summaries, text
-
-
 def text_table(summary: dict, simulated: bool) -> str:
     """Format the summary of a span as a table to print."""
     entries = summary["policies"]
@@ -306,7 +182,7 @@ def text_table(summary: dict, simulated: bool) -> str:
 
 def write_daily(
     path: Path,
-    records: dict[str, Record],
+    records: Mapping[str, Record],
     markets: Sequence[Market],
     dates: ndarray,  # [D+1], one date for each portfolio value
 ) -> None:
@@ -326,3 +202,22 @@ def write_daily(
             tables[name][columns] = record[figure].reshape(len(index), -1) + 0.0
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, pd.concat(tables, names=["strategy"]).to_csv(float_format="%.8g"))
+
+
+def plot_equity(
+    records: Mapping[str, Record],
+    dates: ndarray,  # [D+1]
+    path: Path,
+    span: str,
+    watermark: str,
+) -> None:
+    """For each strategy, plot the median growth of the portfolio over all markets."""
+    from envs.pictures import save_plot  # late: matplotlib takes 0.5 s
+
+    medians = {
+        name: np.median(record["values"] / record["values"][:, :1], axis=0)
+        for name, record in records.items()
+    }
+    title = f"{span}: {dates[0]} to {dates[-1]}"
+    pd.DataFrame(medians, dates).plot(title=title, grid=True, ylabel="median value / initial cash")
+    save_plot(path, watermark)

@@ -1,0 +1,106 @@
+"""Let the ranks share the trials of a task; end an evaluation if a stop signal arrives."""
+
+import copy
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agents.learner.controller import PolicyController
+from agents.learner.network.seeds import VALIDATION_STREAM, stream_seeds
+from agents.learner.settings import AUTO_INTERVAL
+from agents.learner.trainer import Training
+from envs.task import Counts, EvaluationOptions, Record, Task, Trial
+from envs.vector.guards import Interruption
+from rl_dist.process_group.collectives import all_gather_json, all_reduce_max
+from rl_dist.process_group.process_ends import stopped_in_evaluation
+from rl_dist.process_group.world import World, stop_flag
+
+
+class Stopped(Interruption):
+    """Raised by a stop signal during an evaluation."""
+
+
+def _stop(signum: int, frame: Any) -> None:
+    stop_flag.replace(signal.SIG_DFL)
+    stop_flag.signum = signum  # shows the launcher that the signal reached this host
+    raise Stopped(signum)
+
+
+def until_stopped(evaluate: Callable[[], None], world: World, run_dir: Path | None = None) -> int:
+    """Call `evaluate`, and end it if a stop signal arrives; return the exit code.
+
+    With several ranks, a signal ends each process immediately, because a rank may be waiting for
+    others in code that Python signal handlers cannot interrupt. In this case, the launcher reports
+    the stop.
+
+    Args:
+        run_dir: run directory, for the evaluation at the end of training; otherwise None.
+    """
+    stop_flag.replace(_stop if world.size == 1 else signal.SIG_DFL)
+    try:
+        # A signal may have arrived before the handler was replaced above.
+        if signum := all_reduce_max(stop_flag.signum, world):
+            raise Stopped(signum)
+        evaluate()
+    except Stopped as stopped:
+        (signum,) = stopped.args
+        if world.is_main_process:
+            print(stopped_in_evaluation(signum, run_dir))
+        return 128 + signum
+    finally:
+        stop_flag.replace(signal.SIG_DFL)  # no state to save, so signals may end the process
+    return 0
+
+
+def run_trial(trial: Trial, world: World) -> dict[str, Record]:
+    """Let each agent act on all episodes or markets of a trial, divided among the ranks.
+
+    Every rank must call this.
+
+    Returns:
+        The results of each agent in the order of the episodes or markets, the same on every rank.
+    """
+    if trial.heading and world.is_main_process:
+        print(trial.heading, flush=True)
+    first, end = (trial.count * rank // world.size for rank in (world.rank, world.rank + 1))
+    records: dict[str, Record] = {}
+    for name, agent in trial.agents.items():
+        # a copy, because the state of an agent fits only one number of environments
+        local = trial.run(copy.copy(agent), range(first, end)) if first < end else {}
+        parts = [part for part in all_gather_json(local, world) if part]
+        records[name] = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+    return records
+
+
+def validate(task: Task, training: Training) -> dict[str, float]:
+    """Return the metrics of a validation, named valid/...; {} if there is nothing to validate on.
+
+    Every rank must call this.
+    """
+    agent = PolicyController(training.policy, training.normalizers.obs)
+    trial = task.validation(agent, options_of(training, VALIDATION_STREAM))
+    if trial is None:
+        return {}
+    figures = trial.figures(run_trial(trial, training.world))
+    return {f"valid/{name}": value for name, value in figures.items()}
+
+
+def options_of(training: Training, stream: int, **options: Any) -> EvaluationOptions:
+    """Return options for evaluating a training's policy; `stream` is that of the seeds."""
+    train = training.run.config.train
+    return EvaluationOptions(
+        seeds=partial(stream_seeds, train.seed, stream),
+        counts=Counts(
+            global_step=training.global_step,
+            episodes=training.episodes,
+            validated=training.validated,
+        ),
+        run_dir=training.run.directory.path,
+        writes=training.world.is_main_process,
+        within_budget=train.validate_every == AUTO_INTERVAL,
+        **options,
+    )

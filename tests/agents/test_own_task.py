@@ -1,0 +1,71 @@
+"""A task of the user's, with its own score and table, needs no change in agents/."""
+
+import shutil
+
+import pytest
+import torch
+from train_runs import RECALL, evaluate_here, run_here, train_here
+
+from agents import export
+from rl_dist.checkpoint.store import load_checkpoint
+from rl_dist.files import read_object
+
+COINS = [*RECALL, "--env=toy_task:Coins-v0", "--eval_episodes=6", "--validate_every=1"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return the folder of the run `whole`."""
+    folder = tmp_path_factory.mktemp("coins")
+    flags = [*COINS, "--total_steps=256", "--checkpoint_every=1", "--keep_checkpoints=9"]
+    assert train_here(*flags, "--run_dir", folder / "whole") == 0
+    return folder
+
+
+def test_the_score_of_the_task_chooses_the_best_checkpoint(trained):
+    best = load_checkpoint(trained / "whole" / "checkpoints" / "best.pt")
+    assert 0 <= best["measured"]["valid/hits"] <= 1
+
+
+def test_a_killed_run_resumes_bit_for_bit(trained):
+    whole = trained / "whole"
+    killed = shutil.copytree(whole, trained / "killed")
+    (killed / "summary.json").unlink()
+    for number in (3, 4):
+        (killed / "checkpoints" / f"iteration_{number:08}.pt").unlink()
+    assert train_here("--resume", killed) == 0
+    assert read_object(killed / "summary.json") == read_object(whole / "summary.json")
+
+
+def test_two_ranks_have_the_same_final_score(trained):
+    flags = [*COINS, "--total_steps=256", "--num_gpus=2", "--precision=fp64"]
+    for name, ranks in (("one", 1), ("two", 2)):
+        assert train_here(*flags, f"--num_gpus={ranks}", "--run_dir", trained / name) == 0
+    one, two = (read_object(trained / name / "summary.json") for name in ("one", "two"))
+    assert one["test"] == two["test"]
+
+
+def test_the_command_prints_the_table_of_the_task(trained, capsys):
+    assert evaluate_here(trained / "whole") == 0
+    assert "of coins" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("untraced")
+def test_the_policy_is_exported(trained):
+    assert run_here(export.main, trained / "whole") == 0
+    assert (trained / "whole" / export.FOLDER / export.CONTRACT).exists()
+
+
+def test_a_metric_of_another_task_is_refused(tmp_path):
+    flags = ["--keep_best=valid/return", "--run_dir", tmp_path]
+    assert train_here(*COINS, *flags) == 2
+
+
+def test_the_environment_restores_its_state():
+    from toy_task import CoinEnv
+
+    env, other = CoinEnv(3), CoinEnv(3)
+    env.reset(seed=[1, 2, 3])
+    env.step(torch.zeros(3))
+    other.set_state(env.get_state())
+    assert torch.equal(env.step(torch.ones(3))[0], other.step(torch.ones(3))[0])
