@@ -29,7 +29,7 @@ def main() -> int:
         from agents.api import train_several
 
         return train_several(parsed)
-    return start(parsed, run_rank)
+    return start(parsed, run_rank).exit_code
 
 
 if __name__ == "__main__":

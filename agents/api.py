@@ -33,12 +33,13 @@ from rl_dist.errors import (
     QUIET,
     SilentStream,
     UserError,
-    explains_errors,
+    escape_what_the_locale_lacks,
+    message_and_code,
     one_line,
-    reported,
+    print_error_once,
     streams,
 )
-from rl_dist.files import write_whole
+from rl_dist.files import absolute, write_whole
 from rl_dist.flags import ParsedFlags
 from rl_dist.launch.child import as_flags
 from rl_dist.process_group.process_ends import SCRIPT_RAN_AGAIN
@@ -200,9 +201,13 @@ class TrainedRun:
     exit_code: int  # 0, or 128 + the number of the signal that stopped the run, such as SIGTERM
 
     @property
+    def _directory(self) -> RunDir:
+        return RunDir(self.run_dir)
+
+    @property
     def metrics(self) -> list[dict[str, Any]]:
         """Return the metrics of every iteration, as in metrics.jsonl."""
-        return RunDir(self.run_dir).records()
+        return self._directory.records()
 
     @property
     def test(self) -> dict[str, Any]:
@@ -211,7 +216,7 @@ class TrainedRun:
         For real prices, the results are also empty, because training does not evaluate on the test
         span. summary.json has the results on the spans "train" and "valid".
         """
-        return RunDir(self.run_dir).summary().get("test", {})
+        return self._directory.summary().get("test", {})
 
     @property
     def policy(self) -> LoadedPolicy:
@@ -270,25 +275,30 @@ def train(
     with ExitStack() as held:
         held.callback(_training.release)
         held.callback(close_logging)
-        reported.clear()  # forget the error of an earlier call
         handlers = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
         if quiet:
             os.environ[QUIET] = "1"
             held.callback(os.environ.pop, QUIET)
             held.enter_context(streams(SilentStream))
+        escape_what_the_locale_lacks()
         try:
             parsed = parse_training(as_flags({"env": env, "num_gpus": num_ranks} | settings))
-            code = explains_errors(start)(parsed, run_rank, callbacks)
+            outcome = start(parsed, run_rank, callbacks)
+        except (ValueError, OSError) as error:
+            message, code = message_and_code(error)
+            print_error_once(f"error: {message}")
+            raise UserError(message, exit_code=code) from error
         except SystemExit as leaving:  # the parser has already printed the reason
             raise leaving.__cause__ or UserError("the settings are invalid") from None
         finally:
             for signum, handler in handlers.items():
                 if signal.getsignal(signum) != handler:
                     signal.signal(signum, handler)
-        if 0 < code < 128:
-            # Under torchrun, the error may have occurred on another rank, which prints it.
-            raise UserError(reported.get("error", "training failed: see above"), exit_code=code)
-        run = TrainedRun(run_dir=Path(reported["run_dir"]).absolute(), exit_code=code)
+    code = outcome.exit_code
+    if 0 < code < 128:
+        # Under torchrun, the error may have occurred on another rank, which prints it.
+        raise UserError(outcome.error or "training failed: see above", exit_code=code)
+    run = TrainedRun(run_dir=outcome.run_dir, exit_code=code)
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt(
             f"training was stopped and saved: continue with --resume {run.run_dir}"
@@ -327,7 +337,7 @@ def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any)
     """
     if len(set(seeds)) < max(len(seeds), 2):
         raise UserError(f"seeds must be two or more different numbers, got {list(seeds)}")
-    folder = RunDir(run_dir).path if run_dir else RunDir.fresh(RUNS).path
+    folder = absolute(run_dir) if run_dir else RunDir.fresh(RUNS).path
     scores: dict[int, float] = {}
     for seed in seeds:
         path = folder / f"seed_{seed}"
@@ -336,7 +346,7 @@ def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any)
         run = train(**settings, seed=seed, run_dir=path, resume=resume)
         if run.exit_code:
             raise UserError(f"the run with seed {seed} was stopped", exit_code=run.exit_code)
-        metric, scores[seed] = score_of(RunDir(path).summary())
+        metric, scores[seed] = score_of(run._directory.summary())
     result = SeedsResult(str(folder), metric, scores, mean_interval([*scores.values()]))
     write_whole(folder / "seeds.json", json.dumps(asdict(result), indent=2) + "\n")
     return result

@@ -292,7 +292,7 @@ def main() -> int:
     args = parser.parse_args()
     agent = load_agent(args.path, which=args.which, core=args.core)
     print(f"{agent.path}, iteration {agent.iteration}")
-    path, contract = export(agent, Path(args.output or path_to_write(agent.run_dir, FOLDER)))
+    path, contract = export(agent, Path(args.output or path_to_write(agent.directory.path, FOLDER)))
     print(f"{path}, with {CONTRACT} in the same folder; comparison with torch: {contract['check']}")
     return 0
 

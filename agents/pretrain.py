@@ -342,7 +342,7 @@ def main() -> int:
                 (config, resolved, run, bool(flags.resume)),
                 resolved.num_ranks,
                 max_restarts=config.launch.max_restarts,
-                run_dir=run.path,
+                directory=run,
                 threads=resolved.threads,
             )
         finally:

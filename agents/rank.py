@@ -50,7 +50,7 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
     with ExitStack() as closing:
         # agree with the other ranks on the directory, the checkpoint and the settings
         run = agree(run, world)
-        closing.enter_context(faults_as_user_errors(run.path, world))
+        closing.enter_context(faults_as_user_errors(run.directory, world))
         if world.is_main_process:
             events.configure(run.config.launch.on_event, run.path)
         setup_logging(run.path, world.rank)
@@ -71,7 +71,7 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
             stop_flag,
             UserCallbacks(
                 named_callbacks(run.config.train) or callbacks,
-                run.path,
+                run.directory,
                 training.policy,
                 world,
                 run.config.train.stop,

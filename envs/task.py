@@ -18,6 +18,7 @@ from envs import TRADING_ID, import_home
 from envs.vector.guards import end_process
 from envs.vector.layout import TorchEnv
 from rl_dist.flags import Field, Text, configuration, or_auto
+from rl_dist.run_dir import RunDir
 
 # Value of env_workers that stands for auto: training measures which number of workers is fastest;
 # other commands use no workers.
@@ -142,7 +143,7 @@ class EvaluationOptions:
 
     seeds: Seeds
     counts: Counts  # of the training of the first policy
-    run_dir: Path  # of the first policy
+    directory: RunDir  # of the first policy
     picture: Path | None = None  # file for the picture of the results; None: the task's own choice
     writes: bool  # False: another rank writes the files
     after_training: bool = False  # False: a command evaluates saved policies
@@ -151,7 +152,7 @@ class EvaluationOptions:
     num_worlds: int | None = None
     video: Path | None = None  # folder for the pictures of an episode
     # run directory and iteration of each policy
-    sources: Mapping[str, tuple[Path, int]] = field(default_factory=dict)
+    sources: Mapping[str, tuple[RunDir, int]] = field(default_factory=dict)
 
 
 # ---- tasks

@@ -16,9 +16,6 @@ from typing import Any, NoReturn
 
 # Environment variable with the path of the file to which a child process writes its result.
 RESULT_FILE = "RL_DIST_RESULT_FILE"
-# All facts that `report_to_caller` has received, for a caller in the same process.
-reported: dict[str, str] = {}
-
 QUIET = "RL_DIST_QUIET"  # environment variable: the ranks print nothing
 # Errors after which the user can free disk space and resume
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -195,8 +192,7 @@ def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
 
 
 def report_to_caller(**facts: str) -> None:
-    """Pass facts, such as `run_dir` or `error`, to the parent process or the caller."""
-    reported.update(facts)
+    """Pass facts, such as `run_dir` or `error`, to a parent process that asks for them."""
     if path := os.environ.get(RESULT_FILE):
         with suppress(OSError, ValueError):
             known = json.loads(Path(path).read_text())

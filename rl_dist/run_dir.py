@@ -29,6 +29,7 @@ from rl_dist.files import (
     check_layout,
     leads_to,
     parse_record,
+    path_to_write,
     plain_file,
     read_object,
     read_plain,
@@ -39,6 +40,7 @@ from rl_dist.files import (
 
 STATE_FILE = "state.json"
 CHECKPOINT_DIR = "checkpoints"
+BEST_FILE = "best.pt"
 PATIENCE_S = 25.0  # longest wait for the lock: the ranks of a killed run may still be saving
 LONGEST_ERROR = 2000  # in characters
 WORKING = ("dry_run", "warm_up", "training", "validation", "saving", "evaluation")
@@ -116,7 +118,10 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.state_path = self.path / STATE_FILE
         self.summary_path = self.path / "summary.json"  # exists only if the run has finished
         self.checkpoints = self.path / CHECKPOINT_DIR
+        self.best = self.checkpoints / BEST_FILE
         self.logs = self.path / "logs"
+        self.evaluation = self.path / "evaluation"
+        self.test_looks = self.path / "test_looks.jsonl"  # list of evaluations on the test span
         self.lock: IO[bytes] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,6 +132,18 @@ class RunDir(AbstractContextManager["RunDir"]):
         vars(self).update(state)
         if state["lock"]:
             self.lock = os.fdopen(state["lock"].detach(), "r+b")
+
+    def log_of(self, rank: int) -> Path:
+        """Return the path of a rank's log."""
+        return self.logs / f"rank_{rank}.log"
+
+    def picture(self, name: str) -> Path:
+        """Return the path of a plot; see `writable`."""
+        return self.writable(self.path / "plots" / f"{name}.png")
+
+    def writable(self, path: Path) -> Path:
+        """Return a path in this directory after checking that it is safe to write."""
+        return path_to_write(self.path, path.relative_to(self.path))
 
     # ---- the directory and its lock
 

@@ -338,7 +338,7 @@ class Recording(Training):
 
 def run_loop(training, writer=None, stop=None, validate=None):
     """Train without callbacks; return the number of the signal that stopped the run."""
-    callbacks = UserCallbacks({}, training.run.run_dir, training.policy, training.world)
+    callbacks = UserCallbacks({}, training.run.directory, training.policy, training.world)
     return train(training, writer or NullWriter(), stop or StopFlag(), callbacks, validate)
 
 

@@ -26,10 +26,9 @@ from agents.run.saved import load_agent, share_checkpoint
 from agents.run.start import Run, faults_as_user_errors
 from envs.task import EvaluationOptions, Task
 from rl_dist.checkpoint.content import CheckpointError
-from rl_dist.checkpoint.store import BEST_FILE, load_checkpoint
+from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.checkpoint.trust import check_named
 from rl_dist.errors import UserError, explains_errors, message_and_code, one_line
-from rl_dist.files import path_to_write
 from rl_dist.flags import Field, PathText, Text, configuration, parse_flags
 from rl_dist.launch.ranks import launch
 from rl_dist.process_group.collectives import all_gather_json, check_settings, parameter_hash
@@ -93,8 +92,8 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
     say(f"{agent.path}, iteration {agent.iteration}")
     # Before the environment's module is imported, check that the user trusts it.
     saved = {"env": config.task.env, "env_kwargs": config.task.env_kwargs}
-    check_named(agent.run_dir, "task", saved, options.env)
-    with faults_as_user_errors(agent.run_dir, world):
+    check_named(agent.directory.path, "task", saved, options.env)
+    with faults_as_user_errors(agent.directory, world):
         task = config.prepare_task(world.heartbeat, str(world.device))
         if options.data or not Path(config.data.data).exists():
             check_data(config, task)
@@ -104,13 +103,13 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
             EvaluationOptions(
                 seeds=partial(stream_seeds, config.train.seed, EVALUATION_STREAM),
                 counts=agent.counts,
-                run_dir=agent.run_dir,
+                directory=agent.directory,
                 picture=Path(options.plot) if options.plot else None,
                 writes=world.is_main_process,
                 open_test=options.open_test,
                 num_worlds=options.num_worlds,
                 video=Path(options.video) if options.video else None,
-                sources={name: (a.run_dir, a.iteration) for name, a in loaded.items()},
+                sources={name: (a.directory, a.iteration) for name, a in loaded.items()},
             ),
             world,
         )
@@ -179,7 +178,7 @@ def evaluate_and_finish(run: Run, task: Task, training: Training) -> int:
         agents = {"policy": PolicyController(training.policy, training.normalizers.obs)}
         if task.tests_best and config.task.eval_episodes and (best := best_agent(run, training)):
             agents["best"] = best
-        picture = path_to_write(run.path, "plots/equity.png")
+        picture = run.directory.picture("equity")
         options = options_of(training, EVALUATION_STREAM, picture=picture, after_training=True)
         summary, text = test(task, agents, options, world)
         if world.is_main_process:
@@ -195,7 +194,7 @@ def best_agent(run: Run, training: Training) -> PolicyController | None:
     Every rank must call this.
     """
     world = training.world
-    path = run.directory.checkpoints / BEST_FILE
+    path = run.directory.best
     offer = ""
     if path.exists():
         try:

@@ -5,7 +5,6 @@ import numpy as np
 
 from envs.pictures import save_plot
 from envs.task import Task
-from rl_dist.files import path_to_write
 from rl_dist.run_dir import RunDir
 
 LABELS = {  # metric -> label of its axis
@@ -57,4 +56,4 @@ def plot_learning_curve(directory: RunDir, title: str, task: Task) -> None:
         axes.grid()
     rows[0, 0].set_title(title)
     rows[-1, 0].set_xlabel("environment steps")
-    save_plot(path_to_write(directory.path, "plots/learning_curve.png"), task.watermark)
+    save_plot(directory.picture("learning_curve"), task.watermark)

@@ -99,7 +99,7 @@ def options_of(training: Training, stream: int, **options: Any) -> EvaluationOpt
             episodes=training.episodes,
             validated=training.validated,
         ),
-        run_dir=training.run.directory.path,
+        directory=training.run.directory,
         writes=training.world.is_main_process,
         within_budget=train.validate_every == AUTO_INTERVAL,
         **options,

@@ -13,6 +13,7 @@ from rl_dist.checkpoint.trust import import_own
 from rl_dist.errors import UserError, one_line, streams
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World, connection_broke
+from rl_dist.run_dir import RunDir
 from rl_dist.telemetry.metrics import without_nan
 
 Callback = Callable[["Moment"], Any]  # returns False to stop training
@@ -41,7 +42,7 @@ class UserCallbacks:
     """Calls the user's callbacks on this rank; stops all ranks after the same iteration."""
 
     functions: Callbacks
-    run_dir: Path
+    directory: RunDir
     policy: Policy
     world: World
     stop: tuple[str, float] = ("", 0.0)  # metric, and the value that ends the run
@@ -78,7 +79,7 @@ class UserCallbacks:
         moment = Moment(
             kind=kind,
             metrics=metrics,
-            run_dir=self.run_dir,
+            run_dir=self.directory.path,
             checkpoint=path,
             policy=self.policy,
             rank=self.world.rank,
@@ -92,7 +93,7 @@ class UserCallbacks:
             # rank reports the cause.
             if isinstance(error, UserError) or connection_broke(error):
                 raise
-            log = self.run_dir / "logs" / f"rank_{self.world.rank}.log"
+            log = self.directory.log_of(self.world.rank)
             raise UserError(
                 f"the {kind} callback raised {one_line(error)}; traceback in {log}", exit_code=1
             ) from error

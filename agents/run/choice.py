@@ -27,7 +27,7 @@ from envs.vector.adapter import LAST_ROW
 from rl_dist.checkpoint.store import LoadedCheckpoint, find_latest_run
 from rl_dist.checkpoint.trust import check_named, import_from_here
 from rl_dist.errors import UserError
-from rl_dist.files import is_first
+from rl_dist.files import absolute, is_first
 from rl_dist.flags import (
     Field,
     ParsedFlags,
@@ -159,12 +159,11 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
         )
 
     if directory and checkpoint:
-        config = config_to_resume(checkpoint, directory.path, parsed.given)
+        config = config_to_resume(checkpoint, directory, parsed.given)
         train = config.train
         sizes = {"num_envs", "batch_size"} - parsed.given.keys()
         differs = {
-            "--run_dir": resume != "auto"
-            and RunDir(flags.run_dir or resume).path != directory.path,
+            "--run_dir": resume != "auto" and absolute(flags.run_dir or resume) != directory.path,
             "--preset": flags.preset not in ("auto", train.chosen_preset),
             "--quick": flags.quick and any(getattr(train, name) != QUICK[name] for name in sizes),
         }
@@ -208,7 +207,7 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
 
 
 def config_to_resume(
-    checkpoint: LoadedCheckpoint, run_dir: Path, given: Mapping[str, str]
+    checkpoint: LoadedCheckpoint, directory: RunDir, given: Mapping[str, str]
 ) -> RunConfig:
     """Return the configuration saved in a checkpoint, with the given flags applied."""
     saved = RunConfig.from_dict(json.loads(checkpoint.state["config"]))
@@ -221,11 +220,12 @@ def config_to_resume(
     # modules are imported.
     values = config.values
     for section, names in NAMED_MODULES.items():
-        check_named(run_dir, section, {name: values[name] for name in names}, given.get(names[0]))
+        own = {name: values[name] for name in names}
+        check_named(directory.path, section, own, given.get(names[0]))
     check_data(config, config.prepare_task())
     recorded = saved
     with suppress(OSError, ValueError):  # config.json may be missing or damaged
-        recorded = RunConfig.from_dict(RunDir(run_dir).config())
+        recorded = RunConfig.from_dict(directory.config())
     fixed = values.keys() - CHANGEABLE - ADJUSTED
     if differing := differences(*({n: c.values[n] for n in fixed} for c in (recorded, saved))):
         raise UserError(

@@ -121,7 +121,7 @@ class LoadedAgent:
     config: RunConfig
     iteration: int
     path: Path
-    run_dir: Path  # run directory; for a copied checkpoint, the folder that contains it
+    directory: RunDir  # run directory; for a copied checkpoint, the folder that contains it
     spaces_json: str  # the environment's spaces as JSON; "" for the trading environment
     global_step: int = 0
     episodes: int = 0
@@ -176,8 +176,8 @@ def load_agent(
     if not which and not config.trusts_best and Path(path).is_dir():
         file, state = load_saved(path)
     folder = file.absolute().parent
-    run_dir = folder.parent if folder.name == CHECKPOINT_DIR else folder
-    check_named(run_dir, "policy", {"core": config.policy.core}, core)
+    directory = RunDir(folder.parent if folder.name == CHECKPOINT_DIR else folder)
+    check_named(directory.path, "policy", {"core": config.policy.core}, core)
     check_shapes(state, config)
     layout, action_space = spaces_of(state)
     policy = Policy(config.policy, layout, action_space).to(config.launch.dtype)
@@ -191,7 +191,7 @@ def load_agent(
         config,
         state["iteration"],
         file,
-        run_dir,
+        directory,
         state["spaces"],
         state["global_step"],
         state["episodes"],

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agents.config import RunConfig, empty_policy, probe, with_threads
 from agents.learner.network.own_core import make_core, try_core
@@ -29,7 +29,7 @@ from rl_dist.errors import (
 from rl_dist.files import absolute, is_first
 from rl_dist.flags import ParsedFlags
 from rl_dist.launch.config import ResolvedLaunch, resolve_launch
-from rl_dist.launch.ranks import launch, restart_count
+from rl_dist.launch.ranks import restart_count, run_ranks
 from rl_dist.machine import GIB, is_out_of_memory, peak_memory_bytes
 from rl_dist.process_group.process_ends import report
 from rl_dist.process_group.world import World
@@ -60,31 +60,43 @@ class Run:
         return replace(self.config.launch.strategy_config, device_ids=self.resolved.gpu_ids)
 
 
-def start(parsed: ParsedFlags, run_rank: Callable[..., int], *arguments: Any) -> int:
-    """Start the run that the flags describe; return its exit code.
+class Outcome(NamedTuple):
+    """How a run ended."""
+
+    exit_code: int  # 0: done; 128 + n: stopped by signal n
+    error: str  # one line; "" if no rank failed, or if only another host knows the error
+    run_dir: Path
+
+
+def start(parsed: ParsedFlags, run_rank: Callable[..., int], *arguments: Any) -> Outcome:
+    """Start the run that the flags describe; return how it ended.
 
     The directory of a new run that fails during its first iteration is removed.
 
     Args:
         run_rank: called as `run_rank(run, *arguments)` on every rank.
+
+    Raises:
+        ValueError, OSError: the run cannot start.
     """
     with ExitStack() as held:
         run = prepare(parsed, held)
         code = 1
         try:
-            code = launch(
+            report = run_ranks(
                 run_rank,
                 (run, *arguments),
                 run.resolved.num_ranks,
                 max_restarts=run.config.launch.max_restarts,
-                run_dir=run.path,
+                directory=run.directory,
                 threads=run.resolved.threads,
             )
+            code = report.exit_code
         finally:
             if code and not run.resume_from:
                 close_logging()
                 run.directory.discard_unstarted(code)
-        return code
+        return Outcome(code, report.summary if report.failed else "", run.path)
 
 
 def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
@@ -207,7 +219,7 @@ def record(run: Run, counters: Mapping[str, int], ranks: Sequence[RankEntry] = (
 
 
 @contextmanager
-def faults_as_user_errors(run_dir: Path, world: World) -> Iterator[None]:
+def faults_as_user_errors(directory: RunDir, world: World) -> Iterator[None]:
     """Turn environment, memory and disk failures into a one-line UserError.
 
     This function imports nothing, because an import can fail when memory has run out.
@@ -217,7 +229,7 @@ def faults_as_user_errors(run_dir: Path, world: World) -> Iterator[None]:
     except EnvironmentFaultError as fault:
         where = ""
         if fault.__cause__:  # raised in this process, so its log has a traceback
-            where = f"; traceback in {run_dir / 'logs' / f'rank_{world.rank}.log'}"
+            where = f"; traceback in {directory.log_of(world.rank)}"
         raise UserError(f"rank {world.rank}: {fault}{where}", exit_code=1) from fault
     except (RuntimeError, MemoryError, OSError) as error:
         if is_out_of_memory(error):
@@ -231,4 +243,4 @@ def faults_as_user_errors(run_dir: Path, world: World) -> Iterator[None]:
             ) from error
         if not isinstance(error, OSError) or error.errno not in FULL_DISK | CLOSED_DISK:
             raise
-        raise unwritable(str(error.filename or run_dir), error) from None
+        raise unwritable(str(error.filename or directory.path), error) from None

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from pathlib import Path
 from typing import Any
 
 from envs.task import (
@@ -55,11 +54,11 @@ from envs.trading.simulated_market import (
     world_seeds,
 )
 from rl_dist.errors import printable
-from rl_dist.files import path_to_write, plain_file
+from rl_dist.files import plain_file
+from rl_dist.run_dir import RunDir
 
 NUM_VALID_WORLDS = 20
 NUM_TEST_WORLDS = 50
-LOOKS = "test_looks.jsonl"  # file of a run directory: list of evaluations on the test span
 ZEROED = "ablation: policy, state zeroed"
 VALIDATED = ("sharpe", "annual_return", "exposure")  # figures that a validation records
 SIMULATED = "memory benchmark: SIMULATED markets not used in training"
@@ -241,7 +240,7 @@ class TradingTask(Task):
             for name, span in self._tested_spans(options).items()
         }
 
-    def _record_look(self, sources: Mapping[str, tuple[Path, int]]) -> None:
+    def _record_look(self, sources: Mapping[str, tuple[RunDir, int]]) -> None:
         """Record in each run directory that the run is evaluated on the test span.
 
         Print how often each run has been evaluated on the test span.
@@ -253,8 +252,8 @@ class TradingTask(Task):
             "data_digest": self.digest(),
             "span": self.real.dates[[test.first, test.last]].astype(str).tolist(),
         }
-        for name, (run_dir, iteration) in sources.items():
-            path = path_to_write(run_dir, LOOKS)
+        for name, (directory, iteration) in sources.items():
+            path = directory.writable(directory.test_looks)
             with open(path, "a+", opener=plain_file) as file:
                 file.write(json.dumps(look | {"iteration": iteration}) + "\n")
                 file.seek(0)
@@ -267,8 +266,8 @@ class TradingTask(Task):
         Write the daily results of every span and the equity curves of the last span to files.
         """
         simulated = self.real is None
-        run_dir = options.run_dir
-        picture = options.picture or path_to_write(run_dir, "plots/evaluation.png")
+        directory = options.directory
+        picture = options.picture or directory.picture("evaluation")
         markets = self.markets("test", options.num_worlds)
         spans = self._tested_spans(options)
         summaries: dict = {}
@@ -279,18 +278,18 @@ class TradingTask(Task):
             title = SIMULATED if simulated else SPANS[name]
             text += f"{title}\n{text_table(summaries[name], simulated)}\n\n"
             if options.writes:
-                path = path_to_write(run_dir, f"evaluation/{name}.csv")
-                write_daily(path, results[name], markets, dates)
+                path = directory.evaluation / f"{name}.csv"
+                write_daily(directory.writable(path), results[name], markets, dates)
                 plot_equity(results[name], dates, picture, name, self.watermark)
         text += (
             "in brackets: 95 % interval over markets or, for one market, resampled blocks of days\n"
             f"risk-free rate: 0; costs: {self.trading.fee_bps:g} bps of every purchase and sale\n"
-            f"daily figures: {run_dir / 'evaluation'}\nequity curves: {picture}"
+            f"daily figures: {directory.evaluation}\nequity curves: {picture}"
         )
         if "test" not in spans:
             text += (
                 "\nThe test span was not evaluated. After all choices are made, evaluate it with:\n"
-                f"  python -m agents.evaluate {run_dir} --open_test"
+                f"  python -m agents.evaluate {directory.path} --open_test"
             )
         return summaries, text
 

@@ -35,11 +35,10 @@ from rl_dist.errors import UserError, one_line
 from rl_dist.files import log_once, plain_file, read_plain, remove, replace_file
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
-from rl_dist.run_dir import CHECKPOINT_DIR
+from rl_dist.run_dir import BEST_FILE, CHECKPOINT_DIR
 
 FORMAT_VERSION = 4  # increased when the program can no longer resume older checkpoints
 LAST_READER = "0.5.0"  # the last program version that reads formats before FORMAT_VERSION
-BEST_FILE = "best.pt"
 _DIGEST_BYTES = len("sha256:") + 64
 _COMMENT = re.compile(
     rb"rl_dist checkpoint, format (\d{1,9}), torch [^,]{1,100}, sha256:([0-9a-f]{64})\Z"

@@ -156,7 +156,7 @@ class LocalJob:
     args: tuple[Any, ...]
     num_ranks: int
     threads: int  # threads of each rank
-    run_dir: Path | None
+    directory: RunDir | None
     stop: StopFlag = field(default_factory=StopFlag)  # the stop flag of the launcher
     processes: list[BaseProcess] = field(init=False)  # in rank order
     pages: list[ReportPage] = field(init=False)  # in rank order
@@ -238,7 +238,8 @@ class LocalJob:
             summary = "stopped immediately; nothing was saved after the last checkpoint"
             return RankReport(128 + signum, summary=summary)
         if signum and any(process.exitcode == -signum for process in self.processes):
-            return RankReport(128 + signum, summary=stopped_in_evaluation(signum, self.run_dir))
+            run_dir = self.directory.path if self.directory else None
+            return RankReport(128 + signum, summary=stopped_in_evaluation(signum, run_dir))
         reports = sorted(self._reports().values(), key=lambda report: report.consequence)
         failed = [report for report in reports if report.failed]
         reported_cause = failed and failed[0].consequence == 0
@@ -266,16 +267,16 @@ class LocalJob:
 
 
 def _announce_restart(
-    report: RankReport, restarts: int, max_restarts: int, run_dir: Path | None
+    report: RankReport, restarts: int, max_restarts: int, directory: RunDir | None
 ) -> None:
     """Print why the job restarts, and from which iteration; send event `restarted`."""
     message = f"{report.summary}: restart {restarts} of {max_restarts}"
     facts = {"restart": restarts, "rank": report.rank}
-    if run_dir is not None:
-        newest = latest_checkpoint(run_dir)
+    if directory is not None:
+        newest = latest_checkpoint(directory.path)
         facts["iteration"] = iteration_in_name(newest) if newest else 0
         message += f", continuing from iteration {facts['iteration']}"
-        RunDir(run_dir).update_state(phase="restarting", restarts=restarts)
+        directory.update_state(phase="restarting", restarts=restarts)
     print(message, file=sys.stderr, flush=True)
     events.notify("restarted", message, **facts)
 
@@ -299,16 +300,25 @@ def _prepared_for_starts(threads: int) -> Iterator[None]:
 # ---- launch a job
 
 
-def launch(
+def launch(fn: RankFunction, args: tuple[Any, ...], num_ranks: int, **options: Any) -> int:
+    """Run `fn(*args)` on every rank as `run_ranks` does, and return the job's exit code.
+
+    The code is 1 if a rank failed, 2 for a user error, 128 + n if signal n stopped the job, and
+    otherwise the largest code that a rank returned, normally 0.
+    """
+    return run_ranks(fn, args, num_ranks, **options).exit_code
+
+
+def run_ranks(
     fn: RankFunction,
     args: tuple[Any, ...],
     num_ranks: int,
     *,
     max_restarts: int = 0,
-    run_dir: Path | None = None,
+    directory: RunDir | None = None,
     threads: int = 0,
-) -> int:
-    """Run `fn(*args)` on every rank and return the job's exit code.
+) -> RankReport:
+    """Run `fn(*args)` on every rank; return the report of the rank that decides how it ended.
 
     Under torchrun, or with a single rank and no restarts, `fn` runs in this process. Otherwise each
     rank is a new process; `fn` must be importable and `args` picklable.
@@ -316,20 +326,16 @@ def launch(
     Args:
         max_restarts: how often all ranks may be restarted after one of them has died or failed.
             There is no restart after a user error or a stop signal.
-        run_dir: directory with the checkpoints of `fn`, for messages and state.json.
+        directory: run directory of `fn`, for messages and state.json.
         threads: number of threads of each rank; 0: `threads_per_rank` decides.
-
-    Returns:
-        1: a rank failed; 2: user error; 128 + n: stopped by signal n; otherwise the largest code
-        that a rank returned, normally 0.
     """
     if restarts_refused():
-        return 2
+        return RankReport(2)
     restarts = restart_count()
     if "RANK" in os.environ or (num_ranks == 1 and not max_restarts):
         report = _run_here(fn, args)
     else:
-        job = LocalJob(fn, args, num_ranks, threads or threads_per_rank(num_ranks), run_dir)
+        job = LocalJob(fn, args, num_ranks, threads or threads_per_rank(num_ranks), directory)
         job.stop.install()
         try:
             report = job.run(restarts)
@@ -337,15 +343,15 @@ def launch(
                 if not report.failed or report.exit_code == 2:
                     break
                 restarts += 1
-                _announce_restart(report, restarts, max_restarts, run_dir)
+                _announce_restart(report, restarts, max_restarts, directory)
                 report = job.run(restarts)
         finally:
             job.stop.uninstall()
     _print_end(report)
     may_restart = may_start_again(report.exit_code - 128)  # torchrun may restart this rank
-    if run_dir is not None and is_first():
-        pid, code = launcher_pid(), report.exit_code
-        RunDir(run_dir).record_exit(pid, code, report.summary, may_restart=may_restart)
+    if directory is not None and is_first():
+        code = report.exit_code
+        directory.record_exit(launcher_pid(), code, report.summary, may_restart=may_restart)
         process_ends.report(exit_recorded=True)
     if not may_restart:  # a restart sends its own event, `restarted`
         _notify_end(report, restarts)
@@ -356,7 +362,7 @@ def launch(
         atexit.register(process_ends.flush_and_leave, report.exit_code or 1)
     else:
         close_world()
-    return report.exit_code
+    return report
 
 
 def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:

@@ -126,7 +126,7 @@ def test_the_command_repeats_the_figures_of_the_training_also_on_two_ranks(
 def test_every_evaluation_on_the_test_span_of_real_prices_is_recorded(
     runs, evaluated, monkeypatch, capsys
 ):
-    path, config = runs / "csv" / task.LOOKS, read_object(runs / "csv" / "config.json")
+    path, config = RunDir(runs / "csv").test_looks, read_object(runs / "csv" / "config.json")
     assert (runs / "csv" / "checkpoints" / "best.pt").exists()
     text, figures = evaluated("csv", "--open_test")
     # The test span is evaluated with the last checkpoint, not with best.pt.
