@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from agents.evaluate.trials import validate
 from agents.learner.callbacks import Callbacks, UserCallbacks, named_callbacks
+from agents.learner.checkpoint_schema import RunSchema
 from agents.learner.trainer import Training, train
 from agents.run.auto import check_rollouts, choose
 from agents.run.saved import initial_weights, load_newest, share_checkpoint
@@ -100,7 +101,7 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
 
 def make_training(run: Run, task: Task, world: World) -> Training:
     """Create the training state; for a resumed run, restore it from the checkpoint."""
-    state = load_checkpoint(run.resume_from) if run.resume_from else None
+    state = load_checkpoint(run.resume_from, RunSchema) if run.resume_from else None
     training = Training(
         run,
         task.training_env,

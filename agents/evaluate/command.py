@@ -19,6 +19,7 @@ import torch
 
 from agents.config import check_data
 from agents.evaluate.trials import options_of, run_trial, until_stopped
+from agents.learner.checkpoint_schema import RunSchema
 from agents.learner.controller import PolicyController
 from agents.learner.network.seeds import EVALUATION_STREAM, stream_seeds
 from agents.learner.trainer import Training
@@ -198,7 +199,7 @@ def best_agent(run: Run, training: Training) -> PolicyController | None:
     offer = ""
     if path.exists():
         try:
-            load_checkpoint(path)
+            load_checkpoint(path, RunSchema)
             offer = str(path)
         except CheckpointError as error:
             print(f"best.pt is not evaluated: {error}", flush=True)

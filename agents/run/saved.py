@@ -11,6 +11,7 @@ import torch
 from gymnasium import spaces
 
 from agents.config import RunConfig, empty_policy
+from agents.learner.checkpoint_schema import RunSchema
 from agents.learner.network.inputs import Normalizer, Normalizers
 from agents.learner.policy import Policy
 from agents.learner.rollout import fresh_carry
@@ -20,7 +21,7 @@ from envs.task import Counts
 from envs.vector.layout import Layout
 from envs.vector.space_json import from_json
 from envs.vector.spaces import ActionDecoder, ObservationEncoder
-from rl_dist.checkpoint.content import FIT, RUN, kind_of, tensors_in
+from rl_dist.checkpoint.content import FitSchema, Schema, tensors_in
 from rl_dist.checkpoint.store import (
     BEST_FILE,
     CHECKPOINT_DIR,
@@ -48,26 +49,32 @@ Which = Literal["last", "best", ""]  # checkpoint of a run; "": see `load_saved`
 # ---- files
 
 
-def load_saved(path: str | Path, which: Which = "last", kind: str = RUN) -> LoadedCheckpoint:
+def load_saved(
+    path: str | Path, which: Which = "last", schema: type[Schema] = RunSchema
+) -> LoadedCheckpoint:
     """Load a checkpoint from its file or a run directory; refuse other paths.
 
     Args:
         which: checkpoint to load from a run directory: best is best.pt, last is the newest valid
             checkpoint, and "" is best.pt if it exists, otherwise the newest valid checkpoint.
-        kind: program that must have written the checkpoint.
+        schema: schema of the program that must have written the checkpoint.
     """
     path = Path(path)
     best = checkpoint_folder(path) / BEST_FILE
     if path.is_dir() and (which == "best" or (not which and best.exists())):
         path = best
-    loaded = load_latest(path) if path.is_dir() else LoadedCheckpoint(path, load_checkpoint(path))
+    if path.is_dir():
+        loaded = load_latest(path, schema)
+    else:
+        loaded = LoadedCheckpoint(path, load_checkpoint(path, schema))
     if loaded is None:
         raise UserError(
             f"{path} holds no valid checkpoint: run python -m rl_dist.checkpoint verify {path}"
         )
-    if kind_of(loaded.state) != kind:
+    if not schema.describes(loaded.state):
         raise UserError(
-            f"{loaded.path} is not a checkpoint of {kind}: give such a file or a run directory"
+            f"{loaded.path} is not a checkpoint of {schema.program}: "
+            "give such a file or a run directory"
         )
     return loaded
 
@@ -212,7 +219,7 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
         return InitialWeights(state["policy"], state["normalizers"])
     if not config.pretrained:
         return None
-    file, state = load_saved(config.pretrained, "", FIT)
+    file, state = load_saved(config.pretrained, "", FitSchema)
     module = state["module"]
     if state["extra"].get("kind") != FEATURES:
         raise UserError(f"{file} holds no feature LSTM: use one from python -m agents.pretrain")

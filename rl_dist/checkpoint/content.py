@@ -5,19 +5,15 @@ became invalid during training, before any of them is used.
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Json, TypeAdapter, ValidationError
 from torch import Tensor
 
-# programs that write checkpoints
-RUN = "train_distributed.py"
-FIT = "rl_dist.supervised.fit"
 MEASURED = "measured"  # entry with the name and value of the metric that selects best.pt
 FORMS = "forms"  # entry with the type and shape of every other value, by path
 _PLAIN_TYPES = (str, int, float, bool, type(None))
-# entry of a checkpoint -> the only program that writes this entry
-_MARKS = {"carry": RUN, "global_step": RUN, "module": FIT, "best_epoch": FIT}
+_NOT_FINITE = ", not finite"
 State = dict[str, Any]  # the content of a checkpoint
 
 
@@ -39,18 +35,39 @@ class _Group(_Entries):
     params: list[Count]
 
 
-class _Optimizer(_Entries):
+class OptimizerState(_Entries):
+    """State of an optimizer of torch."""
+
     state: dict[Count, dict[str, Any]]
     param_groups: Annotated[list[_Group], Field(min_length=1)]
 
 
-class _Any(_Entries):
+class Schema(_Entries):
+    """Entries that the checkpoint of any program may have.
+
+    A program derives a schema with its own entries from this class.
+    """
+
+    program: ClassVar[str] = ""  # program that writes these checkpoints, for messages
+    marks: ClassVar[tuple[str, ...]] = ()  # entries that no other program writes
+    # A tensor may be saved with NaN or inf if its path begins with one of these; "": any tensor.
+    may_be_infinite: ClassVar[tuple[str, ...]] = ("",)
+
     measured: dict[str, float] = {}
     forms: dict[str, str] = {}
+    config: Json[dict[str, dict[str, Any]]] = {}
+
+    @classmethod
+    def describes(cls, state: State) -> bool:
+        """Return True if the program of this schema has written the state."""
+        return any(name in state for name in cls.marks)
 
 
-class _Fit(_Any):
+class FitSchema(Schema):
     """State of a supervised training."""
+
+    program = "rl_dist.supervised.fit"
+    marks = ("module", "best_epoch")
 
     epoch: Count
     best_epoch: Count
@@ -58,43 +75,15 @@ class _Fit(_Any):
     best_loss: float
     history: list[dict[str, Any]]
     module: dict[str, Any]
-    optimizer: _Optimizer
+    optimizer: OptimizerState
     strategy: dict[str, dict[str, Any]]
     extra: dict[str, Any]
 
 
-class _Run(_Any):
-    """State of a run of the training script."""
-
-    iteration: Count
-    global_step: Count
-    episodes: Count
-    validated: dict[Literal["steps", "longest"], Count] = {}
-    bad_in_a_row: Count
-    policy: Tensors
-    optimizer: _Optimizer
-    strategy: dict[str, dict[str, Any]]
-    normalizers: Tensors
-    carry: Tensors
-    environments: dict[str, Tensor] | None
-    num_obs: Count
-    num_actions: Count
-    action_sizes: list[Count]
-    discrete: bool
-    layout: Json[list[Any]]
-    config: Json[dict[str, dict[str, Any]]]
-    spaces: Literal[""] | Json[list[Any]]
-
-
-_SCHEMAS: dict[str, type[_Any]] = {RUN: _Run, FIT: _Fit, "": _Any}
+_COUNTS = TypeAdapter(dict[str, Count])
 
 
 # ---- checks
-
-
-def kind_of(state: State) -> str:
-    """Return the program that wrote a state: RUN or FIT, or "" if unknown."""
-    return next((_MARKS[name] for name in state if name in _MARKS), "")
 
 
 def flatten(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
@@ -128,13 +117,21 @@ def check_plain(state: Any) -> None:
             raise CheckpointError(f"{place} is a {kind}: convert it to a tensor or a plain value")
 
 
-def check_state(state: Any) -> None:
-    """Refuse a state whose entries are missing, of a wrong type, out of range or NaN."""
+def check_state(state: Any, schema: type[Schema] = Schema) -> None:
+    """Refuse a state whose entries are missing, of a wrong type, out of range or NaN.
+
+    Args:
+        schema: schema of the program that should have written the state. If another program has
+            written it, only the rules for checkpoints of any program are checked.
+    """
     if not isinstance(state, dict):
         raise CheckpointError(f"it contains a {type(state).__name__}, not a dict")
-    kind = kind_of(state)
+    schema = schema if schema.describes(state) else Schema
     try:
-        _SCHEMAS[kind].model_validate(state)
+        schema.model_validate(state)
+        # every integer at the top level counts something
+        numbers = {name: value for name, value in state.items() if type(value) is int}
+        _COUNTS.validate_python(numbers, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         place = "/".join(map(str, first["loc"]))
@@ -146,9 +143,10 @@ def check_state(state: Any) -> None:
     now = forms_of(state)
     saved = state.get(FORMS, now)  # older versions wrote none
     for name in now | saved:
-        form, before = now.get(name, "missing"), saved.get(name, "missing")
-        # an environment may use NaN and inf in its state
-        if kind == RUN and "not finite" in form and not name.startswith("environments/"):
+        form = now.get(name, "missing")
+        before = saved.get(name, "missing")
+        may_be = _NOT_FINITE in before and name.startswith(schema.may_be_infinite)
+        if _NOT_FINITE in form and not may_be:
             raise CheckpointError(f"{name!r:.80} is not finite: NaN or inf")
         if form != before:
             raise CheckpointError(f"{name!r:.80} is {form:.60}, but {before:.60} was saved")
@@ -163,6 +161,7 @@ def forms_of(state: State) -> dict[str, str]:
     for name, value in flatten({key: state[key] for key in state.keys() - {MEASURED, FORMS}}):
         forms[name] = type(value).__name__
         if isinstance(value, Tensor):
-            is_finite = bool(value.isfinite().all())
-            forms[name] = f"{[*value.shape]} of {value.dtype}" + ", not finite" * (not is_finite)
+            forms[name] = f"{[*value.shape]} of {value.dtype}"
+            if not value.isfinite().all():
+                forms[name] += _NOT_FINITE
     return forms

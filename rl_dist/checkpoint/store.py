@@ -26,6 +26,7 @@ from rl_dist.checkpoint.content import (
     FORMS,
     MEASURED,
     CheckpointError,
+    Schema,
     State,
     check_plain,
     check_state,
@@ -60,8 +61,12 @@ class LoadedCheckpoint(NamedTuple):
 # ---- one file
 
 
-def load_checkpoint(path: str | Path) -> State:
-    """Load tensors and plain values to the CPU; never run code from the file."""
+def load_checkpoint(path: str | Path, schema: type[Schema] = Schema) -> State:
+    """Load tensors and plain values to the CPU; never run code from the file.
+
+    Args:
+        schema: schema of the program that should have written the checkpoint; see `check_state`.
+    """
     try:
         with open(path, "rb", opener=plain_file) as file:
             is_archive = file.read(4) == b"PK\x03\x04"  # do not read a huge file of another type
@@ -84,7 +89,7 @@ def load_checkpoint(path: str | Path) -> State:
         with warnings.catch_warnings(action="ignore"):  # each problem raises an error below
             state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
         check_plain(state)
-        check_state(state)
+        check_state(state, schema)
     except CheckpointError as error:
         raise CheckpointError(f"checkpoint {path} is refused: {error}") from None
     except Exception as error:  # zip, pickle and torch raise many types of errors
@@ -199,7 +204,7 @@ def save_agreed(
     return Path(path)
 
 
-def load_latest(run_dir: str | Path) -> LoadedCheckpoint | None:
+def load_latest(run_dir: str | Path, schema: type[Schema] = Schema) -> LoadedCheckpoint | None:
     """Load the newest valid checkpoint of a run or folder; log each skipped file.
 
     best.pt is tried last; it may be the only file that is left after a cleanup.
@@ -210,7 +215,7 @@ def load_latest(run_dir: str | Path) -> LoadedCheckpoint | None:
     """
     for path in reversed(checkpoint_files(run_dir)):
         try:
-            return LoadedCheckpoint(path, load_checkpoint(path))
+            return LoadedCheckpoint(path, load_checkpoint(path, schema))
         except OtherFormatError:
             raise
         except CheckpointError as error:
@@ -218,9 +223,9 @@ def load_latest(run_dir: str | Path) -> LoadedCheckpoint | None:
     return None
 
 
-def latest_checkpoint(run_dir: str | Path) -> Path | None:
+def latest_checkpoint(run_dir: str | Path, schema: type[Schema] = Schema) -> Path | None:
     """Return the path of the newest valid checkpoint, or None; see `load_latest`."""
-    newest = load_latest(run_dir)
+    newest = load_latest(run_dir, schema)
     return newest.path if newest else None
 
 

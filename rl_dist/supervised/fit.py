@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from rl_dist.checkpoint.content import FitSchema
 from rl_dist.checkpoint.store import BEST_FILE, latest_checkpoint, load_checkpoint, save_agreed
 from rl_dist.errors import UserError, one_line
 from rl_dist.files import check_layout
@@ -229,7 +230,7 @@ class Fitting:
         newest = ""
         if self.strategy.world.is_main_process:
             check_layout(run.path)
-            newest = str(latest_checkpoint(run.path) or "") if resume else ""
+            newest = str(latest_checkpoint(run.path, FitSchema) or "") if resume else ""
             if not newest and any(run.checkpoints.glob("*.pt")):
                 raise UserError(f"{run.path} holds checkpoints: resume it, or use another run_dir")
         newest = all_gather_json(newest, self.strategy.world)[0]
@@ -237,7 +238,7 @@ class Fitting:
             return
 
         try:
-            state = load_checkpoint(newest)
+            state = load_checkpoint(newest, FitSchema)
             for name, saved in state["extra"].items():
                 now = self.extra[name]
                 if str(now) != str(saved):
@@ -251,7 +252,9 @@ class Fitting:
             # If the process was killed while saving, best.pt may be from the epoch after this
             # checkpoint. That epoch is now repeated, and best.pt is then written again.
             if self.best_loss < math.inf:
-                self.best_weights = load_checkpoint(run.checkpoints / BEST_FILE)["module"]
+                self.best_weights = load_checkpoint(run.checkpoints / BEST_FILE, FitSchema)[
+                    "module"
+                ]
         except Exception as error:  # a mismatch can raise many types of errors
             raise UserError(f"{newest} does not fit this training: {one_line(error)}") from error
 

@@ -17,6 +17,7 @@ from train_runs import evaluate_here, run_here, train_here
 
 from agents import export
 from agents.config import SECTIONS
+from agents.learner.checkpoint_schema import RunSchema
 from agents.run import choice, start
 from rl_dist import status
 from rl_dist.checkpoint.__main__ import main
@@ -197,7 +198,7 @@ def test_a_run_with_an_odd_checkpoint_entry_continues_or_is_refused_in_one_line(
         if len(way) > 2 and number % 20:
             continue
         try:
-            check_state(state)
+            check_state(state, RunSchema)
             passed[way[0]] = state
         except CheckpointError as error:
             assert "\n" not in str(error) and len(str(error)) < 300

@@ -1,0 +1,35 @@
+"""Name the entries of a training run's checkpoints, with their types and ranges."""
+
+from typing import Any, Literal
+
+from pydantic import Json
+from torch import Tensor
+
+from rl_dist.checkpoint.content import Count, OptimizerState, Schema, Tensors
+
+
+class RunSchema(Schema):
+    """State of a run of the training script."""
+
+    program = "train_distributed.py"
+    marks = ("carry", "global_step")
+    may_be_infinite = ("environments/",)  # an environment may use NaN and inf in its state
+
+    iteration: Count
+    global_step: Count
+    episodes: Count
+    validated: dict[Literal["steps", "longest"], Count] = {}
+    bad_in_a_row: Count
+    policy: Tensors
+    optimizer: OptimizerState
+    strategy: dict[str, dict[str, Any]]
+    normalizers: Tensors
+    carry: Tensors
+    environments: dict[str, Tensor] | None
+    num_obs: Count
+    num_actions: Count
+    action_sizes: list[Count]
+    discrete: bool
+    layout: Json[list[Any]]
+    config: Json[dict[str, dict[str, Any]]]
+    spaces: Literal[""] | Json[list[Any]]
