@@ -38,6 +38,7 @@ from rl_dist.flags import (
     parse_flags,
     shown,
 )
+from rl_dist.launch.child import SHORT_RUN
 from rl_dist.machine import print_gpu_info
 from rl_dist.process_group.join import MAX_RESTARTS, elastic_count
 from rl_dist.run_dir import RunDir
@@ -73,6 +74,12 @@ OMIT = "omit these flags, or start a new run"
 # For each section: the field that names a module to import, and the fields passed to that module.
 NAMED_MODULES = {"task": ("env", "env_kwargs"), "policy": ("core",), "train": ("callback",)}
 
+# Flags of a short run; see SHORT_RUN.
+SHORT_RUN_FLAGS = (
+    "--total_steps=1000000000000000", "--checkpoint_every=1000000000", "--validate_every=0",
+    "--keep_best=off", "--max_restarts=0", "--on_event=", "--seeds=", "--profile=false",
+)  # fmt: skip
+
 # Flags that --interactive asks for.
 QUESTIONS = (
     "env", "data", "num_gpus", "strategy", "hidden_size", "num_steps", "batch_size", "num_envs",
@@ -106,6 +113,8 @@ ALL_SECTIONS = {"run": RunFlags(), **SECTIONS}
 
 def parse_training(argv: Sequence[str] | None = None) -> ParsedFlags:
     """Parse the command line of train_distributed.py."""
+    if SHORT_RUN in os.environ:
+        argv = [*(sys.argv[1:] if argv is None else argv), *SHORT_RUN_FLAGS]
     return parse_flags(
         ALL_SECTIONS,
         argv,

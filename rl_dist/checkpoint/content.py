@@ -126,7 +126,8 @@ def check_state(state: Any, schema: type[Schema] = Schema) -> None:
     """
     if not isinstance(state, dict):
         raise CheckpointError(f"it contains a {type(state).__name__}, not a dict")
-    schema = schema if schema.describes(state) else Schema
+    if not schema.describes(state):
+        schema = Schema
     try:
         schema.model_validate(state)
         # every integer at the top level counts something

@@ -23,24 +23,18 @@ from rl_dist.process_group.join import RANK_VARIABLES
 from rl_dist.process_group.process_ends import die_with_parent, how_it_ended
 from rl_dist.run_dir import RunDir
 
+# The script that trains, unless the caller names another one.
 SCRIPT = Path(__file__).resolve().parents[2] / "train_distributed.py"
 POLL_S = 0.1
 KILL_PATIENCE_S = 5.0
-# With these flags, a run saves nothing, evaluates nothing and trains until it is killed.
-SHORT_RUN_FLAGS: dict[str, Any] = {
-    "total_steps": 10**15,
-    "validate_every": 0,
-    "checkpoint_every": 10**9,
-    "keep_best": "off",
-    "max_restarts": 0,
-    "on_event": "",
-    "seeds": "",
-    "profile": False,
-}
+# Environment variable of a short run. If it is set, the script saves nothing, evaluates nothing and
+# trains until it is killed, whatever its flags say.
+SHORT_RUN = "RL_DIST_SHORT_RUN"
 WARM_UP = 3  # the first WARM_UP iterations are not measured
 # To check that the speed is steady, the measured iterations are split into 3 equally long parts
 # (rounds). The measurement takes at least 3 iterations and 3 seconds.
-ROUNDS, ROUNDS_S = 3, 3.0
+ROUNDS = 3
+ROUNDS_S = 3.0
 # After this many seconds, 1 iteration of warm-up and 2 measured iterations are enough.
 ENOUGH_S = 12.0
 # The speed is steady if the fastest round is at most this many times as fast as the slowest one.
@@ -64,7 +58,14 @@ def leave_at_signals() -> None:
 class Child(AbstractContextManager["Child"]):
     """A child process that runs code of this project; killed when the context ends."""
 
-    def __init__(self, arguments: Sequence[object], folder: Path, *, echo: bool = False) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[object],
+        folder: Path,
+        *,
+        echo: bool = False,
+        short_run: bool = False,
+    ) -> None:
         """Start this Python interpreter in a new session, without stdin.
 
         The child inherits all environment variables except those that make a process a rank.
@@ -73,6 +74,7 @@ class Child(AbstractContextManager["Child"]):
             arguments: arguments of the interpreter.
             folder: directory for the child's stderr, report and temporary files.
             echo: whether the child prints to the stdout and stderr of this process.
+            short_run: whether to set SHORT_RUN, because the child is a short run.
         """
         self._stderr = folder / "stderr"
         self._report = folder / "report.json"
@@ -88,6 +90,8 @@ class Child(AbstractContextManager["Child"]):
             "TMPDIR": str(folder),
             RESULT_FILE: str(self._report),
         }
+        if short_run:
+            variables[SHORT_RUN] = "1"
         with self._stderr.open("wb") as stderr:
             self.job = subprocess.Popen(
                 [sys.executable, *map(str, arguments)],
@@ -118,7 +122,8 @@ class Child(AbstractContextManager["Child"]):
 
         It is a UserError if the child rejected its arguments, otherwise a ChildError.
         """
-        facts, code = self.facts(), self.job.returncode
+        facts = self.facts()
+        code = self.job.returncode
         error = facts.get("error", "")
         if code == 2 and error:
             return UserError(error)
@@ -227,7 +232,8 @@ def measure_short_runs(copies: Sequence[Sequence[str]], timeout_s: float = 600.0
     how much the ranks of one machine slow each other down by sharing cores, caches and memory.
     Unlike ranks, the copies never wait for each other. All copies are killed at the end, or when
     the caller dies.
-    This function overrides the flags for run length, run directory, checkpoints and seed.
+    This function overrides the flags for run directory and seed, and makes each copy a short run
+    (see SHORT_RUN).
     While all copies train, it measures at least ROUNDS iterations of each copy, or only 2 if the
     iterations are very slow.
 
@@ -245,13 +251,14 @@ def measure_short_runs(copies: Sequence[Sequence[str]], timeout_s: float = 600.0
     started_s = time.monotonic()
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="short_run_")))
-        runs, children = [], []
+        runs = []
+        children = []
         for number, flags in enumerate(copies, 1):
             run = RunDir(folder / str(number) / "run")
             run.path.parent.mkdir()
             # With equal seeds, the episodes of all copies would end at the same time.
-            replaced = as_flags(SHORT_RUN_FLAGS | {"seed": number, "run_dir": run.path})
-            child = Child([SCRIPT, *flags, *replaced], run.path.parent)
+            words = [SCRIPT, *flags, f"--seed={number}", f"--run_dir={run.path}"]
+            child = Child(words, run.path.parent, short_run=True)
             children.append(held.enter_context(child))
             runs.append(run)
 
@@ -263,7 +270,8 @@ def measure_short_runs(copies: Sequence[Sequence[str]], timeout_s: float = 600.0
             is_late = now_s - started_s > ENOUGH_S
             records = [run.records() for run in runs]
             if not warm_up and min(map(len, records)) >= (1 if is_late else WARM_UP):
-                began_s, warm_up = now_s, [*map(len, records)]
+                began_s = now_s
+                warm_up = [*map(len, records)]
             measured = [r[skip:] for r, skip in zip(records, warm_up, strict=False)]
             fewest = min(map(len, measured), default=0)
             if (fewest >= ROUNDS and now_s >= began_s + ROUNDS_S) or (is_late and fewest >= 2):
