@@ -204,7 +204,8 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     installed = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError):  # /proc/meminfo is missing
         machine = psutil.virtual_memory()
-        installed, available = machine.total, machine.available
+        installed = machine.total
+        available = machine.available
     total = installed
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controller, path = line.split(":", 2)

@@ -54,7 +54,8 @@ exit codes: 0 bit-identical (--resume_on: equal within 1e-4), 1 different or fai
 
 def differences(left: Any, right: Any, tolerance: float = 0.0) -> list[str]:
     """List the values in which two states differ; compare bits if `tolerance` is 0."""
-    left, right = dict(flatten(left)), dict(flatten(right))
+    left = dict(flatten(left))
+    right = dict(flatten(right))
     lines = [f"{name} exists in only one run" for name in sorted(left.keys() ^ right.keys())]
     shared = [name for name in left if name in right]
     return lines + [
@@ -126,7 +127,8 @@ def train(
 def check(args: Namespace, folder: Path) -> bool:
     """Train both runs and compare them; return True if the runs are equal."""
     k = args.iterations
-    straight, killed = RunDir(folder / "straight"), RunDir(folder / "killed")
+    straight = RunDir(folder / "straight")
+    killed = RunDir(folder / "killed")
     print(f"uninterrupted: iterations 1..{2 * k} ...", flush=True)
     train([*args.flags, f"--run_dir={straight.path}"], args.num_gpus, folder)
     print(f"killed: iterations 1..{k}, a checkpoint, then SIGKILL ...", flush=True)
@@ -143,7 +145,8 @@ def check(args: Namespace, folder: Path) -> bool:
 
 def compare(straight: Path, resumed: Path, tolerance: float) -> bool:
     """Print and return whether two runs are equal; compare bits if `tolerance` is 0."""
-    left, right = result_of(straight), result_of(resumed)
+    left = result_of(straight)
+    right = result_of(resumed)
     lines = differences(left, right, tolerance)
     limit = f" within {tolerance:g}" if tolerance else ""
     if lines:

@@ -171,7 +171,9 @@ def read_facts(run_dir: Path) -> Facts:
 def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
     """Yield the checks that need no measurement: torch, GPUs, cores and disk."""
     # torch and GPUs
-    info, ranks, on_gpu = facts.gpu, plan.num_ranks, plan.device_type == "cuda"
+    info = facts.gpu
+    ranks = plan.num_ranks
+    on_gpu = plan.device_type == "cuda"
     why = info.error or "these flags choose the CPU"
     backend = f"NCCL {facts.nccl}" if on_gpu else f"gloo, because {why}"
     driver = facts.driver or "none"
@@ -192,7 +194,8 @@ def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
         yield check("/dev/shm", free, (facts.shm_free_gib < ranks * SHM_GIB, WARNING, fix))
 
     # cores and disk
-    few, busy = facts.cores < ranks, facts.load > 0.5 * facts.cores
+    few = facts.cores < ranks
+    busy = facts.load > 0.5 * facts.cores
     yield check(
         "cores",
         f"{facts.cores} for {ranks} rank(s), load {facts.load:.1f}",
@@ -235,7 +238,8 @@ def check_run(
             yield check(place, text, (free < TIGHT_SHARE * total, WARNING, fix))
 
     # speed and duration of the training run; a range if the speed is not steady
-    rates, (length, unit) = round_rates(records), budget
+    rates = round_rates(records)
+    length, unit = budget
     steps_per_s = median(record["time/sps"] for record in records)  # summed over all ranks
     total_steps = length * (1.0 if unit == "steps" else steps_per_episode(records))
     problem = unsteady(rates)

@@ -109,9 +109,10 @@ def _state_of(run: RunDir, job: JobState) -> tuple[str, str]:
 def describe(run: Status) -> dict[str, str]:
     """Return the rows to print, as a mapping from the name of a row to its text."""
     done = f"{run['done']:,} of {run['target']:,} {run['unit']}"
+    reason = f": {run['reason']}" if run["reason"] else ""
     rows = {
         "run": run["run_dir"],
-        "state": run["state"] + f": {run['reason']}" * bool(run["reason"]),
+        "state": run["state"] + reason,
         "job": f"{run['env']}, {run['num_ranks']} rank(s), strategy {run['strategy']}",
         "progress": f"iteration {run['iteration']:,}, {done}",
     }

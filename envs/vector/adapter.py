@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,11 +34,16 @@ _LOGGER = logging.getLogger(__name__)
 LAST_ROW = "life/last_row"  # in snapshots of single environments only
 MAX_REWARD = 1e30  # larger rewards are refused, as if they were infinite
 Arrays = tuple[ndarray, ...]  # in the order of STEP_FIELDS
+T = TypeVar("T")
 
 
-def _guarded(method: Callable[..., Any]) -> Any:
+def _guarded(method: Callable[..., T]) -> Callable[..., T]:
     """Return the method, changed so that the adapter's HangWatch watches its calls."""
-    return lambda self, *args: self.watch.call(None, method, self, *args)
+
+    def watched(self: "TorchVectorEnv", *args: object) -> T:
+        return self.watch.call(None, method, self, *args)
+
+    return watched
 
 
 @dataclass(eq=False)
@@ -112,8 +117,11 @@ class TorchVectorEnv(ArrayEnv):
         """Step all environments; return new arrays in the order of STEP_FIELDS."""
         rewards, obs, final_obs, terminated, truncated = self._step_envs(self.decoder(actions))
         if self.previous_action or self.previous_reward:
-            columns = [self.decoder.encode(actions)] * self.previous_action
-            columns += [rewards[:, None].astype(np.float32)] * self.previous_reward
+            columns = []
+            if self.previous_action:
+                columns.append(self.decoder.encode(actions))
+            if self.previous_reward:
+                columns.append(rewards[:, None].astype(np.float32))
             previous = np.concatenate(columns, axis=1)
             # The first observation of an episode has no previous action and reward: set them to 0.
             continues = ~(terminated | truncated)[:, None]  # [B, 1]
@@ -141,8 +149,7 @@ class TorchVectorEnv(ArrayEnv):
 
     def close(self) -> None:
         """Close the environments; log a failure instead of raising it."""
-        for row, env in enumerate(self.env) if isinstance(self.env, list) else [(None, self.env)]:
-            self.watch.close_env(row, env)
+        self.watch.close_env(None, self.env)
         self.watch.close()
 
     # ---- calls into the vector environment
@@ -168,8 +175,13 @@ class TorchVectorEnv(ArrayEnv):
                 raise RowFaultError(None, f"final {fault}") from None
         return rewards, obs, final_obs, terminated, truncated
 
-    _get_env_states = _guarded(lambda self: self.env.get_state())
-    _set_env_states = _guarded(lambda self, state: self.env.set_state(state))
+    @_guarded
+    def _get_env_states(self) -> dict:
+        return self.env.get_state()
+
+    @_guarded
+    def _set_env_states(self, state: Snapshot) -> None:
+        self.env.set_state(state)
 
 
 class OneByOne(TorchVectorEnv):
@@ -204,6 +216,12 @@ class OneByOne(TorchVectorEnv):
         metrics = {name: (pair[0].item(), int(pair[1])) for name, pair in self._metrics.items()}
         self._metrics.clear()
         return metrics
+
+    def close(self) -> None:
+        """Close the environments; log failures instead of raising them."""
+        for row, env in enumerate(self.env):
+            self.watch.close_env(row, env)
+        self.watch.close()
 
     # ---- episodes
 
@@ -243,13 +261,16 @@ class OneByOne(TorchVectorEnv):
             raise RowFaultError(row, f"reward is {reward}")
         self.lives["age"][row] += 1
         truncated = bool(truncated or self.lives["age"][row] == self.max_episode_steps)
-        metrics = info.get("metrics")
-        for name, value in metrics.items() if isinstance(metrics, dict) else ():
+        if isinstance(metrics := info.get("metrics"), dict):
+            self._add_metrics(metrics)
+        self._last_rows[row] = self._row_of(obs, None if terminated or truncated else info)
+        return reward, self._last_rows[row], bool(terminated), truncated
+
+    def _add_metrics(self, metrics: dict) -> None:
+        for name, value in metrics.items():
             with suppress(TypeError, ValueError):  # not a number
                 if math.isfinite(number := float(value)):
                     self._metrics[name] += number, 1
-        self._last_rows[row] = self._row_of(obs, None if terminated or truncated else info)
-        return reward, self._last_rows[row], bool(terminated), truncated
 
     def _row_of(self, obs: Any, info: dict | None) -> ndarray:
         """Encode an observation and, with `info_mask`, append the mask from `info`.

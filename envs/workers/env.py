@@ -21,7 +21,7 @@ from envs.vector.guards import GRACE_S, EnvironmentFaultError
 from envs.vector.layout import Metrics, StepResult
 from envs.vector.tensors import LIFE, STEP_FIELDS, ArrayEnv, Snapshot, step_result
 from envs.workers.host import ask_host
-from envs.workers.worker import STATUS, shared_rows
+from envs.workers.worker import STATUS, MadeEnv, shared_rows
 from rl_dist.process_group.process_ends import how_it_ended
 
 _LOGGER = logging.getLogger(__name__)
@@ -64,7 +64,8 @@ class _Worker:
         since_s = time.monotonic()
         try:
             while not self._poll.poll(1000 * LOOK_S):
-                beats, now_s = int(self.status["beats"]), time.monotonic()
+                beats = int(self.status["beats"])
+                now_s = time.monotonic()
                 if beats != self._beats:
                     self._beats = beats
                     since_s = now_s
@@ -124,9 +125,12 @@ class WorkerEnv(ArrayEnv):
         except BaseException:
             self.close()
             raise
-        self.layout, self.single_action_space, *more = facts[0]
-        self.spaces_json, self.can_snapshot, row_type = more
-        self._rows = shared_rows(self._file.fileno(), self.num_envs, row_type)
+        first: MadeEnv = facts[0]
+        self.layout = first.layout
+        self.single_action_space = first.action_space
+        self.spaces_json = first.spaces_json
+        self.can_snapshot = first.can_snapshot
+        self._rows = shared_rows(self._file.fileno(), self.num_envs, first.row_type)
         self.lives = self._rows["life"]
         self._max_restarts = self.env_restarts
         if self.env_timeout:  # long enough for a worker to end a hanging call itself

@@ -5,22 +5,34 @@ import mmap
 import os
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from logging.handlers import QueueHandler
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from envs import make_vector_env
 from envs.vector.guards import EnvironmentFaultError
+from envs.vector.layout import Layout
+from envs.vector.space_json import Space
 from envs.vector.tensors import LIFE, STEP_FIELDS
 
 # A worker reports its progress in shared memory. "beats" grows while its environments make
 # progress. "number" is 1 + the global number of the environment being called, or 0 between calls.
 STATUS = np.dtype([("beats", "i8"), ("number", "i8")])
+
+
+class MadeEnv(NamedTuple):
+    """Answer to the question "begin": facts about the environments of a worker."""
+
+    layout: Layout
+    action_space: Space
+    spaces_json: str
+    can_snapshot: bool
+    row_type: np.dtype  # fields of a shared row
 
 
 def shared_rows(file: int, count: int, row_type: np.dtype) -> np.ndarray:
@@ -30,15 +42,23 @@ def shared_rows(file: int, count: int, row_type: np.dtype) -> np.ndarray:
 
 
 class Worker:
-    """Answers the rank's questions, which name methods of this class or its adapter."""
+    """Answers the rank's questions; each names one of the `_handlers`."""
 
     def __init__(self, files: Sequence[int]) -> None:
         """Open the three descriptors: connection to the rank, status file, shared rows."""
-        connection, status_file, self._rows_file = files
+        connection, status_file, rows_file = files
+        self._rows_file = rows_file
         self._connection = Connection(connection)
         self._sending = threading.Lock()
         self._status = shared_rows(status_file, 1, STATUS)
         self._env: Any = None  # the TorchVectorEnv that `begin` makes
+        self._handlers: dict[str, Callable[..., object]] = {
+            "begin": self.begin,
+            "begin_again": self.begin_again,
+            "reset": self.reset,
+            "step": self.step,
+            "close": lambda: None,  # `begin` may have failed
+        }
 
     def run(self) -> None:
         """Answer questions until the question "close" or until the rank has ended."""
@@ -50,8 +70,7 @@ class Worker:
                 return
             value = problem = None
             try:
-                if self._env or name != "close":  # `begin` may have failed
-                    value = getattr(self if hasattr(self, name) else self._env, name)(*args)
+                value = self._handlers[name](*args)
             except (EnvironmentFaultError, ValueError) as error:
                 problem = error
             self._status["number"] = 0
@@ -64,8 +83,8 @@ class Worker:
         with self._sending, suppress(OSError):
             self._connection.send((kind, content))
 
-    def begin(self, rows: slice, num_rows: int, options: dict) -> tuple[Any, ...]:
-        """Make the environments of these rows; return their layout, spaces and row type.
+    def begin(self, rows: slice, num_rows: int, options: dict) -> MadeEnv:
+        """Make the environments of these rows.
 
         Args:
             num_rows: number of environments in all workers together.
@@ -80,7 +99,8 @@ class Worker:
         np.random.seed(first % 2**32)  # noqa: NPY002  # old environments use this generator
         torch.manual_seed(first)
         env: Any = make_vector_env(**options, end=self._end, heartbeat=self._beat)
-        actions, row = env.single_action_space, (env.layout.size,)
+        actions = env.single_action_space
+        row = (env.layout.size,)
         row_type = np.dtype(
             [
                 ("actions", "f8" if actions.dtype.kind == "f" else "i8", actions.shape),
@@ -96,7 +116,9 @@ class Worker:
         self._rows = shared_rows(self._rows_file, num_rows, row_type)[rows]
         env.lives = self._rows["life"]
         self._env = env
-        return env.layout, actions, env.spaces_json, env.can_snapshot, row_type
+        for name in ("take_metrics", "get_arrays", "set_arrays", "close"):
+            self._handlers[name] = getattr(env, name)
+        return MadeEnv(env.layout, actions, env.spaces_json, env.can_snapshot, row_type)
 
     def begin_again(self, rows: slice, num_rows: int, options: dict) -> None:
         """Make the environments of a worker that died, and continue its work."""

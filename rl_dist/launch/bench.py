@@ -27,7 +27,9 @@ from rl_dist.process_group.world import World, close_world, open_world
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 
-WORK_S, WARM_UP, REPEATS = 0.004, 3, 12
+WORK_S = 0.004
+WARM_UP = 3
+REPEATS = 12
 RUN = """import json, sys
 from rl_dist.launch.bench import run_rank
 from rl_dist.launch.ranks import launch
@@ -103,7 +105,8 @@ def _last_arrival_s(num_bytes: int, world: World) -> float:
     waits_s = []
     for _ in range(WARM_UP + REPEATS):
         # Compute before each reduction, so that caches are as cold as in training.
-        until_s, product = time.perf_counter() + WORK_S, matrix
+        until_s = time.perf_counter() + WORK_S
+        product = matrix
         while time.perf_counter() < until_s:
             product = (product @ product).tanh()
         loss = wrapped(gradient).sum()

@@ -105,7 +105,8 @@ class ResolvedLaunch:
     @property
     def place(self) -> str:
         """The number of ranks and their device, for messages and comparisons."""
-        return f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)} on {self.device_type}"
+        ranks = "rank" if self.num_ranks == 1 else "ranks"
+        return f"{self.num_ranks} {ranks} on {self.device_type}"
 
 
 def resolve(config: LaunchConfig, root: Path = Path("/")) -> ResolvedLaunch:
@@ -219,8 +220,12 @@ def resolve_launch(config: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch, 
         try:
             resolved = resolve(_with_mode(config, mode) if problems else config)
             if config.fallback and resolved.num_ranks > 1 and "RANK" not in os.environ:
-                kind, gpu_ids = resolved.device_type, resolved.gpu_ids
-                time_reductions(resolved.num_ranks, [PROBE_BYTES], kind, gpu_ids=gpu_ids)
+                time_reductions(
+                    resolved.num_ranks,
+                    [PROBE_BYTES],
+                    resolved.device_type,
+                    gpu_ids=resolved.gpu_ids,
+                )
             break
         except (ValueError, ChildError) as error:
             if mode == "none" or not config.fallback:
@@ -238,5 +243,5 @@ def _with_mode(config: LaunchConfig, mode: Mode) -> LaunchConfig:
     config = replace(config, strategy=mode, chosen_strategy="", gradient_compression="none")
     if mode != "none" or "RANK" in os.environ:
         return config
-    num_gpus, gpu_ids = int(config.num_gpus != 0), config.gpu_ids.split(",")[0]
-    return replace(config, num_gpus=num_gpus, gpu_ids=gpu_ids)
+    num_gpus = 1 if config.num_gpus else 0
+    return replace(config, num_gpus=num_gpus, gpu_ids=config.gpu_ids.split(",")[0])

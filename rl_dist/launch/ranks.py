@@ -105,7 +105,8 @@ def run_guarded(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
         return RankReport(int(fn(*args) or 0), rank)
     except BaseException as error:  # including SystemExit, which the user's code may raise
         logger.exception("rank %d failed", rank)
-        failure = RankReport(1, rank, failed=True, consequence=2 * connection_broke(error))
+        consequence = 2 if connection_broke(error) else 0
+        failure = RankReport(1, rank, failed=True, consequence=consequence)
         if isinstance(error, ValueError):
             failure.summary = one_line(error, LONGEST_SUMMARY, named=False)
             failure.exit_code = getattr(error, "exit_code", 2)
@@ -164,7 +165,9 @@ class LocalJob:
 
     def run(self, restarts: int) -> RankReport:
         """Start all ranks, wait for them and return one report for the whole job."""
-        self.processes, self.pages, self.silent = [], [], []
+        self.processes = []
+        self.pages = []
+        self.silent = []
         store = os.memfd_create("store")
         with tempfile.TemporaryDirectory(prefix="rl_dist_") as job_dir:
             # Keep the store in memory: on a full disk, a record could be written only in part, and
@@ -245,9 +248,10 @@ class LocalJob:
         reported_cause = failed and failed[0].consequence == 0
         if self.silent and not reported_cause:
             rank = self.silent[0]
-            code, pid = self.processes[rank].exitcode or 0, self.processes[rank].pid
-            summary = f"rank {rank} (process {pid}) {how_it_ended(code)}"
-            return RankReport(1 + (code == SCRIPT_RAN_AGAIN), rank, True, summary)
+            process = self.processes[rank]
+            code = process.exitcode or 0
+            summary = f"rank {rank} (process {process.pid}) {how_it_ended(code)}"
+            return RankReport(2 if code == SCRIPT_RAN_AGAIN else 1, rank, True, summary)
         if failed:
             return failed[0]
         return RankReport(max(report.exit_code for report in reports))

@@ -118,9 +118,12 @@ def _conclude(child: int, facts: dict[str, Any], code: int, stop: StopFlag) -> i
 
     Print how the child died, complete state.json and send the event `failed`.
     """
-    run_dir, error, signum = facts.get("run_dir", ""), "", max(0, -code)
-    if "exit_code" in facts:
-        code, signum = facts["exit_code"], 0  # ignore failures after this report
+    run_dir = facts.get("run_dir", "")
+    error = ""
+    signum = max(0, -code)
+    if "exit_code" in facts:  # ignore failures after this report
+        code = facts["exit_code"]
+        signum = 0
         error = facts.get("summary", "")  # the child has already printed this error
     elif not facts.get("ended_in_order") or code < 0:
         if stop.signum and (stop.insists or signum in STOP_SIGNALS):

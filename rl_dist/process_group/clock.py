@@ -56,7 +56,8 @@ class StepClock:
 
     def start(self) -> None:
         """Forget all marks and begin the first phase."""
-        self._marks, self._waited = [], []
+        self._marks = []
+        self._waited = []
         self.mark("")
 
     def mark(self, phase: str) -> None:

@@ -45,12 +45,14 @@ def check_variables() -> None:
     if "LOCAL_WORLD_SIZE" in os.environ:
         _number("LOCAL_WORLD_SIZE")
     if "RANK" in os.environ:
-        rank, size = _number("RANK"), _number("WORLD_SIZE")
+        rank = _number("RANK")
+        size = _number("WORLD_SIZE")
         if rank >= size:
             raise ValueError(f"RANK is {rank}, but WORLD_SIZE is {size}: ranks are numbered from 0")
         if size > 1:
             _number("LOCAL_RANK")
-            port, host = _number("MASTER_PORT"), os.environ.get("MASTER_ADDR", "")
+            port = _number("MASTER_PORT")
+            host = os.environ.get("MASTER_ADDR", "")
             try:
                 socket.getaddrinfo(host, port)
             except (OSError, UnicodeError) as error:  # UnicodeError: the name is too long
@@ -144,7 +146,8 @@ def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
         store: dist.Store = dist.FileStore(f"{job_dir}/store_{elastic_count(RESTART_COUNT)}", size)
         store.set_timeout(timeout)
         return store
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     hosted_here = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     deadline_s = time.monotonic() + timeout_s
     try:

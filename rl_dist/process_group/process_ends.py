@@ -41,6 +41,10 @@ class StopFlag:
     """
 
     def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget all signals, and the handlers that `install` replaced."""
         self.signum = 0
         self.notice = ""  # printed when the first signal arrives
         self._second_ends = False
@@ -79,7 +83,7 @@ class StopFlag:
         """Restore the handlers that `install` replaced, and forget all signals."""
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
-        vars(self).update(vars(StopFlag()))
+        self._forget()
 
     def count(self, signum: int) -> None:
         """Count a signal, unless it comes from the same key press as the last signal."""
@@ -87,7 +91,8 @@ class StopFlag:
         if now_s - self._counted_s < SAME_KEYPRESS_S:
             return
         self._counted_s = now_s
-        self._demands += signum in (signal.SIGINT, signal.SIGTERM)
+        if signum in (signal.SIGINT, signal.SIGTERM):
+            self._demands += 1
         self.signum = self.signum or signum
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:

@@ -106,16 +106,19 @@ class Verdicts:
             now_s: the current time. The caller must call this method every `period_s` seconds.
         """
         if own != self._own:
-            self._own, self._since_s, self._heard_s, self._looks = own, now_s, now_s, 0
+            self._own = own
+            self._since_s = self._heard_s = now_s
+            self._looks = 0
             self._seen.clear()
         self._looks += 1
         if messages is not None:
             self._heard_s = now_s
             self._seen = {item: self._seen.get(item, now_s) for item in messages.items()}
-        limit_s, flag = self.timeout_s, "--collective_timeout"
+        limit_s = self.timeout_s
+        limit = f"(--collective_timeout {limit_s:g})"
         if own.phase == STARTUP:
-            limit_s, flag = self.startup_timeout_s, "--startup_timeout"
-        limit = f"({flag} {limit_s:g})"
+            limit_s = self.startup_timeout_s
+            limit = f"(--startup_timeout {limit_s:g})"
         if own.place:
             return self._waits_for_nothing(own, now_s, limit_s, limit)
         worked_s = (self._looks - 1) * self.period_s
@@ -191,7 +194,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closed.wait(self._verdicts.period_s):
-            own, messages, self._messages = replace(self.doing), self._messages, None
+            own = replace(self.doing)
+            messages, self._messages = self._messages, None
             problem = self._verdicts.look(own, messages, time.monotonic())
             if not problem or self._closed.is_set():
                 continue
@@ -199,4 +203,4 @@ class Watchdog:
             logger.info("the main thread is at\n%s", "".join(traceback.format_stack(frame)))
             if not own.place:
                 problem += f", at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            end_rank(problem, consequence=int(bool(own.place)))
+            end_rank(problem, consequence=1 if own.place else 0)

@@ -139,7 +139,8 @@ class World:
 
     def forget_waits(self) -> None:
         """Reset `sync_seconds` and `gradient_seconds` to 0."""
-        self.sync_waits, self.gradient_waits = [], []
+        self.sync_waits = []
+        self.gradient_waits = []
 
     @contextmanager
     def _in_collective(self, place: str) -> Iterator[None]:

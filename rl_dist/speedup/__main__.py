@@ -94,7 +94,8 @@ def estimate_training_speedup(flags: Sequence[str] = (), **options: Any) -> Spee
         UserError: wrong arguments, or flags that training refuses.
         ChildError: a short run failed, or its speed kept changing.
     """
-    load, cores = os.getloadavg()[0], available_cores()  # before the short runs add to the load
+    load = os.getloadavg()[0]  # before the short runs add to it
+    cores = available_cores()
     chosen = SpeedupOptions(**options)
     device = chosen.device
     if device == "auto":

@@ -130,7 +130,8 @@ def fit_link(ranks: int, measured_s: Mapping[int, float]) -> Link:
         ranks: number of ranks that took part in the measured all-reduces.
         measured_s: seconds of an all-reduce for each number of bytes.
     """
-    small, large = min(measured_s), max(measured_s)
+    small = min(measured_s)
+    large = max(measured_s)
     # prevent negative values of slope and latency, which measurement noise can cause
     byte_s = max(1e-15, (measured_s[large] - measured_s[small]) / (large - small))
     # assume that the small all-reduce used the tree algorithm, see `all_reduce_s`

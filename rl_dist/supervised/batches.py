@@ -65,7 +65,8 @@ def shared_batches(
     Args:
         seed: seed for the order of the samples and for the workers; `epoch` is combined with it.
     """
-    rank, ranks = world.rank, world.size
+    rank = world.rank
+    ranks = world.size
     size: Any = loader.batch_size
     sampler: Any = copy.copy(loader.sampler)
     sampler.generator = torch.Generator().manual_seed(seed + epoch)

@@ -23,14 +23,16 @@ logger = logging.getLogger(__name__)
 LIMIT_S = 20.0  # longest wait for running commands at the end of a run
 LONGEST_MESSAGE = 4000  # maximum number of characters in a message; the rest is cut off
 
-_command, _run_dir = "", ""
+_command = ""
+_run_dir = ""
 _running: list[tuple[str, subprocess.Popen[str]]] = []  # event and process of each started command
 
 
 def configure(command: str, run_dir: str | Path) -> None:
     """Set the command that `notify` runs for the run in `run_dir`; "" means none."""
     global _command, _run_dir
-    _command, _run_dir = command, str(run_dir)
+    _command = command
+    _run_dir = str(run_dir)
 
 
 def notify(kind: str, message: str = "", **facts: Any) -> None:

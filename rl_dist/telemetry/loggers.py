@@ -33,7 +33,9 @@ class GuardedLogger:
     ) -> None:
         """Wrap three functions, which write scalars, finish the log and flush the log."""
         self.name = name
-        self._write, self._finish, self._flush = write, finish, flush
+        self._write = write
+        self._finish = finish
+        self._flush = flush
         self._has_ended = False
 
     def write(self, record: Record, step: int) -> None:

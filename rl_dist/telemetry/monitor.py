@@ -51,7 +51,8 @@ class Monitor:
         If the name contains "peak", return the maximum; if it contains "free", the minimum. A
         value without samples is None.
         """
-        samples, self._samples = self._samples, []
+        samples = self._samples
+        self._samples = []
         merged: Values = {}
         for name in list(self._names):
             values = [value for sample in samples if (value := sample.get(name)) is not None]
@@ -105,4 +106,7 @@ def sources_of(device: torch.device) -> list[Source]:
         gpu = read_gpu(device.index or 0)
         return {f"gpu/{name}": getattr(gpu, name) for name in GPU_FIELDS}
 
-    return [read_host, read_core_wait, *[read_device] * (device.type == "cuda")]
+    sources = [read_host, read_core_wait]
+    if device.type == "cuda":
+        sources.append(read_device)
+    return sources

@@ -42,7 +42,8 @@ class Profiler:
     """Traces the sections and operators of one iteration of this rank."""
 
     def __init__(self, run_dir: Path, world: World) -> None:
-        self._run_dir, self._world = run_dir, world
+        self._run_dir = run_dir
+        self._world = world
         self._number = 0  # number of iterations that this process has begun
         # prevent the tracer from printing on stderr that it starts and stops
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")

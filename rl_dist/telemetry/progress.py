@@ -31,7 +31,8 @@ class RecentReturns:
 
     def add(self, record: Record) -> float | None:
         """Add the record of an iteration; return the mean, or None without episodes."""
-        count, mean = record.get("episode/count"), record.get("episode/return")
+        count = record.get("episode/count")
+        mean = record.get("episode/return")
         if count and mean is not None:
             self._latest.append((count, mean))
             self.num_episodes += count
