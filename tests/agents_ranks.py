@@ -421,7 +421,7 @@ def count_small_collectives(out_dir):
         def write(self, record, *, done):
             calls.append((world.doing.calls, int(record["optim/steps"])))
 
-    train(Training(job, world), Counting(), StopFlag())
+    run_loop(Training(job, job.make_env, world), Counting())
     (before, _), (after, steps) = calls[1:]
     Path(out_dir, f"calls_{world.rank}").write_text(json.dumps([after - before, steps]))
     close_world()
