@@ -8,6 +8,7 @@ can be imported from this package; each module is loaded when one of its names i
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -28,7 +29,9 @@ class _Finder:
     """Finds the user's `envs.my_env`, although `envs` is a package of this program."""
 
     @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: object = None
+    ) -> ModuleSpec | None:
         """Find a claimed package, or a module that a package of ours does not have itself."""
         package = name.rpartition(".")[0]
         folders = [ROOT] if name in _claimed else users_folders(package)

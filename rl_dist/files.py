@@ -115,7 +115,7 @@ def read_tail(path: Path) -> bytes:
         return file.read(TAIL_BYTES)
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> Record:
     """Return the JSON object in a regular file.
 
     Raises:

@@ -100,7 +100,7 @@ def fields_of(section: Any) -> dict[str, FieldInfo]:
     return {name: field for name, field in fields if field.description}
 
 
-def changed(sections: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def changed(sections: Mapping[str, Any], values: Mapping[str, object]) -> dict[str, Any]:
     """Return copies of the sections, with the fields in `values` set to these values."""
     return {
         heading: dataclasses.replace(
@@ -118,7 +118,7 @@ def allowed(field: FieldInfo) -> str:
     return ", ".join(choices) or "..".join(map(str, limits)) or "text"
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Format a value for users, for example True as on."""
     return {"True": "on", "False": "off", "": "none"}.get(str(value), str(value))
 
@@ -197,7 +197,7 @@ def _parse_known(parser: CommandParser, argv: list[str]) -> argparse.Namespace:
     return namespace
 
 
-def _canonical(word: str, flags: Mapping[str, Any]) -> str:
+def _canonical(word: str, flags: Mapping[str, object]) -> str:
     """Replace hyphens in a flag's name by underscores, and --no-x by --x=false."""
     name, equals, value = word.partition("=")
     if not name.startswith("--"):

@@ -79,13 +79,13 @@ def _is_equal(left: Any, right: Any, tolerance: float) -> bool:
     return torch.equal(as_bytes(left), as_bytes(right))
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype} {list(value.shape)} with sum {value.double().sum():.17g}"
     return f"{value!r:.80}"
 
 
-def result_of(run_dir: Path) -> dict[str, Any]:
+def result_of(run_dir: Path) -> dict[str, object]:
     """Return the metrics of a run and the values in its last checkpoint, by name.
 
     The configuration, the times and the per-rank metrics are omitted, because they may differ

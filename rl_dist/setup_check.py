@@ -16,16 +16,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
 from rl_dist.errors import one_line
+from rl_dist.files import Record
 from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.child import (
     ChildError,
     ChildTimeoutError,
-    Record,
     measure_short_runs,
     round_rates,
     unsteady,
@@ -79,7 +78,7 @@ def check_setup(
     flags: Sequence[str],
     run_dir: Path,
     budget: tuple[int, str],
-    figures: dict[str, Any],
+    figures: Record,
 ) -> Iterator[Check]:
     """Yield the result of each check of a planned run as soon as it is available.
 
@@ -218,7 +217,7 @@ def check_run(
     records: Sequence[Record],
     facts: Facts,
     budget: tuple[int, str],
-    figures: dict[str, Any],
+    figures: Record,
 ) -> Iterator[Check]:
     """Check the memory use and the speed of a short run; add them to `figures`."""
     # memory: the highest use by a single rank, and the smallest amount that remained free

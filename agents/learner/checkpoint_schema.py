@@ -1,11 +1,11 @@
 """Name the entries of a training run's checkpoints, with their types and ranges."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Json
 from torch import Tensor
 
-from rl_dist.checkpoint.content import Count, OptimizerState, Schema, Tensors
+from rl_dist.checkpoint.content import Count, OptimizerState, Schema, State, Tensors
 
 
 class RunSchema(Schema):
@@ -22,7 +22,7 @@ class RunSchema(Schema):
     bad_in_a_row: Count
     policy: Tensors
     optimizer: OptimizerState
-    strategy: dict[str, dict[str, Any]]
+    strategy: dict[str, State]
     normalizers: Tensors
     carry: Tensors
     environments: dict[str, Tensor] | None
@@ -30,6 +30,6 @@ class RunSchema(Schema):
     num_actions: Count
     action_sizes: list[Count]
     discrete: bool
-    layout: Json[list[Any]]
-    config: Json[dict[str, dict[str, Any]]]
-    spaces: Literal[""] | Json[list[Any]]
+    layout: Json[list]
+    config: Json[dict[str, dict]]
+    spaces: Literal[""] | Json[list]

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from envs.task import Counts
 from envs.vector.layout import Layout
 from envs.vector.space_json import from_json
 from envs.vector.spaces import ActionDecoder, ObservationEncoder
-from rl_dist.checkpoint.content import FitSchema, Schema, tensors_in
+from rl_dist.checkpoint.content import FitSchema, Schema, State, tensors_in
 from rl_dist.checkpoint.store import (
     BEST_FILE,
     CHECKPOINT_DIR,
@@ -249,13 +249,13 @@ def check_initial(config: TrainConfig, policy: Policy) -> None:
 # ---- comparisons
 
 
-def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+def differences(now: Mapping[str, object], before: Mapping[str, object]) -> list[str]:
     """Describe each value that differs from the checkpoint; None means missing."""
     pairs = [(name, now.get(name), before.get(name)) for name in sorted({*now, *before})]
     return [f"{name} {new} (the checkpoint has {old})" for name, new, old in pairs if new != old]
 
 
-def spaces_of(state: Mapping[str, Any]) -> tuple[Layout, spaces.Space]:
+def spaces_of(state: State) -> tuple[Layout, spaces.Space]:
     """Return the observation layout and the action space stored in a checkpoint."""
     layout = Layout.from_json(state["layout"])
     number = state["num_actions"]

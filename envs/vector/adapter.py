@@ -155,11 +155,11 @@ class TorchVectorEnv(ArrayEnv):
     # ---- calls into the vector environment
 
     @_guarded
-    def _reset_envs(self, seeds: Any) -> ndarray:
+    def _reset_envs(self, seeds: Sequence[int]) -> ndarray:
         return self.encoder(self.env.reset(seed=seeds)[0], self.num_envs)
 
     @_guarded
-    def _step_envs(self, actions: Any) -> Arrays:
+    def _step_envs(self, actions: object) -> Arrays:
         raw_obs, raw_rewards, *flags, info = self.env.step(actions)
         obs = self.encoder(raw_obs, self.num_envs)
         rewards = np.array(raw_rewards, np.float64).reshape(self.num_envs)
@@ -225,7 +225,7 @@ class OneByOne(TorchVectorEnv):
 
     # ---- episodes
 
-    def _reset_envs(self, seeds: Any) -> ndarray:
+    def _reset_envs(self, seeds: Sequence[int]) -> ndarray:
         self._first_rows = {}
         return np.stack([self._first_row(row, seed) for row, seed in enumerate(seeds)])
 
@@ -241,7 +241,7 @@ class OneByOne(TorchVectorEnv):
         obs, info = self.env[row].reset(seed=seed)
         self._first_rows[row] = self._row_of(obs, info)
 
-    def _step_envs(self, actions: Any) -> Arrays:
+    def _step_envs(self, actions: object) -> Arrays:
         outcomes = []
         for row, action in enumerate(iterate(self._actions_space, actions)):
             outcome = None
@@ -254,7 +254,7 @@ class OneByOne(TorchVectorEnv):
             outcomes.append((reward, obs, final_row, terminated, truncated))
         return tuple(np.array(column) for column in zip(*outcomes, strict=True))
 
-    def _step(self, row: int, action: Any) -> tuple[float, ndarray, bool, bool]:
+    def _step(self, row: int, action: object) -> tuple[float, ndarray, bool, bool]:
         obs, reward, terminated, truncated, info = self.env[row].step(action)
         reward = np.asarray(reward, np.float64).item()
         if not abs(reward) <= MAX_REWARD:  # refuses NaN, too
@@ -272,7 +272,7 @@ class OneByOne(TorchVectorEnv):
                 if math.isfinite(number := float(value)):
                     self._metrics[name] += number, 1
 
-    def _row_of(self, obs: Any, info: dict | None) -> ndarray:
+    def _row_of(self, obs: object, info: dict | None) -> ndarray:
         """Encode an observation and, with `info_mask`, append the mask from `info`.
 
         If `info` is None, the observation is the last of its episode: no mask is read.
@@ -288,9 +288,9 @@ class OneByOne(TorchVectorEnv):
 
     # ---- restarts
 
-    def _restarting(self, row: int, call: Callable[..., Any], *args: Any) -> Any:
+    def _restarting(self, row: int, call: Callable[..., T], *args: object) -> T | None:
         """Call into an environment; on failure, rebuild the environment and return None."""
-        attempt: Callable[[], Any] = partial(call, row, *args)
+        attempt: Callable[[], T | None] = partial(call, row, *args)
         while True:  # each failure uses up one restart
             try:
                 return self.watch.call(row, attempt)

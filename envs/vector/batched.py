@@ -27,7 +27,7 @@ from numpy import ndarray
 Outcome = tuple[ndarray, ndarray]  # rewards and terminated, each [B]
 
 
-def has_snapshots(env: Any) -> bool:
+def has_snapshots(env: object) -> bool:
     """Return whether an environment has get_state and set_state."""
     return hasattr(env, "get_state") and hasattr(env, "set_state")
 

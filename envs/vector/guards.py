@@ -23,11 +23,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from envs.vector.spaces import RowFaultError
 from rl_dist.errors import one_line, text_of
 
+T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
 GRACE_S = 5.0  # time from step 1 to step 2, and from step 2 to step 3, of the list above
 MIN_FAULTHANDLER_S = 30.0
@@ -98,7 +99,7 @@ class HangWatch:
                 signal.signal(_SIGNAL, self._interrupt)
             threading.Thread(target=self._watch, name="environment watch", daemon=True).start()
 
-    def call(self, row: int | None, function: Callable[..., Any], *args: Any) -> Any:
+    def call(self, row: int | None, function: Callable[..., T], *args: object) -> T:
         """Call a function of the environment in one row; row None means all rows.
 
         Raises:
@@ -162,7 +163,7 @@ class HangWatch:
         faulthandler.cancel_dump_traceback_later()
 
     @staticmethod
-    def _interrupt(*_: Any) -> None:
+    def _interrupt(*_: object) -> None:
         """Handle the signal: raise HungError unless the hanging call has returned."""
         watch = HangWatch.newest
         if watch and watch._started_s and watch._started_s == watch._interrupted_s:

@@ -8,7 +8,7 @@ from gymnasium import spaces
 
 Space = Any  # a Gymnasium space
 # Supported space types, and the constructor arguments that `to_json` saves for each type.
-ARGUMENTS: dict[type[Any], tuple[str, ...]] = {
+ARGUMENTS: dict[type, tuple[str, ...]] = {
     spaces.Dict: ("spaces",),
     spaces.Tuple: ("spaces",),
     spaces.Box: ("low", "high", "shape", "dtype"),
@@ -40,7 +40,7 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, np.dtype) else value.tolist()
 
 
-def _space(plain: dict) -> Any:
+def _space(plain: dict) -> object:
     """Turn a JSON object into a space, or into the (key, space) pairs of a Dict."""
     name = plain.get("kind")
     if not isinstance(name, str):

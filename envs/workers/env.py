@@ -34,7 +34,7 @@ class _Worker:
 
     def __init__(self, rows: slice) -> None:
         self.rows = rows
-        self.question: tuple[Any, ...] = ("begin",)  # last question: method name and arguments
+        self.question: tuple[object, ...] = ("begin",)  # last question: method name and arguments
 
     def start(self, file: int) -> None:
         """Start the process; `file` is the memory file with the rows of all workers."""
@@ -50,7 +50,7 @@ class _Worker:
         self.last_words = ""  # one line that gives the reason, if the worker ended itself
         self._end = ""
 
-    def send(self, message: Any) -> None:
+    def send(self, message: object) -> None:
         """Send a message; discard it if the process has ended."""
         with suppress(OSError):
             self._connection.send(message)
@@ -207,13 +207,13 @@ class WorkerEnv(ArrayEnv):
 
     # ---- questions and answers
 
-    def _ask_all(self, *question: Any) -> list[Any]:
+    def _ask_all(self, *question: object) -> list[Any]:
         """Ask all workers the same question; return their answers in order of rows."""
         for worker in self.workers:
             self._ask(worker, question)
         return self._answers(self.workers)
 
-    def _ask(self, worker: _Worker, question: tuple[Any, ...]) -> None:
+    def _ask(self, worker: _Worker, question: tuple[object, ...]) -> None:
         worker.question = question
         worker.send(question)
 

@@ -78,7 +78,7 @@ class Worker:
             if problem or name != "begin_again":
                 self._send("reply", (problem, value))
 
-    def _send(self, kind: str, content: Any) -> None:
+    def _send(self, kind: str, content: object) -> None:
         """Send a message from any thread; discard it if the rank has ended."""
         with self._sending, suppress(OSError):
             self._connection.send((kind, content))

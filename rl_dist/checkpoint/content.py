@@ -38,7 +38,7 @@ class _Group(_Entries):
 class OptimizerState(_Entries):
     """State of an optimizer of torch."""
 
-    state: dict[Count, dict[str, Any]]
+    state: dict[Count, State]
     param_groups: Annotated[list[_Group], Field(min_length=1)]
 
 
@@ -55,7 +55,7 @@ class Schema(_Entries):
 
     measured: dict[str, float] = {}
     forms: dict[str, str] = {}
-    config: Json[dict[str, dict[str, Any]]] = {}
+    config: Json[dict[str, dict]] = {}
 
     @classmethod
     def describes(cls, state: State) -> bool:
@@ -73,11 +73,11 @@ class FitSchema(Schema):
     best_epoch: Count
     bad_in_a_row: Count
     best_loss: float
-    history: list[dict[str, Any]]
-    module: dict[str, Any]
+    history: list[State]
+    module: State
     optimizer: OptimizerState
-    strategy: dict[str, dict[str, Any]]
-    extra: dict[str, Any]
+    strategy: dict[str, State]
+    extra: State
 
 
 _COUNTS = TypeAdapter(dict[str, Count])
@@ -86,7 +86,7 @@ _COUNTS = TypeAdapter(dict[str, Count])
 # ---- checks
 
 
-def flatten(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(value: Any, place: str = "") -> Iterator[tuple[str, object]]:
     """Yield (path, value) for each value in nested dicts, lists and tuples.
 
     An empty container counts as a value. Dict keys that a checkpoint cannot store are yielded, too.
@@ -103,12 +103,12 @@ def flatten(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
         yield from flatten(entry, inner)
 
 
-def tensors_in(state: Any) -> dict[str, Tensor]:
+def tensors_in(state: object) -> dict[str, Tensor]:
     """Return the tensors in nested dicts, lists and tuples, as path -> tensor."""
     return {name: value for name, value in flatten(state) if isinstance(value, Tensor)}
 
 
-def check_plain(state: Any) -> None:
+def check_plain(state: object) -> None:
     """Refuse a value that `torch.load(weights_only=True)` would not return unchanged."""
     for place, value in flatten(state):
         is_empty = isinstance(value, dict) or type(value) in (list, tuple)
@@ -117,7 +117,7 @@ def check_plain(state: Any) -> None:
             raise CheckpointError(f"{place} is a {kind}: convert it to a tensor or a plain value")
 
 
-def check_state(state: Any, schema: type[Schema] = Schema) -> None:
+def check_state(state: object, schema: type[Schema] = Schema) -> None:
     """Refuse a state whose entries are missing, of a wrong type, out of range or NaN.
 
     Args:

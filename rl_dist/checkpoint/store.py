@@ -33,7 +33,7 @@ from rl_dist.checkpoint.content import (
     forms_of,
 )
 from rl_dist.errors import UserError, one_line
-from rl_dist.files import log_once, plain_file, read_plain, remove, replace_file
+from rl_dist.files import Record, log_once, plain_file, read_plain, remove, replace_file
 from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import BEST_FILE, CHECKPOINT_DIR
@@ -280,7 +280,7 @@ class Best:
                 values = [saved[name] for name in names if name in saved] + values
         self.value: float = all_gather_json(values[0], world)[0]
 
-    def update(self, metrics: Mapping[str, Any]) -> bool:
+    def update(self, metrics: Record) -> bool:
         """Return True if the metric is the best so far; every rank must call this."""
         name = next((name for name in self.names if name in metrics), "")
         value: Any = all_gather_json(metrics[name], self.world)[0] if name else None

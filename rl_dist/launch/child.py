@@ -200,7 +200,7 @@ def launch_distributed_training(
     )
 
 
-def as_flags(named: Mapping[str, Any]) -> list[str]:
+def as_flags(named: Mapping[str, object]) -> list[str]:
     """Convert keyword arguments to command-line flags; omit flags that are None."""
     flags = []
     for name, value in named.items():

@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -98,7 +97,7 @@ class RankReport:
 # ---- in a rank
 
 
-def run_guarded(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
+def run_guarded(fn: RankFunction, args: tuple[object, ...]) -> RankReport:
     """Run `fn(*args)`; return a report with its exit code and error."""
     rank = int(os.environ.get("RANK", 0))
     try:
@@ -118,7 +117,7 @@ def run_guarded(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
 
 def run_as_rank(
     fn: RankFunction,
-    args: tuple[Any, ...],
+    args: tuple[object, ...],
     variables: Mapping[str, str],
     page: ReportPage,
     parent_pid: int,
@@ -154,7 +153,7 @@ class LocalJob:
     """A job whose ranks are new processes on this machine."""
 
     fn: RankFunction
-    args: tuple[Any, ...]
+    args: tuple[object, ...]
     num_ranks: int
     threads: int  # threads of each rank
     directory: RunDir | None
@@ -315,7 +314,7 @@ def launch(fn: RankFunction, args: tuple[Any, ...], num_ranks: int, **options: A
 
 def run_ranks(
     fn: RankFunction,
-    args: tuple[Any, ...],
+    args: tuple[object, ...],
     num_ranks: int,
     *,
     max_restarts: int = 0,
@@ -369,7 +368,7 @@ def run_ranks(
     return report
 
 
-def _run_here(fn: RankFunction, args: tuple[Any, ...]) -> RankReport:
+def _run_here(fn: RankFunction, args: tuple[object, ...]) -> RankReport:
     stop_flag.install(second_ends=True)
     report = run_guarded(fn, args)
     if not report.failed:

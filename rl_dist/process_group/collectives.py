@@ -87,7 +87,7 @@ def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tenso
     return joined if world.is_main_process else None
 
 
-def all_gather_json(obj: Any, world: World) -> list[Any]:
+def all_gather_json(obj: object, world: World) -> list[Any]:
     """Return the JSON-serialisable objects that all ranks passed, in rank order."""
     raw = torch.frombuffer(bytearray(json.dumps(obj).encode()), dtype=torch.uint8)
     return [json.loads(bytes(text.numpy())) for text in _gather_bytes(raw, world)]
@@ -176,7 +176,7 @@ def tensor_hash(*tensors: Tensor) -> str:
 
 
 def check_settings(
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     world: World,
     modules: Mapping[str, Sequence[Path]] = MappingProxyType({}),
 ) -> None:

@@ -143,7 +143,7 @@ class ReportPage:
     def __init__(self) -> None:
         self._text = RawArray("c", PAGE_BYTES)  # this type can be passed to spawned processes
 
-    def write(self, **facts: Any) -> None:
+    def write(self, **facts: object) -> None:
         """Add facts to the shared memory."""
         self._text.value = json.dumps(self.read() | facts).encode()
 
@@ -166,7 +166,7 @@ def report_to(page: ReportPage) -> None:
     _owner = os.getpid()
 
 
-def report(**facts: Any) -> None:
+def report(**facts: object) -> None:
     """Report facts to the watching process, if there is one."""
     if _page is not None and os.getpid() == _owner:
         _page.write(**facts)

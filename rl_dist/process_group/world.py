@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +47,7 @@ _mesh_numbers = itertools.count()
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 stop_flag = StopFlag()  # one per process, because signal handlers belong to the process
-_left_groups: deque[Any] = deque(maxlen=8)  # groups to free later, see `destroy_group`
+_left_groups: deque[object] = deque(maxlen=8)  # groups to free later, see `destroy_group`
 atexit.register(_left_groups.clear)
 
 

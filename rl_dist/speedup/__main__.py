@@ -203,7 +203,7 @@ def as_text(report: SpeedupReport) -> str:
     return "\n".join([report.title, "", table(names, cells), "", *notes, report.advice])
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
     return str(value)

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -54,7 +54,7 @@ def check_shares(loader: DataLoader, world: World, *, training: bool) -> None:
 
 def shared_batches(
     loader: DataLoader, world: World, *, training: bool, seed: int = 0, epoch: int = 0
-) -> Iterator[tuple[int, Any, Any]]:
+) -> Iterator[tuple[int, object, object]]:
     """Yield (number of samples, inputs, targets) of this rank's share of each batch.
 
     The batch size is a total over ranks. In training, batch k of an epoch consists of the same
@@ -106,7 +106,7 @@ def shared_batches(
         world.heartbeat()
 
 
-def _cut(numbers: Any, parts: int) -> list[Any]:
+def _cut(numbers: Sequence[int], parts: int) -> list[Any]:
     """Split a sequence into consecutive parts whose lengths differ by at most 1."""
     bounds = [len(numbers) * part // parts for part in range(parts + 1)]
     return [numbers[first:last] for first, last in itertools.pairwise(bounds)]
@@ -120,7 +120,7 @@ def epoch_seed(seed: int, epoch: int, rank: int) -> int:
 def to_device(batch: Any, device: torch.device | str) -> Any:
     """Move all tensors of a batch, which may be nested, to a device."""
 
-    def can_move(value: Any) -> bool:
+    def can_move(value: object) -> bool:
         return hasattr(value, "to")  # a PackedSequence is moved as a whole
 
     return tree_map(

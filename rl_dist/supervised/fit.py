@@ -5,14 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from rl_dist.checkpoint.content import FitSchema
+from rl_dist.checkpoint.content import FitSchema, State
 from rl_dist.checkpoint.store import BEST_FILE, latest_checkpoint, load_checkpoint, save_agreed
 from rl_dist.errors import UserError, one_line
 from rl_dist.files import check_layout
@@ -109,9 +108,9 @@ class Fitting:
 
     optimizer: torch.optim.Optimizer
     strategy: Strategy
-    scheduler: Any
+    scheduler: LRScheduler | None
     config: FitConfig
-    extra: dict[str, Any]  # settings that must not change when the training is resumed
+    extra: State  # settings that must not change when the training is resumed
     epoch: int = 0  # number of epochs completed so far
     # epoch with the lowest validation loss; without validation, the last epoch
     best_epoch: int = 0
@@ -203,7 +202,7 @@ class Fitting:
         Every rank must call this; if writing the checkpoint fails, every rank raises a UserError.
         """
         world = self.strategy.world
-        state: dict[str, Any] = {name: getattr(self, name) for name in SAVED}
+        state: State = {name: getattr(self, name) for name in SAVED}
         state["module"] = self.strategy.module_state()
         state["optimizer"] = self.strategy.optimizer_state(self.optimizer)
         state["strategy"] = self.strategy.state_dict()
@@ -268,11 +267,11 @@ def fit(
     *,
     validation: DataLoader | None = None,
     metrics: Mapping[str, Metric] | None = None,
-    scheduler: Any = None,
+    scheduler: LRScheduler | None = None,
     config: FitConfig | None = None,
     run_dir: str | Path | None = None,
     resume: bool = False,
-    extra: Mapping[str, Any] | None = None,
+    extra: Mapping[str, object] | None = None,
 ) -> Fitting:
     """Train a module that `strategy` has wrapped; every rank must call this.
 

@@ -37,7 +37,7 @@ class Pass:
     # sums by name; all ranks must have the same names
     sums: dict[str, Any] = field(default_factory=lambda: defaultdict(float, uneven=0.0))
 
-    def loss(self, num_samples: int, inputs: Any, targets: Any) -> Tensor:
+    def loss(self, num_samples: int, inputs: object, targets: object) -> Tensor:
         """Compute a batch's loss in the strategy's precision, and update the sums."""
         with self.strategy.autocast():
             outputs = self.module(inputs)
@@ -60,7 +60,7 @@ class Pass:
         return loss
 
     @torch.no_grad()
-    def check_criterion(self, num_samples: int, outputs: Any, targets: Any) -> None:
+    def check_criterion(self, num_samples: int, outputs: object, targets: object) -> None:
         """Check that the loss of some samples is the mean of their single losses.
 
         The first axis of a tensor can also hold several values of each sample, as flattened texts
@@ -75,7 +75,7 @@ class Pass:
             )
 
         def loss_of(rows: list[int]) -> Tensor:
-            def take(leaf: Any) -> Any:
+            def take(leaf: object) -> object:
                 if not isinstance(leaf, Tensor) or not leaf.ndim or len(leaf) % num_samples:
                     return leaf
                 return leaf.unflatten(0, (num_samples, -1))[rows].flatten(0, 1)

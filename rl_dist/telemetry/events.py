@@ -35,7 +35,7 @@ def configure(command: str, run_dir: str | Path) -> None:
     _run_dir = str(run_dir)
 
 
-def notify(kind: str, message: str = "", **facts: Any) -> None:
+def notify(kind: str, message: str = "", **facts: object) -> None:
     """Run the user's command for an event in the background; never raise an error.
 
     The command receives the event as a JSON object on stdin. It also receives each entry of this
@@ -49,7 +49,11 @@ def notify(kind: str, message: str = "", **facts: Any) -> None:
     """
     if not _command:
         return
-    event = {"event": kind, "message": message[:LONGEST_MESSAGE], "run_dir": _run_dir}
+    event: dict[str, object] = {
+        "event": kind,
+        "message": message[:LONGEST_MESSAGE],
+        "run_dir": _run_dir,
+    }
     event |= {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": socket.gethostname()} | facts
     variables = {f"RL_{name.upper()}": str(fact).replace("\0", " ") for name, fact in event.items()}
     try:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 NO_SCALARS = ("iteration", "global_step", "rank", "epoch")
 # default name of the project; environment variables of Weights & Biases and MLflow override it
 PROJECT = "clstm-ppo"
-Settings = Mapping[str, Mapping[str, Any]]  # values by section and name
+Settings = Mapping[str, Mapping[str, object]]  # values by section and name
 Write = Callable[[dict[str, float], int], object]  # arguments: scalars by name, and a step
 Finish = Callable[[], object]
 
@@ -51,7 +51,7 @@ class GuardedLogger:
         self._call(self._finish)
         self._has_ended = True
 
-    def _call(self, function: Callable[..., object], *args: Any) -> None:
+    def _call(self, function: Callable[..., object], *args: object) -> None:
         if self._has_ended:
             return
         try:

@@ -37,7 +37,7 @@ class NullWriter:
     def say(self, text: str) -> None:
         """Print a line for the user."""
 
-    def update_state(self, **changes: Any) -> None:
+    def update_state(self, **changes: object) -> None:
         """Change fields of state.json; `rl_dist.run_dir.JobState` lists the fields."""
 
     def flush(self) -> None:
@@ -121,7 +121,7 @@ class MetricsWriter(NullWriter):
             self.update_state()
             self._state_s = now_s
 
-    def update_state(self, **changes: Any) -> None:
+    def update_state(self, **changes: object) -> None:
         """Write changes to state.json immediately.
 
         The next call of `write` updates it again, even if STATE_EVERY_S seconds have not passed.
