@@ -302,7 +302,11 @@ class Recording(Training):
 
     def recorded_step(self, minibatch, plans):
         result = self.step(minibatch, plans)
-        first = (result[0].approx_kl, result[0].clip_fraction, self.normalizers.obs.moments.count)
+        first = (
+            result.ppo_approx_kl,
+            result.ppo_clip_fraction,
+            self.normalizers.obs.moments.count,
+        )
         self.firsts.setdefault(self.iteration, [float(number) for number in first])
         return result
 

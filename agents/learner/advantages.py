@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from rl_dist.process_group.world import World
 
 def make_batch(
     rollout: Rollout,
-    order: np.ndarray,  # [epochs, minibatches, sequences]
+    bptt_steps: int,
     normalizers: Normalizers,
     world: World,
     config: PPOConfig,
@@ -34,21 +33,19 @@ def make_batch(
     sums = normalizers.sums(rollout.raw_obs, rollout.discounted_returns)
     sums = all_reduce_sum(sums | rollout_sums(advantages, values, returns), world)
     if config.norm_adv:
-        least = config.min_adv_std * normalizers.return_deviation()
-        advantages = normalize_advantages(advantages, sums, least)
+        min_divisor = config.min_adv_std * normalizers.return_deviation()
+        advantages = normalize_advantages(advantages, sums, min_divisor)
 
-    # cut the rollout into sequences of L steps
-    length = len(values) // len(rollout.initial_states)
+    # cut the rollout into sequences of bptt_steps
     names = ("obs", "actions", "logprobs", "values", "episode_start")
     steps = {name: getattr(rollout, name) for name in names}
     steps |= {"advantages": advantages, "returns": returns}
     return Batch(
         sequences=Minibatch(
             lstm_state=rollout.initial_states.flatten(0, 1),
-            **{name: to_sequences(tensor, length) for name, tensor in steps.items()},
+            **{name: to_sequences(tensor, bptt_steps) for name, tensor in steps.items()},
         ),
-        starts=to_sequences(rollout.host_starts, length).numpy(),
-        order=order,
+        starts=to_sequences(rollout.host_starts, bptt_steps).numpy(),
         num_envs=values.shape[1],
         explained_variance=explained_variance(sums),
         statistics=sums,
@@ -102,15 +99,15 @@ def rollout_sums(advantages: Tensor, values: Tensor, returns: Tensor) -> dict[st
 
 
 def normalize_advantages(
-    advantages: Tensor, sums: Mapping[str, Tensor], least: float | Tensor
+    advantages: Tensor, sums: Mapping[str, Tensor], min_divisor: float | Tensor
 ) -> Tensor:
     """Normalise advantages [T, B] to mean 0 and standard deviation 1 over all ranks.
 
-    `least` is a lower bound for the divisor. If it exceeds the standard deviation of the
-    advantages, the result has a standard deviation below 1.
+    If `min_divisor` exceeds the standard deviation of the advantages, the result has a standard
+    deviation below 1.
     """
     mean, variance = _moments(sums["advantages"])
-    deviation = (variance.clamp(min=0.0).sqrt() + 1e-8).clamp(min=least)
+    deviation = (variance.clamp(min=0.0).sqrt() + 1e-8).clamp(min=min_divisor)
     return ((advantages.double() - mean) / deviation).to(advantages.dtype)
 
 

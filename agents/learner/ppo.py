@@ -20,15 +20,6 @@ from rl_dist.strategies.precision import autocast_dtype
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry import events
 
-# names of the metrics: the fields of LossParts after `total`, in order, and the gradient norm
-METRICS = (
-    "loss/policy",
-    "loss/value",
-    "loss/entropy",
-    "ppo/approx_kl",
-    "ppo/clip_fraction",
-    "optim/grad_norm",
-)
 logger = logging.getLogger(__name__)
 Plans = list[Plan | None]  # one per microbatch, None without memory; empty in a pipeline
 
@@ -146,26 +137,68 @@ def ppo_loss(evaluation: Evaluation, minibatch: Minibatch, config: PPOConfig) ->
     return LossParts(total, policy, value, entropy, approx_kl, clip_fraction)
 
 
+class StepRecord(NamedTuple):
+    """Metrics and flags of one gradient step, or their sums over several steps.
+
+    All values are scalars on the device, so that no step waits for the device. The names of the
+    metrics are those of the fields, with a slash instead of the first underscore.
+    """
+
+    loss_policy: Tensor
+    loss_value: Tensor
+    loss_entropy: Tensor
+    ppo_approx_kl: Tensor
+    ppo_clip_fraction: Tensor
+    optim_grad_norm: Tensor
+    bad: Tensor  # flag: the step was skipped because of NaN or inf
+    taken: Tensor  # flag: the step was not skipped
+
+    def means(self) -> dict[str, Tensor]:
+        """Divide sums by the number of steps taken; return the means by metric name."""
+        sums = self._asdict()
+        del sums["bad"]
+        taken = sums.pop("taken")
+        return {name.replace("_", "/", 1): total / taken for name, total in sums.items()}
+
+
+def stacked(records: list[StepRecord]) -> Tensor:
+    """Return float64 rows [steps, fields of StepRecord]."""
+    values = [value for record in records for value in record]
+    return torch.stack(values).double().view(len(records), -1)
+
+
+def sums_of_taken(steps: Tensor) -> Tensor:
+    """Sum the rows of `stacked` over the steps that were taken, in the order of the steps."""
+    taken = StepRecord(*steps.unbind(1)).taken[:, None] > 0
+    return torch.where(taken, steps, 0.0).cumsum(0)[-1]
+
+
+def check_bad_steps(bad: list[float], taken: list[float], in_a_row: int, limit: int) -> int:
+    """Raise a UserError if more than `limit` bad steps follow one another.
+
+    `bad` and `taken` contain a flag, 0 or 1, of every step. `in_a_row` is the number of bad steps
+    since the last step taken, before these steps; the result is this number after them.
+    """
+    for is_bad, was_taken in zip(bad, taken, strict=True):
+        in_a_row = 0 if was_taken else in_a_row + int(is_bad)
+        if in_a_row > limit:
+            raise UserError(
+                f"loss or gradient was NaN or inf in {in_a_row} steps in a row, more than "
+                f"--max_bad_steps {limit}: lower --learning_rate",
+                exit_code=1,
+            )
+    return in_a_row
+
+
 @dataclass
 class Batch:
-    """Sequences of this rank's rollout, and the minibatch order of every epoch."""
+    """Sequences of this rank's rollout."""
 
     sequences: Minibatch  # [L, K * B, ...]
     starts: np.ndarray  # [L, K * B] episode starts, on the host
-    order: np.ndarray  # [epochs, minibatches, sequences], see `network.noise.sequence_orders`
     num_envs: int  # number B of environments on this rank
     explained_variance: Tensor  # [] fraction of the returns' variance that the critic explains
     statistics: dict[str, Tensor]  # sums over all ranks, for updating the normalisers
-
-
-def sums_of_taken(rows: list[Tensor]) -> Tensor:
-    """Add up the metric rows of all gradient steps that were taken, not skipped.
-
-    `PPO.update` creates the rows. They are added in the order of the steps. The last element of the
-    result is the number of steps taken.
-    """
-    steps = torch.stack(rows)
-    return torch.where(steps[:, -1:] > 0, steps, 0.0).cumsum(0)[-1]
 
 
 def refreshed_states(policy: Policy, batch: Batch) -> Tensor:
@@ -198,6 +231,7 @@ class PPO:
         config: PPOConfig,
         strategy: Strategy,
         num_microbatches: int,  # microbatches per minibatch
+        learning_rate_factor: float = 1.0,  # set by --lr_scaling
     ) -> None:
         self.policy = policy
         self.config = config
@@ -206,41 +240,43 @@ class PPO:
         self.num_microbatches = num_microbatches
         policy.low_precision = autocast_dtype(strategy.config.precision)
         self.wrapped = strategy.wrap(policy)
-        self.iteration = 0
         self.bad_in_a_row = 0  # steps with NaN or inf since the last step that was taken
         self.clock = StepClock(self.world.device)
+        self.peak_learning_rate = config.learning_rate * learning_rate_factor
         self.optimizer = EagerAdam(
-            strategy.parameters, lr=config.learning_rate, eps=1e-5, fused=True
+            strategy.parameters, lr=self.peak_learning_rate, eps=1e-5, fused=True
         )
 
-    def begin_iteration(self, iteration: int, remaining: float, factor: float) -> None:
+    def set_learning_rate(self, iteration: int, remaining: float) -> None:
         """Set the learning rate of an iteration.
 
         Args:
             iteration: counted from 1; in a warm-up of N iterations, the rate is scaled by
                 iteration / N.
             remaining: fraction of the run that remained before this iteration, from 1 to 0.
-            factor: multiplier that lr_scaling sets.
         """
-        self.iteration = iteration
         config = self.config
         warmup_factor = min(iteration / config.warmup, 1.0) if config.warmup else 1.0
         annealing = remaining if config.anneal_lr else 1.0
         for group in self.optimizer.param_groups:
-            group["lr"] = config.learning_rate * factor * warmup_factor * annealing
+            group["lr"] = self.peak_learning_rate * warmup_factor * annealing
 
     @section("update")
-    def update(self, batch: Batch) -> dict[str, float]:
+    def update(self, batch: Batch, order: np.ndarray, iteration: int) -> dict[str, float]:
         """Take the gradient steps of all epochs over a batch, jointly with all ranks.
 
-        Returns the means of losses and diagnostics over all ranks and gradient steps.
+        Args:
+            batch: this rank's sequences.
+            order: indices [epochs, minibatches, sequences], see `network.noise.sequence_orders`.
+            iteration: number that a warning about skipped steps contains.
+
+        Returns:
+            The means of losses and diagnostics over all ranks and gradient steps.
         """
         sequences = batch.sequences
-        # The row of a gradient step contains its METRICS and two flags (0 or 1): "bad", for NaN or
-        # inf, and "taken". Rows stay on the device, so that no step waits for the device.
-        rows: list[Tensor] = []
+        records: list[StepRecord] = []
         self.clock.start()
-        for epoch, order in enumerate(batch.order):
+        for epoch, minibatches in enumerate(order):
             if epoch and self.config.refresh_states:
                 self.strategy.share_parameters()
                 sequences = replace(sequences, lstm_state=refreshed_states(self.policy, batch))
@@ -248,35 +284,31 @@ class PPO:
             # First plan which pieces of sequences each network call processes, for all minibatches
             # of the epoch. On a CPU, planning between gradient steps takes almost three times as
             # long, probably because they displace its code and data from the caches.
-            plans = [self.plans(batch.starts[:, numbers]) for numbers in order]
+            plans = [self.plans(batch.starts[:, numbers]) for numbers in minibatches]
             self.clock.mark("")  # do not count the time since the last step as time of the next
 
             # one gradient step per minibatch
-            for numbers, planned in zip(order, plans, strict=True):
+            for numbers, planned in zip(minibatches, plans, strict=True):
                 index = to_device(numbers, sequences.obs.device)
                 minibatch = sequences.select(Tensor.index_select, index)
-                parts, grad_norm, stepped = self.step(minibatch, planned)
+                records.append(self.step(minibatch, planned))
                 self.world.heartbeat()
-                # a skipped step is not bad if only the loss scale was too large
-                bad = ~stepped & ~self.strategy.overflowed
-                # parts[0] is the total loss, which METRICS does not contain
-                rows.append(torch.stack([*parts[1:], grad_norm, bad, stepped]).detach().double())
 
             # stop all ranks early if the KL divergence is too large
-            if self._exceeds_target_kl(rows[-len(order) :]):
+            if self._exceeds_target_kl(records[-len(minibatches) :]):
                 break
         self.strategy.share_parameters()
-        return self._report(rows, batch)
+        return self._results(records, batch, iteration)
 
     def plans(self, starts: np.ndarray) -> Plans:
         """Plan the network calls of each microbatch, given the episode starts [L, N]."""
         return [self.policy.plan(part) for part in np.hsplit(starts, self.num_microbatches)]
 
-    def step(self, minibatch: Minibatch, plans: Plans) -> tuple[LossParts, Tensor, Tensor]:
+    def step(self, minibatch: Minibatch, plans: Plans) -> StepRecord:
         """Take one gradient step; clip the gradient after its reduction over ranks.
 
-        If the loss or the gradient of any rank is not finite, all ranks skip the step. Returns the
-        losses, the norm of the reduced gradient before clipping, and whether the step was taken.
+        If the loss or the gradient of any rank is not finite, all ranks skip the step. The norm in
+        the result is that of the reduced gradient before clipping.
         """
         self.optimizer.zero_grad(set_to_none=True)
         num_waits = len(self.world.gradient_waits)
@@ -284,7 +316,17 @@ class PPO:
         self.clock.waited(self.world.gradient_waits[num_waits:])
         grad_norm, stepped = self.strategy.step(self.optimizer, self.config.max_grad_norm)
         self.clock.mark("optimizer")
-        return parts, grad_norm, stepped
+        return StepRecord(
+            loss_policy=parts.policy.detach(),
+            loss_value=parts.value.detach(),
+            loss_entropy=parts.entropy.detach(),
+            ppo_approx_kl=parts.approx_kl,
+            ppo_clip_fraction=parts.clip_fraction,
+            optim_grad_norm=grad_norm.detach(),
+            # a skipped step is not bad if only the loss scale was too large
+            bad=~stepped & ~self.strategy.overflowed,
+            taken=stepped,
+        )
 
     def gradients(self, minibatch: Minibatch, plans: Plans) -> LossParts:
         """Run forward and backward passes of all microbatches; return the local losses.
@@ -312,37 +354,35 @@ class PPO:
             return losses[0]
         return LossParts(*(torch.stack(terms).mean() for terms in zip(*losses, strict=True)))
 
-    def _report(self, rows: list[Tensor], batch: Batch) -> dict[str, float]:
-        """Return means over ranks and steps, copied from the device in one transfer."""
+    def _results(self, records: list[StepRecord], batch: Batch, iteration: int) -> dict[str, float]:
+        """Return means over ranks and steps; stop the run after too many bad steps in a row."""
         # average everything over ranks
-        sums = {"steps": sums_of_taken(rows)}
+        steps = stacked(records)
+        sums = {"steps": sums_of_taken(steps)}
         if self.policy.discrete:
             entropy = self.policy.largest_entropy(batch.sequences.obs).mean()
             sums["loss/entropy_max"] = entropy / self.world.size
         sums = all_reduce_sum(sums, self.world)
-        steps = sums.pop("steps")
-        means = dict(zip(METRICS, steps / steps[-1], strict=False)) | sums
+        means = StepRecord(*sums.pop("steps")).means() | sums
         means["ppo/explained_variance"] = batch.explained_variance
         if self.strategy.scaler.is_enabled():
-            means["optim/loss_scale"] = self.strategy.scaler.scale(torch.ones_like(steps[0]))
+            one = torch.ones_like(batch.explained_variance)
+            means["optim/loss_scale"] = self.strategy.scaler.scale(one)
 
-        # copy all numbers to the host
-        flags = torch.stack(rows)[:, -2:].flatten()
-        numbers = torch.cat([torch.stack([*means.values()]).double(), flags]).tolist()
-        bad, taken = numbers[len(means) :: 2], numbers[len(means) + 1 :: 2]
+        # copy all numbers to the host in one transfer
+        by_step = StepRecord(*steps.unbind(1))
+        packed = [torch.stack([*means.values()]).double(), by_step.bad, by_step.taken]
+        numbers = torch.cat(packed).tolist()
+        bad = numbers[len(means) : -len(records)]
+        taken = numbers[-len(records) :]
 
         # stop the run after too many bad steps in a row; after fewer, only warn
-        for is_bad, was_taken in zip(bad, taken, strict=True):
-            self.bad_in_a_row = 0 if was_taken else self.bad_in_a_row + int(is_bad)
-            if self.bad_in_a_row > self.config.max_bad_steps:
-                raise UserError(
-                    f"loss or gradient was NaN or inf in {self.bad_in_a_row} steps in a row, more "
-                    f"than --max_bad_steps {self.config.max_bad_steps}: lower --learning_rate",
-                    exit_code=1,
-                )
+        self.bad_in_a_row = check_bad_steps(
+            bad, taken, self.bad_in_a_row, self.config.max_bad_steps
+        )
         if skipped := int(sum(bad)):
-            text = f"{skipped} gradient step(s) skipped in iteration {self.iteration}: NaN or inf"
-            events.notify("bad_steps", text, iteration=self.iteration, skipped=skipped)
+            text = f"{skipped} gradient step(s) skipped in iteration {iteration}: NaN or inf"
+            events.notify("bad_steps", text, iteration=iteration, skipped=skipped)
             logger.warning(text)
         return dict(zip(means, numbers, strict=False)) | {
             "optim/learning_rate": self.optimizer.param_groups[0]["lr"],
@@ -350,11 +390,11 @@ class PPO:
             "optim/skipped_steps": taken.count(0.0),
         }
 
-    def _exceeds_target_kl(self, rows: list[Tensor]) -> bool:
+    def _exceeds_target_kl(self, records: list[StepRecord]) -> bool:
         """Return True if an epoch's mean KL estimate over all ranks exceeds target_kl."""
         if not self.config.target_kl:
             return False
-        sums = sums_of_taken(rows)  # if no step was taken, the mean is 0
-        kl = sums[METRICS.index("ppo/approx_kl")] / sums[-1].clamp(min=1.0)
+        sums = StepRecord(*sums_of_taken(stacked(records)))  # if no step was taken, the mean is 0
+        kl = sums.ppo_approx_kl / sums.taken.clamp(min=1.0)
         reduced = all_reduce_sum({"kl": kl}, self.world)["kl"]
         return float(reduced) / self.world.size > self.config.target_kl

@@ -96,7 +96,13 @@ class Training:
         pipelined = run.strategy.pipelined
         strategy = (StageStrategy if pipelined else Strategy)(run.strategy, world)
         learner = PipelinePPO if pipelined else PPO
-        self.ppo = learner(self.policy, config.ppo, strategy, train.grad_accumulation)
+        self.ppo = learner(
+            self.policy,
+            config.ppo,
+            strategy,
+            train.grad_accumulation,
+            self.sizes.learning_rate_factor,
+        )
 
         # recorder, profiler, counters and monitor
         self.recorder = Recorder(world, self.ppo.clock)
@@ -156,8 +162,7 @@ class Training:
         """Start the next iteration and set its learning rate."""
         self.iteration += 1
         self.profiler.begin(self.iteration)
-        remaining = 1.0 - self.progress
-        self.ppo.begin_iteration(self.iteration, remaining, self.sizes.learning_rate_factor)
+        self.ppo.set_learning_rate(self.iteration, 1.0 - self.progress)
 
     def collect(self) -> Rollout:
         """Collect num_steps steps of every environment."""
@@ -195,8 +200,14 @@ class Training:
             self.sizes.sequences_per_env,
             self.sizes.num_minibatches,
         )
-        batch = make_batch(rollout, order, self.normalizers, self.world, self.run.config.ppo)
-        losses = self.ppo.update(batch)
+        batch = make_batch(
+            rollout,
+            self.run.config.train.bptt_steps,
+            self.normalizers,
+            self.world,
+            self.run.config.ppo,
+        )
+        losses = self.ppo.update(batch, order, self.iteration)
         self.normalizers.merge(batch.statistics)
         return losses
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from agents.learner.advantages import explained_variance, gae, normalize_advantages, rollout_sums
 from agents.learner.policy import Evaluation
-from agents.learner.ppo import Minibatch, PPOConfig, ppo_loss, refreshed_states
+from agents.learner.ppo import PPO, Minibatch, PPOConfig, ppo_loss, refreshed_states
 from rl_dist.errors import UserError
 from rl_dist.telemetry import events
 
@@ -129,8 +129,10 @@ def test_losses_equal_those_computed_by_hand(given, part, expected):
 def test_the_learning_rate_warms_up_decays_and_scales(
     config, iteration, remaining, factor, rate, world
 ):
-    ppo = training_of(world, learning_rate=0.1, **config).ppo
-    ppo.begin_iteration(iteration, remaining, factor)
+    training = training_of(world, learning_rate=0.1, **config)
+    settings, strategy = training.ppo.config, training.ppo.strategy
+    ppo = PPO(training.policy, settings, strategy, 1, factor)
+    ppo.set_learning_rate(iteration, remaining)
     assert ppo.optimizer.param_groups[0]["lr"] == pytest.approx(rate, rel=1e-12)
 
 
