@@ -125,14 +125,14 @@ class LoadedPolicy:
         like = policy.critic_head.weight
         vectors, history = (torch.as_tensor(part).to(like) for part in state[:2])
         controller = PolicyController(policy, self.agent.normalizer, state=vectors, history=history)
-        push = None
+        scaled_noise = None
         if not deterministic:
             noise = action_noise(self._decode.space, self._noise_seed, 0, count, self._num_drawn, 1)
-            push = policy.pushes(noise[0].to(like))  # [B, A]
+            scaled_noise = policy.scale_noise(noise[0].to(like))  # [B, A]
             self._num_drawn += 1
         begins = torch.from_numpy(starts).to(like.device)
         obs = torch.from_numpy(row.astype(rows.dtype)).to(like.device)
-        chosen = controller(policy, obs, begins, push).cpu().numpy()
+        chosen = controller(policy, obs, begins, scaled_noise).cpu().numpy()
         inputs = self._decode.encode(chosen)[:, : state[2].shape[1]]
         actions = self._decode(chosen)
         if is_single:

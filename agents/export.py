@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from agents.learner.controller import PolicyController
-from agents.learner.network.cores import TanhCore
+from agents.learner.network.cores import NoCore
 from agents.run.saved import LoadedAgent, load_agent
 from rl_dist.errors import CommandParser, UserError, explains_errors
 from rl_dist.files import path_to_write
@@ -55,7 +55,7 @@ class ExportedStep(nn.Module):
     def __init__(self, agent: LoadedAgent) -> None:
         super().__init__()
         self.policy = policy = float_copy(agent)
-        policy.critic_core = TanhCore(0, 0, 0)
+        policy.critic_core = NoCore()
         policy.critic_head.forward = lambda rows: rows  # keep the head: the policy reads its dtype
         vectors_size = 0 if policy.config.stateless else policy.initial_state(1).numel()
         self.sizes = [vectors_size, policy.empty_history(1).numel()]
@@ -170,7 +170,7 @@ def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> f
             decided = controller(policy, torch.from_numpy(obs), torch.from_numpy(start))
             rows = [action.reshape(batch, -1), decoder.flat(decided.numpy())]
             if policy.discrete:
-                logits = controller.outputs.numpy()
+                logits = controller.actor_outputs.numpy()
                 chosen = [row - decoder.start for row in rows]
                 rows = [(decoder.encode(c) * logits).sum(1, keepdims=True) for c in chosen]
             exported.append(rows[0])

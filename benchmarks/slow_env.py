@@ -81,7 +81,9 @@ def measure(env_id: str, num_envs: int, num_steps: int, rounds: int) -> None:
     for _ in range(rounds):
         for way, env in envs.items():
             started_s = time.perf_counter()
-            collect(policy, Normalizer(4), env, carries[way], noise, num_steps, gamma=0.99)
+            _, carries[way] = collect(
+                policy, Normalizer(4), env, carries[way], noise, num_steps, gamma=0.99
+            )
             rates[way].append(num_envs * num_steps / (time.perf_counter() - started_s))
     print(f"{env_id}, {num_envs} environments, {num_steps} steps, medians of {rounds} rollouts")
     for (workers, groups), way_rates in rates.items():

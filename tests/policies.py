@@ -66,9 +66,9 @@ def make_inputs(policy, num_steps=11, num_envs=5):
 
 def act(policy, obs, state, starts, noise=None):
     """Take one step in all environments; return actions, logprobs, values and state."""
-    push = None if noise is None else policy.pushes(noise)
-    actions, actor, values, state = policy.act(obs, state, starts, push)
-    return actions, policy.logprobs(actor, actions), values, state
+    scaled_noise = None if noise is None else policy.scale_noise(noise)
+    step = policy.act(obs, state, starts, scaled_noise)
+    return step.actions, policy.logprobs(step.actor_outputs, step.actions), step.values, step.state
 
 
 def act_stepwise(policy, obs, state, starts, noise):

@@ -30,9 +30,9 @@ class PolicyController:
         env: TorchEnv | Policy,  # only its observation layout is read
         obs: Tensor,
         episode_start: Tensor,
-        push: Tensor | None = None,
+        scaled_noise: Tensor | None = None,
     ) -> Tensor:
-        """Return actions [B, A] or [B] for observations [B, F] and noise `push` [B, A]."""
+        """Return actions [B, A] or [B] for observations [B, F] and scaled noise [B, A]."""
         if self.state is None or self.history is None:
             check_readable(self.policy, env.layout)
             self.state = self.policy.initial_state(len(obs))
@@ -40,9 +40,11 @@ class PolicyController:
         start = torch.ones_like(episode_start) if self.zero_state else episode_start
         history = self.history * ~start[:, None, None]
         seen = policy_input(self.normalizer, history, obs)
-        actions, self.outputs, _, self.state = self.policy.act(seen, self.state, start, push)
+        step = self.policy.act(seen, self.state, start, scaled_noise)
+        self.actor_outputs = step.actor_outputs
+        self.state = step.state
         self.history = shift_history(history, seen)
-        return actions
+        return step.actions
 
     def without_memory(self) -> "PolicyController | None":
         """Return a cascaded LSTM whose state is reset in every step; None for other policies."""

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.nn.utils.convert_parameters import parameters_to_vector
 
-from agents.learner.network.sequences import run_sequence
-from agents.learner.policy import Policy
+from agents.learner.network.sequences import NetworkResult, run_sequence
+from agents.learner.policy import Heads, Policy
 from agents.learner.ppo import PPO, LossParts, Minibatch, Plans, ppo_loss
 from rl_dist.errors import UserError
 from rl_dist.process_group.world import World, make_mesh
@@ -198,8 +198,8 @@ class PipelinePPO(PPO):
             self.strategy.swap(gradients, [features])
             features.requires_grad_()
             state = part.lstm_state[:, : self.policy.num_decision_states]
-            actor, values = self._run(self.policy.decisions, features, state, part.episode_start)
-            evaluation = self.policy.evaluate(actor, values, part.actions)
+            outputs = self._run(self.policy.decisions, features, state, part.episode_start)
+            evaluation = self.policy.evaluate(Heads(*outputs), part.actions)
             losses = ppo_loss(evaluation, part, self.config)
             factor = losses.total.detach() * 0.0 + 1.0  # 1, or NaN if the loss is not finite
             (losses.total * factor).backward()
@@ -210,18 +210,27 @@ class PipelinePPO(PPO):
 
     def _features(self, part: Minibatch) -> Tensor:
         """Return the features [L, N, H] of a part."""
+
+        def half(*inputs: Tensor) -> Any:
+            features, after = self.policy.features(*inputs)
+            return (features,), after
+
         state = part.lstm_state[:, self.policy.num_decision_states :]
-        return self._run(self.policy.features, part.obs, state, part.episode_start)[0]
+        (features,) = self._run(half, part.obs, state, part.episode_start)
+        return features
 
     def _run(
         self, half: Callable[..., Any], inputs: Tensor, state: Tensor, episode_start: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run `half` (Policy.features or Policy.decisions) over inputs [L, N, ...]."""
+        """Run `half` over inputs [L, N, ...].
+
+        `half` is Policy.decisions, or Policy.features with its result as a tuple of one output.
+        """
         self.world.heartbeat()
         if not self.policy.config.memory:  # the state is zeroed before every step
             episode_start = torch.ones_like(episode_start)
         return run_sequence(
-            lambda block, before: half(block, before.transpose(0, 1).contiguous()),
+            lambda block, before: NetworkResult(*half(block, before.transpose(0, 1).contiguous())),
             inputs,
             state,
             episode_start,

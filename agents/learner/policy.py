@@ -16,17 +16,20 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
-from agents.learner.network.cores import CORES, State, TanhCore
+from agents.learner.network.cores import CORES, NoCore, State
 from agents.learner.network.inputs import Encoder
 from agents.learner.network.own_core import make_core
-from agents.learner.network.sequences import Plan, plan_pieces, run_sequence
+from agents.learner.network.sequences import (
+    NetworkResult,
+    Plan,
+    overhead_steps,
+    plan_pieces,
+    run_sequence,
+)
 from envs.vector.layout import Layout
 from rl_dist.flags import Field, Text, configuration
 from rl_dist.strategies.precision import autocast, weights_cast_once
 
-# Calling one layer of a core has a fixed overhead of 0.8 ms on a CPU. In that time, a core with the
-# following number of weights computes one step of one row.
-CALL_WEIGHTS = 10_000_000
 FORBIDDEN = -1e9  # logit of a forbidden action: its probability is exactly 0
 
 
@@ -82,6 +85,22 @@ class Evaluation(NamedTuple):
     values: Tensor  # [L, N]
 
 
+class Heads(NamedTuple):
+    """Outputs of the network's two heads."""
+
+    actor_outputs: Tensor  # [L, N, A] logits of discrete choices, or means of continuous actions
+    values: Tensor  # [L, N]
+
+
+class PolicyStep(NamedTuple):
+    """Results of one step of B environments."""
+
+    actions: Tensor  # [B, A] continuous, not clipped; int64 [B] or [B, D] if discrete
+    actor_outputs: Tensor  # [B, A] logits or means
+    values: Tensor  # [B]
+    state: Tensor  # [B, S, H] after the step
+
+
 class Policy(nn.Module):
     """Actor and critic with recurrent cores; callers keep the recurrent state.
 
@@ -98,6 +117,10 @@ class Policy(nn.Module):
     the tanh layer compute in that type; the parameters and output layers keep their own type.
     """
 
+    feature_core: Any
+    actor_core: Any
+    critic_core: Any
+    feature_mlp: nn.Module
     low_precision: torch.dtype | None = None
     BATCH_AXES = (1, 1, 0, 1)  # sequence axis of each input of `forward`; for outputs, it is 1
 
@@ -117,24 +140,15 @@ class Policy(nn.Module):
         if not self.discrete:
             self.log_std = nn.Parameter(torch.full((self.num_actions,), config.log_std_init))
 
-        # the encoder, then a shared core, separate cores for actor and critic, or all three cores
+        # the encoder, then the cores, then the output layers
         size = config.hidden_size
-        layers = config.num_layers
-        new_core: Any = partial(make_core, config.core) if config.core else CORES[config.policy]
         self.feature_encoder = Encoder(layout, size)
-        width = self.feature_encoder.num_outputs
-        self.feature_core: Any = TanhCore(width, width, 0)  # 0 layers: returns its inputs
-        self.feature_mlp: nn.Module = nn.Identity()
-        self.actor_core: Any = self.feature_core
-        self.critic_core: Any = self.feature_core
-        is_cascade = config.policy in ("clstm", "mlp")
-        if is_cascade or not config.separate_trunks:
-            self.feature_core = new_core(width, size, layers)
-            self.feature_mlp = nn.Sequential(nn.Linear(size, size), nn.Tanh())
-            width = size
-        if is_cascade or config.separate_trunks:
-            self.actor_core = new_core(width, size, layers)
-            self.critic_core = new_core(width, size, layers)
+        if config.policy in ("clstm", "mlp"):
+            self._build_cascade()
+        elif config.separate_trunks:
+            self._build_separate_trunks()
+        else:
+            self._build_shared_trunk()
         self.cores = (self.feature_core, self.actor_core, self.critic_core)
         self.actor_head = nn.Linear(size, self.num_actions)
         self.critic_head = nn.Linear(size, 1)
@@ -143,19 +157,49 @@ class Policy(nn.Module):
         self.call_steps = 0.0  # a call's overhead takes as long as this many steps of one row
         if not (config.feature_window or self.feature_encoder.images):
             cores = [core for core in self.cores if core.num_states]
-            num_weights = sum(p.numel() for core in cores for p in core.parameters())
-            self.call_steps = CALL_WEIGHTS * layers * len(cores) / max(num_weights, 1)
+            self.call_steps = overhead_steps(cores, config.num_layers)
+
+    def _build_cascade(self) -> None:
+        """Create all three cores."""
+        size = self.config.hidden_size
+        self.feature_core = self._new_core(self.feature_encoder.num_outputs)
+        self.feature_mlp = tanh_layer(size)
+        self.actor_core = self._new_core(size)
+        self.critic_core = self._new_core(size)
+
+    def _build_shared_trunk(self) -> None:
+        """Create only the feature core."""
+        self.feature_core = self._new_core(self.feature_encoder.num_outputs)
+        self.feature_mlp = tanh_layer(self.config.hidden_size)
+        self.actor_core = NoCore()
+        self.critic_core = NoCore()
+
+    def _build_separate_trunks(self) -> None:
+        """Create only the actor core and the critic core."""
+        self.feature_core = NoCore()
+        self.feature_mlp = nn.Identity()
+        self.actor_core = self._new_core(self.feature_encoder.num_outputs)
+        self.critic_core = self._new_core(self.feature_encoder.num_outputs)
+
+    def _new_core(self, num_inputs: int) -> nn.Module:
+        config = self.config
+        new = partial(make_core, config.core) if config.core else CORES[config.policy]
+        return new(num_inputs, config.hidden_size, config.num_layers)
 
     def _initialise(self) -> None:
-        """Set orthogonal weights, zero biases, and gate biases that make cores remember."""
-        for name, parameter in self.named_parameters():
-            if self.config.core and "_core." in name:  # a user's core initialises itself
+        """Set orthogonal weights, zero biases, and gate biases that make cores remember.
+
+        A user's core initialises itself.
+        """
+        for module in self.children():
+            if self.config.core and module in self.cores:
                 continue
-            if parameter.ndim >= 2:
-                feeds_activation = "mlp" in name or "images" in name
-                nn.init.orthogonal_(parameter, math.sqrt(2.0) if feeds_activation else 1.0)
-            elif name != "log_std":
-                nn.init.zeros_(parameter)
+            feeds_activation = module in (self.feature_encoder, self.feature_mlp)
+            for parameter in module.parameters():
+                if parameter.ndim >= 2:
+                    nn.init.orthogonal_(parameter, math.sqrt(2.0) if feeds_activation else 1.0)
+                else:
+                    nn.init.zeros_(parameter)
         for core in self.cores:
             if hasattr(core, "open_gates"):
                 core.open_gates()
@@ -186,9 +230,9 @@ class Policy(nn.Module):
 
     @property
     def resets_inside(self) -> bool:
-        """Return True if `network` accepts resets; only one-layer LSTMs on a CPU do."""
-        is_lstm = self.config.policy in ("clstm", "lstm") and self.config.num_layers == 1
-        return is_lstm and self.critic_head.weight.device.type == "cpu"
+        """Return True if `network` accepts resets, which pay only on a CPU."""
+        on_cpu = self.critic_head.weight.device.type == "cpu"
+        return on_cpu and all(getattr(core, "accepts_resets", False) for core in self.cores)
 
     def initial_state(self, num_envs: int) -> Tensor:
         """Return a zero state [num_envs, S, H]; the feature core's vectors come last."""
@@ -201,23 +245,20 @@ class Policy(nn.Module):
         window = max(self.config.feature_window - 1, 0)
         return self.critic_head.weight.new_zeros(num_envs, window, self.num_obs)
 
-    def network(
-        self, obs: Tensor, state: Tensor, *resets: Tensor
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
+    def network(self, obs: Tensor, state: Tensor, *resets: Tensor) -> NetworkResult:
         """Run L steps of N sequences, each within one episode unless resets split it.
 
         Takes obs [L, N, F], the state [N, S, H] before the first step, and optionally resets
-        [L, N, 1]. Returns (actor [L, N, A], values [L, N]) and the state [N, S, H] after the last
-        step.
+        [L, N, 1]. The outputs of the result are `Heads`.
         """
         before = state.permute(1, 0, 2).contiguous()  # [S, N, H]
         split = self.num_decision_states
-        (features,), feature_state = self.features(obs, before[split:], *resets)
-        (actor, values), states = self.decisions(features, before[:split], *resets)
-        actor = self._masked(actor, obs)
+        features, feature_state = self.features(obs, before[split:], *resets)
+        heads, states = self.decisions(features, before[:split], *resets)
+        heads = heads._replace(actor_outputs=self._masked(heads.actor_outputs, obs))
         vectors = [vector for core_state in (*states, feature_state) for vector in core_state]
         after = torch.stack(vectors).permute(1, 0, 2).to(state.dtype) if vectors else state
-        return (actor, values), after
+        return NetworkResult(heads, after)
 
     def _masked(self, logits: Tensor, obs: Tensor) -> Tensor:
         """Give forbidden choices probability 0 and no gradient; obs contains the mask."""
@@ -228,11 +269,11 @@ class Policy(nn.Module):
         mask = newest[..., first : first + self.num_actions]
         return torch.where(mask > 0.5, logits, FORBIDDEN)
 
-    def features(self, obs: Tensor, state: Tensor, *resets: Tensor) -> tuple[tuple[Tensor], State]:
+    def features(self, obs: Tensor, state: Tensor, *resets: Tensor) -> tuple[Tensor, State]:
         """Run the first half of the cascade: encoder, feature core and tanh layer.
 
         Takes obs [L, N, F], or [L, N, n * F] with a window, and the feature core's state [S, N, H]
-        before the first step. Returns (features [L, N, H],) in the type of the parameters, and the
+        before the first step. Returns features [L, N, H] in the type of the parameters, and the
         state after the last step.
         """
         window = self.config.feature_window
@@ -246,16 +287,15 @@ class Policy(nn.Module):
                 outputs, after = hidden[-1].unflatten(0, obs.shape[:2]), state
             else:
                 outputs, after = self.feature_core(self.feature_encoder(obs), state, *resets)
-            return (self.feature_mlp(outputs).to(state.dtype),), after
+            return self.feature_mlp(outputs).to(state.dtype), after
 
     def decisions(
         self, features: Tensor, state: Tensor, *resets: Tensor
-    ) -> tuple[tuple[Tensor, Tensor], tuple[State, State]]:
+    ) -> tuple[Heads, tuple[State, State]]:
         """Run the second half of the cascade: actor, critic and their output layers.
 
         Takes features [L, N, H] and the state [S, N, H] of actor and critic before the first step.
-        Returns (actor [L, N, A], values [L, N]) and the states of actor and critic after the last
-        step.
+        Returns the outputs, and the states of actor and critic after the last step.
         """
         split = self.actor_core.num_states
         with autocast(self.low_precision, features.device):
@@ -263,55 +303,52 @@ class Policy(nn.Module):
             critic, critic_state = self.critic_core(features, state[split:], *resets)
         dtype = self.critic_head.weight.dtype
         values = self.critic_head(critic.to(dtype)).squeeze(-1)
-        return (self.actor_head(actor.to(dtype)), values), (actor_state, critic_state)
+        return Heads(self.actor_head(actor.to(dtype)), values), (actor_state, critic_state)
 
-    def distribution(self, actor: Tensor) -> Distribution:
+    def distribution(self, actor_outputs: Tensor) -> Distribution:
         """Return the action distribution for the actor's outputs [..., A]."""
         if not self.discrete:
-            parts: Distribution = Normal(actor, self.log_std.exp(), validate_args=False)
+            parts: Distribution = Normal(actor_outputs, self.log_std.exp(), validate_args=False)
         elif self.action_sizes:
-            parts = Categorical(logits=split_choices(actor, self.action_sizes), validate_args=False)
+            logits = split_choices(actor_outputs, self.action_sizes)
+            parts = Categorical(logits=logits, validate_args=False)
         else:
-            return Categorical(logits=actor, validate_args=False)
+            return Categorical(logits=actor_outputs, validate_args=False)
         return Independent(parts, 1, validate_args=False)
 
     @torch.no_grad()
-    def logprobs(self, actor: Tensor, actions: Tensor) -> Tensor:
+    def logprobs(self, actor_outputs: Tensor, actions: Tensor) -> Tensor:
         """Return log probabilities [...] of actions, given the actor's outputs [..., A]."""
-        return self.distribution(actor).log_prob(actions)
+        return self.distribution(actor_outputs).log_prob(actions)
 
     @torch.no_grad()
-    def pushes(self, noise: Tensor) -> Tensor:
+    def scale_noise(self, noise: Tensor) -> Tensor:
         """Scale noise [..., A] so that `act` can add it to the actor's outputs."""
         return noise if self.discrete else self.log_std.exp() * noise
 
     @torch.no_grad()
     def act(
-        self, obs: Tensor, state: Tensor, episode_start: Tensor, push: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self, obs: Tensor, state: Tensor, episode_start: Tensor, scaled_noise: Tensor | None = None
+    ) -> PolicyStep:
         """Choose actions for one step of B environments.
 
         Args:
             obs: normalised observations [B, F].
             state: recurrent state [B, S, H].
             episode_start: [B] bool; True resets the state of an environment before the step.
-            push: noise [B, A] from `pushes`; None: take the most likely action.
-
-        Returns:
-            Actions, the actor's outputs [B, A], values [B] and the new state [B, S, H].
-            Continuous actions are [B, A] and not clipped; discrete ones are int64 [B] or [B, D].
+            scaled_noise: [B, A] from `scale_noise`; None: take the most likely action.
         """
         if not self.config.memory:
             episode_start = torch.ones_like(episode_start)
         state = state.masked_fill(episode_start[:, None, None], 0.0)
-        (actor, values), new_state = self.network(obs[None], state)
-        actor = actor[0]  # [B, A]
-        actions = actor if push is None else actor + push
+        result = self.network(obs[None], state)
+        actor_outputs, values = (output[0] for output in result.outputs)
+        actions = actor_outputs if scaled_noise is None else actor_outputs + scaled_noise
         if self.discrete:
             if self.action_sizes:
                 actions = split_choices(actions, self.action_sizes)
             actions = actions.argmax(-1)
-        return actions, actor, values[0], new_state
+        return PolicyStep(actions, actor_outputs, values, result.state)
 
     def forward(
         self,
@@ -331,22 +368,27 @@ class Policy(nn.Module):
         with weights_cast_once(self.low_precision, obs.device):
             if self.config.stateless:  # run every step as a sequence
                 steps = obs.flatten(0, 1)[None]
-                outputs = self.network(steps, self.initial_state(steps.shape[1]))[0]
-                actor, values = (output[0].unflatten(0, obs.shape[:2]) for output in outputs)
+                outputs = self.network(steps, self.initial_state(steps.shape[1])).outputs
+                heads = Heads(*(output[0].unflatten(0, obs.shape[:2]) for output in outputs))
             else:
-                actor, values = run_sequence(self.network, obs, state, episode_start, plan)
-        return self.evaluate(actor, values, actions)
+                heads = Heads(*run_sequence(self.network, obs, state, episode_start, plan))
+        return self.evaluate(heads, actions)
 
-    def evaluate(self, actor: Tensor, values: Tensor, actions: Tensor) -> Evaluation:
+    def evaluate(self, heads: Heads, actions: Tensor) -> Evaluation:
         """Evaluate actions with the distribution that the actor's outputs define."""
-        distribution = self.distribution(actor)
-        return Evaluation(distribution.log_prob(actions), distribution.entropy(), values)
+        distribution = self.distribution(heads.actor_outputs)
+        return Evaluation(distribution.log_prob(actions), distribution.entropy(), heads.values)
 
     def largest_entropy(self, obs: Tensor) -> Tensor:
         """Return the entropy [...] of a uniform choice among the actions allowed at obs."""
         # without masks, the entropy is the same for all obs
         logits = self._masked(obs.new_zeros(self.num_actions), obs)
         return self.distribution(logits).entropy().expand(obs.shape[:-1])
+
+
+def tanh_layer(size: int) -> nn.Sequential:
+    """Return a layer of `size` inputs and outputs."""
+    return nn.Sequential(nn.Linear(size, size), nn.Tanh())
 
 
 def split_choices(logits: Tensor, sizes: Sequence[int]) -> Tensor:

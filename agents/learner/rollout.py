@@ -1,8 +1,8 @@
 """Collect rollouts: T steps of this rank's environments with a frozen policy."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -77,10 +77,25 @@ class Rollout:
         return self.terminated | self.truncated
 
 
+class Step(NamedTuple):
+    """One step of B environments; every tensor is [B, ...]."""
+
+    obs: Tensor  # normalised, as the policy saw it
+    raw_obs: Tensor
+    episode_start: Tensor
+    actions: Tensor
+    actor_outputs: Tensor
+    values: Tensor
+    rewards: Tensor
+    raw_rewards: Tensor
+    terminated: Tensor
+    truncated: Tensor
+
+
 Part = TypeVar("Part", Carry, Rollout)
 
 
-def joined(parts: list[Part], dim: int) -> Part:
+def joined(parts: Sequence[Part], dim: int) -> Part:
     """Concatenate every field over all groups of environments."""
     if len(parts) == 1:  # avoid a copy
         return parts[0]
@@ -104,6 +119,28 @@ def shift_history(history: Tensor, seen: Tensor) -> Tensor:
     return seen.unflatten(1, (history.shape[1] + 1, -1))[:, 1:] if history.shape[1] else history
 
 
+def episode_sums(
+    before: Carry, raw_rewards: Tensor, rewards: Tensor, ended: Tensor, gamma: float
+) -> tuple[Tensor, Tensor]:
+    """Sum up each episode, given float64 rewards and flags [T, B] of steps that end an episode.
+
+    The three sums are the raw rewards, the steps and the discounted rewards since the start of the
+    episode. Returns them after every step, [3, T, B], and as they continue in the next rollout,
+    [3, B], where they are 0 if an episode has just ended.
+    """
+    increments = torch.stack([raw_rewards, torch.ones_like(rewards), rewards], 1)  # [T, 3, B]
+    sums = torch.stack(
+        [before.episode_return, before.episode_length.double(), before.discounted_return]
+    )
+    decay = sums.new_tensor([1.0, 1.0, gamma])[:, None]
+    sums_by_step = []
+    for increment, step_ended in zip(increments, ended, strict=True):
+        sums = sums * decay + increment
+        sums_by_step.append(sums)
+        sums = sums * ~step_ended
+    return torch.stack(sums_by_step, 1), sums
+
+
 @section("collect")
 def collect(
     policy: Policy,
@@ -114,11 +151,12 @@ def collect(
     bptt_steps: int,
     gamma: float,
     on_step: Callable[[], None] = lambda: None,
-) -> Rollout:
-    """Step all environments T times with the frozen policy; update `carry` in place.
+) -> tuple[Rollout, Carry]:
+    """Step all environments T times with the frozen policy; return also the next carry.
 
     Groups of environments take turns: while the policy acts for one group, the others step.
     """
+    num_steps = len(noise)
     with weights_cast_once(policy.low_precision, noise.device):
         # each group has an actor with its rows of the carry and the noise
         actors = [
@@ -128,19 +166,19 @@ def collect(
             env.send(actor.act(), group)
 
         # receive the answers of a group, then send the actions for its next step
-        for steps_left in reversed(range(len(noise))):
+        for t in range(num_steps):
             for group, actor in enumerate(actors):
                 with section("environment"):
                     answers = env.recv(group)
                 on_step()
                 actor.observe(answers)
-                if steps_left:
+                if t < num_steps - 1:
                     env.send(actor.act(), group)
 
-        # join the groups; `finish` updates each actor's carry, so it must be called first
-        parts = [actor.finish(bptt_steps, gamma) for actor in actors]
-    vars(carry).update(vars(joined([actor.carry for actor in actors], dim=0)))
-    return joined(parts, dim=1)
+        # join the groups
+        results = [actor.finish(bptt_steps, gamma) for actor in actors]
+    rollouts, carries = zip(*results, strict=True)
+    return joined(rollouts, dim=1), joined(carries, dim=0)
 
 
 class Actor:
@@ -149,10 +187,10 @@ class Actor:
     def __init__(self, policy: Policy, normalizer: Normalizer, carry: Carry, noise: Tensor) -> None:
         self.policy = policy
         self.carry = carry
-        self.pushes = policy.pushes(noise)  # [T, B, A] noise to add to the actor's outputs
+        self.scaled_noise = policy.scale_noise(noise)  # [T, B, A]
         dtype = torch.promote_types(carry.obs.dtype, carry.lstm_state.dtype)
         self.normalize = normalizer.frozen(dtype)
-        self.steps: list[dict[str, Tensor]] = []
+        self.steps: list[Step] = []
         self.states: list[Tensor] = []  # recurrent state before every step
         # (obs, history, state) after every step, before the end of an episode resets them
         self.successors: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -161,85 +199,82 @@ class Actor:
     def act(self) -> Tensor:
         """Choose and return the actions for the next step."""
         carry = self.carry
-        seen = policy_input(self.normalize, carry.history, carry.obs)
-        # the number of recorded states is the index of this step
-        actions, actor, values, state = self.policy.act(
-            seen, carry.lstm_state, carry.episode_start, self.pushes[len(self.states)]
-        )
-        self.steps.append(
-            {
-                "obs": seen,
-                "raw_obs": carry.obs,
-                "actions": actions,
-                "actor": actor,  # `finish` replaces these outputs by log probabilities
-                "values": values,
-                "episode_start": carry.episode_start,
-            }
-        )
-        self.states.append(carry.lstm_state)
-        carry.lstm_state = state
-        return actions
+        self.seen = policy_input(self.normalize, carry.history, carry.obs)
+        # the number of recorded steps is the index of this step
+        noise = self.scaled_noise[len(self.steps)]
+        self.chosen = self.policy.act(self.seen, carry.lstm_state, carry.episode_start, noise)
+        return self.chosen.actions
 
     def observe(self, answers: StepResult) -> None:
-        """Record the results of a step; clear the history of episodes that ended."""
+        """Record a step with its results; clear the history of episodes that ended."""
         carry = self.carry
+        chosen = self.chosen
         obs, rewards, terminated, truncated, info = answers
-        step = self.steps[-1]
-        step |= {
-            "rewards": rewards,
-            "raw_rewards": info.get("raw_rewards", rewards),
-            "terminated": terminated,
-            "truncated": truncated,
-        }
-        history = shift_history(carry.history, step["obs"])
-        self.successors.append((info["final_obs"], history, carry.lstm_state))
+        step = Step(
+            obs=self.seen,
+            raw_obs=carry.obs,
+            episode_start=carry.episode_start,
+            actions=chosen.actions,
+            actor_outputs=chosen.actor_outputs,
+            values=chosen.values,
+            rewards=rewards,
+            raw_rewards=info.get("raw_rewards", rewards),
+            terminated=terminated,
+            truncated=truncated,
+        )
+        self.steps.append(step)
+        self.states.append(carry.lstm_state)
+        history = shift_history(carry.history, self.seen)
+        self.successors.append((info["final_obs"], history, chosen.state))
         ended = terminated | truncated  # [B]
         carry.obs = obs
         carry.history = history * ~ended[:, None, None] if history.shape[1] else history
         carry.episode_start = ended
+        carry.lstm_state = chosen.state
 
-    def finish(self, bptt_steps: int, gamma: float) -> Rollout:
-        """Return the recorded steps as a rollout; update the episode sums in the carry.
+    def finish(self, bptt_steps: int, gamma: float) -> tuple[Rollout, Carry]:
+        """Return the recorded steps as a rollout, and the carry of the next rollout.
 
         Log probabilities and next values are each computed in one call for all steps.
         """
-        carry = self.carry
-        steps = {name: torch.stack([step[name] for step in self.steps]) for name in self.steps[0]}
-        steps["logprobs"] = self.policy.logprobs(steps.pop("actor"), steps["actions"])
-        ends = steps["terminated"] | steps["truncated"]  # [T, B]
-
-        # for every step, sum rewards, steps and discounted rewards since the start of the episode
-        raw_rewards = steps.pop("raw_rewards").double()
-        rewards = steps["rewards"] = steps["rewards"].double()
-        increments = torch.stack([raw_rewards, torch.ones_like(rewards), rewards], 1)  # [T, 3, B]
-        sums = torch.stack(
-            [carry.episode_return, carry.episode_length.double(), carry.discounted_return]
-        )
-        decay = sums.new_tensor([1.0, 1.0, gamma])[:, None]
-        sums_by_step = []
-        for increment, ended in zip(increments, ends, strict=True):
-            sums = sums * decay + increment
-            sums_by_step.append(sums)
-            sums = sums * ~ended
-        carry.episode_return, carry.discounted_return = sums[0], sums[2]
-        carry.episode_length = sums[1].long()
-        returns, lengths, steps["discounted_returns"] = torch.stack(sums_by_step, 1)  # [T, B]
-
-        on_host = torch.stack([steps["episode_start"], steps["truncated"]]).cpu()
-        totals = [ends.sum(), (returns * ends).sum(), (lengths * ends).sum()]
-        return Rollout(
-            **steps,
-            next_values=self._next_values(steps, on_host[1].numpy()),
+        steps = Step(*map(torch.stack, zip(*self.steps, strict=True)))  # each [T, B, ...]
+        logprobs = self.policy.logprobs(steps.actor_outputs, steps.actions)
+        ended = steps.terminated | steps.truncated  # [T, B]
+        rewards = steps.rewards.double()
+        raw_rewards = steps.raw_rewards.double()
+        sums, next_sums = episode_sums(self.carry, raw_rewards, rewards, ended, gamma)
+        returns, lengths, discounted_returns = sums  # each [T, B]
+        totals = [ended.sum(), (returns * ended).sum(), (lengths * ended).sum()]
+        host_starts, host_truncated = torch.stack([steps.episode_start, steps.truncated]).cpu()
+        rollout = Rollout(
+            obs=steps.obs,
+            raw_obs=steps.raw_obs,
+            actions=steps.actions,
+            logprobs=logprobs,
+            values=steps.values,
+            rewards=rewards,
+            episode_start=steps.episode_start,
+            terminated=steps.terminated,
+            truncated=steps.truncated,
+            discounted_returns=discounted_returns,
+            next_values=self._next_values(steps, host_truncated.numpy()),
             initial_states=torch.stack(self.states[::bptt_steps]),
-            host_starts=on_host[0],
+            host_starts=host_starts,
             episodes=torch.stack(totals)[:, None],
         )
+        carry = replace(
+            self.carry,
+            episode_return=next_sums[0],
+            episode_length=next_sums[1].long(),
+            discounted_return=next_sums[2],
+        )
+        return rollout, carry
 
     @section("policy")
-    def _next_values(self, steps: dict[str, Tensor], truncated: np.ndarray) -> Tensor:
+    def _next_values(self, steps: Step, truncated: np.ndarray) -> Tensor:
         """Return values [T, B] of the observations after each step; 0 if terminated."""
         # Use the value of the next step. It is missing after a truncation and after the last step.
-        next_values = steps["values"].roll(-1, 0)  # the last row is replaced below
+        next_values = steps.values.roll(-1, 0)  # the last row is replaced below
         missing = truncated.copy()  # [T, B]
         missing[-1] = True
 
@@ -256,5 +291,6 @@ class Actor:
         # compute the missing values in one call; discard the new recurrent states
         seen = policy_input(self.normalize, history, obs)
         no_start = torch.zeros_like(cells, dtype=torch.bool)
-        next_values.view(-1).index_copy_(0, cells, self.policy.act(seen, state, no_start)[2])
-        return next_values * ~steps["terminated"]
+        values = self.policy.act(seen, state, no_start).values
+        next_values.view(-1).index_copy_(0, cells, values)
+        return next_values * ~steps.terminated

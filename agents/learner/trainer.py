@@ -178,7 +178,7 @@ class Training:
             self.world.device,
             self.run.config.policy.noise_color,
         )
-        return collect(
+        rollout, self.carry = collect(
             self.policy,
             self.normalizers.obs,
             self.env,
@@ -188,6 +188,7 @@ class Training:
             self.run.config.ppo.gamma,
             on_step=self.world.heartbeat,
         )
+        return rollout
 
     def update(self, rollout: Rollout) -> dict[str, float]:
         """Train on a rollout, then merge its statistics into the normalisers."""

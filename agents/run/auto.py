@@ -242,12 +242,12 @@ def dummy_minibatch(policy: Policy, length: int, sequences: int) -> Minibatch:
     obs = policy.critic_head.weight.new_ones(length, sequences, width)
     start = torch.rand(length, sequences, device=obs.device) < 1.0 / length
     state = policy.initial_state(sequences)
-    actions, _, values, _ = policy.act(obs[0], state, start[0])
+    step = policy.act(obs[0], state, start[0])
     names = ("logprobs", "values", "advantages", "returns")
     return Minibatch(
         obs=obs,
-        actions=torch.stack([actions] * length),
+        actions=torch.stack([step.actions] * length),
         episode_start=start,
         lstm_state=state,
-        **dict.fromkeys(names, torch.stack([values] * length)),  # each [L, N]
+        **dict.fromkeys(names, torch.stack([step.values] * length)),  # each [L, N]
     )

@@ -32,7 +32,8 @@ def one_step(policy, mask, num_envs=1):
 def test_several_choices_are_independent_softmaxes_over_the_allowed_options(mask):
     policy = make_policy(small(), SEVERAL, MASKED if mask else VECTOR)
     obs, state, start = one_step(policy, mask, 50_000)
-    logits = policy.network(obs[None, :1], state[:1])[0][0][0, 0].detach().split(COUNTS)
+    outputs = policy.network(obs[None, :1], state[:1]).outputs
+    logits = outputs.actor_outputs[0, 0].detach().split(COUNTS)
     masks = torch.tensor(mask or [1] * 9).bool().split(COUNTS)
     drawn = act(policy, obs, state, start, action_noise(SEVERAL, 1, 0, 50_000, 0, 1)[0])[0]
     greedy = act(policy, obs, state, start)[0]
@@ -58,7 +59,8 @@ def test_the_entropy_is_largest_if_all_allowed_actions_are_equally_likely():
     obs, state, _ = one_step(policy, MASK)
     obs = obs.repeat(1, 2)
     policy.actor_head.weight.data.zero_()
-    entropy = policy.distribution(policy.network(obs[None], state)[0][0][0]).entropy()
+    outputs = policy.network(obs[None], state).outputs
+    entropy = policy.distribution(outputs.actor_outputs[0]).entropy()
     for value in (policy.largest_entropy(obs), entropy):
         assert value.tolist() == pytest.approx([2 * math.log(2)])
 

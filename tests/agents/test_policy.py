@@ -69,7 +69,7 @@ def test_a_window_is_read_from_oldest_to_newest_observation_starting_with_zero_s
     policy = make_policy(FORMS["window of 4"])
     window = torch.randn(1, 1, 4 * VECTOR.size, dtype=torch.float64)
     state = torch.zeros(2, 1, 8, dtype=torch.float64)
-    (features,), _ = policy.features(window, state)
+    features, _ = policy.features(window, state)
     for row in window.view(4, 1, 1, VECTOR.size):
         output, (hidden, cells) = policy.feature_core(row, state)
         state = torch.stack([hidden, cells])

@@ -33,8 +33,11 @@ def collected(policy, normalizer, num_steps=8):
     carry = fresh_carry(policy, env.reset()[0])
     generator = torch.Generator().manual_seed(5)
     noise = torch.randn(16, len(SCRIPTS), 2, dtype=torch.float64, generator=generator)
-    parts = noise.split(num_steps)
-    return [collect(policy, normalizer, env, carry, part, 4, GAMMA) for part in parts], carry, env
+    rollouts = []
+    for part in noise.split(num_steps):
+        rollout, carry = collect(policy, normalizer, env, carry, part, 4, GAMMA)
+        rollouts.append(rollout)
+    return rollouts, carry, env
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +87,7 @@ def states_after(policy, rollout, column):
     """Replay a column of a rollout from its start; return the state after each step."""
     state, states = policy.initial_state(1), []
     for obs, start in zip(rollout.obs[:, column], rollout.episode_start[:, column], strict=True):
-        state = policy.act(obs[None], state, start[None])[3]
+        state = policy.act(obs[None], state, start[None]).state
         states.append(state[0])
     return states
 
@@ -106,7 +109,7 @@ def test_a_truncated_step_uses_the_value_of_its_final_observation(
     (rollout, _), _, _ = collected(policy, normalizer)
     state = states_after(policy, rollout, column)[step]
     seen = normalizer(torch.tensor(rows).double()).flatten()[None]
-    expected = policy.act(seen, state[None], torch.tensor([False]))[2][0]
+    expected = policy.act(seen, state[None], torch.tensor([False])).values[0]
     torch.testing.assert_close(rollout.next_values[step, column], expected)
 
 

@@ -57,7 +57,7 @@ def test_a_sequence_equals_its_single_steps_for_any_pattern_of_resets(shape):
             torch.testing.assert_close(result, wanted, rtol=1e-11, atol=1e-12, msg=name)
         obs, after = inputs
         for step, flags in zip(obs, starts, strict=True):
-            after = policy.network(step[None], after * ~flags[:, None, None])[1]
+            after = policy.network(step[None], after * ~flags[:, None, None]).state
         for inside in (False, True):
             reached = state_after(policy.network, *inputs, starts, starts.numpy(), inside)
             torch.testing.assert_close(reached, after, rtol=1e-11, atol=1e-12, msg=name)

@@ -4,8 +4,10 @@ A core is a module with the constructor arguments (num_inputs, hidden_size, num_
 `num_states` is the number S of vectors [H] in its state. It takes inputs [L, N, F] and the state
 [S, N, H] that precedes the first step; it returns outputs [L, N, H] and the state after the last
 step. The module itself stores no state. LSTM and GRU may return the state as a list of S vectors
-[N, H], so that the caller can stack the states of all cores in one operation. A one-layer LSTM also
-accepts resets [L, N, 1]: 1 at a step whose state and output must be zero, else 0.
+[N, H], so that the caller can stack the states of all cores in one operation. A core that
+`accepts_resets` also takes resets [L, N, 1]: 1 at a step whose state and output must be zero, else
+0. A core with gates has a method `open_gates`, which is called after all weights are set. A user's
+core needs only `num_states` and `forward`.
 """
 
 from typing import Any
@@ -24,6 +26,11 @@ class RememberingCore(nn.RNNBase):
     def num_states(self) -> int:
         """Number of vectors in the state: h of every layer, and for an LSTM also c."""
         return self.num_layers * (2 if self.mode == "LSTM" else 1)
+
+    @property
+    def accepts_resets(self) -> bool:
+        """Return True for an LSTM of one layer."""
+        return self.mode == "LSTM" and self.num_layers == 1
 
     def open_gates(self) -> None:
         """Set the biases of forget or update gates to 1 (Jozefowicz et al. 2015)."""
@@ -136,7 +143,7 @@ def scan(keep: Tensor, add: Tensor, first: Tensor) -> Tensor:
 
 
 class TanhCore(nn.Sequential):
-    """Tanh layers without memory; a core of 0 layers returns its inputs."""
+    """Tanh layers without memory."""
 
     num_states = 0
 
@@ -145,11 +152,20 @@ class TanhCore(nn.Sequential):
         pairs = zip(widths, widths[1:], strict=False)
         super().__init__(*(part for pair in pairs for part in (nn.Linear(*pair), nn.Tanh())))
 
-    def forward(  # type: ignore[override]
-        self, inputs: Tensor, state: Tensor, *resets: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Run the core, which ignores resets; see the module docstring for shapes."""
+    def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Run the core; the module docstring describes inputs and outputs."""
         return super().forward(inputs), state
+
+
+class NoCore(nn.Module):
+    """Takes the place of a core that a policy does not have: returns its inputs."""
+
+    num_states = 0
+    accepts_resets = True
+
+    def forward(self, inputs: Tensor, state: Tensor, *resets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return inputs and state."""
+        return inputs, state
 
 
 CORES: dict[str, type[nn.Module]] = {

@@ -8,18 +8,30 @@ contain all pieces instead, with several pieces in each row.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+# Calling one layer of a core has a fixed overhead of 0.8 ms on a CPU. In that time, a core with the
+# following number of weights computes one step of one row.
+CALL_WEIGHTS = 10_000_000
 PACKING = 1.07  # time per step in packed rows (with resets), relative to padded rows
-# A network takes obs [L, N, F] and the state [N, S, H] that precedes the first step. It returns
-# outputs, each [L, N, ...], and the state after the last step. For packed plans, it also takes
-# resets [L, N, 1], which are 1 at a step after which the state must be zero.
-Network = Callable[..., tuple[tuple[Tensor, ...], Tensor]]
+
+
+class NetworkResult(NamedTuple):
+    """Results of a recurrent network for L steps of N sequences."""
+
+    outputs: tuple[Tensor, ...]  # each [L, N, ...]
+    state: Any  # [N, S, H] after the last step
+
+
+# A network takes obs [L, N, F] and the state [N, S, H] that precedes the first step. For packed
+# plans, it also takes resets [L, N, 1], which are 1 at a step after which the state must be zero.
+RecurrentNetwork = Callable[..., NetworkResult]
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,12 @@ def plan_pieces(
     return Plan(calls, to_device(np.concatenate([places, rows.ravel(), resets]), device), packed)
 
 
+def overhead_steps(cores: Sequence[nn.Module], num_layers: int) -> float:
+    """Return how many steps of one row take as long as the overhead of a call of all cores."""
+    num_weights = sum(p.numel() for core in cores for p in core.parameters())
+    return CALL_WEIGHTS * num_layers * len(cores) / max(num_weights, 1)
+
+
 def cheapest_splits(counts: list[int], longest: list[int], call_steps: float) -> list[int]:
     """Group neighbouring levels to minimise time; return each group's first level.
 
@@ -160,7 +178,7 @@ def best_fit(lengths: np.ndarray, stateful: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def run_sequence(
-    network: Network,
+    network: RecurrentNetwork,
     obs: Tensor,  # [T, N, F]
     state: Tensor,  # [N, S, H] before the first step
     episode_start: Tensor,  # [T, N] bool: obs is the first observation of its episode
@@ -173,7 +191,7 @@ def run_sequence(
     if plan is None:
         plan = plan_pieces(episode_start.cpu().numpy(), obs.device)
     if not plan.calls:  # one dense call processes the uncut sequences
-        return network(obs, state * ~episode_start[0][:, None, None])[0]
+        return network(obs, state * ~episode_start[0][:, None, None]).outputs
 
     # Copy all cells into the blocks. The inputs of padding and of reset steps remain zero, because
     # large inputs could open gates that a reset must shut.
@@ -192,7 +210,7 @@ def run_sequence(
     # call the network once per block, then restore the order of the cells
     blocks = zip(plan.calls, cells.split(block_sizes), before.split(num_rows), strict=True)
     results = [
-        network(block.unflatten(0, shape), block_state, *resets)[0]
+        network(block.unflatten(0, shape), block_state, *resets).outputs
         for shape, block, block_state in blocks
     ]
     outputs = []
@@ -204,7 +222,7 @@ def run_sequence(
 
 @torch.no_grad()
 def state_after(
-    network: Network,
+    network: RecurrentNetwork,
     obs: Tensor,
     state: Tensor,
     episode_start: Tensor,
@@ -222,12 +240,12 @@ def state_after(
         resets = torch.zeros_like(obs[..., :1])
         resets[:-1, :, 0] = episode_start[1:].to(obs.dtype)
         obs = obs.masked_fill(resets > 0.5, 0.0)  # zero inputs, as in `run_sequence`
-        return network(obs, state * ~episode_start[0][:, None, None], resets)[1]
+        return network(obs, state * ~episode_start[0][:, None, None], resets).state
     # Cut all sequences at every step at which one of them begins its last episode.
     last = (np.arange(len(obs))[:, None] * starts).max(0)  # [N] step of the last episode start
     cuts = sorted({0, *last.tolist()})
     for begin, end in zip(cuts, [*cuts[1:], len(obs)], strict=True):
-        state = network(obs[begin:end], state * ~episode_start[begin][:, None, None])[1]
+        state = network(obs[begin:end], state * ~episode_start[begin][:, None, None]).state
     return state
 
 
