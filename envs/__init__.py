@@ -124,14 +124,14 @@ def import_home(env_id: str) -> str:
 def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
     """Return Gymnasium's spec of an id or `module:id`; unknown ids raise ValueError."""
     name = import_home(env_id)
-    module = env_id.rpartition(":")[0]
-    hint = "if a module registers it, write module:id, such as ale_py:ALE/Pong-v5"
-    if module:
-        hint = f"the import of {module} ({sys.modules[module].__file__}) has not registered it"
     with _one_line(env_id):
         try:
             return gymnasium.spec(name)
         except gymnasium.error.Error as error:
+            hint = "if a module registers it, write module:id, such as ale_py:ALE/Pong-v5"
+            if module := env_id.rpartition(":")[0]:
+                file = sys.modules[module].__file__
+                hint = f"the import of {module} ({file}) has not registered it"
             raise ValueError(f"{one_line(error)}; {hint}") from error
 
 
