@@ -8,7 +8,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
   $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 VENV ?=
 ARGS ?=
-# A worker that dies ends the run with a failure: to replace it makes pytest-xdist 3.8 wait for ever
+# If a worker dies, the run fails: pytest-xdist 3.8 would wait forever after replacing the worker
 # (https://github.com/pytest-dev/pytest-xdist/issues/1378).
 PARALLEL = -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 SOURCES = rl_dist envs agents benchmarks examples clstm_ppo.py train_distributed.py check_gpu_setup.py
@@ -18,7 +18,7 @@ ENV := .venv
 ready: .venv/.installed
 ready-test: .venv/.installed-test
 ready-docs: .venv/.installed-docs
-else  # the user's own environment: complete it, change nothing in it, leave no mark in it
+else  # the user's own environment: install what is missing, and change nothing else
 ENV := $(patsubst ~/%,$(HOME)/%,$(VENV))
 ready: ; @$(call complete,)
 ready-test: ; @$(call complete,test)

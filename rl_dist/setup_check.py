@@ -1,4 +1,4 @@
-"""Check by rules and a short run whether this machine can train with given flags.
+"""Check whether this machine can train with the given flags, using rules and one short run.
 
 Each check has one of three verdicts:
 

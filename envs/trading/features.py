@@ -66,9 +66,8 @@ PORTFOLIO_BLOCK = {"paper": 1, "relative": 2}  # index of the block that holds t
 def feature_blocks(bars: Market, observation: str) -> list[np.ndarray]:
     """Return the blocks of an observation in order, each [D, n].
 
-    There are four indicators. The first is the 12-day exponential mean minus the 26-day exponential
-    mean, warm from day 25 on. The other three span 30 days: the relative strength index (warm from
-    day 30 on), the commodity channel index (day 29) and the average directional index (day 59).
+    Of the four indicators, MACD (EMA of 12 days minus EMA of 26 days) is valid from day 25 on. The
+    others span 30 days and are valid from a later day on: RSI from 30, CCI from 29, ADX from 59.
     """
     portfolio = np.zeros_like(bars.close)  # filled by the environment with weights or shares
     macd = by_column(talib.EMA, 12, bars.close) - by_column(talib.EMA, 26, bars.close)
