@@ -135,7 +135,8 @@ class PipelinePPO(PPO):
         Every rank has the same number of sequences and the same number of parts. If a loss is not
         finite, the gradient becomes NaN, so that all ranks skip the step.
         """
-        strategy, stage = self.strategy, self.strategy.stage
+        strategy = self.strategy
+        stage = strategy.stage
         theirs = self._partners(minibatch)
         pair = (minibatch, theirs) if stage == FEATURES else (theirs, minibatch)
         parts = [part for half in pair for part in half.into_microbatches(self.num_microbatches)]

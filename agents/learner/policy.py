@@ -284,7 +284,8 @@ class Policy(nn.Module):
                     self.feature_core.num_states, rows.shape[1], self.config.hidden_size
                 )
                 hidden, _ = self.feature_core(self.feature_encoder(rows), zeros)
-                outputs, after = hidden[-1].unflatten(0, obs.shape[:2]), state
+                outputs = hidden[-1].unflatten(0, obs.shape[:2])
+                after = state
             else:
                 outputs, after = self.feature_core(self.feature_encoder(obs), state, *resets)
             return self.feature_mlp(outputs).to(state.dtype), after

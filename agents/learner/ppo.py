@@ -206,7 +206,8 @@ def refreshed_states(policy: Policy, batch: Batch) -> Tensor:
 
     The first sequence of each environment keeps its initial state from the previous rollout.
     """
-    sequences, num_envs = batch.sequences, batch.num_envs
+    sequences = batch.sequences
+    num_envs = batch.num_envs
     states = [sequences.lstm_state[:num_envs]]
     for first in range(0, len(sequences.lstm_state) - num_envs, num_envs):
         block = sequences.select(Tensor.narrow, first, num_envs)
@@ -377,9 +378,8 @@ class PPO:
         taken = numbers[-len(records) :]
 
         # stop the run after too many bad steps in a row; after fewer, only warn
-        self.bad_in_a_row = check_bad_steps(
-            bad, taken, self.bad_in_a_row, self.config.max_bad_steps
-        )
+        limit = self.config.max_bad_steps
+        self.bad_in_a_row = check_bad_steps(bad, taken, self.bad_in_a_row, limit)
         if skipped := int(sum(bad)):
             text = f"{skipped} gradient step(s) skipped in iteration {iteration}: NaN or inf"
             events.notify("bad_steps", text, iteration=iteration, skipped=skipped)

@@ -49,7 +49,8 @@ class Recorder:
         """
         restarts = sum(env.restarts)
         ended, returns, lengths = rollout.episodes.sum(1).tolist()
-        collect, update = self.seconds["collect"], self.seconds["update"]
+        collect = self.seconds["collect"]
+        update = self.seconds["update"]
         # ranks do not wait for each other during the rollout
         waited = self.world.sync_seconds + self.world.gradient_seconds
         times = {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from agents.learner.network.inputs import Normalizer
 from agents.learner.network.sequences import to_device
-from agents.learner.policy import Policy
+from agents.learner.policy import Policy, PolicyStep
 from envs.vector.layout import StepResult, TorchEnv
 from rl_dist.process_group.clock import section
 from rl_dist.strategies.precision import weights_cast_once
@@ -183,6 +183,9 @@ def collect(
 
 class Actor:
     """Chooses actions for one group of environments and records its steps."""
+
+    seen: Tensor  # input of the policy in the current step
+    chosen: PolicyStep  # results of the policy in the current step
 
     def __init__(self, policy: Policy, normalizer: Normalizer, carry: Carry, noise: Tensor) -> None:
         self.policy = policy

@@ -30,7 +30,8 @@ def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
     fused: Any = optimizer
     if finite.device.type == "cuda" and getattr(fused, "_step_supports_amp_scaling", False):
         # torch.amp.GradScaler passes its flag in the same way
-        fused.grad_scale, fused.found_inf = None, (~finite).float()
+        fused.grad_scale = None
+        fused.found_inf = (~finite).float()
         fused.step()
         del fused.grad_scale, fused.found_inf
     elif finite:

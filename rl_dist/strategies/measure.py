@@ -93,7 +93,8 @@ def _pays_to_grow(results: list[Result], samples: float) -> bool:
     if last.problem or last.seconds * samples > LONGEST_STEP_S:
         return False
     seconds = [result.seconds for result in results]
-    before, recent = seconds[:-PATIENCE], seconds[-PATIENCE:]
+    before = seconds[:-PATIENCE]
+    recent = seconds[-PATIENCE:]
     return not before or TOLERANCE * min(recent) <= min(before)
 
 

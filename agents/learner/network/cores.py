@@ -49,7 +49,8 @@ class LSTMCore(nn.LSTM, RememberingCore):
         if resets is None and len(inputs) == 1 and not torch.is_grad_enabled():
             # for a single step, torch.lstm_cell is faster
             outputs = inputs[0]
-            hidden, cells = [], []
+            hidden = []
+            cells = []
             for h, c, layer in zip(*before, self.all_weights, strict=True):
                 outputs, cell = torch.lstm_cell(outputs, (h, c), *layer)
                 hidden.append(outputs)
@@ -77,7 +78,8 @@ class GRUCore(nn.GRU, RememberingCore):
         if len(inputs) > 1 or torch.is_grad_enabled():
             return super().forward(inputs, state)
         # for a single step, torch.gru_cell is faster
-        outputs, after = inputs[0], []
+        outputs = inputs[0]
+        after = []
         for hidden, weights in zip(state, self.all_weights, strict=True):
             outputs = torch.gru_cell(outputs, hidden, *weights)
             after.append(outputs)
@@ -102,7 +104,8 @@ class MinGRUCore(nn.Module):
 
     def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """Run the core; the module docstring describes inputs and outputs."""
-        outputs, after = inputs, []
+        outputs = inputs
+        after = []
         for layer, before in zip(self.layers, state, strict=True):
             gates, candidates = layer(outputs).to(state.dtype).chunk(2, dim=-1)  # each [L, N, H]
             outputs = scan(torch.sigmoid(-gates), torch.sigmoid(gates) * candidates, before)

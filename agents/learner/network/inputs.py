@@ -49,7 +49,8 @@ class RunningMoments(nn.Module):
 
     def merge(self, sums: Tensor) -> None:
         """Merge `sums`, added over all ranks, into the statistics."""
-        count, deviations, squares = sums[0], *sums[1:].chunk(2)
+        count = sums[0]
+        deviations, squares = sums[1:].chunk(2)
         total = self.count + count
         shift = deviations / total
         # formula of Chan et al. (1979) for merging variances, with deviations from the old mean

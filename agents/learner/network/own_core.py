@@ -8,7 +8,8 @@ from torch import nn
 from rl_dist.checkpoint.trust import import_own
 from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
 
-STEPS, ROWS = 7, 3  # steps and sequences of the test input
+STEPS = 7  # steps of the test input
+ROWS = 3  # sequences of the test input
 CONTRACT = "docs/own_environment.md describes what a core must do"
 
 
@@ -50,7 +51,8 @@ def _problem(core: Any, num_inputs: int, size: int) -> str:
         return f"returns shapes {shapes}, not {expected}"
 
     # Run single steps. Omitting the last sequence reveals a core that mixes sequences.
-    outputs, after = [], state[:, :-1]
+    outputs = []
+    after = state[:, :-1]
     for step in inputs[:, :-1]:
         output, after = core(step[None], after)
         outputs.append(output)

@@ -5,7 +5,8 @@ import numpy as np
 # stream numbers: each is the second entry of SeedSequence([seed, stream, ...])
 POLICY_STREAM, ENVIRONMENT_STREAM, NOISE_STREAM, SHUFFLE_STREAM, VALIDATION_STREAM = range(5)
 # Evaluation has its own episodes, because the best checkpoint was chosen on validation episodes.
-PREDICTION_STREAM, EVALUATION_STREAM = 5, 6
+PREDICTION_STREAM = 5
+EVALUATION_STREAM = 6
 
 SEED_BITS = 31  # many environments accept no larger seeds
 

@@ -38,18 +38,16 @@ RecurrentNetwork = Callable[..., NetworkResult]
 class Plan:
     """Dense calls for N sequences of T steps; `calls` is empty if no cut is needed.
 
-    A cell is one step of one sequence. The blocks of all calls are stored one after the other. The
-    table is the concatenation of four lists:
-
-    - for each cell t * N + n, its index in the stored blocks, [T * N];
-    - for each row, the index of the sequence to which its first piece belongs;
-    - for each row, 1 if it begins with the initial state of that sequence, 0 if with a zero state;
-    - the indices, in the stored blocks, of the steps that reset the state.
+    A cell is one step of one sequence. The blocks of all calls are stored one after the other. All
+    tensors are int64, on the device of the sequences.
     """
 
     calls: list[tuple[int, int]]  # steps and rows of each block
-    table: Tensor  # int64, on the device of the sequences
-    packed: bool = False  # True: rows hold several pieces, so the network must accept resets
+    packed: bool  # True: rows hold several pieces, so the network must accept resets
+    places: Tensor  # [T * N] for each cell t * N + n, its index in the stored blocks
+    columns: Tensor  # for each row, the index of the sequence to which its first piece belongs
+    stateful: Tensor  # for each row, 1 if it begins with that sequence's initial state, else 0
+    reset_places: Tensor  # indices, in the stored blocks, of the steps that reset the state
 
 
 def plan_pieces(
@@ -70,7 +68,7 @@ def plan_pieces(
     begins[0] = True
     firsts = np.flatnonzero(begins.T)  # index n * T + t of each piece's first cell
     if len(firsts) == num_columns:
-        return Plan([], torch.empty(0))
+        return Plan([], False, *[torch.empty(0)] * 4)
     lengths = np.diff(np.append(firsts, begins.size))
     level = np.floor(np.log2(num_steps / lengths)).astype(np.int8) + (lengths < num_steps)
     order = np.argsort(level, kind="stable")
@@ -85,7 +83,8 @@ def plan_pieces(
     splits = cheapest_splits(counts.tolist(), longest.tolist(), call_steps)
     num_rows = np.add.reduceat(counts, splits)  # rows of each block
     block_steps = longest[splits]
-    row, begin = np.arange(len(order)), np.zeros(len(order), np.int64)
+    row = np.arange(len(order))  # row of each piece
+    begin = np.zeros_like(row)  # position in this row of the piece's first step
 
     # pack the pieces into one block if that takes less time
     packed = False
@@ -94,8 +93,10 @@ def plan_pieces(
         packed_row, packed_begin = best_fit(lengths, stateful)
         packed = bool(longest[0] * (packed_row.max() + 1) <= most_cells)
         if packed:
-            row, begin = packed_row, packed_begin
-            num_rows, block_steps = row.max(keepdims=True) + 1, longest[:1]
+            row = packed_row
+            begin = packed_begin
+            num_rows = row.max(keepdims=True) + 1
+            block_steps = longest[:1]
 
     # for each piece, find the index of its first cell in the stored blocks
     stride = np.repeat(num_rows, num_rows)[row]  # index distance between successive steps of a row
@@ -103,16 +104,23 @@ def plan_pieces(
     offsets = np.cumsum(later_cells) - later_cells
     first_places = np.repeat(offsets, num_rows)[row] + row + begin * stride
 
-    # build the table
+    # find the places of all cells
     step = np.arange(begins.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     cells = np.repeat(starts * num_columns + columns, lengths) + step * num_columns
     places = np.empty(begins.size, np.int64)
     places[cells] = np.repeat(first_places, lengths) + step * np.repeat(stride, lengths)
-    rows = np.zeros((2, num_rows.sum()), np.int64)
-    rows[:, row[begin == 0]] = np.stack([columns, stateful])[:, begin == 0]
-    resets = (first_places - stride)[begin > 0]
+
+    # find the initial state of each row, and the reset step before each later piece of a row
+    is_first = begin == 0
+    row_columns = np.zeros(num_rows.sum(), np.int64)
+    row_columns[row[is_first]] = columns[is_first]
+    row_stateful = np.zeros_like(row_columns)
+    row_stateful[row[is_first]] = stateful[is_first]
+    reset_places = (first_places - stride)[~is_first]
+
     calls = list(zip(block_steps.tolist(), num_rows.tolist(), strict=True))
-    return Plan(calls, to_device(np.concatenate([places, rows.ravel(), resets]), device), packed)
+    tables = to_device_together([places, row_columns, row_stateful, reset_places], device)
+    return Plan(calls, packed, *tables)
 
 
 def overhead_steps(cores: Sequence[nn.Module], num_layers: int) -> float:
@@ -149,7 +157,8 @@ def best_fit(lengths: np.ndarray, stateful: np.ndarray) -> tuple[np.ndarray, np.
     length; among the rows with enough free room for a piece, the row with the least free room is
     used. Returns the row of each piece and the position of the piece's first step in this row.
     """
-    row, begin = np.zeros((2, len(lengths)), np.int64)
+    row = np.zeros_like(lengths)
+    begin = np.zeros_like(lengths)
     num_rows = int(stateful.sum())
     row[stateful] = np.arange(num_rows)
     # A piece needs room for its steps and, as a gap, for 1 reset step before them. The first piece
@@ -196,15 +205,13 @@ def run_sequence(
     # Copy all cells into the blocks. The inputs of padding and of reset steps remain zero, because
     # large inputs could open gates that a reset must shut.
     num_rows = [rows for _, rows in plan.calls]
-    sizes = [episode_start.numel(), sum(num_rows), sum(num_rows)]
-    places, columns, stateful, reset_places = plan.table.tensor_split(np.cumsum(sizes).tolist())
     block_sizes = [steps * rows for steps, rows in plan.calls]
     cells = obs.new_zeros(sum(block_sizes), obs.shape[-1])
-    cells = cells.index_copy(0, places, obs.flatten(0, 1))
-    before = state.index_select(0, columns) * stateful[:, None, None]
+    cells = cells.index_copy(0, plan.places, obs.flatten(0, 1))
+    before = state.index_select(0, plan.columns) * plan.stateful[:, None, None]
     resets = []
     if plan.packed:
-        flags = obs.new_zeros(len(cells), 1).index_fill_(0, reset_places, 1.0)
+        flags = obs.new_zeros(len(cells), 1).index_fill_(0, plan.reset_places, 1.0)
         resets = [flags.unflatten(0, plan.calls[0])]
 
     # call the network once per block, then restore the order of the cells
@@ -216,7 +223,7 @@ def run_sequence(
     outputs = []
     for parts in zip(*results, strict=True):
         flat = torch.cat([part.flatten(0, 1) for part in parts])
-        outputs.append(flat.index_select(0, places).unflatten(0, episode_start.shape))
+        outputs.append(flat.index_select(0, plan.places).unflatten(0, episode_start.shape))
     return tuple(outputs)
 
 
@@ -247,6 +254,12 @@ def state_after(
     for begin, end in zip(cuts, [*cuts[1:], len(obs)], strict=True):
         state = network(obs[begin:end], state * ~episode_start[begin][:, None, None]).state
     return state
+
+
+def to_device_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Copy arrays [n] of one type to a device in one transfer."""
+    sizes = [len(array) for array in arrays]
+    return list(to_device(np.concatenate(arrays), device).split(sizes))
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
