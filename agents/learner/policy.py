@@ -230,7 +230,7 @@ class Policy(nn.Module):
 
     @property
     def resets_inside(self) -> bool:
-        """Return True if `network` accepts resets, which pay only on a CPU."""
+        """Return True if all cores accept resets; they are used only on a CPU."""
         on_cpu = self.critic_head.weight.device.type == "cpu"
         return on_cpu and all(getattr(core, "accepts_resets", False) for core in self.cores)
 
