@@ -1,6 +1,7 @@
 """Compare action heads to known distributions, with and without action masks."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -28,30 +29,71 @@ def one_step(policy, mask, num_envs=1):
     return row.double().expand(num_envs, -1), policy.initial_state(num_envs), start
 
 
-@pytest.mark.parametrize("mask", [[], MASK], ids=len)
-def test_several_choices_are_independent_softmaxes_over_the_allowed_options(mask):
+class Choice(NamedTuple):
+    """The scores of a choice's options, which ones are allowed, and their distribution."""
+
+    scores: torch.Tensor
+    allowed: torch.Tensor
+    distribution: Categorical
+
+
+@pytest.fixture(scope="module", params=[[], MASK], ids=len)
+def several(request):
+    """Return a policy, the inputs of 50,000 equal steps, and its three choices."""
+    mask = request.param
     policy = make_policy(small(), SEVERAL, MASKED if mask else VECTOR)
     obs, state, start = one_step(policy, mask, 50_000)
-    outputs = policy.network(obs[None, :1], state[:1]).outputs
-    logits = outputs.actor_outputs[0, 0].detach().split(COUNTS)
-    masks = torch.tensor(mask or [1] * 9).bool().split(COUNTS)
-    drawn = act(policy, obs, state, start, action_noise(SEVERAL, 1, 0, 50_000, 0, 1)[0])[0]
-    greedy = act(policy, obs, state, start)[0]
-    logprob = entropy = 0.0
-    for digit, (scores, allowed) in enumerate(zip(logits, masks, strict=True)):
-        distribution = Categorical(logits=scores[allowed])
-        shares = torch.bincount(drawn[:, digit], minlength=len(scores)) / 50_000
+    actor = policy.network(obs[None, :1], state[:1]).outputs.actor_outputs
+    scores = actor.detach().flatten().split(COUNTS)
+    allowed = torch.tensor(mask or [1] * 9).bool().split(COUNTS)
+    pairs = zip(scores, allowed, strict=True)
+    return policy, (obs, state, start), [Choice(s, a, Categorical(logits=s[a])) for s, a in pairs]
+
+
+def evaluation_of(policy, inputs, actions):
+    """Evaluate one step with these actions."""
+    obs, state, start = inputs
+    return policy(obs[None, :1], actions[None, None], state[:1], start[None, :1])
+
+
+def likeliest(choices):
+    return torch.stack([choice.scores.argmax() for choice in choices])
+
+
+def test_options_are_drawn_by_softmax_and_forbidden_ones_never(several):
+    policy, inputs, choices = several
+    noise = action_noise(SEVERAL, 1, 0, 50_000, 0, 1)[0]
+    drawn, *_ = act(policy, *inputs, noise)
+    for digits, (scores, allowed, distribution) in zip(drawn.T, choices, strict=True):
+        shares = torch.bincount(digits, minlength=len(scores)) / 50_000
         assert (shares[~allowed] == 0).all()
         np.testing.assert_allclose(shares[allowed], distribution.probs, atol=0.01)
-        assert (greedy[:, digit] == scores.argmax()).all()
-        logprob += distribution.probs.max().log()
-        entropy += distribution.entropy()
-    evaluation = policy(obs[None, :1], greedy[None, :1], state[:1], start[None, :1])
-    torch.testing.assert_close(evaluation.logprobs[0, 0], logprob)
-    torch.testing.assert_close(evaluation.entropy[0, 0], entropy)
-    if mask:
-        forbidden = torch.tensor([[[1, 1, 2]]])
-        assert policy(obs[None, :1], forbidden, state[:1], start[None, :1]).logprobs.exp() == 0.0
+
+
+def test_without_noise_every_choice_takes_its_likeliest_option(several):
+    policy, inputs, choices = several
+    greedy, *_ = act(policy, *inputs)
+    assert (greedy == likeliest(choices)).all()
+
+
+def test_the_log_probability_is_the_sum_over_the_choices(several):
+    policy, inputs, choices = several
+    expected = sum(choice.distribution.probs.max().log() for choice in choices)
+    logprobs = evaluation_of(policy, inputs, likeliest(choices)).logprobs
+    torch.testing.assert_close(logprobs.squeeze(), expected)
+
+
+def test_the_entropy_is_the_sum_over_the_choices(several):
+    policy, inputs, choices = several
+    expected = sum(choice.distribution.entropy() for choice in choices)
+    entropy = evaluation_of(policy, inputs, likeliest(choices)).entropy
+    torch.testing.assert_close(entropy.squeeze(), expected)
+
+
+def test_a_forbidden_option_has_probability_0():
+    policy = make_policy(small(), SEVERAL, MASKED)
+    forbidden = torch.tensor([1, 1, 2])
+    assert evaluation_of(policy, one_step(policy, MASK), forbidden).logprobs.exp() == 0.0
 
 
 def test_the_entropy_is_largest_if_all_allowed_actions_are_equally_likely():
@@ -59,13 +101,12 @@ def test_the_entropy_is_largest_if_all_allowed_actions_are_equally_likely():
     obs, state, _ = one_step(policy, MASK)
     obs = obs.repeat(1, 2)
     policy.actor_head.weight.data.zero_()
-    outputs = policy.network(obs[None], state).outputs
-    entropy = policy.distribution(outputs.actor_outputs[0]).entropy()
-    for value in (policy.largest_entropy(obs), entropy):
+    actor = policy.network(obs[None], state).outputs.actor_outputs
+    for value in (policy.largest_entropy(obs), policy.distribution(actor[0]).entropy()):
         assert value.tolist() == pytest.approx([2 * math.log(2)])
 
 
-def test_the_gradient_ignores_forbidden_actions_and_the_mask_is_no_input():
+def test_forbidden_actions_get_no_gradient():
     policy = make_policy(WINDOWS, SEVERAL, MASKED)
     obs, state, start = one_step(policy, MASK)
     window = torch.cat([torch.zeros_like(obs), obs], dim=1)
@@ -73,4 +114,7 @@ def test_the_gradient_ignores_forbidden_actions_and_the_mask_is_no_input():
     (evaluation.logprobs + evaluation.entropy).sum().backward()
     gradient = policy.actor_head.weight.grad.abs().sum(1)
     assert gradient[[0, 2]].min() > 0 and gradient[[1, 3, 5, 6]].max() == 0
-    assert policy.feature_core.input_size == 4
+
+
+def test_the_mask_is_no_input_of_the_network():
+    assert make_policy(WINDOWS, SEVERAL, MASKED).feature_core.input_size == 4

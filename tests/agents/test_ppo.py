@@ -18,27 +18,41 @@ from rl_dist.telemetry import events
 # ---- advantages for rewards 1, 2, 3 and values 0.5, 1, 1.5
 
 
-@pytest.mark.parametrize(
-    "next_values, ends, advantages",
-    [
+@pytest.fixture(
+    params=[
         # TD errors: 1 + 0.9 - 0.5 = 1.4; 2 + 1.35 - 1 = 2.35; 3 + 1.8 - 1.5 = 3.3. Going back one
         # step multiplies an error by 0.9 * 0.8 = 0.72.
         ([1.0, 1.5, 2.0], [0, 0, 0], [4.80272, 4.726, 3.3]),
         # An episode ends in the second step: truncated (next value 5) or terminated (next value 0).
         ([1.0, 5.0, 2.0], [0, 1, 0], [1.4 + 0.72 * 5.5, 5.5, 3.3]),
         ([1.0, 0.0, 2.0], [0, 1, 0], [1.4 + 0.72 * 1.0, 1.0, 3.3]),
-    ],
+    ]
 )
-def test_advantages_equal_those_computed_by_hand_and_environments_do_not_mix(
-    next_values, ends, advantages
-):
+def opposites(request):
+    """Return values, advantages and returns of two environments of opposite sign.
+
+    Also return the advantages of the first one, computed by hand.
+    """
+    next_values, ends, expected = request.param
     rows = torch.tensor([[1.0, 2.0, 3.0], [0.5, 1.0, 1.5], next_values], dtype=torch.float64)
     columns = torch.stack([rows, -rows], dim=-1)
     episode_end = torch.tensor(ends).bool()[:, None].expand(-1, 2)
-    computed, returns = gae(*columns, episode_end, gamma=0.9, gae_lambda=0.8)
-    assert torch.equal(returns, computed + columns[1])
-    assert computed[:, 0].tolist() == pytest.approx(advantages, abs=1e-12)
-    assert torch.equal(computed[:, 1], -computed[:, 0])
+    return columns[1], *gae(*columns, episode_end, gamma=0.9, gae_lambda=0.8), expected
+
+
+def test_advantages_equal_those_computed_by_hand(opposites):
+    _, advantages, _, expected = opposites
+    assert advantages[:, 0].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_advantages_of_environments_do_not_mix(opposites):
+    _, advantages, _, _ = opposites
+    assert torch.equal(advantages[:, 1], -advantages[:, 0])
+
+
+def test_returns_are_advantages_plus_values(opposites):
+    values, advantages, returns, _ = opposites
+    assert torch.equal(returns, advantages + values)
 
 
 @pytest.mark.parametrize("least, deviation", [(0.0, 3.5**0.5), (7.0, 7.0)])
@@ -47,7 +61,10 @@ def test_advantages_are_normalised_by_their_deviation_or_its_lower_bound(least, 
     # The deviation uses the population variance: (4 + 1 + 0 + 9) / 4.
     found = normalize_advantages(advantages, rollout_sums(advantages, zeros, zeros), least)
     torch.testing.assert_close(found, (advantages - 3.0) / deviation)
-    equal = torch.full((2, 2), 5.0)
+
+
+def test_equal_advantages_are_normalised_to_0():
+    equal, zeros = torch.full((2, 2), 5.0), torch.zeros(2, 2)
     assert normalize_advantages(equal, rollout_sums(equal, zeros, zeros), 0.0).abs().max() == 0
 
 
@@ -161,13 +178,21 @@ def trained(training, probe=None):
         return finish(training).losses
 
 
-def test_every_epoch_uses_every_sequence_once_in_another_order(world):
+@pytest.fixture(scope="module")
+def epochs(world):
+    """Return a number for each of the 32 sequences, in the order of each of 4 epochs."""
     training, seen = training_of(world, update_epochs=4), []
     step = training.ppo.step
     trained(training, lambda *args: seen.append(args[0].advantages.sum(0)) or step(*args))
-    epochs = torch.stack(seen).view(4, 32)
-    assert len(epochs.sort(dim=1).values.unique(dim=0)) == 1
-    assert len(epochs.unique(dim=0)) == 4 and len(epochs[0].unique()) == 32
+    return torch.stack(seen).view(4, 32)
+
+
+def test_every_epoch_uses_every_sequence_once(epochs):
+    assert len(epochs.sort(dim=1).values.unique(dim=0)) == 1 and len(epochs[0].unique()) == 32
+
+
+def test_every_epoch_has_another_order(epochs):
+    assert len(epochs.unique(dim=0)) == 4
 
 
 def test_the_reported_norm_is_of_the_gradient_before_it_is_clipped(world):
@@ -177,19 +202,38 @@ def test_the_reported_norm_is_of_the_gradient_before_it_is_clipped(world):
     assert float(nn.utils.get_total_norm(gradients)) == pytest.approx(1e-6, rel=1e-4)
 
 
-def test_bad_steps_are_skipped_and_counted_until_there_are_too_many(world, tmp_path):
+@pytest.fixture(scope="module")
+def too_many_bad_steps(world, tmp_path_factory):
+    """Train until there are too many bad steps.
+
+    Return the training, its first parameters, and the events.
+    """
+    folder = tmp_path_factory.mktemp("events")
     training = training_of(world, iterations=4, update_epochs=2, max_bad_steps=5)
     start = parameters_of(training)
-    events.configure(f"touch {tmp_path}/$RL_EVENT-$RL_SKIPPED", tmp_path)
+    events.configure(f"touch {folder}/$RL_EVENT-$RL_SKIPPED", folder)
     too_many = pytest.raises(UserError, match="6 steps .* --max_bad_steps 5")
     with bad_at({1, 2, 3, 4, *range(6, 13)}), too_many:
         trained(training)
     events.close()
-    assert {path.name for path in tmp_path.iterdir()} == {"bad_steps-4", "bad_steps-3"}
+    return training, start, {path.name for path in folder.iterdir()}
+
+
+def test_bad_steps_are_counted(too_many_bad_steps):
+    training, _, _ = too_many_bad_steps
     counts = [(loss["optim/steps"], loss["optim/skipped_steps"]) for loss in training.losses]
     assert counts == [(0, 4), (1, 3)]
+
+
+def test_bad_steps_change_no_parameter(too_many_bad_steps):
+    training, start, _ = too_many_bad_steps
     before, after = training.parameters
     assert torch.equal(before, start) and not torch.equal(after, start)
+
+
+def test_bad_steps_are_an_event_of_their_iteration(too_many_bad_steps):
+    _, _, names = too_many_bad_steps
+    assert names == {"bad_steps-4", "bad_steps-3"}
 
 
 def test_the_count_of_bad_steps_in_a_row_continues_after_a_resume(world):

@@ -49,24 +49,47 @@ def steps_of(flags):
     return flags.nonzero().flatten().tolist()
 
 
-def test_episode_starts_belong_to_inputs_and_episode_ends_to_steps(rollouts, normalizer):
-    (first, second), _, env = rollouts
+def test_the_first_observation_of_an_episode_is_an_episode_start(rollouts):
+    (first, second), _, _ = rollouts
     assert steps_of(first.episode_start[:, 0]) == steps_of(second.episode_start[:, 0]) == [0, 3]
-    assert (steps_of(first.terminated[:, 0]), steps_of(first.truncated[:, 0])) == ([2], [7])
+    assert first.episode_start[:, 2].all()
+
+
+def test_a_rollout_may_begin_within_an_episode(rollouts):
+    (_, second), _, _ = rollouts
     # In environment 3, an episode of the first rollout continues in the second one.
     assert second.episode_start[0].tolist() == [True, True, True, False]
-    assert steps_of(first.terminated[:, 2]) == [1, 2, 4, 5, 7] and first.episode_start[:, 2].all()
+
+
+def test_the_last_step_of_an_episode_is_terminated_or_truncated(rollouts):
+    (first, _), _, _ = rollouts
+    assert (steps_of(first.terminated[:, 0]), steps_of(first.truncated[:, 0])) == ([2], [7])
+    assert steps_of(first.terminated[:, 2]) == [1, 2, 4, 5, 7]
     assert steps_of(first.truncated[:, 2]) == [0, 2, 3, 5, 6]
-    # Row t holds an observation, the action taken on it, and the reward of that action.
+
+
+def test_a_row_holds_an_observation_its_action_and_the_reward(rollouts):
+    (first, _), _, env = rollouts
     ages, episodes = [0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 0, 1, 1, 1, 1, 1]
     assert first.raw_obs[:, 0, 1:3].T.tolist() == [episodes, ages]
     rewards = [10.0 * episode + age for episode, age in zip(episodes, ages, strict=True)]
     assert first.rewards[:, 0].tolist() == rewards
     assert torch.equal(first.actions, torch.stack(env.received[:8]))
+
+
+def test_stored_observations_are_normalised(rollouts, normalizer):
+    (first, _), _, _ = rollouts
     torch.testing.assert_close(first.obs, normalizer(first.raw_obs.double()))
-    # Within an episode, the next value of a step equals the value of the following step.
+
+
+def test_within_an_episode_the_next_value_is_the_following_value(rollouts):
+    (first, _), _, _ = rollouts
     continuing = ~first.episode_end[:-1]
     assert torch.equal(first.next_values[:-1][continuing], first.values[1:][continuing])
+
+
+def test_the_next_value_is_0_only_at_terminated_steps(rollouts):
+    (first, _), _, _ = rollouts
     assert torch.equal(first.next_values == 0, first.terminated)
 
 

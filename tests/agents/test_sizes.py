@@ -22,20 +22,29 @@ def sizes_of(num_ranks, saved_num_envs=0, **options):
     return [shard_sizes(config, rank, num_ranks, saved_num_envs) for rank in range(num_ranks)]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4, 16])
-def test_totals_are_divided_among_ranks_and_weak_scaling_multiplies_them(num_ranks):
+EACH_SIZE = pytest.mark.parametrize("num_ranks", [1, 4, 16])
+
+
+@EACH_SIZE
+def test_strong_scaling_divides_the_totals_among_ranks(num_ranks):
     share = Sizes(64 // num_ranks, 0, 128 // num_ranks, 4, 2, 64, 128)
     expected = [replace(share, env_offset=rank * share.num_envs) for rank in range(num_ranks)]
     assert sizes_of(num_ranks) == expected
+
+
+@EACH_SIZE
+def test_weak_scaling_multiplies_the_totals_by_the_number_of_ranks(num_ranks):
     (alone,) = sizes_of(1, **WEAK)
     totals = {"global_num_envs": 8 * num_ranks, "global_batch_size": 16 * num_ranks}
     expected = [replace(alone, env_offset=8 * rank, **totals) for rank in range(num_ranks)]
     assert sizes_of(num_ranks, **WEAK) == expected
-    factors = [
-        sizes_of(num_ranks, **WEAK, lr_scaling=rule)[0].learning_rate_factor
-        for rule in ("none", "sqrt", "linear")
-    ]
-    assert factors == [1.0, num_ranks**0.5, num_ranks]
+
+
+@EACH_SIZE
+@pytest.mark.parametrize("rule, power", [("none", 0), ("sqrt", 0.5), ("linear", 1)])
+def test_weak_scaling_scales_the_learning_rate(rule, power, num_ranks):
+    share, *_ = sizes_of(num_ranks, **WEAK, lr_scaling=rule)
+    assert share.learning_rate_factor == num_ranks**power
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 6, 7, 12])
@@ -116,10 +125,17 @@ def test_a_batch_that_does_not_fit_explains_that_it_counts_sequences():
         shard_sizes(TrainConfig(num_envs=4, num_steps=64, batch_size=64), 0, 1)
 
 
-def test_a_small_network_uses_one_thread_and_a_resume_keeps_the_number_of_threads():
-    for batch_size, threads, expected in ((8, 0, 1), (8, 3, 3), (512, 0, 0), (AUTO_SIZE, 0, 0)):
-        values = {"batch_size": batch_size, "threads": threads, "hidden_size": 64}
-        assert with_threads(RunConfig().changed(values)).launch.threads == expected
+@pytest.mark.parametrize(
+    "batch_size, threads, expected", [(8, 0, 1), (8, 3, 3), (512, 0, 0), (AUTO_SIZE, 0, 0)]
+)
+def test_a_small_network_uses_one_thread(batch_size, threads, expected):
+    values = {"batch_size": batch_size, "threads": threads, "hidden_size": 64}
+    assert with_threads(RunConfig().changed(values)).launch.threads == expected
+
+
+@pytest.mark.parametrize(
+    "given, expected", [({}, 3), ({"num_gpus": 2}, 0), ({"num_gpus": 2, "threads": 5}, 5)]
+)
+def test_a_resume_on_as_many_ranks_keeps_the_threads(given, expected):
     saved = RunConfig().changed({"threads": 3, "num_gpus": 1})
-    for given, expected in (({}, 3), ({"num_gpus": 2}, 0), ({"num_gpus": 2, "threads": 5}, 5)):
-        assert resumed_config(saved, given).launch.threads == expected
+    assert resumed_config(saved, given).launch.threads == expected

@@ -73,32 +73,69 @@ def read(run_dir, name):
     return read_object(run_dir / f"{name}.json")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_writes_all_promised_files(finished, ranks):
+EACH_SIZE = pytest.mark.parametrize("ranks", [1, 2])
+
+
+@EACH_SIZE
+def test_a_run_prints_its_data_and_directory_and_no_error(finished, ranks):
     run_dir, out, err = finished[ranks]
     assert "error" not in err.lower() and "Traceback" not in err, err
     assert out.count("data: ") == 1 and "SIMULATED" in out and str(run_dir) in out
+
+
+@EACH_SIZE
+def test_a_run_writes_exactly_the_promised_files(finished, ranks):
+    run_dir, _, _ = finished[ranks]
     (events,) = (name for name in names(run_dir) if name.startswith("events.out.tfevents"))
     expected = {"checkpoints", "config.json", "evaluation", "logs", "metrics.jsonl", "plots"}
     assert set(names(run_dir)) == expected | {"state.json", "summary.json", events}
     assert names(run_dir / "plots") == ["equity.png", "learning_curve.png"]
     assert names(run_dir / "logs") == [f"rank_{rank}.log" for rank in range(ranks)]
+
+
+@EACH_SIZE
+def test_only_a_run_of_several_ranks_reports_its_scaling(finished, ranks):
+    run_dir, out, _ = finished[ranks]
     assert ("scaling" in read(run_dir, "summary")) == (ranks == 2) == ("steps/s on 2 ranks" in out)
 
-    # Until the budget is reached, each iteration writes one record that covers all ranks.
-    lines = records(run_dir)
-    numbers = [line["iteration"] for line in lines]
-    assert numbers == list(range(1, len(lines) + 1)) and len(lines) > 3
+
+@EACH_SIZE
+def test_each_iteration_leaves_one_record_and_one_checkpoint(finished, ranks):
+    run_dir, _, _ = finished[ranks]
+    numbers = iterations(run_dir)
+    assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) > 3
     saved = [f"iteration_{number:08d}.pt" for number in numbers]
     assert names(run_dir / "checkpoints") == ["best.pt", *saved]
-    for line in lines:
+
+
+@EACH_SIZE
+def test_the_totals_of_a_record_cover_all_ranks(finished, ranks):
+    for line in records(finished[ranks][0]):
         assert line["global_step"] == 128 * line["iteration"]
         assert sum(entry["episode/count"] for entry in line["ranks"]) == line["episode/count"]
         assert len(line["ranks"]) == ranks
-        assert ("valid/sharpe" in line) == (line["iteration"] % 3 == 0 or line is lines[-1])
+
+
+@EACH_SIZE
+def test_validation_runs_every_third_iteration_and_in_the_last(finished, ranks):
+    lines = records(finished[ranks][0])
+    validated = [line["iteration"] for line in lines if "valid/sharpe" in line]
+    assert validated == sorted({*range(3, len(lines) + 1, 3), len(lines)})
+
+
+@EACH_SIZE
+def test_training_ends_when_the_budget_of_episodes_is_reached(finished, ranks):
+    lines = records(finished[ranks][0])
     total = lines[-1]["episode/total"]
     assert lines[-2]["episode/total"] < 8 <= total == sum(line["episode/count"] for line in lines)
-    expected = [(line["global_step"], pytest.approx(line["loss/policy"])) for line in lines]
+
+
+@EACH_SIZE
+def test_tensorboard_shows_the_recorded_losses(finished, ranks):
+    run_dir, _, _ = finished[ranks]
+    expected = [
+        (line["global_step"], pytest.approx(line["loss/policy"])) for line in records(run_dir)
+    ]
     assert scalars(run_dir)["loss/policy"] == expected
 
 
@@ -132,20 +169,27 @@ def test_a_core_and_a_callback_can_be_in_the_current_directory(tmp_path, monkeyp
 # ---- the best checkpoint, and initial weights
 
 
-def test_the_last_policy_and_the_best_are_evaluated_in_episodes_that_chose_neither(
-    cartpole, tmp_path, capsys
-):
-    def evaluated(*flags):
-        assert evaluate_here(cartpole, *flags, "--json", tmp_path / "json") == 0
-        return read_object(tmp_path / "json")["policy"]
+def evaluated(cartpole, folder, *flags):
+    assert evaluate_here(cartpole, *flags, "--json", folder / "json") == 0
+    return read_object(folder / "json")["policy"]
 
-    summary, chosen_by = read(cartpole, "summary"), records(cartpole)[-1]
-    best, last = summary["best"], summary["test"]
-    assert evaluated() == best != last
+
+def test_the_best_policy_is_evaluated_by_default(cartpole, tmp_path, capsys):
+    assert evaluated(cartpole, tmp_path) == read(cartpole, "summary")["best"]
     assert "checkpoints/best.pt" in capsys.readouterr().out
-    assert evaluated("--which=last") == last
-    # Evaluations with different seeds draw different episodes; validation draws yet others.
-    assert evaluated("--seed=2") != best
+
+
+def test_the_last_policy_is_evaluated_on_request(cartpole, tmp_path):
+    summary = read(cartpole, "summary")
+    assert evaluated(cartpole, tmp_path, "--which=last") == summary["test"] != summary["best"]
+
+
+def test_evaluations_with_different_seeds_draw_different_episodes(cartpole, tmp_path):
+    assert evaluated(cartpole, tmp_path, "--seed=2") != read(cartpole, "summary")["best"]
+
+
+def test_validation_draws_other_episodes_than_evaluation(cartpole):
+    last, chosen_by = read(cartpole, "summary")["test"], records(cartpole)[-1]
     assert any(chosen_by[f"valid/{name}"] != last[name] for name in ("return", "return_std"))
 
 
@@ -157,25 +201,45 @@ def test_a_run_with_a_damaged_best_checkpoint_still_ends(cartpole, tmp_path, cap
     assert "best" not in read(run_dir, "summary")
 
 
-def test_a_run_starts_from_the_weights_and_statistics_of_another(cartpole, tmp_path, capsys):
+@pytest.fixture(scope="module")
+def from_another(cartpole, tmp_path_factory):
+    """Train one iteration from the weights of `cartpole`.
+
+    Return the flags, the checkpoint that the run starts from, and the one that it saves.
+    """
     flags = [*CARTPOLE, "--init_from", cartpole, "--learning_rate=0", "--total_steps=128"]
-    assert train_here(*flags, "--run_dir", tmp_path / "next") == 0
-    first = load_checkpoint(cartpole / "checkpoints/best.pt")
-    then = load_checkpoint(latest_checkpoint(tmp_path / "next"))
+    run_dir = tmp_path_factory.mktemp("from_another")
+    assert train_here(*flags, "--run_dir", run_dir) == 0
+    paths = cartpole / "checkpoints/best.pt", latest_checkpoint(run_dir)
+    return flags, *map(load_checkpoint, paths)
+
+
+def test_a_run_starts_from_the_weights_of_another(from_another):
+    _, first, then = from_another
     assert then["iteration"] == 1
     for name, weight in first["policy"].items():
         assert (then["policy"][name] == weight).all(), name
-    counts = [state["normalizers"]["obs.moments.count"] for state in (first, then)]
-    assert counts[1] == counts[0] + 128
-    first["normalizers"]["obs.moments.mean"] = torch.zeros(9)
-    write_atomically(tmp_path / "odd.pt", pack(first))
-    for other, word in (
-        ("--hidden_size=16", "--hidden_size"),
-        (f"--init_from={tmp_path / 'odd.pt'}", "obs.moments.mean"),
-    ):
-        capsys.readouterr()
-        assert train_here(*flags, other, "--run_dir", tmp_path / "no") == 2
-        assert word in printed_error(capsys)
+
+
+def test_a_run_adds_to_the_statistics_of_another(from_another):
+    first, then = (state["normalizers"]["obs.moments.count"] for state in from_another[1:])
+    assert then == first + 128
+
+
+@pytest.mark.parametrize(
+    "other, word",
+    [("--hidden_size=16", "--hidden_size"), ("--init_from=odd.pt", "obs.moments.mean")],
+)
+def test_initial_weights_that_do_not_fit_are_refused(
+    other, word, from_another, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    flags, first, _ = from_another
+    means = {"obs.moments.mean": torch.zeros(9)}
+    odd = first | {"normalizers": first["normalizers"] | means}
+    write_atomically(tmp_path / "odd.pt", pack(odd))
+    assert train_here(*flags, other, "--run_dir", tmp_path / "no") == 2
+    assert word in printed_error(capsys)
 
 
 # ---- resume
@@ -211,16 +275,25 @@ def test_the_first_stop_signal_is_acknowledged_before_the_iteration_ends(
     assert latest_checkpoint(tmp_path).name == "iteration_00000001.pt"
 
 
-def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path):
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """Begin a run with `--resume auto`; return its directory, flags and records."""
+    run_dir = tmp_path_factory.mktemp("begun")
     # A run that is killed before its first checkpoint leaves these files.
     (run_dir / "config.json").write_text('{"train": {}}')
     (run_dir / "metrics.jsonl").write_text('{"iteration": 1}\n')
     flags = [*CARTPOLE, "--checkpoint_every=1", "--run_dir", run_dir, "--resume=auto"]
     assert train_here(*flags, "--num_episodes=2") == 0
-    first = records(run_dir)
-    assert [line["iteration"] for line in first] == list(range(1, len(first) + 1))
+    return run_dir, flags, records(run_dir)
+
+
+def test_resume_auto_begins_a_run_that_has_no_checkpoint(begun):
+    numbers = [line["iteration"] for line in begun[2]]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+def test_resume_auto_continues_a_run_with_a_checkpoint(begun):
+    run_dir, flags, first = begun
     budget = first[-1]["episode/total"] + 1
     assert train_here(*flags, "--num_episodes", budget) == 0
     second = records(run_dir)
@@ -276,14 +349,28 @@ def test_the_users_own_files_in_a_run_directory_are_left_alone(tmp_path, capsys)
         assert mine.read_text() == "mine" and names(tmp_path) == ["logs"]
 
 
-def test_a_fault_of_an_environment_is_named_and_its_traceback_is_logged(tmp_path, capsys):
+@pytest.fixture
+def faulty(tmp_path, capsys):
+    """Start a run whose environment raises an error; return its directory, flags and error."""
     run_dir = tmp_path / "run"
     flags = [*SIZES, "--eval_episodes=2", "--run_dir", run_dir, "--env"]
     assert train_here(*flags, "misbehaving_envs:Raises-v0") == 1
-    line = printed_error(capsys)
+    return run_dir, flags, printed_error(capsys)
+
+
+def test_a_fault_of_an_environment_is_one_line_that_names_the_log(faulty):
+    _, _, line = faulty
     assert "KeyError: 'no such price' (misbehaving_envs.py:" in line and "logs/rank_0.log" in line
+
+
+def test_the_traceback_of_an_environment_is_in_the_log_alone(faulty):
+    run_dir, _, _ = faulty
     assert names(run_dir) == ["logs"]
     assert "in step" in (run_dir / "logs/rank_0.log").read_text()
+
+
+def test_the_directory_of_a_failed_start_can_be_used_again(faulty):
+    run_dir, flags, _ = faulty
     assert train_here(*flags, "misbehaving_envs:Misbehaving-v0") == 0
     assert read(run_dir, "summary")["test"]["return"] == 7.0
 

@@ -51,19 +51,35 @@ def scripted(job, scripts, env=ScriptedEnv):
     return replace(job, make_env=lambda num_envs, env_offset: env(scripts))
 
 
-def test_training_times_its_phases_and_validates(world, tmp_path):
+@pytest.fixture(scope="module")
+def validated(world, tmp_path_factory):
+    """Train 3 iterations; return the writer.
+
+    Here valid/sharpe is the number of samples in the normaliser, including those of the warm-up.
+    """
+
     def validate(training):
         return {"valid/sharpe": float(training.normalizers.obs.moments.count)}
 
-    job = make_job("trading, clstm", tmp_path, iterations=3, validate_every=2)
+    run_dir = tmp_path_factory.mktemp("validated")
+    job = make_job("trading, clstm", run_dir, iterations=3, validate_every=2)
     _, writer = run(job, world, validate=validate)
-    for record in writer.records:
+    return writer
+
+
+def test_the_phases_of_an_update_are_timed(validated):
+    for record in validated.records:
         phases = [record[f"time/{name}_s"] for name in ("forward", "backward", "optimizer")]
         assert min(phases) > 0 and sum(phases) <= record["time/update_s"]
-    assert [record["global_step"] for record in writer.records] == [128, 256, 384] == writer.done
-    # Validation runs in every second iteration and in the last one. Here valid/sharpe is the number
-    # of samples in the normaliser, including those of the warm-up.
-    figures = [record.get("valid/sharpe") for record in writer.records]
+
+
+def test_the_steps_of_all_environments_count(validated):
+    steps = [record["global_step"] for record in validated.records]
+    assert steps == [128, 256, 384] == validated.done
+
+
+def test_validation_runs_every_second_iteration_and_in_the_last(validated):
+    figures = [record.get("valid/sharpe") for record in validated.records]
     assert figures == [None, 3.0 * 128, 4.0 * 128]
 
 
@@ -80,21 +96,47 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(name,
     assert differences(resumed.state(), whole.state()) == []
 
 
-def test_the_warm_up_is_not_counted_and_all_environments_reset_after_it(world):
-    training, other = (Recording(make_job("trading, clstm", seed=seed), world) for seed in (1, 2))
-    before = {name: value.clone() for name, value in vars(training.carry).items()}
-    assert not torch.equal(other.carry.obs, before["obs"])  # the seed chooses the first day
+@pytest.fixture
+def warmed_up(world):
+    """Return a Training after its warm-up, and its carry and parameters before."""
+    training = Recording(make_job("trading, clstm"), world)
+    carry = {name: value.clone() for name, value in vars(training.carry).items()}
     parameters = parameters_of(training).clone()
     training.warm_up_normalizers()
+    return training, carry, parameters
+
+
+def test_the_seed_chooses_the_first_day(world):
+    first, other = (Recording(make_job("trading, clstm", seed=seed), world) for seed in (1, 2))
+    assert not torch.equal(first.carry.obs, other.carry.obs)
+
+
+def test_the_warm_up_is_not_counted(warmed_up):
+    training, _, _ = warmed_up
     assert (training.iteration, training.global_step, training.episodes) == (0, 0, 0)
-    assert differences(vars(training.carry), before) == []
+
+
+def test_all_environments_reset_after_the_warm_up(warmed_up):
+    training, carry, _ = warmed_up
+    assert differences(vars(training.carry), carry) == []
+
+
+def test_the_warm_up_does_not_train(warmed_up):
+    training, _, parameters = warmed_up
     assert torch.equal(parameters_of(training), parameters)
+
+
+def test_the_warm_up_fills_both_normalisers(warmed_up):
+    training, _, _ = warmed_up
     for normalizer in (training.normalizers.obs, training.normalizers.rewards):
         assert float(normalizer.moments.count) == STEPS_PER_ITERATION
+
+
+def test_the_first_rollout_repeats_the_first_day_with_other_noise(warmed_up):
+    training, carry, _ = warmed_up
     training.iteration = 1
     first = training.collect()
-    assert torch.equal(first.raw_obs[0], before["obs"])
-    # The first rollout does not reuse the noise of the warm-up.
+    assert torch.equal(first.raw_obs[0], carry["obs"])
     assert not torch.equal(first.actions[0], training.rollouts[0].actions[0])
 
 
@@ -115,26 +157,40 @@ def test_the_lower_bound_of_the_advantage_deviation_is_a_multiple_of_that_of_ret
     (divided,), deviation = advantages_of(world, 1)
     torch.testing.assert_close(divided, (raw - raw.mean()) / (100.0 * deviation))
 
-    # Without normalisers, no returns are known before update 1. This update therefore divides by
-    # the deviation of the advantages.
+
+def test_before_returns_are_known_the_advantage_deviation_has_no_lower_bound(world):
+    # Without normalisers, no returns are known before update 1.
     nothing = {"normalize_obs": False, "normalize_rewards": False}
     (first, second), _ = advantages_of(world, 2, **nothing)
     assert first.std(correction=0) == pytest.approx(1.0) and second.std(correction=0) < 0.1
 
 
-def test_unnormalised_rewards_and_episodes_are_counted_until_there_are_enough(world, tmp_path):
-    job = make_job("trading, clstm", tmp_path, total_steps=0, num_episodes=5)
+@pytest.fixture(scope="module")
+def five_episodes(world, tmp_path_factory):
+    """Train until 5 episodes have ended; return the writer."""
+    run_dir = tmp_path_factory.mktemp("five_episodes")
+    job = make_job("trading, clstm", run_dir, total_steps=0, num_episodes=5)
     scripts = [[(5, TERMINATED)], [(16, TRUNCATED)], *[[(100, TERMINATED)]] * (NUM_ENVS - 2)]
     _, writer = run(scripted(job, scripts), world)
-    first, second = writer.records
+    return writer
+
+
+def test_the_return_of_an_episode_sums_unnormalised_rewards(five_episodes):
     # Environment 0 has episodes of 5 steps; an unnormalised reward is 2 * (10 * episode + age).
     returns = [2 * (5 * 10 * episode + 10) for episode in (0, 1, 2)]
     returns.append(2 * (16 * 100 + 120))  # environment 1 has one episode of 16 steps
-    assert first["episode/return"] == pytest.approx(sum(returns) / 4)
-    for record in (first, second):  # an episode counts in the rollout in which it ends
+    assert five_episodes.records[0]["episode/return"] == pytest.approx(sum(returns) / 4)
+
+
+def test_an_episode_counts_in_the_rollout_in_which_it_ends(five_episodes):
+    for record in five_episodes.records:
         assert record["episode/count"] == 4
         assert record["episode/length"] == pytest.approx((3 * 5 + 16) / 4)
-    assert writer.done == [first["episode/total"], second["episode/total"]] == [4, 8]
+
+
+def test_training_ends_after_the_iteration_with_enough_episodes(five_episodes):
+    totals = [record["episode/total"] for record in five_episodes.records]
+    assert five_episodes.done == totals == [4, 8]
 
 
 def test_training_improves_the_policy(world, tmp_path):
