@@ -105,11 +105,14 @@ def test_no_module_is_imported_from_the_run_directory(
 # ---- event commands, and text that is printed for people
 
 
-def test_the_event_command_is_in_no_file_and_must_be_given_again(copy, secret, capsys, canary):
+def test_the_event_command_is_in_no_file_and_not_printed(copy, secret, capsys):
     files = [path for path in copy.rglob("*") if path.is_file()]
     assert files and not any(secret.encode() in path.read_bytes() for path in files)
     assert main(["inspect", str(copy), "--json"]) == 0
     assert secret not in capsys.readouterr().out
+
+
+def test_a_resume_accepts_an_event_command(copy, canary):
     assert train_here("--resume", copy, "--on_event", f"touch {canary}") == 0
     assert canary.exists()
 

@@ -26,6 +26,8 @@ from rl_dist.checkpoint.store import (
 from rl_dist.files import log_once
 from rl_dist.resume_check import differences
 
+pytestmark = pytest.mark.timeout(60)  # a reader that opens a pipe would block forever
+
 
 @pytest.fixture(autouse=True)
 def nothing_printed_before():
@@ -150,49 +152,82 @@ def test_a_newer_or_older_format_is_an_error_and_no_reason_to_fall_back(
 # ---- the files of a run
 
 
-def test_the_newest_valid_checkpoint_and_run_are_found_and_leftovers_are_removed(tmp_path, caplog):
-    assert find_latest_run(tmp_path) is latest_checkpoint(tmp_path) is None
+@pytest.fixture
+def folder(tmp_path):
+    """Return a folder with checkpoints of iterations 20, 40 and 60; only 20 is valid."""
     folder = tmp_path / "run" / "checkpoints"
-    paths = [save(folder, iteration, keep=3) for iteration in (10, 20, 40, 60)][1:]
-    assert names(folder) == [path.name for path in paths]
-    assert latest_checkpoint(tmp_path / "run") == latest_checkpoint(folder) == paths[2]
-    (folder / "unfinished.part").write_bytes(b"of a killed writer")
-    paths[2].write_bytes(paths[2].read_bytes()[:-5])
-    paths[1].write_bytes(b"")
-    assert latest_checkpoint(folder) == paths[0]
+    _, second, third = (save(folder, iteration) for iteration in (20, 40, 60))
+    second.write_bytes(b"")
+    third.write_bytes(third.read_bytes()[:-5])
+    return folder
+
+
+def test_the_newest_checkpoints_are_kept_and_the_newest_is_found(tmp_path):
+    folder = tmp_path / "checkpoints"
+    *_, newest = (save(folder, iteration, keep=3) for iteration in (10, 20, 40, 60))
+    assert names(folder) == [name_of(number) for number in (20, 40, 60)]
+    assert latest_checkpoint(tmp_path) == latest_checkpoint(folder) == newest
+
+
+def test_the_newest_valid_checkpoint_is_found_and_others_are_named(folder, caplog):
+    assert latest_checkpoint(folder) == folder / name_of(20)
     assert all(name_of(number) in caplog.text for number in (40, 60))
+
+
+def test_a_save_removes_newer_checkpoints_and_leftovers(folder):
+    (folder / "unfinished.part").write_bytes(b"of a killed writer")
     # A run that resumes from iteration 20 and saves iteration 30 deletes the files of 40 and 60.
     assert save(folder, 30, keep=1) == latest_checkpoint(folder)
     assert names(folder) == [name_of(30)]
+
+
+def test_an_empty_folder_has_neither_a_run_nor_a_checkpoint(tmp_path):
+    assert find_latest_run(tmp_path) is latest_checkpoint(tmp_path) is None
+
+
+def test_the_run_with_the_newest_valid_checkpoint_is_found(folder, tmp_path):
     assert find_latest_run(tmp_path) == tmp_path / "run"
-    os.utime(folder / name_of(30), (1e9, 1e9))
+    os.utime(folder / name_of(20), (1e9, 1e9))
     only_best = tmp_path / "only_best" / "checkpoints"
     save(only_best, 1).rename(only_best / "best.pt")
     assert find_latest_run(tmp_path) == tmp_path / "only_best"
 
 
-@pytest.mark.timeout(60)  # a reader that opens a pipe would block forever
-@pytest.mark.parametrize("odd", ODD_FILES)
-@pytest.mark.parametrize("name", [name_of(2), name_of(9), "unfinished.part"])
-def test_a_special_file_blocks_neither_readers_nor_saves(tmp_path, odd, name):
-    folder = tmp_path / "run" / "checkpoints"
-    save(folder, 1)
-    ODD_FILES[odd](folder / name)
+@pytest.fixture(params=[name_of(2), name_of(9), "unfinished.part"])
+def special(request, odd, tmp_path):
+    """Return a special file in a folder with a checkpoint, and whether it counts as damaged."""
+    path = tmp_path / "run" / "checkpoints" / request.param
+    save(path.parent, 1)
+    ODD_FILES[odd](path)
     # only regular files count as checkpoints
-    is_damaged = odd == "sparse giant" and name.endswith(".pt")
+    return path, odd == "sparse giant" and path.suffix == ".pt"
+
+
+EACH_ODD = pytest.mark.parametrize("odd", ODD_FILES)
+
+
+@EACH_ODD
+def test_a_special_file_blocks_no_reader(special):
+    path, is_damaged = special
+    folder = path.parent
     assert latest_checkpoint(folder).name == name_of(1)
     assert main(["verify", str(folder)]) == int(is_damaged) and main(["inspect", str(folder)]) == 0
     with pytest.raises(CheckpointError):
-        load_checkpoint(folder / name)
-    if odd == "directory" and name != name_of(9):
+        load_checkpoint(path)
+
+
+@EACH_ODD
+def test_a_special_file_blocks_no_save(special, odd):
+    path, is_damaged = special
+    folder, stays = path.parent, not is_damaged and path.name == name_of(9)
+    if odd == "directory" and not stays:
         with pytest.raises(CheckpointError, match="cannot write"):
             save(folder, 2, best=True)
-        assert (folder / name / "of a user").exists()
+        assert (path / "of a user").exists()
         return
     for iteration in (2, 3, 4):
         save(folder, iteration, keep=3, best=True)
-    stays = not is_damaged and name == name_of(9)
-    assert {*names(folder)} == {*map(name_of, (2, 3, 4)), "best.pt", *[name] * stays}
+    assert {*names(folder)} == {*map(name_of, (2, 3, 4)), "best.pt", *[path.name] * stays}
     assert load_checkpoint(folder / "best.pt") == load_checkpoint(folder / name_of(4))
 
 
@@ -214,18 +249,29 @@ def test_a_save_on_a_full_or_read_only_disk_fails_and_changes_no_file(small_disk
 # ---- the command line: list, verify, inspect
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_list_verify_and_inspect_show_every_file_and_the_newest_valid_one(is_whole, copy, capsys):
-    newest = copy / "checkpoints" / name_of(3)
-    expected = json.loads(load_checkpoint(newest)["config"])
-    if not is_whole:
-        damage(newest)
-    assert main(["verify", str(copy)]) == main(["inspect", str(newest)]) == (not is_whole)
-    capsys.readouterr()
+@pytest.fixture(params=[True, False])
+def newest(request, copy):
+    """Return the newest checkpoint of a run, and whether it is whole or damaged."""
+    path = copy / "checkpoints" / name_of(3)
+    if not request.param:
+        damage(path)
+    return path, request.param
+
+
+def test_verify_and_inspect_fail_for_a_damaged_checkpoint(newest, copy):
+    path, is_whole = newest
+    assert main(["verify", str(copy)]) == main(["inspect", str(path)]) == (not is_whole)
+
+
+def test_list_shows_every_checkpoint_and_the_damaged_one(newest, copy, capsys):
     assert main(["list", str(copy)]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
     assert all(name_of(number) in row for number, row in zip((3, 2, 1), rows, strict=False))
-    assert ["damaged" in row for row in rows] == [not is_whole, False, False, False]
+    assert ["damaged" in row for row in rows] == [not newest[1], False, False, False]
+
+
+def test_inspect_shows_the_newest_valid_checkpoint(newest, copy, capsys):
+    expected = json.loads(load_checkpoint(copy / "checkpoints" / name_of(2))["config"])
     assert main(["inspect", str(copy), "--json"]) == 0
     about = json.loads(capsys.readouterr().out)
-    assert about["path"].endswith(name_of(3 if is_whole else 2)) and about["config"] == expected
+    assert about["path"].endswith(name_of(3 if newest[1] else 2)) and about["config"] == expected

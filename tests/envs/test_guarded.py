@@ -74,38 +74,58 @@ def test_metrics_that_are_not_finite_numbers_are_skipped():
     assert env.take_metrics() == {}
 
 
-@pytest.mark.parametrize(
-    "third, problem",
-    [
-        (raises(KeyError("no such\n price")), r"raised KeyError: 'no such\\n price' \(test_guard"),
-        (raises(SystemExit()), "raised SystemExit"),
-        (raises(UnprintableError()), "raised UnprintableError"),
-        (returns(0, np.full(1, np.nan)), "observation is nan"),
-        (returns(0, np.zeros(3)), r"observation has shape \(3,\), not \(1,\)"),
-        (returns(0, np.full(1, 1e39)), "observation is inf"),
-        (returns(1, None), "reward is nan"),
-        (lambda step: step[:4], "raised ValueError: not enough values"),
-    ],
-)
-def test_a_bad_step_raises_an_error_that_names_its_environment_or_restarts_it(third, problem):
+BAD_STEPS = [  # (third step, the error)
+    (raises(KeyError("no such\n price")), r"raised KeyError: 'no such\\n price' \(test_guard"),
+    (raises(SystemExit()), "raised SystemExit"),
+    (raises(UnprintableError()), "raised UnprintableError"),
+    (returns(0, np.full(1, np.nan)), "observation is nan"),
+    (returns(0, np.zeros(3)), r"observation has shape \(3,\), not \(1,\)"),
+    (returns(0, np.full(1, 1e39)), "observation is inf"),
+    (returns(1, None), "reward is nan"),
+    (lambda step: step[:4], "raised ValueError: not enough values"),
+]
+
+
+@pytest.mark.parametrize("third, problem", BAD_STEPS)
+def test_a_bad_step_is_one_line_that_names_its_environment(third, problem):
     with pytest.raises(EnvironmentFaultError, match=problem) as fault:
         play(failing(third), 3)
     assert str(fault.value).startswith("environment Ticking-v0 number 5 at its step 3: ")
     assert "\n" not in str(fault.value)
+    # A worker sends the error to its rank.
     assert str(pickle.loads(pickle.dumps(fault.value))) == str(fault.value)
-    env = failing(third, env_restarts=2)
+
+
+@pytest.fixture(params=[third for third, _ in BAD_STEPS])
+def restarting(request):
+    """Return environments of which the second may restart twice after its third step."""
+    return failing(request.param, env_restarts=2)
+
+
+def test_a_restart_truncates_the_episode_before_the_bad_step(restarting):
+    obs, rewards, terminated, truncated, final_obs = play(restarting, 3)
+    assert truncated.nonzero().tolist() == [[2, 1]] and not terminated.any()
+    assert rewards[2].tolist() == [1.0, 0.0]
+    assert obs[2].tolist() == [[3.0], [0.0]] and final_obs[2].tolist() == [[3.0], [2.0]]
+
+
+def test_a_restart_draws_new_episodes(restarting):
     seeds = {80}
     for restarts in (1, 2):
-        obs, rewards, terminated, truncated, final_obs = play(env, 3)
-        assert truncated.nonzero().tolist() == [[2, 1]]
-        assert rewards[2].tolist() == [1.0, 0.0] and not terminated.any()
-        assert obs[2].tolist() == [[3.0], [0.0]] and final_obs[2].tolist() == [[3.0], [2.0]]
-        seeds.add(env.env[1].seed)  # a restart draws new episodes
-        assert env.restarts == [0, restarts] and len(seeds) == 1 + restarts
-        env.reset(seed=[70, 80])
+        play(restarting, 3)
+        seeds.add(restarting.env[1].seed)
+        assert len(seeds) == 1 + restarts
+        restarting.reset(seed=[70, 80])
     assert max(seeds) < 2**31  # many environments accept no larger seeds
+
+
+def test_restarts_are_counted_and_limited(restarting):
+    for restarts in (1, 2):
+        play(restarting, 3)
+        assert restarting.restarts == [0, restarts]
+        restarting.reset(seed=[70, 80])
     with pytest.raises(EnvironmentFaultError, match=r"\(after 2 restarts, --env_restarts"):
-        play(env, 3)
+        play(restarting, 3)
 
 
 @pytest.mark.parametrize(
@@ -149,30 +169,42 @@ def test_an_environment_that_does_not_close_is_named_and_abandoned(failure, capl
     assert "Ticking-v0 number 5 at its step 0: " in caplog.text
 
 
-@pytest.mark.parametrize("restarts", [2, 3])
-def test_a_fault_while_an_environment_is_rebuilt_counts_as_a_restart(restarts, caplog):
-    made = []
+@pytest.fixture
+def rebuilt():
+    """Return a function that makes environments, of which the second fails 3 times.
 
-    # The first environment raises an error in step 3, the second cannot be made, the third hangs.
-    def make():
-        made.append(1)
-        if len(made) == 2:
-            raise OSError("no licence")
-        if len(made) == 3:
-            time.sleep(60)
-        return Ticking(raises(KeyError()) if len(made) == 1 else None)
+    It raises an error in step 3, then it cannot be made, then it hangs while it is made.
+    """
+    envs = []
 
-    env = ticking(make, env_timeout=0.3, env_restarts=restarts)
-    if restarts == 2:
-        with pytest.raises(EnvironmentFaultError, match=r"5 at its step 3: .* \(after 2 restarts"):
-            play(env, 3)
-    else:
-        _, rewards, terminated, truncated, _ = play(env, 5)
-        assert env.restarts == [0, 3] and not terminated.any()
-        assert truncated.nonzero().tolist() == [[2, 1], [4, 0]]
-        assert rewards[:, 1].tolist() == [1, 1, 0, 1, 1]
-        assert caplog.text.count("number 5 at its step 3: ") == 3
-    env.close()
+    def with_restarts(restarts):
+        makers = iter(
+            [
+                lambda: Ticking(raises(KeyError())),
+                lambda: Ticking().missing,
+                lambda: time.sleep(60),
+                Ticking,
+            ]
+        )
+        envs.append(ticking(lambda: next(makers)(), env_timeout=0.3, env_restarts=restarts))
+        return envs[0]
+
+    yield with_restarts
+    envs[0].close()
+
+
+def test_faults_while_an_environment_is_rebuilt_use_up_the_restarts(rebuilt):
+    with pytest.raises(EnvironmentFaultError, match=r"5 at its step 3: .* \(after 2 restarts"):
+        play(rebuilt(2), 3)
+
+
+def test_an_environment_is_rebuilt_until_that_succeeds(rebuilt, caplog):
+    env = rebuilt(3)
+    _, rewards, terminated, truncated, _ = play(env, 5)
+    assert env.restarts == [0, 3] and not terminated.any()
+    assert truncated.nonzero().tolist() == [[2, 1], [4, 0]]
+    assert rewards[:, 1].tolist() == [1, 1, 0, 1, 1]
+    assert caplog.text.count("number 5 at its step 3: ") == 3
 
 
 def test_every_call_to_an_environment_and_every_creation_reports_progress():

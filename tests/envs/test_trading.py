@@ -1,5 +1,6 @@
 """The trading environment: indicators, orders, fills, rewards and episodes."""
 
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -296,32 +297,59 @@ def test_trading_settings_that_cannot_work_are_refused_with_a_fix(options, messa
 # ---- episodes
 
 
-def test_a_new_episode_begins_in_the_step_that_ends_the_last_one():
-    env = make_env(32, MARKETS)
-    num_ended = 0
+@pytest.fixture(scope="module")
+def days():
+    """Trade for 45 days; return the environments before and after each day, and its results."""
+    env, days = make_env(32, MARKETS), []
     for actions in random_actions(45, env):
-        row = env.row
+        before = copy(env)
         obs, _, terminated, truncated, info = env.step(actions)
-        ended = terminated | truncated
-        num_ended += int(ended.sum())
-        assert torch.equal(info["final_obs"][~ended], obs[~ended])
-        assert (info["final_obs"][ended] != obs[ended]).any(1).all()
+        days.append((before, obs, terminated | truncated, info["final_obs"], copy(env)))
+    return days
+
+
+def test_only_the_end_of_an_episode_has_another_final_observation(days):
+    for _, obs, ended, final_obs, _ in days:
+        assert torch.equal(final_obs[~ended], obs[~ended])
+        assert (final_obs[ended] != obs[ended]).any(1).all()
+
+
+def test_a_new_episode_begins_with_cash_alone(days):
+    for _, obs, ended, _, env in days:
         assert (obs[ended, 0] == 1).all() and (env.shares[ended] == 0).all()
         assert (env.cash[ended] == 1e6).all() and (env.value[ended] == 1e6).all()
-        assert torch.equal(env.row[~ended], row[~ended] + 1)
-    assert num_ended >= 2 * 32
-    assert (env.row // env.num_days).unique().tolist() == [0, 1]  # environments use both markets
 
 
-def test_the_seed_sets_age_and_day_of_first_episodes_and_later_ones_have_full_length():
+def test_within_an_episode_a_step_is_one_day(days):
+    for before, _, ended, _, env in days:
+        assert torch.equal(env.row[~ended], before.row[~ended] + 1)
+
+
+def test_environments_have_several_episodes_in_both_markets(days):
+    *_, env = days[-1]
+    assert sum(int(ended.sum()) for _, _, ended, _, _ in days) >= 2 * 32
+    assert (env.row // env.num_days).unique().tolist() == [0, 1]
+
+
+@pytest.fixture(scope="module")
+def seeded():
+    """Return batches of 64 environments with the same seeds, the same, others, and huge ones."""
     seeds = 7, 7, 8, 2**63 - 70_000
-    envs = [make_env(64, seeds=[seed + 1000 * i for i in range(64)]) for seed in seeds]
-    lengths = [env.end_row - env.row for env in envs]
-    assert torch.equal(envs[0].row, envs[1].row) and torch.equal(*lengths[:2])
-    assert all((env.row != envs[0].row).sum() > 48 for env in envs[2:])
-    assert len(set(envs[0].row.tolist())) > 40
-    assert set(lengths[0].tolist()) <= set(range(1, 21)) and len(set(lengths[0].tolist())) > 12
-    truncated = torch.stack([envs[0].step(torch.zeros(64, 4))[3] for _ in range(61)])
+    return [make_env(64, seeds=[seed + 1000 * i for i in range(64)]) for seed in seeds]
+
+
+def test_equal_seeds_begin_equally_and_others_differently(seeded):
+    first, equal, *others = seeded
+    assert same([first.row, first.end_row], [equal.row, equal.end_row])
+    assert all((env.row != first.row).sum() > 48 for env in others)
+    assert len(set(first.row.tolist())) > 40
+
+
+def test_first_episodes_are_shorter_and_later_ones_have_full_length(seeded):
+    env, *_ = seeded
+    lengths = set((env.end_row - env.row).tolist())
+    assert lengths <= set(range(1, 21)) and len(lengths) > 12
+    truncated = torch.stack([env.step(torch.zeros(64, 4))[3] for _ in range(61)])
     assert {int(n) for column in truncated.T for n in column.nonzero().flatten().diff()} == {20}
 
 

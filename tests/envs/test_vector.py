@@ -29,31 +29,59 @@ KINDS = [  # (id, vectorization, number of features, whether the state can be sa
 ]
 
 
-@pytest.mark.parametrize("env_id, vectorization, num_features, can_snapshot", KINDS)
-def test_every_environment_meets_the_contract(
-    env_id, vectorization, num_features, can_snapshot, tmp_path
-):
+@pytest.fixture(params=KINDS, ids=lambda kind: f"{kind[0]} {kind[1]}")
+def kind(request):
+    """Return a function that makes environments, their number of features, can_snapshot."""
+    env_id, vectorization, num_features, can_snapshot = request.param
+
     def make(count=8, **options):
         if env_id == "trading":  # episodes are short, so several starts are drawn
             return make_env(count, MARKETS, episode_days=2)
         return make_vector_env(env_id, count, vectorization=vectorization, **options)
 
+    return make, num_features, can_snapshot
+
+
+@pytest.fixture
+def played(kind):
+    """Return an environment, its first observations, and what 60 steps return."""
+    env = kind[0]()
+    first, _ = env.reset(seed=SEEDS)
+    return env, first.clone(), play(env, 60)
+
+
+def test_a_first_observation_has_all_features(kind):
+    make, num_features, _ = kind
     env = make()
     assert env.layout.size == num_features
     first, info = env.reset(seed=SEEDS)
     assert first.dtype == torch.float32 and first.shape == (8, num_features) and info == {}
+
+
+def test_a_returned_tensor_does_not_change_later(kind):
+    env = kind[0]()
+    first, _ = env.reset(seed=SEEDS)
     kept = first.clone()
-    steps = play(env, 60)
-    obs, rewards, terminated, truncated, final_obs = steps
-    assert torch.equal(first, kept), "a returned tensor must not change later"
-    wanted = {torch.float32: [obs, final_obs], torch.float64: [rewards]}
-    for dtype, tensors in (wanted | {torch.bool: [terminated, truncated]}).items():
-        for tensor in tensors:
-            assert tensor.dtype == dtype and tensor.shape[:2] == (60, 8)
+    play(env, 60)
+    assert torch.equal(first, kept)
+
+
+def test_steps_return_one_row_per_environment_in_known_types(played):
+    _, _, steps = played
+    types = [torch.float32, torch.float64, torch.bool, torch.bool, torch.float32]
+    assert [tensor.dtype for tensor in steps] == types
+    assert {tensor.shape[:2] for tensor in steps} == {(60, 8)}
+
+
+def test_within_an_episode_the_final_observation_is_the_observation(played):
+    _, _, (obs, _, terminated, truncated, final_obs) = played
     ended = terminated | truncated
     assert torch.equal(final_obs[~ended], obs[~ended])
 
-    # two batches of 4 give the same results as one batch of 8
+
+def test_two_batches_of_4_equal_one_batch_of_8(kind, played):
+    make, _, _ = kind
+    _, first, steps = played
     halves = []
     for rows in (slice(0, 4), slice(4, 8)):
         half = make(4, env_offset=rows.start)
@@ -61,18 +89,29 @@ def test_every_environment_meets_the_contract(
         halves.append(play(half, 60, rows=rows, num_envs=8))
     assert same([torch.cat(pair, dim=1) for pair in zip(*halves, strict=True)], steps)
 
-    # a new environment continues from a snapshot bit for bit
-    assert env.can_snapshot is can_snapshot
-    if not can_snapshot:
-        return
-    assert ended.any(), "at least one episode must end, so that the random generators matter"
-    torch.save(env.get_state(), tmp_path / "state.pt")
-    state = torch.load(tmp_path / "state.pt", weights_only=True)
+
+def test_an_environment_knows_whether_its_state_can_be_saved(kind):
+    make, _, can_snapshot = kind
+    assert make().can_snapshot is can_snapshot
+
+
+WITH_STATE = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[3]], indirect=True)
+
+
+@WITH_STATE
+def test_a_state_has_one_row_of_numbers_per_environment(played):
+    state = played[0].get_state()
     assert all(len(t) == 8 and t.dtype in (torch.float64, torch.int64) for t in state.values())
-    continued = make()
-    continued.set_state(state)
+
+
+@WITH_STATE
+def test_a_new_environment_continues_from_a_state_bit_for_bit(kind, played, tmp_path):
+    env, _, (_, _, terminated, truncated, _) = played
+    assert (terminated | truncated).any(), "episodes must end, so that random generators matter"
+    torch.save(env.get_state(), tmp_path / "state.pt")
+    continued = kind[0]()
+    continued.set_state(torch.load(tmp_path / "state.pt", weights_only=True))
     assert same(play(continued, 60, first=60), play(env, 60, first=60))
-    env.close()
 
 
 def test_a_snapshot_contains_all_that_a_restart_depends_on():
@@ -90,10 +129,20 @@ def test_a_snapshot_contains_all_that_a_restart_depends_on():
     assert env.restarts == continued.restarts == again.restarts == [0, 1]
 
 
-def test_our_batch_of_cart_pole_equals_gymnasiums_environment_bit_for_bit():
-    batch, single = (make_vector_env("CartPole-v1", 6, vectorization=v) for v in ("auto", "sync"))
+@pytest.fixture
+def cart_poles():
+    """Return our batch of 6 CartPole environments, and 6 single ones of Gymnasium."""
+    return [make_vector_env("CartPole-v1", 6, vectorization=v) for v in ("auto", "sync")]
+
+
+def test_our_batch_of_cart_pole_replaces_single_environments(cart_poles):
+    batch, single = cart_poles
     assert isinstance(batch.env, CartPoleVectorEnv) and isinstance(single, OneByOne)
     assert batch.spaces_json == single.spaces_json
+
+
+def test_our_batch_of_cart_pole_equals_gymnasiums_environment_bit_for_bit(cart_poles):
+    batch, single = cart_poles
     obs, _ = batch.reset(seed=SEEDS[:6])
     assert torch.equal(obs, single.reset(seed=SEEDS[:6])[0])
     generator, limits = torch.Generator().manual_seed(0), 0

@@ -37,21 +37,29 @@ def proof(tmp_path_factory):
     return folder / "straight", folder / "killed"
 
 
-def test_a_killed_and_resumed_run_equals_an_uninterrupted_one_in_all_files(proof):
-    straight, killed = proof
-    hashes = {RunDir(run_dir).summary()["parameter_sha256"] for run_dir in proof}
-    assert len(hashes) == 1
-    environments = load_checkpoint(latest_checkpoint(killed))["environments"]
+def test_the_parameters_of_a_killed_and_resumed_run_have_the_same_hash(proof):
+    assert len({RunDir(run_dir).summary()["parameter_sha256"] for run_dir in proof}) == 1
+
+
+def test_a_checkpoint_holds_the_states_of_the_environments(proof):
+    environments = load_checkpoint(latest_checkpoint(proof[1]))["environments"]
     assert {"walk", "age", "generator"} <= set(environments)
+
+
+def test_every_iteration_has_one_record_although_a_run_was_killed(proof):
     for run_dir in proof:
         assert iterations(run_dir) == [1, 2, 3, 4, 5, 6]
+
+
+def test_tensorboard_shows_a_killed_and_resumed_run_as_one(proof):
+    straight, killed = proof
     assert len(list(killed.glob("events.*"))) == 2
     for tag in ("loss/policy", "episode/count", "optim/learning_rate", "rank_0/episode/count"):
         assert scalars(killed)[tag] == scalars(straight)[tag]
     assert [step for step, _ in scalars(killed)["loss/policy"]] == [128 * i for i in range(1, 7)]
 
 
-def test_the_tensor_or_the_metric_that_differs_is_named(proof, tmp_path, capsys):
+def test_the_metric_that_differs_is_named(proof, tmp_path, capsys):
     straight, killed = proof
     run_dir = shutil.copytree(killed, tmp_path / "killed")
     lines = records(killed)
@@ -60,12 +68,19 @@ def test_the_tensor_or_the_metric_that_differs_is_named(proof, tmp_path, capsys)
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert not compare(straight, run_dir, 0.0)
     assert "different: metrics, iteration 5/loss/value: " in capsys.readouterr().out
+
+
+def test_the_tensor_that_differs_is_named(proof, tmp_path, capsys):
+    straight, killed = proof
+    run_dir = shutil.copytree(killed, tmp_path / "killed")
     state = load_checkpoint(latest_checkpoint(killed))
     state["policy"]["critic_head.weight"][0, 3] += 1e-6
     save_checkpoint(run_dir / "checkpoints", state, iteration=6, keep=3)
-    (run_dir / "metrics.jsonl").write_bytes((killed / "metrics.jsonl").read_bytes())
     assert not compare(straight, run_dir, 0.0) and compare(straight, run_dir, 1e-4)
     assert "different: policy/critic_head.weight: " in capsys.readouterr().out
+
+
+def test_an_entry_that_only_one_run_has_is_named():
     assert differences({"a": 1}, {"a": 1, "b": [2]}) == ["b/0 exists in only one run"]
 
 

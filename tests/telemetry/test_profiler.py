@@ -4,6 +4,7 @@ import gzip
 import json
 from collections import Counter
 
+import pytest
 from agents_ranks import make_job, run_loop
 
 from agents.learner.ppo import PPOConfig
@@ -28,16 +29,32 @@ def trained(world, run_dir, *, profile):
     return [numbers, training.checked_state()], lines
 
 
-def test_a_profile_names_all_sections_traces_one_iteration_and_changes_no_result(world, tmp_path):
+@pytest.fixture(scope="module")
+def profiled(world, tmp_path_factory):
+    """Return the results of a training with a profile, the printed text, and its folder."""
+    run_dir = tmp_path_factory.mktemp("profiled")
+    results, (text,) = trained(world, run_dir, profile=True)
+    return results, text, run_dir / "profile"
+
+
+def test_only_the_flag_makes_a_profile_which_changes_no_result(profiled, world, tmp_path):
     plain, lines = trained(world, tmp_path, profile=False)
     assert lines == [] and not (tmp_path / "profile").exists()
-    with_profile, (text,) = trained(world, tmp_path, profile=True)
-    assert differences(plain, with_profile) == [] and len(plain[0]) == 4
-    assert set(text.split()) >= SECTIONS and (tmp_path / "profile" / "rank_0.txt").exists()
-    (path,) = (tmp_path / "profile").glob("rank_0.*.pt.trace.json.gz")
+    results, _, _ = profiled
+    assert differences(plain, results) == [] and len(plain[0]) == 4
+
+
+def test_a_profile_names_all_sections(profiled):
+    _, text, folder = profiled
+    assert set(text.split()) >= SECTIONS and (folder / "rank_0.txt").exists()
+
+
+def test_a_trace_holds_a_single_iteration(profiled):
+    (numbers, _), _, folder = profiled
+    (path,) = folder.glob("rank_0.*.pt.trace.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     counts = Counter(event.get("name") for event in events if event.get("ph") == "X")
-    # The trace contains a single iteration, which has 16 vector steps.
+    # An iteration has 16 vector steps.
     assert counts["collect"] == counts["update"] == 1 and counts["environment"] == 16
-    steps = plain[0][2]["optim/steps"]
+    steps = numbers[2]["optim/steps"]
     assert counts["forward"] == counts["backward"] == counts["optimizer"] == steps
