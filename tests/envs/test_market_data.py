@@ -151,11 +151,14 @@ def test_impossible_bars_are_refused_with_ticker_and_date(bars, problem, missing
         loaded(bars, tmp_path, missing=missing)
 
 
-@pytest.mark.parametrize("text", ["", "null", "abc", "inf"])
-def test_holidays_are_no_gaps_and_incomplete_days_are_dropped_on_request(text, tmp_path, caplog):
-    bars = bars_with(60, "high", text).drop(DAY)
-    # Days without bars of any ticker are a holiday: here 2018-01-15 to 2018-01-22.
+def test_days_without_bars_of_any_ticker_are_a_holiday_and_no_gap(tmp_path):
+    # from 2018-01-15 to 2018-01-22
     assert len(loaded(bars_with().drop(range(30, 48)), tmp_path).dates) == 54
+
+
+@pytest.mark.parametrize("text", ["", "null", "abc", "inf"])
+def test_incomplete_days_are_named_and_dropped_on_request(text, tmp_path, caplog):
+    bars = bars_with(60, "high", text).drop(DAY)
     with pytest.raises(ValueError, match="'T1' on 2018-01-09: .* 2 rows.* --data_missing"):
         loaded(bars, tmp_path)
     days = loaded(bars, tmp_path, missing="drop").dates.astype(str).tolist()
