@@ -45,6 +45,13 @@ def rollouts(normalizer):
     return collected(make_policy(small()), normalizer)
 
 
+@pytest.fixture
+def first(rollouts):
+    """Return the first rollout."""
+    (first, _), _, _ = rollouts
+    return first
+
+
 def steps_of(flags):
     return flags.nonzero().flatten().tolist()
 
@@ -61,15 +68,14 @@ def test_a_rollout_may_begin_within_an_episode(rollouts):
     assert second.episode_start[0].tolist() == [True, True, True, False]
 
 
-def test_the_last_step_of_an_episode_is_terminated_or_truncated(rollouts):
-    (first, _), _, _ = rollouts
+def test_the_last_step_of_an_episode_is_terminated_or_truncated(first):
     assert (steps_of(first.terminated[:, 0]), steps_of(first.truncated[:, 0])) == ([2], [7])
     assert steps_of(first.terminated[:, 2]) == [1, 2, 4, 5, 7]
     assert steps_of(first.truncated[:, 2]) == [0, 2, 3, 5, 6]
 
 
-def test_a_row_holds_an_observation_its_action_and_the_reward(rollouts):
-    (first, _), _, env = rollouts
+def test_a_row_holds_an_observation_its_action_and_the_reward(first, rollouts):
+    *_, env = rollouts
     ages, episodes = [0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 0, 1, 1, 1, 1, 1]
     assert first.raw_obs[:, 0, 1:3].T.tolist() == [episodes, ages]
     rewards = [10.0 * episode + age for episode, age in zip(episodes, ages, strict=True)]
@@ -77,19 +83,16 @@ def test_a_row_holds_an_observation_its_action_and_the_reward(rollouts):
     assert torch.equal(first.actions, torch.stack(env.received[:8]))
 
 
-def test_stored_observations_are_normalised(rollouts, normalizer):
-    (first, _), _, _ = rollouts
+def test_stored_observations_are_normalised(first, normalizer):
     torch.testing.assert_close(first.obs, normalizer(first.raw_obs.double()))
 
 
-def test_within_an_episode_the_next_value_is_the_following_value(rollouts):
-    (first, _), _, _ = rollouts
+def test_within_an_episode_the_next_value_is_the_following_value(first):
     continuing = ~first.episode_end[:-1]
     assert torch.equal(first.next_values[:-1][continuing], first.values[1:][continuing])
 
 
-def test_the_next_value_is_0_only_at_terminated_steps(rollouts):
-    (first, _), _, _ = rollouts
+def test_the_next_value_is_0_only_at_terminated_steps(first):
     assert torch.equal(first.next_values == 0, first.terminated)
 
 

@@ -169,42 +169,37 @@ def test_an_environment_that_does_not_close_is_named_and_abandoned(failure, capl
     assert "Ticking-v0 number 5 at its step 0: " in caplog.text
 
 
-@pytest.fixture
-def rebuilt():
-    """Return a function that makes environments, of which the second fails 3 times.
+def rebuilt(restarts):
+    """Return environments of which the second fails 3 times.
 
     It raises an error in step 3, then it cannot be made, then it hangs while it is made.
     """
-    envs = []
-
-    def with_restarts(restarts):
-        makers = iter(
-            [
-                lambda: Ticking(raises(KeyError())),
-                lambda: Ticking().missing,
-                lambda: time.sleep(60),
-                Ticking,
-            ]
-        )
-        envs.append(ticking(lambda: next(makers)(), env_timeout=0.3, env_restarts=restarts))
-        return envs[0]
-
-    yield with_restarts
-    envs[0].close()
+    makers = iter(
+        [
+            lambda: Ticking(raises(KeyError())),
+            lambda: 1 / 0,
+            lambda: time.sleep(60),
+            Ticking,
+        ]
+    )
+    return ticking(lambda: next(makers)(), env_timeout=0.3, env_restarts=restarts)
 
 
-def test_faults_while_an_environment_is_rebuilt_use_up_the_restarts(rebuilt):
+def test_faults_while_an_environment_is_rebuilt_use_up_the_restarts():
+    env = rebuilt(2)
     with pytest.raises(EnvironmentFaultError, match=r"5 at its step 3: .* \(after 2 restarts"):
-        play(rebuilt(2), 3)
+        play(env, 3)
+    env.close()
 
 
-def test_an_environment_is_rebuilt_until_that_succeeds(rebuilt, caplog):
+def test_an_environment_is_rebuilt_until_that_succeeds(caplog):
     env = rebuilt(3)
     _, rewards, terminated, truncated, _ = play(env, 5)
     assert env.restarts == [0, 3] and not terminated.any()
     assert truncated.nonzero().tolist() == [[2, 1], [4, 0]]
     assert rewards[:, 1].tolist() == [1, 1, 0, 1, 1]
     assert caplog.text.count("number 5 at its step 3: ") == 3
+    env.close()
 
 
 def test_every_call_to_an_environment_and_every_creation_reports_progress():

@@ -44,10 +44,11 @@ def kind(request):
 
 @pytest.fixture
 def played(kind):
-    """Return an environment, its first observations, and what 60 steps return."""
-    env = kind[0]()
+    """Return an environment, its first observations, a copy of them, and 60 steps."""
+    make, _, _ = kind
+    env = make()
     first, _ = env.reset(seed=SEEDS)
-    return env, first.clone(), play(env, 60)
+    return env, first, first.clone(), play(env, 60)
 
 
 def test_a_first_observation_has_all_features(kind):
@@ -58,30 +59,27 @@ def test_a_first_observation_has_all_features(kind):
     assert first.dtype == torch.float32 and first.shape == (8, num_features) and info == {}
 
 
-def test_a_returned_tensor_does_not_change_later(kind):
-    env = kind[0]()
-    first, _ = env.reset(seed=SEEDS)
-    kept = first.clone()
-    play(env, 60)
+def test_a_returned_tensor_does_not_change_later(played):
+    _, first, kept, _ = played
     assert torch.equal(first, kept)
 
 
 def test_steps_return_one_row_per_environment_in_known_types(played):
-    _, _, steps = played
+    *_, steps = played
     types = [torch.float32, torch.float64, torch.bool, torch.bool, torch.float32]
     assert [tensor.dtype for tensor in steps] == types
     assert {tensor.shape[:2] for tensor in steps} == {(60, 8)}
 
 
 def test_within_an_episode_the_final_observation_is_the_observation(played):
-    _, _, (obs, _, terminated, truncated, final_obs) = played
+    *_, (obs, _, terminated, truncated, final_obs) = played
     ended = terminated | truncated
     assert torch.equal(final_obs[~ended], obs[~ended])
 
 
 def test_two_batches_of_4_equal_one_batch_of_8(kind, played):
     make, _, _ = kind
-    _, first, steps = played
+    _, first, _, steps = played
     halves = []
     for rows in (slice(0, 4), slice(4, 8)):
         half = make(4, env_offset=rows.start)
@@ -100,16 +98,18 @@ WITH_STATE = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[3]]
 
 @WITH_STATE
 def test_a_state_has_one_row_of_numbers_per_environment(played):
-    state = played[0].get_state()
+    env, *_ = played
+    state = env.get_state()
     assert all(len(t) == 8 and t.dtype in (torch.float64, torch.int64) for t in state.values())
 
 
 @WITH_STATE
 def test_a_new_environment_continues_from_a_state_bit_for_bit(kind, played, tmp_path):
-    env, _, (_, _, terminated, truncated, _) = played
+    env, *_, (_, _, terminated, truncated, _) = played
     assert (terminated | truncated).any(), "episodes must end, so that random generators matter"
     torch.save(env.get_state(), tmp_path / "state.pt")
-    continued = kind[0]()
+    make, _, _ = kind
+    continued = make()
     continued.set_state(torch.load(tmp_path / "state.pt", weights_only=True))
     assert same(play(continued, 60, first=60), play(env, 60, first=60))
 

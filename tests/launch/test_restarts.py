@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import stat
+from types import SimpleNamespace
 
 import pytest
 from tensorboard_readers import scalars
@@ -76,34 +77,58 @@ def assert_as_if_nothing_had_happened(run_dir, reference):
     assert facts[0] == facts[1]
 
 
-def test_a_killed_rank_is_reported_and_restarted_with_the_same_result_bit_for_bit(
-    tmp_path, monkeypatch, undisturbed
-):
-    run_dir, temporary = tmp_path / "run", tmp_path / "tmp"
+@pytest.fixture(scope="module")
+def restarted(tmp_path_factory):
+    """Kill rank 1 of 2, which restarts; return facts about the job."""
+    folder = tmp_path_factory.mktemp("restarted")
+    run_dir, temporary = folder / "run", folder / "tmp"
     temporary.mkdir()
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    note = f"cat >> {tmp_path}/events; echo >> {tmp_path}/events"
+    note = f"cat >> {folder}/events; echo >> {folder}/events"
     flags = [*SIX, "--num_gpus=2", "--run_dir", run_dir, "--max_restarts=2", "--on_event", note]
     # With auto, the numbers of workers are timed only once, not again after the restart.
     flags += ["--env_workers=auto"]
-    job = dying(monkeypatch, "update 1 3 SIGKILL", *flags, folder=tmp_path)
-    # Both ranks listen only on loopback, and no other user can open the folder of their store.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(temporary))
+        job = dying(patch, "update 1 3 SIGKILL", *flags, folder=folder)
     sockets = [socket for p in session(job.pid) for socket in p.net_connections("inet")]
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in temporary.glob("rl_dist_*")]
+    (folder / "go").touch()
+    err = end_of(job)
+    lines = (folder / "events").read_text().split("\n")
+    return SimpleNamespace(
+        run_dir=run_dir,
+        sockets=sockets,
+        modes=modes,
+        err=err,
+        events=[json.loads(line) for line in lines if line],
+        left=[*temporary.glob("rl_dist_*")],
+    )
+
+
+def test_ranks_listen_only_on_loopback(restarted):
+    sockets = restarted.sockets
     addresses = {socket.laddr.ip for socket in sockets if socket.laddr and not socket.raddr}
     assert addresses and addresses <= {"127.0.0.1", "::1"}
-    modes = [stat.S_IMODE(path.stat().st_mode) for path in temporary.glob("rl_dist_*")]
-    assert modes == [0o700]
-    (tmp_path / "go").touch()
-    err = end_of(job)
-    assert not list(temporary.glob("rl_dist_*"))
-    line = r"rank 1 \(process \d+\) .*SIGKILL.*restart 1 of 2.*from iteration 2"
+
+
+def test_the_folder_of_the_store_is_private_and_removed_at_the_end(restarted):
+    assert restarted.modes == [0o700] and not restarted.left
+
+
+def test_a_killed_rank_is_reported_in_one_line(restarted):
+    line, err = r"rank 1 \(process \d+\) .*SIGKILL.*restart 1 of 2.*from iteration 2", restarted.err
     assert len(re.findall(line, err)) == 1 and "Traceback" not in err and "error" not in err, err
-    events = [json.loads(line) for line in (tmp_path / "events").read_text().split("\n") if line]
-    assert [event["event"] for event in events] == ["restarted", "finished"]
-    assert [events[0][name] for name in ("restart", "rank", "iteration")] == [1, 1, 2]
-    assert events[0]["run_dir"] == str(run_dir)
-    assert [events[1][name] for name in ("exit_code", "restarts")] == [0, 1]
-    assert_as_if_nothing_had_happened(run_dir, undisturbed(2))
+
+
+def test_a_restart_and_the_end_are_events(restarted):
+    restart, end = restarted.events
+    expected = {"event": "restarted", "restart": 1, "rank": 1, "iteration": 2}
+    assert restart | expected | {"run_dir": str(restarted.run_dir)} == restart
+    assert end | {"event": "finished", "exit_code": 0, "restarts": 1} == end
+
+
+def test_a_restarted_run_ends_bit_for_bit_like_an_undisturbed_one(restarted, undisturbed):
+    assert_as_if_nothing_had_happened(restarted.run_dir, undisturbed(2))
 
 
 @pytest.mark.slow

@@ -155,34 +155,42 @@ def test_output_to_a_closed_pipe_is_no_error(monkeypatch):
 # ---- a full disk, and outdated results
 
 
-@pytest.mark.parametrize("refuses", ["config.json", "summary.json"])
-def test_a_full_disk_is_a_one_line_error_and_the_run_keeps_all_its_data(
-    refuses, run_dir, tmp_path, monkeypatch, capsys, limits
-):
-    before = tree_hash(run_dir, without={"rank_0.log"})
-    note = f"cat > {tmp_path}/event"
-    with monkeypatch.context() as patch:
-        if refuses == "config.json":
-            limits(1000)
-        else:
-            write = RunDir.write_summary
-            large = {"filler": "x" * 2000}
-            patch.setattr(RunDir, "write_summary", lambda run, _: (limits(2000), write(run, large)))
-        assert train_here("--resume", run_dir, "--on_event", note) == 1
+def train_on_full_disk(run_dir, limits, capsys, *flags):
+    """Resume a run whose disk is full until it ends; return the only error line."""
+    assert train_here("--resume", run_dir, *flags) == 1
     limits(None)
     lines = capsys.readouterr().err.splitlines()
     line = only_error("\n".join(line for line in lines if not line.startswith("iteration ")))
     assert f"error: {run_dir}" in line and "cannot be written: File too large" in line
-    if refuses == "config.json":  # no rank has started, so no event is sent
-        assert tree_hash(run_dir, without={"rank_0.log"}) == before
-    else:
-        event = read_object(tmp_path / "event")
-        assert (event["event"], event["exit_code"]) == ("failed", 1) and event["message"] in line
-        assert load_checkpoint(latest_checkpoint(run_dir))["iteration"] == 4
-        assert not (run_dir / "summary.json").exists()
+    return line
+
+
+def assert_run_continues(run_dir):
     assert train_here("--resume", run_dir) == 0
-    assert [record["iteration"] for record in records(run_dir)] == [1, 2, 3, 4]
+    assert iterations(run_dir) == [1, 2, 3, 4]
     assert RunDir(run_dir).summary()["iteration"] == 4
+
+
+def test_a_run_that_cannot_start_on_a_full_disk_changes_no_file(run_dir, capsys, limits):
+    before = tree_hash(run_dir, without={"rank_0.log"})
+    limits(1000)
+    train_on_full_disk(run_dir, limits, capsys)
+    assert tree_hash(run_dir, without={"rank_0.log"}) == before
+    assert_run_continues(run_dir)
+
+
+def test_a_summary_that_does_not_fit_on_the_disk_fails_and_is_written_later(
+    run_dir, tmp_path, monkeypatch, capsys, limits
+):
+    write, large = RunDir.write_summary, {"filler": "x" * 2000}
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDir, "write_summary", lambda run, _: (limits(2000), write(run, large)))
+        line = train_on_full_disk(run_dir, limits, capsys, "--on_event", f"cat > {tmp_path}/event")
+    event = read_object(tmp_path / "event")
+    assert (event["event"], event["exit_code"]) == ("failed", 1) and event["message"] in line
+    assert load_checkpoint(latest_checkpoint(run_dir))["iteration"] == 4
+    assert not (run_dir / "summary.json").exists()
+    assert_run_continues(run_dir)
 
 
 def test_a_finished_run_that_continues_deletes_its_summary(run_dir, monkeypatch):
