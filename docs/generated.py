@@ -135,18 +135,16 @@ def preset_table() -> str:
 
 def metric_table() -> str:
     """Return the table of the keys of metrics.jsonl."""
-    rows = []
-    for name, metric in METRIC_TABLE.items():
-        where = {(True, True): "record, `ranks`", (True, False): "record", (False, True): "`ranks`"}
-        place = where[metric.overall, metric.per_rank]
-        rows.append(
-            (
-                f"`{name}`",
-                metric.unit,
-                place,
-                metric.meaning + (f" ({metric.when})" if metric.when else ""),
-            )
+    places = {"record": "record", "ranks": "`ranks`", "both": "record, `ranks`"}
+    rows = [
+        (
+            f"`{name}`",
+            metric.unit,
+            places[metric.place],
+            metric.meaning + (f" ({metric.when})" if metric.when else ""),
         )
+        for name, metric in METRIC_TABLE.items()
+    ]
     return _table(("key", "unit", "in", "meaning"), rows)
 
 

@@ -32,7 +32,7 @@ from agents.learner.settings import AUTO_INTERVAL
 from agents.learner.sizes import shard_sizes
 from agents.learner.trainer import Training
 from agents.run.choice import choose_run, fresh_config, parse_training
-from agents.run.metric_table import CHOICES, METRIC_TABLE, MONITORED, OTHER_TASKS, TRADING
+from agents.run.metric_table import METRIC_TABLE
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, pack, write_atomically
 from rl_dist.files import read_object
 from rl_dist.resume_check import differences, result_of
@@ -139,11 +139,13 @@ def test_tensorboard_shows_the_recorded_losses(run, lines):
 
 
 def test_a_run_writes_exactly_the_metrics_of_the_table(finished, cartpole):
-    for path, task in ((cartpole, (OTHER_TASKS, CHOICES)), (finished[1][0], (TRADING,))):
-        last, kept = records(path)[-1], ("", *task, MONITORED)
+    cartpole_kinds = ("other environments", "discrete actions")
+    for path, task in ((cartpole, cartpole_kinds), (finished[1][0], ("StockTrading-v0",))):
+        last, kept = records(path)[-1], ("", *task, "--monitor_every")
         written = {name: metric for name, metric in METRIC_TABLE.items() if metric.when in kept}
-        assert set(last) == {name for name, metric in written.items() if metric.overall}
-        assert set(last["ranks"][0]) == {name for name in written if written[name].per_rank}
+        assert set(last) == {name for name, metric in written.items() if metric.place != "ranks"}
+        per_rank = {name for name, metric in written.items() if metric.place != "record"}
+        assert set(last["ranks"][0]) == per_rank
 
 
 def test_two_ranks_train_and_evaluate_as_one(finished):
