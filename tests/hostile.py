@@ -27,6 +27,7 @@ from agents.run import start
 from rl_dist import status
 from rl_dist.checkpoint import __main__ as checkpoint
 from rl_dist.checkpoint.store import load_checkpoint, pack, write_atomically
+from rl_dist.launch.ranks import RankReport
 
 SPARSE_BYTES = 40 * 2**30
 PROGRAMS = {
@@ -278,7 +279,7 @@ def check(case, run, canary, monkeypatch, capsys):
     kept = everything_in(target)
     monkeypatch.chdir(run.parent)
     if not case.starts:
-        monkeypatch.setattr(start, "launch", lambda *_, **__: 0)
+        monkeypatch.setattr(start, "run_ranks", lambda *_, **__: RankReport(0))
     for name, value in case.patches.items():
         monkeypatch.setattr(name, value)
     inside = set(run.parent.iterdir())
