@@ -162,7 +162,7 @@ class RunConfig:
         return make_task(
             TaskSettings(
                 task=self.task,
-                sections=(self.data, self.market, self.trading),
+                sections=vars(self),
                 discount=self.ppo.gamma,
                 device=device,
                 end=end_rank,

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from agents.learner.network.inputs import Normalizer
 from agents.learner.policy import Policy, PolicyConfig
 from agents.run.saved import FEATURES
+from envs.task import TaskSettings
 from envs.trading.config import (
     DataConfig,
     Observation,
@@ -101,7 +102,8 @@ class PretrainRunConfig:
     def prepare_task(self) -> TradingTask:
         """Return the trading task, with the same markets and spans as in PPO training."""
         trading = TradingConfig(observation=self.pretrain.observation)
-        task = TradingTask(self.data, self.market, trading)
+        sections = {"data": self.data, "market": self.market, "trading": trading}
+        task = TradingTask(TaskSettings(sections=sections))
         if task.spans.valid is None:
             raise UserError("there is no validation span: give --valid_start and --valid_end")
         return task

@@ -169,12 +169,10 @@ class GymTask(Task):
             trials["video"] = self._video(agents["policy"], options.seeds, options.video)
         if count := self.settings.task.eval_episodes:
             limit = episode_limit(options.counts)
-            trials["episodes"] = Trial(
-                agents=agents,
-                count=count,
-                run=partial(run_episodes, self, options.seeds, limit),
-                heading=self._cost(len(agents), limit, options) if options.after_training else "",
-            )
+            if options.after_training and options.writes:
+                print(self._cost(len(agents), limit, options), flush=True)
+            run = partial(run_episodes, self, options.seeds, limit)
+            trials["episodes"] = Trial(agents=agents, count=count, run=run)
         return trials
 
     def _video(self, agent: TrainedAgent, seeds: Seeds, folder: Path) -> Trial:

@@ -4,11 +4,11 @@ A task is what a run trains on and how the trained policy is scored. The agents 
 are functions: nothing here knows how a policy works, or that several ranks share the work.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -24,7 +24,6 @@ from rl_dist.run_dir import RunDir
 # other commands use no workers.
 AUTO_WORKERS = -1
 _KWARGS = TypeAdapter(dict)
-Section = TypeVar("Section")
 
 
 @configuration
@@ -114,7 +113,6 @@ class Trial:
     agents: Mapping[str, Agent]
     count: int  # number of episodes or markets
     run: Callable[[Agent, range], dict[str, list]]  # let an agent act on some; return its results
-    heading: str = ""  # text to print before the agents act
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,17 +160,13 @@ class EvaluationOptions:
 class TaskSettings:
     """The settings from which a task is made."""
 
-    task: TaskConfig
-    sections: Sequence[Any] = ()  # sections of flags that belong to a single kind of task
+    task: TaskConfig = TaskConfig()
+    sections: Mapping[str, Any] = field(default_factory=dict)  # all settings of the run, by section
     discount: float = 0.8  # value of the flag gamma
     device: str = "cpu"
     # Ends the process if an environment hangs and cannot be interrupted.
     end: Callable[[str], None] = end_process
     heartbeat: Callable[[], None] = lambda: None  # called while environments make progress
-
-    def section(self, kind: type[Section]) -> Section:
-        """Return the section that is of this class."""
-        return next(section for section in self.sections if isinstance(section, kind))
 
 
 class Task(Protocol):
@@ -224,7 +218,7 @@ class Task(Protocol):
 
 # Gymnasium id, or another name -> task, as module:name of a function of TaskSettings. A module of
 # the user's may add a task: `--env my_module:MyTask-v0` imports it before the name is looked up.
-TASKS = {TRADING_ID: "envs.trading.task:trading_task"}
+TASKS = {TRADING_ID: "envs.trading.task:TradingTask"}
 GYM_TASK = "envs.gym_task:GymTask"  # the task of all names that are not in TASKS
 
 

@@ -64,8 +64,6 @@ def run_trial(trial: Trial, world: World) -> dict[str, Record]:
     Returns:
         The results of each agent in the order of the episodes or markets, the same on every rank.
     """
-    if trial.heading and world.is_main_process:
-        print(trial.heading, flush=True)
     first, end = (trial.count * rank // world.size for rank in (world.rank, world.rank + 1))
     records: dict[str, Record] = {}
     for name, agent in trial.agents.items():

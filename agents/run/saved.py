@@ -130,8 +130,7 @@ class LoadedAgent:
     path: Path
     directory: RunDir  # run directory; for a copied checkpoint, the folder that contains it
     spaces_json: str  # the environment's spaces as JSON; "" for the trading environment
-    global_step: int = 0
-    episodes: int = 0
+    counts: Counts = Counts(global_step=0, episodes=0)  # how long the policy was trained
 
     @property
     def spaces(self) -> tuple[spaces.Space, spaces.Space]:
@@ -151,11 +150,6 @@ class LoadedAgent:
         In trading, the observation contains all inputs.
         """
         return len(self.encoder().parts if self.spaces_json else self.policy.layout.parts)
-
-    @property
-    def counts(self) -> Counts:
-        """Return how long the policy was trained."""
-        return Counts(global_step=self.global_step, episodes=self.episodes)
 
     def encoder(self) -> ObservationEncoder:
         """Return the encoder that turns environment observations into policy inputs."""
@@ -200,8 +194,7 @@ def load_agent(
         file,
         directory,
         state["spaces"],
-        state["global_step"],
-        state["episodes"],
+        Counts(global_step=state["global_step"], episodes=state["episodes"]),
     )
 
 

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -69,22 +69,20 @@ SPANS = {
 }
 
 
-@dataclass(frozen=True)
 class TradingTask(Task):
     """The markets and spans of one run.
 
     Training, validation and test use different simulated markets.
     """
 
-    data: DataConfig
-    simulated: SimulatedMarketConfig
-    trading: TradingConfig
-    discount: float = 0.8  # value of the flag gamma
-    device: str = "cpu"
-    heartbeat: Callable[[], None] = lambda: None  # called after every step of an evaluation
-
     scored_by = "sharpe"
     metrics = (*VALIDATED, "equal_weight_sharpe")
+
+    def __init__(self, settings: TaskSettings) -> None:
+        self.settings = settings
+        self.data: DataConfig = settings.sections["data"]
+        self.simulated: SimulatedMarketConfig = settings.sections["market"]
+        self.trading: TradingConfig = settings.sections["trading"]
 
     @property
     def watermark(self) -> str:  # type: ignore[override]
@@ -128,8 +126,8 @@ class TradingTask(Task):
             markets=self.markets("train"),
             span=self.spans.train,
             config=self.trading,
-            discount=self.discount,
-            device=self.device,
+            discount=self.settings.discount,
+            device=self.settings.device,
         )
 
     def probe_env(self) -> TradingVectorEnv:
@@ -154,7 +152,7 @@ class TradingTask(Task):
             config=config,
             evaluation=True,
             train_span=self.spans.train,
-            device=self.device,
+            device=self.settings.device,
         )
 
     def digest(self) -> str:
@@ -178,12 +176,14 @@ class TradingTask(Task):
 
         @cache
         def results_of_rule(rule: Any, indices: range) -> dict[str, list]:
-            return run_markets(env_of(indices, rule is buy_equal_weight), rule, self.heartbeat)
+            return run_markets(
+                env_of(indices, rule is buy_equal_weight), rule, self.settings.heartbeat
+            )
 
         def run(agent: Agent, indices: range) -> dict[str, list]:
             if not isinstance(agent, TrainedAgent):
                 return results_of_rule(agent, indices)  # type: ignore[arg-type]
-            return run_markets(env_of(indices, held=False), agent, self.heartbeat)
+            return run_markets(env_of(indices, held=False), agent, self.settings.heartbeat)
 
         return run
 
@@ -224,6 +224,8 @@ class TradingTask(Task):
         On real prices, the test span is evaluated only with `open_test`, and instead of the other
         spans. If the first policy is a cascaded LSTM, it is also evaluated without memory.
         """
+        if options.writes and not options.after_training:
+            print(self.describe())
         if self.real and options.open_test and options.writes:
             self._record_look(options.sources)
         traders: dict[str, Agent] = {**agents}
@@ -312,15 +314,3 @@ class TradingTask(Task):
             if span
         )
         return f"data: {data}\ndays: {'; '.join(spans)}{notes}"
-
-
-def trading_task(settings: TaskSettings) -> TradingTask:
-    """Make the trading task from the settings of a run."""
-    return TradingTask(
-        settings.section(DataConfig),
-        settings.section(SimulatedMarketConfig),
-        settings.section(TradingConfig),
-        settings.discount,
-        settings.device,
-        settings.heartbeat,
-    )

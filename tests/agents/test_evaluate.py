@@ -129,6 +129,7 @@ def test_every_evaluation_on_the_test_span_of_real_prices_is_recorded(
     path, config = RunDir(runs / "csv").test_looks, read_object(runs / "csv" / "config.json")
     assert (runs / "csv" / "checkpoints" / "best.pt").exists()
     text, figures = evaluated("csv", "--open_test")
+    assert "data: 5 stocks" in text
     # The test span is evaluated with the last checkpoint, not with best.pt.
     assert "/iteration_" in text.splitlines()[0]
     assert "evaluation 1 on the test span" in text and list(figures) == ["test"]
