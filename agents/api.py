@@ -65,7 +65,7 @@ class LoadedPolicy:
         self._encode = agent.encoder()
         self._decode = self._encode.actions
         # Inputs of the policy that are not in the observation, such as the previous action
-        extras = agent.policy.layout.parts[agent.num_observed :]
+        extras = agent.policy.layout.parts[len(self._encode.parts) :]
         self._extras = {part.name: part.size for part in extras}
         self._noise_seed = stream_seed(seed, PREDICTION_STREAM)
         self._num_drawn = 0

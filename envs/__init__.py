@@ -6,19 +6,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import TimeLimit
 
+from envs.vector.adapter import OneByOne, TorchVectorEnv
 from envs.vector.guards import is_own_fault, place_of
 from rl_dist.errors import one_line
-
-# Importing this module must be fast, so torch and pandas are imported only to make environments.
-if TYPE_CHECKING:
-    from envs.vector.adapter import TorchVectorEnv
 
 TRADING_ID = "StockTrading-v0"
 MEMORY_IDS = ("Recall-v0", "CartPolePositions-v1", "MountainCarPositions-v0")
@@ -41,7 +38,7 @@ def make_vector_env(
     env_kwargs: Mapping[str, Any] | None = None,
     heartbeat: Callable[[], None] = lambda: None,
     **options: Any,
-) -> "TorchVectorEnv":
+) -> TorchVectorEnv:
     """Make a batch of environments from a Gymnasium id or `module:id`.
 
     Args:
@@ -57,8 +54,6 @@ def make_vector_env(
     Raises:
         ValueError: the environment is unknown or cannot be made.
     """
-    from envs.vector.adapter import OneByOne, TorchVectorEnv
-
     spec = find_spec(env_id)
     # The adapter checks every step and enforces the step limit, so Gymnasium's wrappers that do the
     # same are not needed.

@@ -71,20 +71,20 @@ class GymTask(Task):
         names = ("vectorization", "info_mask", "previous_action", "previous_reward")
         options: dict = {name: getattr(config, name) for name in names}
         options["env_kwargs"] = config.kwargs()
-        make: Any = partial(make_vector_env, num_envs=num_envs, end=settings.end, **options)
+        others: dict = {
+            "env_id": config.env,
+            "env_offset": env_offset,
+            "device": settings.device,
+            "heartbeat": settings.heartbeat,
+            "env_timeout": config.env_timeout,
+            "env_restarts": config.env_restarts,
+        }
         if config.env_workers > 0:
             from envs.workers.env import WorkerEnv
 
             workers, groups = config.env_workers, config.env_groups
-            make = partial(WorkerEnv, num_envs, workers, groups, options=options)
-        return make(
-            env_id=config.env,
-            env_offset=env_offset,
-            device=settings.device,
-            heartbeat=settings.heartbeat,
-            env_timeout=config.env_timeout,
-            env_restarts=config.env_restarts,
-        )
+            return WorkerEnv(num_envs, workers, groups, options, **others)
+        return make_vector_env(num_envs=num_envs, end=settings.end, **options, **others)
 
     def probe_env(self) -> TorchEnv:
         """Make one environment in this process, to read its spaces."""

@@ -143,14 +143,6 @@ class LoadedAgent:
         high = np.full(self.policy.num_obs, np.inf, np.float32)
         return spaces.Box(-high, high), spaces_of(self.policy.shapes())[1]
 
-    @property
-    def num_observed(self) -> int:
-        """Return how many parts of the policy's input are in the observation.
-
-        In trading, the observation contains all inputs.
-        """
-        return len(self.encoder().parts if self.spaces_json else self.policy.layout.parts)
-
     def encoder(self) -> ObservationEncoder:
         """Return the encoder that turns environment observations into policy inputs."""
         observation, action = self.spaces

@@ -163,11 +163,12 @@ def market_tables(
         Turbulent days [rows] bool, or None if turbulence_quantile is 0.
     """
     days = slice(span.first, span.last + 1)
-    close = torch.from_numpy(np.stack([market.close[days] for market in markets]))  # [M, days, n]
-    fill = close
-    if config.execution == "next_open":
-        fill = _tomorrow(torch.from_numpy(np.stack([market.open[days] for market in markets])))
-    close, fill = to_grid(close), to_grid(fill)
+
+    def prices_of(name: str) -> Tensor:  # [M, days, n]
+        return to_grid(torch.from_numpy(np.stack([getattr(m, name)[days] for m in markets])))
+
+    close = prices_of("close")
+    fill = _tomorrow(prices_of("open")) if config.execution == "next_open" else close
     fee = to_grid(fill * (config.fee_bps * 1e-4))
     # discounted sum of the price changes after each day, up to the end of the span
     changes = _tomorrow(close) - close

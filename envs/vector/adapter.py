@@ -262,15 +262,12 @@ class OneByOne(TorchVectorEnv):
         self.lives["age"][row] += 1
         truncated = bool(truncated or self.lives["age"][row] == self.max_episode_steps)
         if isinstance(metrics := info.get("metrics"), dict):
-            self._add_metrics(metrics)
+            for name, value in metrics.items():
+                with suppress(TypeError, ValueError):  # not a number
+                    if math.isfinite(number := float(value)):
+                        self._metrics[name] += number, 1
         self._last_rows[row] = self._row_of(obs, None if terminated or truncated else info)
         return reward, self._last_rows[row], bool(terminated), truncated
-
-    def _add_metrics(self, metrics: dict) -> None:
-        for name, value in metrics.items():
-            with suppress(TypeError, ValueError):  # not a number
-                if math.isfinite(number := float(value)):
-                    self._metrics[name] += number, 1
 
     def _row_of(self, obs: object, info: dict | None) -> ndarray:
         """Encode an observation and, with `info_mask`, append the mask from `info`.
@@ -316,8 +313,9 @@ class OneByOne(TorchVectorEnv):
 
     # ---- snapshots
 
+    @_guarded
     def _get_env_states(self) -> dict:
-        states = self.watch.call(None, lambda: [env.get_state() for env in self.env])
+        states = [env.get_state() for env in self.env]
         columns = {name: [state[name] for state in states] for name in states[0]}
         return columns | {LAST_ROW: self._last_rows}
 
