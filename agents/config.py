@@ -1,7 +1,7 @@
 """Define the settings of a training run and their presets."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -93,14 +93,14 @@ MAIN_FLAGS = {
 class RunConfig:
     """All settings of a run by section, as stored in config.json."""
 
-    launch: LaunchConfig = field(default_factory=LaunchConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    ppo: PPOConfig = field(default_factory=PPOConfig)
-    policy: PolicyConfig = field(default_factory=PolicyConfig)
-    task: TaskConfig = field(default_factory=TaskConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    market: SimulatedMarketConfig = field(default_factory=SimulatedMarketConfig)
-    trading: TradingConfig = field(default_factory=TradingConfig)
+    launch: LaunchConfig = LaunchConfig()
+    train: TrainConfig = TrainConfig()
+    ppo: PPOConfig = PPOConfig()
+    policy: PolicyConfig = PolicyConfig()
+    task: TaskConfig = TaskConfig()
+    data: DataConfig = DataConfig()
+    market: SimulatedMarketConfig = SimulatedMarketConfig()
+    trading: TradingConfig = TradingConfig()
 
     def __post_init__(self) -> None:
         if self.launch.strategy_config.pipelined and self.policy.policy != "clstm":

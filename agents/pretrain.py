@@ -104,7 +104,7 @@ class PretrainRunConfig:
         trading = TradingConfig(observation=self.pretrain.observation)
         sections = {"data": self.data, "market": self.market, "trading": trading}
         task = TradingTask(TaskSettings(sections=sections))
-        if task.spans.valid is None:
+        if "valid" not in task.spans:
             raise UserError("there is no validation span: give --valid_start and --valid_end")
         return task
 
@@ -189,11 +189,10 @@ def _portfolios(close: Tensor, config: TradingConfig, seed: int) -> tuple[Tensor
 
 def windows_of(config: PretrainRunConfig, task: TradingTask) -> tuple[TensorDataset, TensorDataset]:
     """Return overlapping training windows and non-overlapping validation windows."""
-    assert task.spans.valid is not None
     days = config.pretrain.window
     make = partial(make_windows, config=task.trading, days=days, seed=config.fit.seed)
-    train, scale = make(task.markets("train"), task.spans.train, stride=max(1, days // 2))
-    return train, make(task.markets("valid"), task.spans.valid, stride=days, scale=scale)[0]
+    train, scale = make(task.markets("train"), task.spans["train"], stride=max(1, days // 2))
+    return train, make(task.markets("valid"), task.spans["valid"], stride=days, scale=scale)[0]
 
 
 # ---- module

@@ -151,16 +151,11 @@ class GymTask(Task):
         mean = counts.global_step // counts.episodes if counts.episodes else 100
         longest = counts.validated["longest"]
         length = 2 * max(longest, mean) if longest else 10 * mean
-        limit = self._max_episode_steps
-        return min(limit, max(length, 1000)) if limit else length
-
-    @property
-    def _max_episode_steps(self) -> int | None:
-        """Return the step limit that the environment is registered with, if any."""
         config = self.settings.task
-        spec = find_spec(config.env)
-        limit = config.kwargs().get("max_episode_steps", spec.max_episode_steps)
-        return None if limit == -1 else limit  # Gymnasium's value for no limit
+        limit: Any = find_spec(config.env).max_episode_steps
+        limit = config.kwargs().get("max_episode_steps", limit)
+        # -1 is Gymnasium's value for no limit
+        return length if limit in (None, -1) else min(limit, max(length, 1000))
 
     def tests(self, agents: TrainedAgents, options: EvaluationOptions) -> dict[str, Trial]:
         """Return the test episodes and, if asked for, an episode to film before them."""

@@ -104,6 +104,8 @@ TrainedAgents = Mapping[str, TrainedAgent]  # by name
 Record = dict[str, np.ndarray]  # results of an agent; the first axis is the episode or market
 Records = Mapping[str, Record]  # by name of the agent
 Results = Mapping[str, Records]  # by name of the trial
+# Lets an agent act on the episodes or markets with these numbers; returns its results as lists.
+RunAgent = Callable[[Agent, range], dict[str, list]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,7 @@ class Trial:
 
     agents: Mapping[str, Agent]
     count: int  # number of episodes or markets
-    run: Callable[[Agent, range], dict[str, list]]  # let an agent act on some; return its results
+    run: RunAgent
 
 
 @dataclass(frozen=True, kw_only=True)

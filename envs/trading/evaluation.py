@@ -1,6 +1,6 @@
 """Let policies and rules trade; compare them with an equal-weight portfolio."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from numpy import ndarray
 from torch import Tensor
 
 from envs.intervals import RESAMPLES, Interval, interval, mean_interval
-from envs.task import Agent, Record, TrainedAgent
+from envs.task import Agent, Record, Records, TrainedAgent
 from envs.trading.environment import TradingVectorEnv
 from envs.trading.market_data import TRADING_DAYS, Market, days_per_year
 from rl_dist.files import write_whole
@@ -132,7 +132,7 @@ def difference(record: Record, baseline: Record, name: str, year: int = TRADING_
     return interval(samples[0], traded - held)
 
 
-def summarize(records: Mapping[str, Record], dates: ndarray) -> dict:
+def summarize(records: Records, dates: ndarray) -> dict:
     """Average statistics over markets; compare with the equal-weight portfolio."""
     policies: dict[str, dict] = {}
     year = days_per_year(dates)
@@ -182,7 +182,7 @@ def text_table(summary: dict, simulated: bool) -> str:
 
 def write_daily(
     path: Path,
-    records: Mapping[str, Record],
+    records: Records,
     markets: Sequence[Market],
     dates: ndarray,  # [D+1], one date for each portfolio value
 ) -> None:
@@ -205,7 +205,7 @@ def write_daily(
 
 
 def plot_equity(
-    records: Mapping[str, Record],
+    records: Records,
     dates: ndarray,  # [D+1]
     path: Path,
     span: str,

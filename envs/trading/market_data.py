@@ -56,13 +56,7 @@ class Span:
     last: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spans:
-    """Disjoint spans in ascending order; `valid` is None if there is no validation."""
-
-    train: Span
-    valid: Span | None = None
-    test: Span
+Spans = dict[str, Span]  # disjoint, in ascending order: "train", perhaps "valid", and "test"
 
 
 def days_per_year(dates: ndarray) -> int:
@@ -79,8 +73,8 @@ def split_spans(dates: ndarray, config: DataConfig, *, first_tradable: int) -> S
     span. Without configured dates, training starts at `first_tradable`, the test span ends on the
     last day, and each span starts on the day after the previous span. If neither the end of a span
     nor the start of the next is given, the two spans divide their days in proportion to SHARES. If
-    no validation date is given, and training and test leave too few days for validation, `valid`
-    is None.
+    no validation date is given, and training and test leave too few days for validation, there is
+    no span "valid".
 
     Raises: ValueError: a span is too short, outside the data, or overlaps the previous span.
     """
@@ -104,7 +98,7 @@ def split_spans(dates: ndarray, config: DataConfig, *, first_tradable: int) -> S
     if valid_end < 0:
         valid_end = _end_of_share(valid_start, last, valid / (valid + test))
     test_start = days.get("test_start", valid_end + 1)
-    spans: dict[str, Span] = {}
+    spans: Spans = {}
     end_before = -1
     for name, start, end in (
         ("train", first, train_end),
@@ -121,7 +115,7 @@ def split_spans(dates: ndarray, config: DataConfig, *, first_tradable: int) -> S
                 f"the previous span and after the indicators' {first_tradable}-day warm-up: change "
                 f"--{name}_start, --{name}_end or the dates next to them, or use a longer history"
             )
-    return Spans(**spans)
+    return spans
 
 
 def _end_of_share(first: int, last: int, share: float) -> int:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -12,6 +12,7 @@ from envs.task import (
     EvaluationOptions,
     Records,
     Results,
+    RunAgent,
     Task,
     TaskSettings,
     TrainedAgent,
@@ -124,7 +125,7 @@ class TradingTask(Task):
         return TradingVectorEnv(
             num_envs,
             markets=self.markets("train"),
-            span=self.spans.train,
+            span=self.spans["train"],
             config=self.trading,
             discount=self.settings.discount,
             device=self.settings.device,
@@ -132,7 +133,7 @@ class TradingTask(Task):
 
     def probe_env(self) -> TradingVectorEnv:
         """Make an environment with a single market, to read its spaces."""
-        return self.evaluation_env(self.markets("train", 1), self.spans.train)
+        return self.evaluation_env(self.markets("train", 1), self.spans["train"])
 
     def evaluation_env(
         self, markets: Sequence[Market], span: Span, *, held: bool = False
@@ -151,7 +152,7 @@ class TradingTask(Task):
             span=span,
             config=config,
             evaluation=True,
-            train_span=self.spans.train,
+            train_span=self.spans["train"],
             device=self.settings.device,
         )
 
@@ -161,9 +162,7 @@ class TradingTask(Task):
 
     # ---- validation and test
 
-    def trial_runner(
-        self, markets: Sequence[Market], span: Span
-    ) -> Callable[[Agent, range], dict[str, list]]:
+    def trial_runner(self, markets: Sequence[Market], span: Span) -> RunAgent:
         """Return a function that lets an agent trade once through some of the markets.
 
         A rule is run only once on the same markets, and building environments takes longer than a
@@ -188,13 +187,12 @@ class TradingTask(Task):
         return run
 
     @cached_property
-    def _run_validation(self) -> Callable[[Agent, range], dict[str, list]]:
-        assert self.spans.valid is not None
-        return self.trial_runner(self.markets("valid"), self.spans.valid)
+    def _run_validation(self) -> RunAgent:
+        return self.trial_runner(self.markets("valid"), self.spans["valid"])
 
     def validation(self, agent: TrainedAgent, options: EvaluationOptions) -> Validation | None:
         """Return a pass over the validation span, which costs the same at any time of a run."""
-        if self.spans.valid is None:
+        if "valid" not in self.spans:
             return None
         markets = self.markets("valid")
         year = days_per_year(markets[0].dates)
@@ -216,7 +214,7 @@ class TradingTask(Task):
 
     def _tested_spans(self, options: EvaluationOptions) -> dict[str, Span]:
         names = ["test"] if self.real is None or options.open_test else ["train", "valid"]
-        return {name: span for name, span in vars(self.spans).items() if span and name in names}
+        return {name: span for name, span in self.spans.items() if name in names}
 
     def tests(self, agents: TrainedAgents, options: EvaluationOptions) -> dict[str, Trial]:
         """Return a pass over the markets for each evaluated span.
@@ -248,7 +246,7 @@ class TradingTask(Task):
         Print how often each run has been evaluated on the test span.
         """
         assert self.real is not None
-        test = self.spans.test
+        test = self.spans["test"]
         look = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "data_digest": self.digest(),
@@ -310,7 +308,6 @@ class TradingTask(Task):
             )
         spans = (
             f"{name} {market.dates[span.first]} to {market.dates[span.last]}"
-            for name, span in vars(self.spans).items()
-            if span
+            for name, span in self.spans.items()
         )
         return f"data: {data}\ndays: {'; '.join(spans)}{notes}"

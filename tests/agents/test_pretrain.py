@@ -88,8 +88,9 @@ def test_validation_has_the_scale_of_training_and_the_test_span_is_unused(monkey
     config = pretrain.PretrainRunConfig(market=MARKET)
     task = config.prepare_task()
     train, _ = pretrain.windows_of(config, task)
-    assert [call.args[1] for call in calls.call_args_list] == [task.spans.train, task.spans.valid]
-    assert max(task.spans.train.last, task.spans.valid.last) < task.spans.test.first
+    spans = task.spans
+    assert [call.args[1] for call in calls.call_args_list] == [spans["train"], spans["valid"]]
+    assert max(spans["train"].last, spans["valid"].last) < spans["test"].first
     mean, std = calls.call_args.kwargs["scale"]
     volatility = train.tensors[1][:, :, 1]
     assert abs(float(volatility.mean())) < 0.05 and mean < -std < 0

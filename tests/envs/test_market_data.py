@@ -193,7 +193,8 @@ WEEKENDS = {
 )
 def test_given_dates_are_kept_and_the_others_are_filled_in_without_gaps(given, expected):
     spans = split_spans(DATES, DataConfig(**given), first_tradable=0)
-    assert [span and (span.first, span.last) for span in vars(spans).values()] == expected
+    found = [spans.get(name) for name in ("train", "valid", "test")]
+    assert [span and (span.first, span.last) for span in found] == expected
 
 
 @pytest.mark.parametrize(
