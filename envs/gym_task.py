@@ -15,6 +15,7 @@ from envs.task import (
     EvaluationOptions,
     Record,
     Records,
+    Report,
     Results,
     Seeds,
     Task,
@@ -206,7 +207,7 @@ class GymTask(Task):
             )
         return text
 
-    def report(self, results: Results, options: EvaluationOptions) -> tuple[dict[str, Any], str]:
+    def report(self, results: Results, options: EvaluationOptions) -> Report:
         """Return the figures of each policy on the same episodes, also as text."""
         if "episodes" not in results:
             return {}, "no final test: --eval_episodes is 0"

@@ -104,6 +104,7 @@ TrainedAgents = Mapping[str, TrainedAgent]  # by name
 Record = dict[str, np.ndarray]  # results of an agent; the first axis is the episode or market
 Records = Mapping[str, Record]  # by name of the agent
 Results = Mapping[str, Records]  # by name of the trial
+Report = tuple[dict[str, Any], str]  # a summary, and a text to print
 # Lets an agent act on the episodes or markets with these numbers; returns its results as lists.
 RunAgent = Callable[[Agent, range], dict[str, list]]
 
@@ -213,8 +214,8 @@ class Task(Protocol):
         """Return the trials of an evaluation by name; agents["policy"] is the first policy."""
         raise NotImplementedError
 
-    def report(self, results: Results, options: EvaluationOptions) -> tuple[dict[str, Any], str]:
-        """Return a summary of the results of all trials and agents, and a text to print."""
+    def report(self, results: Results, options: EvaluationOptions) -> Report:
+        """Summarise the results of all trials and agents."""
         raise NotImplementedError
 
 

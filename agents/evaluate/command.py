@@ -13,7 +13,7 @@ import argparse
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -25,7 +25,7 @@ from agents.learner.network.seeds import EVALUATION_STREAM, stream_seeds
 from agents.learner.trainer import Training
 from agents.run.saved import load_agent, share_checkpoint
 from agents.run.start import Run, faults_as_user_errors
-from envs.task import EvaluationOptions, Task
+from envs.task import EvaluationOptions, Report, Task
 from rl_dist.checkpoint.content import CheckpointError
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.checkpoint.trust import check_named
@@ -121,7 +121,7 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
 
 def test(
     task: Task, agents: dict[str, PolicyController], options: EvaluationOptions, world: World
-) -> tuple[dict[str, Any], str]:
+) -> Report:
     """Run all trials of an evaluation on all ranks; return a summary, and a text to print."""
     trials = task.tests(agents, options)
     results = {name: run_trial(trial, world) for name, trial in trials.items()}

@@ -11,6 +11,7 @@ from envs.task import (
     Agent,
     EvaluationOptions,
     Records,
+    Report,
     Results,
     RunAgent,
     Task,
@@ -260,7 +261,7 @@ class TradingTask(Task):
                 number = len(file.readlines())
             print(f"{name}: evaluation {number} on the test span, recorded in {path}")
 
-    def report(self, results: Results, options: EvaluationOptions) -> tuple[dict[str, Any], str]:
+    def report(self, results: Results, options: EvaluationOptions) -> Report:
         """Compare the traders on every evaluated span; return a summary per span, and a text.
 
         Write the daily results of every span and the equity curves of the last span to files.
