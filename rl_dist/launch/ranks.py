@@ -13,7 +13,6 @@ code is 0.
 """
 
 import atexit
-import logging
 import math
 import multiprocessing
 import os
@@ -21,8 +20,7 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
@@ -33,14 +31,9 @@ from typing import Any
 import torch.distributed as dist
 
 from rl_dist.checkpoint.store import iteration_in_name, latest_checkpoint
-from rl_dist.errors import (
-    one_line,
-    outlive_readers,
-    print_error_once,
-    report_to_caller,
-    restarts_refused,
-)
+from rl_dist.errors import print_error_once, report_to_caller, restarts_refused
 from rl_dist.files import is_first
+from rl_dist.launch.one_rank import RankFunction, RankReport, run_as_rank, run_guarded
 from rl_dist.process_group import process_ends
 from rl_dist.process_group.join import (
     JOB_DIR_VARIABLE,
@@ -57,93 +50,18 @@ from rl_dist.process_group.process_ends import (
     how_it_ended,
     stopped_in_evaluation,
 )
-from rl_dist.process_group.world import (
-    close_world,
-    connection_broke,
-    stop_flag,
-    threads_per_rank,
-)
+from rl_dist.process_group.world import close_world, stop_flag, threads_per_rank
 from rl_dist.run_dir import RunDir, launcher_pid
 from rl_dist.telemetry import events
-
-logger = logging.getLogger(__name__)  # only for log files, because `launch` itself prints errors
-logger.addHandler(logging.NullHandler())
 
 AGENT_PATIENCE_S = 10.0  # longest wait for a signal from torchrun, which checks ranks every 0.1 s
 POLL_S = 0.05
 DEATH_GRACE_S = 5.0  # longest wait for the reports of other ranks after a rank has failed
-# lengths in characters; both texts together must fit into a `ReportPage`
-LONGEST_TRACEBACK, LONGEST_SUMMARY = 50_000, 5_000
-RankFunction = Callable[..., int | None]
 
 
 def restart_count() -> int:
     """Return how many times the ranks of this job have been restarted so far."""
     return elastic_count(RESTART_COUNT)
-
-
-@dataclass
-class RankReport:
-    """Exit code and error of one rank or of the whole job."""
-
-    exit_code: int  # 2: user error, which a restart would not fix
-    rank: int = 0
-    failed: bool = False  # the rank raised or died instead of returning an exit code
-    summary: str = ""  # one line for the user
-    traceback: str = ""  # "" for a user error
-    # 0: this rank is the cause; 1: it names another rank as the cause; 2: it lost a connection
-    consequence: int = 0
-
-
-# ---- in a rank
-
-
-def run_guarded(fn: RankFunction, args: tuple[object, ...]) -> RankReport:
-    """Run `fn(*args)`; return a report with its exit code and error."""
-    rank = int(os.environ.get("RANK", 0))
-    try:
-        return RankReport(int(fn(*args) or 0), rank)
-    except BaseException as error:  # including SystemExit, which the user's code may raise
-        logger.exception("rank %d failed", rank)
-        consequence = 2 if connection_broke(error) else 0
-        failure = RankReport(1, rank, failed=True, consequence=consequence)
-        if isinstance(error, ValueError):
-            failure.summary = one_line(error, LONGEST_SUMMARY, named=False)
-            failure.exit_code = getattr(error, "exit_code", 2)
-        else:
-            failure.summary = f"rank {rank} failed with {one_line(error, LONGEST_SUMMARY)}"
-            failure.traceback = traceback.format_exc()[-LONGEST_TRACEBACK:]
-        return failure
-
-
-def run_as_rank(
-    fn: RankFunction,
-    args: tuple[object, ...],
-    variables: Mapping[str, str],
-    page: ReportPage,
-    parent_pid: int,
-) -> None:
-    """Run `fn` in a rank's new process, which starts with stop signals blocked."""
-    os.environ.update(variables)
-    outlive_readers()
-    # This rank was started by the method "spawn", and would use it for its own children, such as a
-    # DataLoader's workers. The method takes seconds for each child and needs picklable arguments.
-    # Restore Python's default start method.
-    multiprocessing.set_start_method(None, force=True)
-    stop_flag.install()  # a second signal is handled by the launcher, not by this process
-    # At exit, ignore signals: Python's shutdown would restore the default handlers, and a further
-    # signal would kill the process.
-    atexit.register(stop_flag.replace, signal.SIG_IGN)
-    # If the launcher dies now, kill this rank: it has nothing to save yet, and would otherwise wait
-    # forever for the store of the dead launcher.
-    process_ends.die_with_parent(parent_pid, signal.SIGKILL)
-    process_ends.report_to(page)
-    report = run_guarded(fn, args)
-    process_ends.report(**vars(report))
-    events.close()
-    if report.failed:  # teardown could wait forever for other ranks
-        process_ends.flush_and_leave(report.exit_code)
-    close_world()
 
 
 # ---- in the launcher

@@ -60,7 +60,7 @@ def end_rank(message: str, *, consequence: int = 0) -> None:
     """Report an error and end this process, from any thread.
 
     Args:
-        consequence: see `rl_dist.launch.ranks.RankReport`.
+        consequence: see `rl_dist.launch.one_rank.RankReport`.
     """
     rank = int(os.environ.get("RANK", 0))
     summary = f"rank {rank}: {message}"
