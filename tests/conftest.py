@@ -50,10 +50,13 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session")
 def all_of_two_ranks(request, tmp_path_factory):
-    """Run the exercises of all collected test files on two ranks, in a single launch."""
-    from two_ranks import EXERCISES, exercise_in_turn
+    """Run the exercises of all collected test files on two ranks, in a single launch.
 
-    from rl_dist.launch.ranks import launch
+    If an exercise fails, the next launch continues with the exercise after it.
+    """
+    from two_ranks import EXERCISES, exercise_in_turn, is_done
+
+    from rl_dist.launch.ranks import run_ranks
 
     asking = {
         item.path.stem for item in request.session.items if "ranks_folder" in item.fixturenames
@@ -65,20 +68,28 @@ def all_of_two_ranks(request, tmp_path_factory):
     folder = shared / "two_ranks"
     names = [name for name in EXERCISES if name in asking]
     with FileLock(shared / "two_ranks.lock"), pytest.MonkeyPatch.context() as patch:
-        if not folder.exists():
-            for name in names:
-                (folder / name).mkdir(parents=True)
-            patch.setenv("OMP_NUM_THREADS", "1")
-            launch(exercise_in_turn, (str(folder), names), num_ranks=2)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        if folder.exists():
+            return folder
+        for name in names:
+            (folder / name).mkdir(parents=True)
+        while names:
+            report = run_ranks(exercise_in_turn, (str(folder), names), num_ranks=2)
+            while names and is_done(folder / names[0]):
+                del names[0]
+            if names:
+                (folder / names.pop(0) / "failed").write_text(report.summary)
     return folder
 
 
 @pytest.fixture(scope="module")
 def ranks_folder(all_of_two_ranks, request):
     """Return the folder where two ranks have saved their results for this test file."""
+    from two_ranks import is_done
+
     folder = all_of_two_ranks / request.path.stem
-    done = list(folder.glob("done_*"))
-    assert len(done) == 2, "this exercise or an earlier one failed: run this test file alone"
+    failures = [path.read_text() for path in sorted(folder.glob("failed*"))]
+    assert is_done(folder), "\n".join([f"the exercise of {request.path.name} failed:", *failures])
     return folder
 
 

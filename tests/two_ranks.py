@@ -4,6 +4,7 @@ Spawned processes import this file.
 """
 
 import os
+import traceback
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -42,13 +43,14 @@ EXERCISES: dict[str, Callable[[str], Any]] = {
     "test_measure": strategy_ranks.choose,
     "test_supervised": supervised_ranks.exercise,
     "test_replicas": strategy_ranks.train_on_unequal_devices,
-    # This must be the last exercise, because it leaves a reduction unfinished.
     "test_sharding": sharding_ranks.probe,
 }
 
 
 def exercise_in_turn(out_dir, names):
     """Run the named exercises in turn, each in a new folder and a new world.
+
+    If one fails, each rank on which it raised saves the traceback, and the ranks end.
 
     This function sets a new restart count before each exercise. The name of the rendezvous file
     contains this count, so every world gets a new file.
@@ -57,5 +59,14 @@ def exercise_in_turn(out_dir, names):
     for number, name in enumerate(names):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
         folder = Path(out_dir, name)
-        EXERCISES[name](str(folder))
+        try:
+            EXERCISES[name](str(folder))
+        except BaseException:
+            (folder / f"failed_{rank}").write_text(traceback.format_exc())
+            raise
         (folder / f"done_{rank}").touch()
+
+
+def is_done(folder):
+    """Return whether both ranks have finished the exercise of this folder."""
+    return len(list(folder.glob("done_*"))) == 2
