@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from agents.evaluate.trials import validate
 from agents.learner.callbacks import Callbacks, UserCallbacks, named_callbacks
@@ -161,6 +162,13 @@ def open_run_writer(run: Run, task: Task, training: Training) -> NullWriter:
     return writer
 
 
+class RankOffer(NamedTuple):
+    """What a rank has chosen before it met the others."""
+
+    run_dir: str
+    checkpoint: str  # path; "": a new run, or the file is not on this rank's host
+
+
 def agree(run: Run, world: World) -> Run:
     """Compare the settings of all ranks; agree on a run directory and a checkpoint.
 
@@ -174,8 +182,8 @@ def agree(run: Run, world: World) -> Run:
         newest = load_newest(run.path)
         resume_from = str(newest.path) if newest else ""
     offer = resume_from if world.is_main_process or Path(resume_from).is_file() else ""
-    gathered = all_gather_json([str(run.path), offer], world)
-    if str(run.path) != gathered[0][0]:  # use the directory of rank 0, which holds the lock
-        run = replace(run, directory=RunDir(gathered[0][0]))
-    offers = [offer for _, offer in gathered]
-    return replace(run, resume_from=share_checkpoint(run.directory, offers, world))
+    offers = [RankOffer(*pair) for pair in all_gather_json([str(run.path), offer], world)]
+    if str(run.path) != offers[0].run_dir:  # use the directory of rank 0, which holds the lock
+        run = replace(run, directory=RunDir(offers[0].run_dir))
+    checkpoints = [offer.checkpoint for offer in offers]
+    return replace(run, resume_from=share_checkpoint(run.directory, checkpoints, world))

@@ -147,8 +147,10 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
             raise UserError(
                 "torchrun --max-restarts needs --run_dir DIR, so that a restart can find the run"
             )
-    if resume:
-        path = path or find_latest_run(RUNS) if resume == "auto" else resume
+    if resume == "auto":
+        path = path or find_latest_run(RUNS)
+    elif resume:
+        path = resume
     directory = RunDir(path) if path else None
     checkpoint: LoadedCheckpoint | None = None
     if directory and resume:
