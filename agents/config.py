@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from gymnasium import spaces
 
-from agents.learner.policy import Policy, PolicyConfig
-from agents.learner.ppo import PPOConfig
-from agents.learner.settings import TrainConfig
+from agents.learner.policy import Policy
+from agents.learner.settings import PolicyConfig, PPOConfig, TrainConfig
 from envs import MEMORY_IDS
 from envs.task import Task, TaskConfig, TaskSettings, make_task
 from envs.trading.config import DataConfig, SimulatedMarketConfig, TradingConfig
@@ -214,9 +213,19 @@ def check_data(config: RunConfig, task: Task) -> None:
 
 
 def probe(task: Task) -> TorchEnv:
-    """Return a small environment of a task, already closed; use only its spaces."""
+    """Return a small environment of a task, already closed; use only its spaces.
+
+    Raises:
+        UserError: the space of actions has bounds that an exported policy would not know.
+    """
     env = task.probe_env()
     env.close()
+    space = env.single_action_space
+    if isinstance(space, spaces.Box) and not ((space.low == -1) & (space.high == 1)).all():
+        raise UserError(
+            f"the actions of a TorchEnv must be Box(-1, 1), but are {space}: scale and clip them "
+            "in its step"
+        )
     return env
 
 

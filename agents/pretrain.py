@@ -23,7 +23,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from agents.learner.network.inputs import Normalizer
-from agents.learner.policy import Policy, PolicyConfig
+from agents.learner.policy import Policy
+from agents.learner.settings import PolicyConfig
 from agents.run.saved import FEATURES
 from envs.task import TaskSettings
 from envs.trading.config import (

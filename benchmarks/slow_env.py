@@ -64,8 +64,9 @@ def measure(env_id: str, num_envs: int, num_steps: int, rounds: int) -> None:
     import torch
 
     from agents.learner.network.inputs import Normalizer
-    from agents.learner.policy import Policy, PolicyConfig
+    from agents.learner.policy import Policy
     from agents.learner.rollout import collect, fresh_carry
+    from agents.learner.settings import PolicyConfig
     from envs import make_vector_env
     from envs.workers.env import WorkerEnv
 

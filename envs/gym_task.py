@@ -163,12 +163,11 @@ class GymTask(Task):
         trials: dict[str, Trial] = {}
         if options.video:  # comes first, because it fails if the environment cannot draw
             trials["video"] = self._video(agents["policy"], options.seeds, options.video)
-        if count := self.settings.task.eval_episodes:
-            limit = episode_limit(options.counts)
-            if options.after_training and options.writes:
-                print(self._cost(len(agents), limit, options), flush=True)
-            run = partial(run_episodes, self, options.seeds, limit)
-            trials["episodes"] = Trial(agents=agents, count=count, run=run)
+        limit = episode_limit(options.counts)
+        if options.after_training and options.writes:
+            print(self._cost(len(agents), limit, options), flush=True)
+        run = partial(run_episodes, self, options.seeds, limit)
+        trials["episodes"] = Trial(agents=agents, count=self.settings.task.eval_episodes, run=run)
         return trials
 
     def _video(self, agent: TrainedAgent, seeds: Seeds, folder: Path) -> Trial:
@@ -209,8 +208,6 @@ class GymTask(Task):
 
     def report(self, results: Results, options: EvaluationOptions) -> Report:
         """Return the figures of each policy on the same episodes, also as text."""
-        if "episodes" not in results:
-            return {}, "no final test: --eval_episodes is 0"
         names = {"policy": "test"} if options.after_training else {}
         figures = {
             names.get(name, name): episode_figures(record)

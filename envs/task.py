@@ -17,6 +17,7 @@ from torch import Tensor
 from envs import TRADING_ID, import_home
 from envs.vector.guards import end_process
 from envs.vector.layout import TorchEnv
+from rl_dist.errors import one_line
 from rl_dist.flags import Field, Text, configuration, or_auto
 from rl_dist.run_dir import RunDir
 
@@ -205,8 +206,9 @@ class Task(Protocol):
     def validation(self, agent: TrainedAgent, options: EvaluationOptions) -> Validation | None:
         """Return a trial of the policy in training; None if there is nothing to validate on.
 
-        With `options.within_budget`, all validations of a run take at most a small share of the
-        steps of its training; `Validation.figures` adds its steps to `options.counts.validated`.
+        With `options.within_budget`, the task must see that all validations of a run take at most a
+        small share of the steps of its training; `Validation.figures` adds its steps to
+        `options.counts.validated`.
         """
         raise NotImplementedError
 
@@ -229,7 +231,15 @@ def make_task(settings: TaskSettings) -> Task:
     """Make the task that `settings.task.env` names.
 
     Raises:
-        ValueError: the task is unknown or cannot be imported.
+        ValueError: the task is unknown or cannot be imported, or scores by an unknown metric.
     """
-    module, _, name = TASKS.get(import_home(settings.task.env), GYM_TASK).partition(":")
-    return getattr(import_module(module), name)(settings)
+    place = TASKS.get(import_home(settings.task.env), GYM_TASK)
+    module, _, name = place.partition(":")
+    try:
+        kind = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"envs.task.TASKS names {place!r}: {one_line(error)}") from error
+    task = kind(settings)
+    if task.scored_by not in task.metrics:
+        raise ValueError(f"{place} is scored by {task.scored_by!r}, but has only {task.metrics}")
+    return task

@@ -17,9 +17,8 @@ import torch
 
 from agents.config import RunConfig
 from agents.learner.callbacks import UserCallbacks
-from agents.learner.policy import PolicyConfig
-from agents.learner.ppo import PPOConfig, ppo_loss
-from agents.learner.settings import TrainConfig
+from agents.learner.ppo import ppo_loss
+from agents.learner.settings import PolicyConfig, PPOConfig, TrainConfig
 from agents.learner.trainer import Training, train
 from envs import make_vector_env
 from envs.trading.config import SimulatedMarketConfig, TradingConfig

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from agents_ranks import Recording, bad_losses, changed_losses, make_job, run_loop
 
-from agents.learner.ppo import PPOConfig
+from agents.learner.settings import PPOConfig
 from envs import make_vector_env
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint
 from rl_dist.errors import UserError

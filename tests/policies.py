@@ -7,7 +7,8 @@ import torch
 from gymnasium import spaces
 
 from agents.learner.network.sequences import plan_pieces
-from agents.learner.policy import Policy, PolicyConfig
+from agents.learner.policy import Policy
+from agents.learner.settings import PolicyConfig
 from envs.vector.layout import Layout, Part
 
 BOX = spaces.Box(-1.0, 1.0, (2,), np.float32)

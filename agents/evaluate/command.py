@@ -176,14 +176,16 @@ def evaluate_and_finish(run: Run, task: Task, training: Training) -> int:
     world = training.world
 
     def work() -> None:
-        agents = {"policy": PolicyController(training.policy, training.normalizers.obs)}
-        if task.tests_best and config.task.eval_episodes and (best := best_agent(run, training)):
-            agents["best"] = best
-        picture = run.directory.picture("equity")
-        options = options_of(training, EVALUATION_STREAM, picture=picture, after_training=True)
-        summary, text = test(task, agents, options, world)
+        summary: Report = ({}, "no final test: --eval_episodes is 0")
+        if config.task.eval_episodes:
+            agents = {"policy": PolicyController(training.policy, training.normalizers.obs)}
+            if task.tests_best and (best := best_agent(run, training)):
+                agents["best"] = best
+            picture = run.directory.picture("equity")
+            options = options_of(training, EVALUATION_STREAM, picture=picture, after_training=True)
+            summary = test(task, agents, options, world)
         if world.is_main_process:
-            finish(run, task, training, summary, text)
+            finish(run, task, training, *summary)
 
     world.set_phase("final evaluation")
     return until_stopped(work, world, run.path)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from agents.learner.network.inputs import Normalizers
-from agents.learner.ppo import Batch, Minibatch, PPOConfig
+from agents.learner.ppo import Batch, Minibatch
 from agents.learner.rollout import Rollout
+from agents.learner.settings import PPOConfig
 from rl_dist.process_group.collectives import all_reduce_sum
 from rl_dist.process_group.world import World
 

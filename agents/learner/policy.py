@@ -8,7 +8,7 @@ https://arxiv.org/abs/2212.02721.
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,55 +26,11 @@ from agents.learner.network.sequences import (
     plan_pieces,
     run_sequence,
 )
+from agents.learner.settings import PolicyConfig
 from envs.vector.layout import Layout
-from rl_dist.flags import Field, Text, configuration
 from rl_dist.strategies.precision import autocast, weights_cast_once
 
 FORBIDDEN = -1e9  # logit of a forbidden action: its probability is exactly 0
-
-
-@configuration
-class PolicyConfig:
-    """Architecture of the policy network, and its action noise."""
-
-    policy: Literal["clstm", "lstm", "gru", "mingru", "mlp", "own"] = "clstm"
-    """clstm: a cascade of LSTMs; lstm, gru, mingru: one recurrent core; mlp: a cascade of tanh
-    layers without memory; own: the core given by --core."""
-    core: Text = ""
-    """Class of your own recurrent core, as module:Class; used with --policy own."""
-    hidden_size: int = Field(128, ge=1, le=8192)
-    """Width of every core and every layer."""
-    num_layers: int = Field(1, ge=1, le=64)
-    """Number of layers in every core."""
-    separate_trunks: bool = False
-    """Use separate cores for the actor and the critic, with --policy lstm, gru, mingru or own."""
-    feature_window: int = Field(0, ge=0, le=1024)
-    """0: the feature LSTM keeps its state between steps; n: at every step, it starts
-    from a zero state and reads the last n observations, as in arXiv 2212.02721."""
-    memory: bool = True
-    """Keep the recurrent state between steps; off: zero it before every step, to measure how much
-    the memory helps."""
-    log_std_init: float = Field(-0.5, ge=-5, le=2)
-    """Initial log standard deviation of continuous actions."""
-    noise_color: float = Field(0.0, ge=0, le=2)
-    """Correlation over time of the noise that is added to continuous actions: 0 is white noise, 1
-    pink noise. Values from 0.5 to 1 let exploration find sparse rewards that white noise misses."""
-
-    def __post_init__(self) -> None:
-        if bool(self.core) != (self.policy == "own"):
-            raise ValueError(
-                f"core {self.core!r} does not fit policy {self.policy}: use --policy own --core "
-                "module:Class"
-            )
-        if self.feature_window and self.policy != "clstm":
-            raise ValueError(
-                f"feature_window does not fit policy {self.policy}: omit it or use --policy clstm"
-            )
-
-    @property
-    def stateless(self) -> bool:
-        """Return True if the policy's outputs do not depend on earlier steps."""
-        return self.policy == "mlp" or not self.memory
 
 
 class Evaluation(NamedTuple):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from agents.learner.network.sequences import Plan, state_after, to_device
 from agents.learner.policy import Evaluation, Policy
+from agents.learner.settings import PPOConfig
 from rl_dist.errors import UserError
-from rl_dist.flags import Field, configuration
 from rl_dist.process_group.clock import StepClock, section
 from rl_dist.process_group.collectives import all_reduce_sum
 from rl_dist.strategies.adam import EagerAdam
@@ -22,49 +22,6 @@ from rl_dist.telemetry import events
 
 logger = logging.getLogger(__name__)
 Plans = list[Plan | None]  # one per microbatch, None without memory; empty in a pipeline
-
-
-@configuration
-class PPOConfig:
-    """Hyperparameters of PPO, named as in CleanRL."""
-
-    learning_rate: float = Field(3e-4, ge=0, le=10)
-    """Step size of Adam."""
-    anneal_lr: bool = True
-    """Lower the learning rate linearly to zero over num_episodes or total_steps."""
-    warmup: int = Field(0, ge=0, le=10**9)
-    """Raise the learning rate linearly from zero over this many iterations at the start; 0: off."""
-    gamma: float = Field(0.99, ge=0, le=1)
-    """Discount factor of the rewards, per step."""
-    gae_lambda: float = Field(0.95, ge=0, le=1)
-    """Parameter lambda of generalised advantage estimation."""
-    update_epochs: int = Field(4, ge=1, le=1000)
-    """Number of training passes over each rollout."""
-    refresh_states: bool = False
-    """Before every epoch except the first, recompute the initial states of sequences with the
-    current policy; off: use the states that the rollout recorded."""
-    clip_coef: float = Field(0.2, ge=1e-6, le=10)
-    """Clip the probability ratio to the interval from 1 - clip_coef to 1 + clip_coef."""
-    clip_vloss: bool = False
-    """Also clip the value loss, with the same clip_coef."""
-    norm_adv: bool = True
-    """Normalise advantages over the whole rollout of all ranks."""
-    min_adv_std: float = Field(0.0, ge=0, le=100)
-    """Lower bound for the divisor that norm_adv uses, as a multiple of the returns' standard
-    deviation. It prevents norm_adv from amplifying the noise of a solved task; 0: off."""
-    ent_coef: float = Field(0.0, ge=0, le=10)
-    """Weight of the entropy bonus in the loss."""
-    vf_coef: float = Field(0.5, ge=0, le=100)
-    """Weight of the value loss."""
-    max_grad_norm: float = Field(0.5, ge=1e-6, le=1e6)
-    """Largest allowed norm of the gradient, which is averaged over all ranks; a gradient with a
-    larger norm is scaled down to this norm."""
-    target_kl: float = Field(0.0, ge=0, le=100)
-    """Skip the remaining epochs of an update once the estimated KL divergence exceeds this;
-    0: off."""
-    max_bad_steps: int = Field(10, ge=0, le=10**9)
-    """Optimizer steps are skipped if the loss or the gradient is NaN or inf. If more than this many
-    steps in a row were skipped, the run stops after the update."""
 
 
 @dataclass

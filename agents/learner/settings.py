@@ -1,9 +1,7 @@
-"""Settings of a training, and what the learner reads of a run."""
+"""The sections of settings that the learner owns, and what it reads of a run."""
 
 from typing import Annotated, Any, Literal, Protocol
 
-from agents.learner.policy import PolicyConfig
-from agents.learner.ppo import PPOConfig
 from rl_dist.flags import Field, PathText, Text, configuration, or_auto
 from rl_dist.launch.config import LaunchConfig
 from rl_dist.run_dir import RunDir
@@ -147,6 +145,93 @@ class TrainConfig:
     def best_metrics(self, scored_by: str) -> tuple[str, ...]:
         """Return the metric that chooses best.pt, for auto `scored_by`; (): no best.pt."""
         return {"auto": (scored_by,), "off": ()}.get(self.keep_best, (self.keep_best,))
+
+
+@configuration
+class PPOConfig:
+    """Hyperparameters of PPO, named as in CleanRL."""
+
+    learning_rate: float = Field(3e-4, ge=0, le=10)
+    """Step size of Adam."""
+    anneal_lr: bool = True
+    """Lower the learning rate linearly to zero over num_episodes or total_steps."""
+    warmup: int = Field(0, ge=0, le=10**9)
+    """Raise the learning rate linearly from zero over this many iterations at the start; 0: off."""
+    gamma: float = Field(0.99, ge=0, le=1)
+    """Discount factor of the rewards, per step."""
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    """Parameter lambda of generalised advantage estimation."""
+    update_epochs: int = Field(4, ge=1, le=1000)
+    """Number of training passes over each rollout."""
+    refresh_states: bool = False
+    """Before every epoch except the first, recompute the initial states of sequences with the
+    current policy; off: use the states that the rollout recorded."""
+    clip_coef: float = Field(0.2, ge=1e-6, le=10)
+    """Clip the probability ratio to the interval from 1 - clip_coef to 1 + clip_coef."""
+    clip_vloss: bool = False
+    """Also clip the value loss, with the same clip_coef."""
+    norm_adv: bool = True
+    """Normalise advantages over the whole rollout of all ranks."""
+    min_adv_std: float = Field(0.0, ge=0, le=100)
+    """Lower bound for the divisor that norm_adv uses, as a multiple of the returns' standard
+    deviation. It prevents norm_adv from amplifying the noise of a solved task; 0: off."""
+    ent_coef: float = Field(0.0, ge=0, le=10)
+    """Weight of the entropy bonus in the loss."""
+    vf_coef: float = Field(0.5, ge=0, le=100)
+    """Weight of the value loss."""
+    max_grad_norm: float = Field(0.5, ge=1e-6, le=1e6)
+    """Largest allowed norm of the gradient, which is averaged over all ranks; a gradient with a
+    larger norm is scaled down to this norm."""
+    target_kl: float = Field(0.0, ge=0, le=100)
+    """Skip the remaining epochs of an update once the estimated KL divergence exceeds this;
+    0: off."""
+    max_bad_steps: int = Field(10, ge=0, le=10**9)
+    """Optimizer steps are skipped if the loss or the gradient is NaN or inf. If more than this many
+    steps in a row were skipped, the run stops after the update."""
+
+
+@configuration
+class PolicyConfig:
+    """Architecture of the policy network, and its action noise."""
+
+    policy: Literal["clstm", "lstm", "gru", "mingru", "mlp", "own"] = "clstm"
+    """clstm: a cascade of LSTMs; lstm, gru, mingru: one recurrent core; mlp: a cascade of tanh
+    layers without memory; own: the core given by --core."""
+    core: Text = ""
+    """Class of your own recurrent core, as module:Class; used with --policy own."""
+    hidden_size: int = Field(128, ge=1, le=8192)
+    """Width of every core and every layer."""
+    num_layers: int = Field(1, ge=1, le=64)
+    """Number of layers in every core."""
+    separate_trunks: bool = False
+    """Use separate cores for the actor and the critic, with --policy lstm, gru, mingru or own."""
+    feature_window: int = Field(0, ge=0, le=1024)
+    """0: the feature LSTM keeps its state between steps; n: at every step, it starts
+    from a zero state and reads the last n observations, as in arXiv 2212.02721."""
+    memory: bool = True
+    """Keep the recurrent state between steps; off: zero it before every step, to measure how much
+    the memory helps."""
+    log_std_init: float = Field(-0.5, ge=-5, le=2)
+    """Initial log standard deviation of continuous actions."""
+    noise_color: float = Field(0.0, ge=0, le=2)
+    """Correlation over time of the noise that is added to continuous actions: 0 is white noise, 1
+    pink noise. Values from 0.5 to 1 let exploration find sparse rewards that white noise misses."""
+
+    def __post_init__(self) -> None:
+        if bool(self.core) != (self.policy == "own"):
+            raise ValueError(
+                f"core {self.core!r} does not fit policy {self.policy}: use --policy own --core "
+                "module:Class"
+            )
+        if self.feature_window and self.policy != "clstm":
+            raise ValueError(
+                f"feature_window does not fit policy {self.policy}: omit it or use --policy clstm"
+            )
+
+    @property
+    def stateless(self) -> bool:
+        """Return True if the policy's outputs do not depend on earlier steps."""
+        return self.policy == "mlp" or not self.memory
 
 
 class Settings(Protocol):

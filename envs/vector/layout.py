@@ -113,7 +113,7 @@ class TorchEnv:
     """
 
     num_envs: int  # B
-    single_action_space: Any  # Discrete, MultiDiscrete or Box
+    single_action_space: Any  # Discrete, MultiDiscrete or Box(-1, 1)
     layout: Layout
     env_offset: int = 0  # global number of the first environment
     can_snapshot: bool = False  # True if get_state and set_state work
@@ -135,6 +135,9 @@ class TorchEnv:
 
     def step(self, actions: Tensor) -> StepResult:
         """Step all environments with actions [B] or [B, A].
+
+        Actions of a Box are in the units of the policy and not clipped: clip them to [-1, 1], as
+        an exported policy does, then scale them.
 
         Returns observations [B, F] float32 or float64, rewards [B] float64, terminated [B],
         truncated [B] and info. info["final_obs"] [B, F] holds the last observation of each episode

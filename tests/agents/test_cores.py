@@ -6,7 +6,7 @@ from policies import FORMS, make_policy
 
 from agents.learner.network.cores import scan
 from agents.learner.network.own_core import make_core, try_core
-from agents.learner.policy import PolicyConfig
+from agents.learner.settings import PolicyConfig
 from rl_dist.errors import UserError
 
 

@@ -4,10 +4,15 @@ import shutil
 
 import pytest
 import torch
+from gymnasium import spaces
+from toy_task import CoinEnv, CoinTask
 from train_runs import RECALL, evaluate_here, run_here, train_here
 
 from agents import export
+from agents.config import probe
+from envs.task import TASKS, TaskConfig, TaskSettings, make_task
 from rl_dist.checkpoint.store import load_checkpoint
+from rl_dist.errors import UserError
 from rl_dist.files import read_object
 
 COINS = [*RECALL, "--env=toy_task:Coins-v0", "--eval_episodes=6", "--validate_every=1"]
@@ -61,9 +66,35 @@ def test_a_metric_of_another_task_is_refused(tmp_path):
     assert train_here(*COINS, *flags) == 2
 
 
-def test_the_environment_restores_its_state():
-    from toy_task import CoinEnv
+def test_without_evaluation_episodes_nothing_is_tested(tmp_path):
+    flags = ["--eval_episodes=0", "--total_steps=64", "--run_dir", tmp_path]
+    assert train_here(*COINS, *flags) == 0
+    assert "test" not in read_object(tmp_path / "summary.json")
 
+
+@pytest.mark.parametrize(
+    "entry, named",
+    [("toy_task:Missing", "Missing"), ("no_such_module:Task", "no_such"), ("toy_task", "toy_task")],
+)
+def test_a_table_entry_that_names_no_task_is_named(entry, named, monkeypatch):
+    monkeypatch.setitem(TASKS, "Odd-v0", entry)
+    with pytest.raises(ValueError, match=named):
+        make_task(TaskSettings(task=TaskConfig(env="Odd-v0")))
+
+
+def test_a_score_that_validation_does_not_report_is_refused(monkeypatch):
+    monkeypatch.setattr(CoinTask, "scored_by", "luck")
+    with pytest.raises(ValueError, match="luck"):
+        make_task(TaskSettings(task=TaskConfig(env="toy_task:Coins-v0")))
+
+
+def test_bounds_of_actions_other_than_1_are_refused(monkeypatch):
+    monkeypatch.setattr(CoinEnv, "single_action_space", spaces.Box(-5.0, 5.0, (1,)))
+    with pytest.raises(UserError, match=r"Box\(-1, 1\)"):
+        probe(make_task(TaskSettings(task=TaskConfig(env="toy_task:Coins-v0"))))
+
+
+def test_the_environment_restores_its_state():
     env, other = CoinEnv(3), CoinEnv(3)
     env.reset(seed=[1, 2, 3])
     env.step(torch.zeros(3))

@@ -11,7 +11,8 @@ from torch import nn
 
 from agents.learner.advantages import explained_variance, gae, normalize_advantages, rollout_sums
 from agents.learner.policy import Evaluation
-from agents.learner.ppo import PPO, Minibatch, PPOConfig, ppo_loss, refreshed_states
+from agents.learner.ppo import PPO, Minibatch, ppo_loss, refreshed_states
+from agents.learner.settings import PPOConfig
 from rl_dist.errors import UserError
 from rl_dist.telemetry import events
 

@@ -15,7 +15,7 @@ from agents_ranks import (
 )
 from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
 
-from agents.learner.ppo import PPOConfig
+from agents.learner.settings import PPOConfig
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.process_group.world import StopFlag
 from rl_dist.resume_check import differences

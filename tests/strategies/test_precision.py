@@ -6,7 +6,7 @@ from agents_ranks import Recording, bad_losses, finish
 from policies import BOX, DISCRETE, FORMS, act_stepwise, make_inputs, make_policy, plans_of
 from speed_ranks import SINGLE, job_of, trained
 
-from agents.learner.ppo import PPOConfig
+from agents.learner.settings import PPOConfig
 from rl_dist.checkpoint.content import tensors_in
 from rl_dist.errors import UserError
 from rl_dist.strategies.precision import set_tf32

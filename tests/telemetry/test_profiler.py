@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from agents_ranks import make_job, run_loop
 
-from agents.learner.ppo import PPOConfig
+from agents.learner.settings import PPOConfig
 from agents.learner.trainer import Training
 from rl_dist.resume_check import differences
 from rl_dist.telemetry.metrics import NullWriter
