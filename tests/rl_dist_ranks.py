@@ -141,6 +141,14 @@ def started(out_dir):
     return world
 
 
+def wait_for_end_of(rank, out_dir):
+    """Wait until the launcher has noticed the end of a rank: then, its process id is free."""
+    path, pid = Path(out_dir, f"pid_{rank}"), ""
+    while not pid or psutil.pid_exists(int(pid)):
+        time.sleep(0.05)
+        pid = path.read_text() if path.exists() else ""
+
+
 def loop(out_dir, way=""):
     """Loop until all ranks agree to stop; `way` may make rank 1 fail, exit or hang."""
     assert set(STOP_SIGNALS) <= BLOCKED, "stop signals must be blocked until their handlers are set"
@@ -151,8 +159,8 @@ def loop(out_dir, way=""):
     if way == "evaluation":  # the run is saved, so stop signals may have their default action
         stop_flag.replace(signal.SIG_DFL)
     while True:
-        if world.rank == 1 or way.endswith("while others hang"):
-            end_this_rank(way, world.rank)
+        if world.rank == 1 or way == "fail slowly" or way.endswith("while others hang"):
+            end_this_rank(way, world.rank, out_dir)
         time.sleep(0.02)
         if signum := all_reduce_max(stop_flag.signum, world):
             if world.is_main_process:
@@ -161,28 +169,51 @@ def loop(out_dir, way=""):
             return 128 + signum
 
 
-def end_this_rank(way, rank):
+def end_this_rank(way, rank, out_dir):
+    if way == "fail slowly":
+        if rank == 0:
+            raise dist.DistNetworkError("the connection to rank 1 is lost")
+        wait_for_end_of(0, out_dir)
+        time.sleep(1.0)  # the launcher would now end this rank if it did not wait for a cause
+        # The text is longer than a report may be.
+        raise RuntimeError("the roof is on fire" + "\0" * 10**6)
     if way == "hang" or rank == 0:
         time.sleep(1000)
     if way == "fail while others hang":
         raise RuntimeError("the roof is on fire")
     if way == "mistake":
         raise UserError("num_envs must be at least 1, got 0")
-    if way == "fail slowly":  # rank 0 loses its connection and reports first
-        dist.destroy_process_group()
-        time.sleep(4.0)  # as on a busy machine
-        # The text is longer than a report may be.
-        raise RuntimeError("the roof is on fire" + "\0" * 10**6)
     if way == "exit while others hang":
         os._exit(0)
+
+
+def fall_in_turn(out_dir, way=""):
+    """End rank 1, silently by default, and then silently rank 0."""
+    rank = int(os.environ["RANK"])
+    Path(out_dir, f"pid_{rank}").write_text(str(os.getpid()))
+    if rank == 0:
+        wait_for_end_of(1, out_dir)
+    elif way == "fail":
+        raise RuntimeError("the roof is on fire")
+    os._exit(0)
+
+
+def hang_at_work(out_dir):
+    """Hang in the work of rank 1; rank 0 waits for it and times out first."""
+    rank = int(os.environ["RANK"])
+    world = open_world("cpu", timeout_s=1.5 + 2 * rank, watches_work=True)
+    world.set_phase("work")
+    if rank == 1:
+        time.sleep(1000)
+    all_gather_json(rank, world)
 
 
 def halt(out_dir):
     """Halt rank 2: rank 1 times out first, then rank 0 loses its link to rank 1."""
     world = open_world("cpu", timeout_s=4 if os.environ["RANK"] == "1" else 15)
     setup_logging(out_dir, world.rank)
+    all_gather_json(world.rank, world)  # with the longer time limit of the start-up
     world.set_phase("work")
-    all_gather_json(world.rank, world)
     if world.rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
     all_gather_json(world.rank, world)

@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 import time
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import rl_dist_ranks
@@ -46,36 +46,57 @@ def test_a_signal_to_any_process_ends_all_ranks_after_they_have_saved(
     assert (path.read_text() if path.exists() else "") == saved
 
 
+HANGS, ENDS = 0.0, 100.0  # patience of the launcher if a rank hangs, and if all ranks end
+
+
 @pytest.mark.parametrize(
-    "work, args, ranks, code, says, tracebacks",
+    "work, way, patience_s, code, says, tracebacks",
     [
-        # Without rank 1, rank 0 also fails, but the error names rank 1 as the cause.
-        ("loop", ["fail slowly"], 2, 1, "rank 1 failed with RuntimeError: the roof", 0),
-        ("loop", ["mistake"], 2, 2, "num_envs must be at least 1, got 0", 0),
-        ("loop", ["exit while others hang"], 2, 1, "ended with code 0", 0),
-        # The halted rank 2 reports nothing, so the message of a rank that waited for it is printed.
-        ("halt", [], 3, 1, "rank 1: waited .* for rank 2", 0),
+        # Rank 0 reports a lost connection long before rank 1, the cause, fails.
+        ("loop", "fail slowly", HANGS, 1, "rank 1 failed with RuntimeError: the roof", 0),
+        ("loop", "mistake", ENDS, 2, "num_envs must be at least 1, got 0", 0),
+        ("loop", "exit while others hang", HANGS, 1, "rank 1 .* ended with code 0", 0),
+        ("fall_in_turn", "", ENDS, 1, "rank 1 .* ended with code 0", 0),
+        ("fall_in_turn", "fail", ENDS, 1, "rank 1 failed with RuntimeError: the roof", 1),
+        # Rank 0 ends first, because it waited for rank 1.
+        ("hang_at_work", None, ENDS, 1, "rank 1: made no progress for .* in work", 0),
         pytest.param(
-            "loop", ["fail while others hang"], 2, 1, "rank 1 failed", 1, marks=pytest.mark.slow
+            *("loop", "fail while others hang", HANGS, 1, "rank 1 failed", 1),
+            marks=pytest.mark.slow,
         ),
-        pytest.param("end_slowly", [], 2, 1, "rank 0: too late", 0, marks=pytest.mark.slow),
+        pytest.param(*("end_slowly", None, ENDS, 1, "rank 0: too late", 0), marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_fails_or_dies_ends_the_job_and_is_named_in_one_line(
-    work, args, ranks, code, says, tracebacks, tmp_path, monkeypatch, capfd
+    work, way, patience_s, code, says, tracebacks, tmp_path, monkeypatch, capfd
 ):
-    monkeypatch.setattr("rl_dist.launch.ranks.DEATH_GRACE_S", 2.0)
-    function, arguments = getattr(rl_dist_ranks, work), (str(tmp_path), *args)
+    monkeypatch.setattr("rl_dist.launch.ranks.DEATH_GRACE_S", patience_s)
+    function = getattr(rl_dist_ranks, work)
+    arguments = (str(tmp_path),) if way is None else (str(tmp_path), way)
     # After a user's mistake (code 2) no rank is restarted, even if restarts are allowed.
-    restarts = code - 1
-    assert launch(function, arguments, num_ranks=ranks, max_restarts=restarts) == code
+    assert launch(function, arguments, num_ranks=2, max_restarts=code - 1) == code
     stderr = capfd.readouterr().err
     (line,) = [line for line in stderr.splitlines() if line.startswith("error: ")]
     assert re.search(says, line) and "restart" not in stderr
     assert stderr.count("Traceback (") == tracebacks
     assert not multiprocessing.active_children()
-    if work == "halt":
-        assert "connection broke" in Path(tmp_path, "logs/rank_0.log").read_text()
+
+
+def test_a_halted_rank_is_named_by_a_rank_that_waited_for_it(tmp_path, monkeypatch, capfd):
+    """The halted rank 2 reports nothing, and rank 0 only loses its connection to rank 1."""
+    log = tmp_path / "logs/rank_0.log"
+
+    def monotonic():
+        """Return the time; for the launcher, it stands still until rank 0 has failed."""
+        failed = log.exists() and "connection broke" in log.read_text()
+        return time.monotonic() if failed else 0.0
+
+    clock = SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
+    monkeypatch.setattr("rl_dist.launch.ranks.time", clock)
+    assert launch(rl_dist_ranks.halt, (str(tmp_path),), num_ranks=3) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.match("error: rank 1: waited .* rank 2, which", line), line
+    assert not multiprocessing.active_children()
 
 
 def fail(error):
