@@ -26,9 +26,23 @@ def speak():
     os.write(1, b"and from its library\n")
 
 
+def hang():
+    while True:
+        time.sleep(0.01)
+
+
+def hang_after_a_call_in_c():
+    """Hang in Python after a call in C that lets no other thread run for 2.5 s."""
+    ctypes.PyDLL(None).usleep(2_500_000)
+    hang()
+
+
 # misdeed: function that a misbehaving step calls
 DEEDS = {
     "speak": speak,
+    "hang": hang,
+    "hang after a call in C": hang_after_a_call_in_c,
+    "take a while": lambda: time.sleep(0.1),
     "exit 77": lambda: os._exit(77),
     "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
 }
@@ -80,9 +94,6 @@ class Misbehaving(gymnasium.Env):
         misdeed = self.misdeed if self.life == self.at else None
         if misdeed == "raise":
             raise KeyError("no such price")
-        if misdeed == "hang":
-            while True:
-                time.sleep(0.01)
         if misdeed == "hang in C":
             # The guard of the environment ends the worker process after this time.
             guards.GRACE_S = 0.5

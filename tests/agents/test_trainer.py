@@ -140,6 +140,21 @@ def test_the_first_rollout_repeats_the_first_day_with_other_noise(warmed_up):
     assert not torch.equal(first.actions[0], training.rollouts[0].actions[0])
 
 
+def test_an_update_adds_raw_observations_and_discounted_returns_to_the_normalisers(warmed_up):
+    training, _, _ = warmed_up
+    training.iteration = 1
+    training.update(training.collect())
+    for normalizer, name in (
+        (training.normalizers.obs, "raw_obs"),
+        (training.normalizers.rewards, "discounted_returns"),
+    ):
+        samples = torch.cat([getattr(rollout, name) for rollout in training.rollouts])
+        rows = samples.double().reshape(2 * STEPS_PER_ITERATION, -1)
+        variance, mean = torch.var_mean(rows, dim=0, correction=0)
+        torch.testing.assert_close(normalizer.moments.mean, mean, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(normalizer.moments.variance, variance, rtol=1e-9, atol=1e-12)
+
+
 def advantages_of(world, steps, norm_adv=True, **options):
     """Return each update's advantages and the standard deviation of warm-up returns."""
     ppo = PPOConfig(min_adv_std=100.0, norm_adv=norm_adv)

@@ -1,7 +1,9 @@
 """Test that workers change no results; a dead worker is reported or restarted."""
 
+import itertools
 import os
 import signal
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -121,6 +123,9 @@ def test_a_killed_worker_is_named_once_its_restarts_are_used_up(restarts, make):
     [
         ("exit 77", "code 77", 1, [2, 3]),
         ("SIGSEGV", "SIGSEGV", 2, [2]),
+        # The worker reports no progress for more than --env_timeout, but can restart the
+        # environment by itself.
+        ("hang after a call in C", "did not come back within 1 s (--env_timeout)", 1, [2]),
         ("hang in C", "did not come back within 1 s (--env_timeout)", 1, [2, 3]),
         ("hang in C, holding the interpreter", "and was killed (--env_timeout)", 1, [2, 3]),
     ],
@@ -148,6 +153,27 @@ def test_environments_of_a_dead_or_hanging_worker_restart_and_others_continue(
     assert "number 5 at its step 3: " in caplog.text and end in caplog.text
     assert misdeed != "hang in C" or len(beats) > 1  # the rank sends heartbeats while it waits
     assert play(env, 6, first=3)[0].isfinite().all()
+
+
+def test_a_worker_that_makes_progress_is_not_killed_for_the_sum_of_its_calls(make, monkeypatch):
+    env = make(1, dict.fromkeys(range(FIRST, FIRST + NUM_ENVS), "take a while"), env_timeout=5.0)
+    status = env.workers[0].status
+    # For the rank, each call takes 6 s. It kills a worker without progress after 11 s.
+    clock = SimpleNamespace(monotonic=lambda: 6.0 * float(status["beats"]))
+    monkeypatch.setattr("envs.workers.env.time", clock)
+    monkeypatch.setattr("envs.workers.env.LOOK_S", 0.02)
+    play(env, 3)
+    assert env.restarts == [0] * NUM_ENVS
+
+
+def test_environments_may_take_longer_to_be_made_than_a_step(monkeypatch):
+    with monkeypatch.context() as patch:
+        clock = SimpleNamespace(monotonic=itertools.count(0, 1000).__next__)
+        patch.setattr("envs.workers.env.time", clock)  # 1000 s pass from look to look
+        patch.setattr("envs.workers.env.LOOK_S", 0.001)
+        env = WorkerEnv(2, 1, env_id=MISBEHAVING, env_timeout=1.0, env_restarts=1)
+    env.close()
+    assert env.restarts == [0, 0]
 
 
 @pytest.mark.parametrize("question", ["take_metrics", "get_state"])

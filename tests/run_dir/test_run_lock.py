@@ -38,6 +38,22 @@ def test_two_runs_cannot_start_in_one_directory_unless_the_first_was_removed(tmp
             assert second.is_in_place() and not first.is_in_place()
 
 
+def test_a_shorter_configuration_replaces_a_longer_one(tmp_path):
+    with RunDir(tmp_path).hold_new() as run:
+        for content in ({"note": "x" * 100}, {"note": ""}):
+            run.write_config(content)
+            assert run.config() == content
+
+
+def test_a_configuration_that_does_not_fit_the_disk_keeps_the_old_one(tmp_path, limits):
+    with RunDir(tmp_path).hold_new() as run:
+        run.write_config({"note": "old"})
+        limits(200)
+        with pytest.raises(UserError, match=r"config\.json"):
+            run.write_config({"note": "x" * 1000})
+        assert run.config() == {"note": "old"}
+
+
 def test_a_failed_start_removes_only_its_own_files(tmp_path):
     theirs = tmp_path / "data" / "prices.csv"
     theirs.parent.mkdir()
