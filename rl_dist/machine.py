@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -20,14 +20,14 @@ import torch
 from rl_dist.errors import one_line
 
 GIB = 2**30
-OUT_OF_MEMORY = (  # a RuntimeError with one of these texts (in lower case) means out of memory
-    "out of memory",  # CUDA
-    "status_out_of_memory",  # NCCL
-    "not enough memory",  # torch's host memory allocator
-    "can't allocate memory",  # torch's host memory allocator
-    "cannot allocate memory",  # Linux's message, which any library may include
-    "alloc_failed",  # cuBLAS and cuDNN
-    "bad_alloc",  # C++ libraries
+ROOT = Path("/")  # the folder of Linux's proc and sys
+# A RuntimeError whose text (in lower case) matches this pattern means out of memory. The texts are
+# from CUDA and NCCL, torch's host memory allocator, Linux, cuBLAS and cuDNN, and C++ libraries. If
+# oneDNN has no memory for its code, its message ends after "primitive"; the longer message "could
+# not create a primitive descriptor ..." has other causes.
+OUT_OF_MEMORY = re.compile(
+    r"out[ _]of[ _]memory|not enough memory|can(no|')t allocate memory|alloc_failed|bad_alloc"
+    r"|^could not create a primitive$"
 )
 # Controller in /proc/self/cgroup -> the file with the memory limit, the file with the used memory,
 # and the entry of memory.stat with the size of cached files
@@ -139,9 +139,9 @@ def get_gpu_info() -> GpuInfo:
     return GpuInfo(tuple(get_multi_gpu_status()), "")
 
 
-def nvidia_driver(root: Path = Path("/")) -> str:
+def nvidia_driver() -> str:
     """Return the version of the NVIDIA driver; "" if Linux has not loaded it."""
-    version = re.search(r"\d+\.[\d.]+", read_text(root / "proc/driver/nvidia/version"))
+    version = re.search(r"\d+\.[\d.]+", read_text("proc/driver/nvidia/version"))
     return version[0] if version else ""
 
 
@@ -188,37 +188,33 @@ def clear_gpu_memory() -> int:
 # ---- cores and memory
 
 
-@dataclass(frozen=True)
-class HostMemory:
+class HostMemory(NamedTuple):
     """Total and available memory of this machine, in bytes."""
 
     total: int
     available: int
 
 
-def host_memory(root: Path = Path("/")) -> HostMemory:
+def host_memory() -> HostMemory:
     """Return total and available memory, after applying all cgroup limits.
 
     Memory that holds cached files counts as available.
     """
-    installed = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError):  # /proc/meminfo is missing
-        machine = psutil.virtual_memory()
-        installed = machine.total
-        available = machine.available
-    total = installed
-    for line in read_text(root / "proc/self/cgroup").splitlines():
+    machine = psutil.virtual_memory()
+    total = machine.total
+    available = machine.available
+    for line in read_text("proc/self/cgroup").splitlines():
         _, controller, path = line.split(":", 2)
         if controller not in CGROUPS:
             continue
         limit_file, use_file, cache = CGROUPS[controller]
-        group = root / "sys/fs/cgroup" / controller / path.lstrip("/")
+        group = ROOT / "sys/fs/cgroup" / controller / path.lstrip("/")
         # The limits of all parent groups apply, too. Inside a container, the group itself may be
         # mounted at the top of the tree.
         for folder in (group, *group.parents):
             with suppress(OSError, ValueError):  # the file is missing or contains "max"
                 limit, used = (int((folder / name).read_text()) for name in (limit_file, use_file))
-                if limit < installed:
+                if limit < machine.total:
                     lines = read_text(folder / "memory.stat").splitlines()
                     cached = int(dict(line.split() for line in lines).get(cache, 0))
                     total = min(total, limit)
@@ -226,18 +222,18 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     return HostMemory(total, available)
 
 
-def read_text(path: Path) -> str:
-    """Return the content of a file of Linux, or "" if there is no such file."""
+def read_text(name: str | Path) -> str:
+    """Return the content of a file of Linux below ROOT, or "" if there is no such file."""
     with suppress(OSError):
-        return path.read_text()
+        return (ROOT / name).read_text()
     return ""
 
 
-def available_cores(root: Path = Path("/")) -> int:
+def available_cores() -> int:
     """Return how many CPU cores this process may use, given its affinity and quota."""
     cores = len(os.sched_getaffinity(0))
     with suppress(ValueError):  # there is no quota
-        quota, period = map(int, read_text(root / "sys/fs/cgroup/cpu.max").split())
+        quota, period = map(int, read_text("sys/fs/cgroup/cpu.max").split())
         cores = max(1, min(cores, round(quota / period)))
     return cores
 
@@ -246,11 +242,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return True if an error means that a GPU or this machine is out of memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    text = str(error).lower().strip()
-    # If oneDNN has no memory for its code, its error message ends after "primitive". The longer
-    # message "could not create a primitive descriptor ..." has other causes.
-    no_room = text == "could not create a primitive" or any(part in text for part in OUT_OF_MEMORY)
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and no_room)
+    if isinstance(error, RuntimeError):
+        return bool(OUT_OF_MEMORY.search(str(error).lower().strip()))
+    return isinstance(error, MemoryError)
 
 
 def free_memory_bytes(device: torch.device, sharers: int = 1) -> int:

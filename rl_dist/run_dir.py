@@ -209,8 +209,7 @@ class RunDir(AbstractContextManager["RunDir"]):
     def release(self) -> None:
         """Close the lock file in this process; other processes may still hold the lock."""
         if self.lock:
-            with suppress(OSError):  # an environment may have closed the file descriptor
-                self.lock.close()
+            self.lock.close()
         self.lock = None
 
     def __exit__(self, *exc_info: object) -> None:

@@ -30,6 +30,7 @@ from rl_dist.strategies.strategy import Strategy
 WORK_S = 0.004
 WARM_UP = 3
 REPEATS = 12
+TIMEOUT_S = 180.0  # limit for one measurement, including the start of the ranks
 RUN = """import json, sys
 from rl_dist.launch.bench import run_rank
 from rl_dist.launch.ranks import launch
@@ -42,14 +43,12 @@ def time_reductions(
     sizes_bytes: Sequence[int],
     device_type: str = "cpu",
     *,
-    timeout_s: float = 180.0,
     gpu_ids: Sequence[int] = (),
 ) -> dict[int, float]:
     """Time the reduction of gradients of each size, and verify every sum.
 
     Args:
         sizes_bytes: sizes of the float32 gradients.
-        timeout_s: limit for the whole call, including the start of the ranks.
         gpu_ids: GPU of each rank; if empty, rank i uses GPU i.
 
     Returns:
@@ -58,19 +57,19 @@ def time_reductions(
     Raises:
         UserError: there are fewer GPUs than ranks.
         ChildError: a sum was wrong or a rank died.
-        ChildTimeoutError: the ranks did not finish in time.
+        ChildTimeoutError: the ranks did not finish within TIMEOUT_S.
     """
     bench = f"an all-reduce over {num_ranks} {device_type} ranks"
-    job = num_ranks, device_type, timeout_s, [*gpu_ids], [*sizes_bytes]
+    job = num_ranks, device_type, [*gpu_ids], [*sizes_bytes]
     with (
         tempfile.TemporaryDirectory(prefix="all_reduce_") as folder,
         # -P: no module in the current directory wins the import of ours
         Child(["-P", "-c", RUN, json.dumps(job)], Path(folder)) as child,
     ):
         try:
-            code = child.job.wait(timeout_s)
+            code = child.job.wait(TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            raise ChildTimeoutError(f"{bench} did not end within {timeout_s:g} s") from None
+            raise ChildTimeoutError(f"{bench} did not end within {TIMEOUT_S:g} s") from None
         if code:
             error = child.error()
             raise ChildError(f"{bench}: {error}") if isinstance(error, ChildError) else error
@@ -80,11 +79,9 @@ def time_reductions(
 # ---- in the ranks
 
 
-def run_rank(
-    device_type: str, timeout_s: float, gpu_ids: Sequence[int], sizes_bytes: Sequence[int]
-) -> None:
+def run_rank(device_type: str, gpu_ids: Sequence[int], sizes_bytes: Sequence[int]) -> None:
     """Reduce gradients of each size; the main process reports the times."""
-    world = open_world(device_type, max(timeout_s / 2, 1.0), gpu_ids)
+    world = open_world(device_type, TIMEOUT_S / 2, gpu_ids)
     world.set_phase("all-reduce")
     seconds = [_last_arrival_s(num_bytes, world) for num_bytes in sizes_bytes]
     if world.is_main_process:

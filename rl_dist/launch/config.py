@@ -4,7 +4,6 @@ import os
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -109,11 +108,8 @@ class ResolvedLaunch:
         return f"{self.num_ranks} {ranks} on {self.device_type}"
 
 
-def resolve(config: LaunchConfig, root: Path = Path("/")) -> ResolvedLaunch:
+def resolve(config: LaunchConfig) -> ResolvedLaunch:
     """Choose the number of ranks and their devices on this machine.
-
-    Args:
-        root: directory with the folder `proc`.
 
     Raises:
         ValueError: the flags or the environment variables do not fit this machine.
@@ -129,7 +125,7 @@ def resolve(config: LaunchConfig, root: Path = Path("/")) -> ResolvedLaunch:
     on_gpu = config.device != "cpu" and gpus > 0 and config.num_gpus != 0
     misses_gpus = config.device == "auto" and config.num_gpus != 0 and gpus == 0
     are_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if misses_gpus and not are_hidden and (driver := nvidia_driver(root)):
+    if misses_gpus and not are_hidden and (driver := nvidia_driver()):
         raise ValueError(
             f"this machine has the NVIDIA driver {driver}, but torch {torch_build()} sees no GPU "
             f"({get_gpu_info().error}): install the build of torch for this driver "

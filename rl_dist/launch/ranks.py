@@ -69,23 +69,21 @@ def restart_count() -> int:
 
 @dataclass
 class LocalJob:
-    """A job whose ranks are new processes on this machine."""
+    """One start of a job whose ranks are new processes on this machine."""
 
     fn: RankFunction
     args: tuple[object, ...]
     num_ranks: int
     threads: int  # threads of each rank
     directory: RunDir | None
-    stop: StopFlag = field(default_factory=StopFlag)  # the stop flag of the launcher
-    processes: list[BaseProcess] = field(init=False)  # in rank order
-    pages: list[ReportPage] = field(init=False)  # in rank order
-    silent: list[int] = field(init=False)  # the first ranks that died without a report
+    stop: StopFlag  # the stop flag of the launcher
+    processes: list[BaseProcess] = field(default_factory=list)  # in rank order
+    pages: list[ReportPage] = field(default_factory=list)  # in rank order
+    # the first ranks that died without a report
+    silent: list[int] = field(default_factory=list)
 
     def run(self, restarts: int) -> RankReport:
         """Start all ranks, wait for them and return one report for the whole job."""
-        self.processes = []
-        self.pages = []
-        self.silent = []
         store = os.memfd_create("store")
         with tempfile.TemporaryDirectory(prefix="rl_dist_") as job_dir:
             # Keep the store in memory: on a full disk, a record could be written only in part, and
@@ -257,18 +255,19 @@ def run_ranks(
     if "RANK" in os.environ or (num_ranks == 1 and not max_restarts):
         report = _run_here(fn, args)
     else:
-        job = LocalJob(fn, args, num_ranks, threads or threads_per_rank(num_ranks), directory)
-        job.stop.install()
+        threads = threads or threads_per_rank(num_ranks)
+        stop = StopFlag()
+        stop.install()
         try:
-            report = job.run(restarts)
-            while restarts < max_restarts and not job.stop.signum:
-                if not report.failed or report.exit_code == 2:
+            while True:
+                report = LocalJob(fn, args, num_ranks, threads, directory, stop).run(restarts)
+                is_over = not report.failed or report.exit_code == 2 or stop.signum
+                if is_over or restarts >= max_restarts:
                     break
                 restarts += 1
                 _announce_restart(report, restarts, max_restarts, directory)
-                report = job.run(restarts)
         finally:
-            job.stop.uninstall()
+            stop.uninstall()
     _print_end(report)
     may_restart = may_start_again(report.exit_code - 128)  # torchrun may restart this rank
     if directory is not None and is_first():

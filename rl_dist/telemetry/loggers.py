@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,18 +26,15 @@ Write = Callable[[dict[str, float], int], object]  # arguments: scalars by name,
 Finish = Callable[[], object]
 
 
+@dataclass
 class GuardedLogger:
     """A logger that, after its first error, logs a warning and then does nothing."""
 
-    def __init__(
-        self, name: str, write: Write, finish: Finish, flush: Finish = lambda: None
-    ) -> None:
-        """Wrap three functions, which write scalars, finish the log and flush the log."""
-        self.name = name
-        self._write = write
-        self._finish = finish
-        self._flush = flush
-        self._has_ended = False
+    name: str
+    _write: Write
+    _finish: Finish
+    _flush: Finish = lambda: None
+    _has_ended: bool = False
 
     def write(self, record: Record, step: int) -> None:
         """Log all numbers in a record, which must not contain NaN or infinity."""

@@ -76,41 +76,44 @@ def test_gpus_and_ranks_that_do_not_exist_are_refused(
 
 
 @pytest.fixture
-def driver(tmp_path):
-    """Return a root directory in which the NVIDIA driver is loaded."""
+def driver(tmp_path, monkeypatch):
+    """Make a root directory in which the NVIDIA driver is loaded."""
     file = tmp_path / "proc/driver/nvidia/version"
     file.parent.mkdir(parents=True)
     file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar 5\n")
-    return tmp_path
+    monkeypatch.setattr("rl_dist.machine.ROOT", tmp_path)
 
 
 @pytest.mark.parametrize("flags", [{}, {"num_gpus": 2}])
 def test_a_torch_that_cannot_use_the_driver_is_refused(machine, driver, flags):
     machine(0)
     with pytest.raises(ValueError, match="550.54.15.*--device cpu") as refusal:
-        resolve(LaunchConfig(**flags), driver)
+        resolve(LaunchConfig(**flags))
     assert torch.__version__ in str(refusal.value)
 
 
 @pytest.mark.parametrize("flags", [{"device": "cpu"}, {"num_gpus": 0}])
 def test_a_flag_chooses_the_cpu_of_a_machine_with_gpus(machine, driver, flags):
     machine(0)
-    assert resolve(LaunchConfig(**flags), driver).device_type == "cpu"
+    assert resolve(LaunchConfig(**flags)).device_type == "cpu"
 
 
 def test_a_variable_chooses_the_cpu_of_a_machine_with_gpus(machine, driver, monkeypatch):
     machine(0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert resolve(LaunchConfig(), driver).device_type == "cpu"
+    assert resolve(LaunchConfig()).device_type == "cpu"
 
 
 @pytest.mark.parametrize(
     "flags, shares",
     [({"num_gpus": 4}, True), ({"num_gpus": 4, "device": "cpu"}, False), ({}, False)],
 )
-def test_ranks_without_the_gpus_that_were_asked_for_are_announced(machine, tmp_path, flags, shares):
+def test_ranks_without_the_gpus_that_were_asked_for_are_announced(
+    machine, tmp_path, monkeypatch, flags, shares
+):
     machine(0)
-    message = resolve(LaunchConfig(**flags), tmp_path).message
+    monkeypatch.setattr("rl_dist.machine.ROOT", tmp_path)
+    message = resolve(LaunchConfig(**flags)).message
     assert ("no GPU: 4 CPU" in message and f"{available_cores()} core" in message) == shares
 
 

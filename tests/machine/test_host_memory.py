@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from rl_dist import machine
 from rl_dist.machine import CGROUPS, HostMemory, available_cores, host_memory
 
 WHOLE = (10_000, 8_000)
@@ -30,8 +31,9 @@ WHOLE = (10_000, 8_000)
     ],
 )  # fmt: skip
 def test_the_tightest_limit_counts(tmp_path, monkeypatch, cgroup, groups, expected):
-    machine = SimpleNamespace(total=10_000, available=8_000)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    memory = SimpleNamespace(total=10_000, available=8_000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text(cgroup)
     for group, (limit, used, cached) in groups.items():
@@ -41,11 +43,10 @@ def test_the_tightest_limit_counts(tmp_path, monkeypatch, cgroup, groups, expect
         (folder / limit_file).write_text(f"{limit}\n")
         (folder / use_file).write_text(f"{used}\n")
         (folder / "memory.stat").write_text(f"anon {used}\n{cache} {cached}\n")
-    assert host_memory(tmp_path) == HostMemory(*expected)
+    assert host_memory() == HostMemory(*expected)
 
 
 def test_missing_files_of_the_kernel_mean_no_limit(tmp_path, monkeypatch):
-    assert host_memory(tmp_path).total == psutil.virtual_memory().total
-    assert available_cores(tmp_path) == len(os.sched_getaffinity(0))
-    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
-    assert host_memory(tmp_path).available > 0
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert host_memory().total == psutil.virtual_memory().total
+    assert available_cores() == len(os.sched_getaffinity(0))
