@@ -78,7 +78,7 @@ def all_of_two_ranks(request, tmp_path_factory):
             while names and is_done(folder / names[0]):
                 del names[0]
             if names:
-                (folder / names.pop(0) / "failed").write_text(report.summary)
+                (folder / names.pop(0) / "launch.error").write_text(report.summary)
     return folder
 
 
@@ -88,7 +88,7 @@ def ranks_folder(all_of_two_ranks, request):
     from two_ranks import is_done
 
     folder = all_of_two_ranks / request.path.stem
-    failures = [path.read_text() for path in sorted(folder.glob("failed*"))]
+    failures = [path.read_text() for path in sorted(folder.glob("*.error"))]
     assert is_done(folder), "\n".join([f"the exercise of {request.path.name} failed:", *failures])
     return folder
 

@@ -38,12 +38,12 @@ class RecordKeeper(NullWriter):
         self.records.append(record)
 
 
-def run(job, world, losses=None, **hooks):
+def run(job, world, losses=None, *, validate=None, **hooks):
     """Train with changed methods and losses; return the Training, records and error."""
     training, writer, error = type("Odd", (Recording,), hooks)(job, world), RecordKeeper(), ""
     with losses or nullcontext():
         try:
-            run_loop(training, writer)
+            run_loop(training, writer, validate=validate)
         except UserError as raised:
             error = str(raised)
     return training, writer.records, error
@@ -129,12 +129,12 @@ def drift(world, folder, iteration, **options):
 
 
 def slow(world, folder):
-    """Add 10 s per gradient step to rank 0's clock; the log must name it a straggler."""
+    """Add 1000 s per gradient step to rank 0's clock; the log must name it a straggler."""
     ahead_s = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead_s[0])
 
     def wait(_, parts):
-        ahead_s[0] += 10.0 * world.is_main_process
+        ahead_s[0] += 1000.0 * world.is_main_process
         return parts
 
     job = make_job(JOB, folder, iterations=4, ppo=PPOConfig(update_epochs=1))
@@ -142,9 +142,30 @@ def slow(world, folder):
         mock.patch("agents.learner.recorder.time", clock),
         mock.patch("rl_dist.process_group.clock.time", clock),
     ):
-        assert run(job, world, changed_losses(wait))[2] == ""
+        _, records, error = run(job, world, changed_losses(wait))
+    assert error == ""
+    for record in records:  # 2 gradient steps, and 128 environment steps of both ranks together
+        assert 2000.0 <= record["time/update_s"] < 2200.0
+        assert world.rank == 1 or 128 / 2200.0 < record["time/sps"] <= 128 / 2000.0
     line = "straggler: rank 0 is slow in update: "
     assert world.rank == 1 or log_of(folder, 0).count(line) == 1
+
+
+def failed_save(world, folder, on_save_error, num_records):
+    """Check that all ranks stop, or all continue with the same best value.
+
+    The best policy is that of iteration 2, whose checkpoint cannot be saved.
+    """
+    if world.is_main_process:  # a folder where the file of this checkpoint should be
+        (folder / "checkpoints/iteration_00000002.pt/full").mkdir(parents=True)
+    options = {"keep_best": "valid/score", "validate_every": 1, "on_save_error": on_save_error}
+    job = make_job(JOB, folder, iterations=5, **options)
+    scores = iter([1.0, 9.0, 3.0, 2.0, 4.0])
+    _, records, error = run(job, world, validate=lambda _: {"valid/score": next(scores)})
+    assert len(records) == num_records and bool(error) == (on_save_error == "stop")
+    all_reduce_max(0, world)  # both ranks have come here
+    newest = latest_checkpoint(folder)
+    assert newest.name == ("iteration_00000001.pt" if error else "iteration_00000005.pt")
 
 
 def other_call(world, folder):
@@ -168,6 +189,8 @@ SCENARIOS = {
     "drift": partial(drift, iteration=4, sync_check_every=4),
     "drift before a save": partial(drift, iteration=3, sync_check_every=0, checkpoint_every=3),
     "slow": slow,
+    "failed save": partial(failed_save, on_save_error="stop", num_records=2),
+    "failed save, continued": partial(failed_save, on_save_error="continue", num_records=5),
     "other call": other_call,
 }
 

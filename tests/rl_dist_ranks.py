@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rl_dist.checkpoint.store import Best, save_agreed
 from rl_dist.errors import UserError
 from rl_dist.launch.ranks import launch
 from rl_dist.process_group.collectives import (
@@ -49,6 +50,7 @@ def exercise(out_dir):
     check_errors(world)
     check_threads(world)
     check_wrapping(world)
+    check_checkpoints(world, Path(out_dir))
     close_world()
 
 
@@ -131,6 +133,29 @@ def check_wrapping(world):
     Strategy(StrategyConfig(), world).wrap(module)
     check_in_sync(dict(module.named_parameters()), world)
     assert parameter_hash(module) == parameter_hash(make_module(seed=0))
+
+
+def check_checkpoints(world, run_dir):
+    """Check that all ranks agree on the best value, on paths and on a save that fails."""
+
+    def best():
+        return Best(["score"], run_dir / "checkpoints", world)
+
+    def save(iteration, best):
+        state = {"iteration": iteration} if world.is_main_process else None
+        options = {"keep": 1, "measured": best.measured, "best": best.improved}
+        return save_agreed(run_dir, state, world, iteration=iteration, **options)
+
+    first = best()
+    assert first.update({"score": 5.0 - world.rank})  # the value of rank 0 counts
+    assert save(1, first) == run_dir / "checkpoints/iteration_00000001.pt"
+    resumed = best()
+    assert resumed.value == 5.0
+    assert not resumed.update({"score": 4.0 + 2 * world.rank})
+    if world.is_main_process:  # a folder where the file of the next checkpoint should be
+        (run_dir / "checkpoints/iteration_00000002.pt/full").mkdir(parents=True)
+    with pytest.raises(UserError, match="cannot write checkpoint"):
+        save(2, resumed)
 
 
 def started(out_dir):

@@ -62,7 +62,7 @@ def exercise_in_turn(out_dir, names):
         try:
             EXERCISES[name](str(folder))
         except BaseException:
-            (folder / f"failed_{rank}").write_text(traceback.format_exc())
+            (folder / f"rank_{rank}.error").write_text(traceback.format_exc())
             raise
         (folder / f"done_{rank}").touch()
 
