@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from statistics import median, stdev
 
 import torch
@@ -80,7 +81,7 @@ class StepClock:
         """
         totals = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         steps = [0.0]
-        for (_, begun), (phase, ended) in zip(self._marks, self._marks[1:], strict=False):
+        for (_, begun), (phase, ended) in pairwise(self._marks):
             if phase:
                 seconds = between(begun, ended)
                 totals[phase] += seconds

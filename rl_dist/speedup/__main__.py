@@ -24,14 +24,13 @@ from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-from torch.utils.benchmark import Timer
 
 from rl_dist.errors import CommandParser, explains_errors, table
 from rl_dist.files import Record
 from rl_dist.flags import Field, configuration, fields_of
 from rl_dist.launch.child import ChildError, leave_at_signals
 from rl_dist.machine import available_cores
-from rl_dist.speedup.measure import MeasuredJob, measure_job
+from rl_dist.speedup.measure import Share, measure_job
 from rl_dist.speedup.model import CARDS, Prediction, bottleneck, predict, steps_per_episode
 
 LEAST_EFFICIENCY = 0.6  # the advice uses no more ranks than work with this efficiency
@@ -108,10 +107,11 @@ def estimate_training_speedup(flags: Sequence[str] = (), **options: Any) -> Spee
         chosen.gpus,
         scalings,
         steady=not chosen.sps,
-        network=card.network if card else None,
+        card=card,
     )
     length = chosen.total_steps or chosen.num_episodes * steps_per_episode(job.records)
-    rows = _rows(job, chosen, device, length)
+    usd_per_hour = chosen.price_per_hour or (card.usd_per_hour if card else 0.0)
+    rows = _rows(job.shares, chosen, usd_per_hour, length)
     notes = [f"{chosen.gpu}: {CARD_ESTIMATE}"] if chosen.gpu else []
     notes += [NO_COST] if rows[0]["hours"] is None else []
     notes.append(f"load of this machine before the short runs: {load:.1f} on {cores} core(s)")
@@ -130,7 +130,9 @@ def print_training_speedup_estimates(flags: Sequence[str] = (), **options: Any) 
 # ---- the rows of the report
 
 
-def _rows(job: MeasuredJob, options: SpeedupOptions, device: str, env_steps: float) -> list[Record]:
+def _rows(
+    shares: Sequence[Share], options: SpeedupOptions, usd_per_hour: float, env_steps: float
+) -> list[Record]:
     """Return the rows of the report: one for each scaling and number of ranks.
 
     Args:
@@ -139,25 +141,16 @@ def _rows(job: MeasuredJob, options: SpeedupOptions, device: str, env_steps: flo
     rows = []
     baseline: Prediction | None = None  # the first prediction, which is for one rank
     slower = 1.0  # time per step computed from `sps`, divided by the measured time
-    card = CARDS.get(options.gpu)
-    usd_per_hour = options.price_per_hour or (card.usd_per_hour if card else 0.0)
-    # computing time on the card, divided by the time on one CPU thread or GPU of this machine
-    ratio = _fp32_tflops(device) / card.fp32_tflops if card else 1.0
-    for share in job.shares:
-        # an update takes this many times as long on the card as on this machine
-        update = share.processors * ratio if card else 1.0
-        work = share.work.scaled(1.0, update)
+    for share in shares:
         if options.sps and not baseline:
-            slower = work.env_steps / options.sps / work.seconds
-        # machines with the GPU model `gpu` are assumed to have enough cores for their ranks
-        crowding = 1.0 if card else share.crowding
-        work = work.scaled(crowding * slower, crowding * slower)
-        talk_s = job.network.iteration_s(work.gradient_steps, job.gradient_bytes, share.ranks)
-        prediction = predict(work, share.ranks, talk_s * crowding)
+            slower = share.work.env_steps / options.sps / share.work.seconds
+        factor = share.crowding * slower
+        communication_s = share.communication_s * share.crowding
+        prediction = predict(share.work.scaled(factor, factor), share.ranks, communication_s)
         baseline = baseline or prediction
         speedup = prediction.steps_per_s / baseline.steps_per_s
         # if the rate is unknown (NaN), time and cost become NaN, too
-        rate = prediction.steps_per_s if options.sps or not card else math.nan
+        rate = prediction.steps_per_s if options.sps or not options.gpu else math.nan
         hours = env_steps / rate / 3600
         cost = hours * share.ranks * usd_per_hour or math.nan
         times = {"steps_per_s": rate, "hours": hours, "cost": cost}
@@ -165,7 +158,7 @@ def _rows(job: MeasuredJob, options: SpeedupOptions, device: str, env_steps: flo
             {
                 "gpus": share.ranks,
                 "scaling": share.scaling,
-                "source": "estimate" if card else share.source,
+                "source": share.source,
                 "speedup": speedup,
                 "efficiency": speedup / share.ranks,
                 "bottleneck": bottleneck(baseline, prediction),
@@ -186,13 +179,6 @@ def _advice(rows: list[Record], is_busy: bool) -> str:
         f"advice: --num_gpus {best['gpus']} trains {best['speedup']:.3g} times as fast as one rank "
         f"({best['scaling']} scaling){ending}"
     )
-
-
-def _fp32_tflops(device_type: str) -> float:
-    """Measure the fp32 TFLOP/s of one CPU thread, or of one GPU."""
-    matrix = torch.randn(768, 768, device=device_type)
-    timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=1)
-    return 2 * 768**3 / timer.timeit(8).median / 1e12
 
 
 def as_text(report: SpeedupReport) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.utils.benchmark import Timer
 
 from rl_dist.files import Record
 from rl_dist.launch.bench import time_reductions
@@ -25,7 +26,7 @@ from rl_dist.launch.child import (
 )
 from rl_dist.machine import available_cores
 from rl_dist.process_group.world import threads_per_rank
-from rl_dist.speedup.model import Link, Network, RankCost, fit_link, rank_cost
+from rl_dist.speedup.model import Card, Link, Network, RankCost, fit_link, rank_cost
 
 logger = logging.getLogger(__name__)
 # Sizes of the timed reductions, as multiples of the gradient's size. Two sizes are needed to
@@ -33,16 +34,18 @@ logger = logging.getLogger(__name__)
 FIT_FACTORS = (1 / 64, 4)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Share:
     """The work of one rank when several ranks share a job."""
 
     ranks: int
     scaling: str  # strong: num_envs and batch_size are totals; weak: they are per rank
     work: RankCost  # cost of one rank on a machine with enough cores
-    processors: int  # CPU threads of a rank; 1 on a GPU
+    communication_s: float  # an iteration's communication time, without waits for slow ranks
     crowding: float  # slowdown factor if the ranks need more cores than there are, else 1
-    source: str  # "measured": one copy per rank was timed; "modelled": fewer copies were timed
+    # measured: one copy per rank was timed; modelled: fewer copies were timed; estimate: the times
+    # are for a GPU model that this machine may not have
+    source: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +54,6 @@ class MeasuredJob:
 
     records: list[Record]  # metrics of the run on one rank
     title: str  # name of the job
-    gradient_bytes: int
-    network: Network
     shares: list[Share]  # one for each scaling and number of ranks; these numbers ascend
     notes: list[str]
 
@@ -64,7 +65,7 @@ def measure_job(
     scalings: Sequence[str],
     *,
     steady: bool,
-    network: Network | None,
+    card: Card | None,
 ) -> MeasuredJob:
     """Time a job on one rank, then reductions, then copies of one rank's work.
 
@@ -74,7 +75,7 @@ def measure_job(
     Args:
         gpus: numbers of ranks to measure, in addition to 1.
         steady: raise an error if the speed keeps changing.
-        network: connections between the ranks; None: measure the connections of this machine.
+        card: GPU model for which the times are estimated; None: they are for this machine.
     """
     flags = [*flags, "--num_gpus=1", f"--device={device_type}", "--gpu_ids="]
     whole = measure_one_rank(flags, steady)
@@ -93,7 +94,10 @@ def measure_job(
     numbers = sorted({1, *gpus})
     most_copies = min(numbers[-1], cores if on_cpu else torch.cuda.device_count())
     ranks_here = numbers[-1] if on_cpu else most_copies
-    if not network and ranks_here > 1:
+    network = card.network if card else Network(Link())
+    # an update takes this many times as long on the card as on one CPU thread or GPU
+    ratio = _fp32_tflops(device_type) / card.fp32_tflops if card else 1.0
+    if not card and ranks_here > 1:
         ranks = max(2, most_copies)
         logger.info("measuring reductions over %d ranks", ranks)
         num_bytes = [max(4, int(whole.gradient_bytes * factor)) for factor in FIT_FACTORS]
@@ -118,24 +122,28 @@ def measure_job(
             gpu_ids = [[] if on_cpu else [f"--gpu_ids={number}"] for number in range(copies)]
             runs = measure_short_runs([[*share, *gpu_id] for gpu_id in gpu_ids])
             costs[key] = rank_cost(sum(runs.records, []))
-        shares.append(
-            Share(
-                ranks=ranks,
-                scaling=scaling,
-                work=costs[key],
-                processors=threads if on_cpu else 1,
-                crowding=max(1.0, ranks * threads / cores) if on_cpu else 1.0,
-                source="modelled" if copies < ranks else "measured",
-            )
-        )
+        work = costs[key]
+        crowding = max(1.0, ranks * threads / cores) if on_cpu else 1.0
+        source = "modelled" if copies < ranks else "measured"
+        if card:  # its machines are assumed to have enough cores for their ranks
+            work = work.scaled(1.0, ratio * (threads if on_cpu else 1))
+            crowding = 1.0
+            source = "estimate"
+        talk_s = network.iteration_s(work.gradient_steps, whole.gradient_bytes, ranks)
+        shares.append(Share(ranks, scaling, work, talk_s, crowding, source))
     return MeasuredJob(
         records=records,
         title=f"{config['task']['env']}, {sizes['num_envs']} environments",
-        gradient_bytes=whole.gradient_bytes,
-        network=network or Network(Link()),
         shares=shares,
         notes=notes,
     )
+
+
+def _fp32_tflops(device_type: str) -> float:
+    """Measure the fp32 TFLOP/s of one CPU thread, or of one GPU."""
+    matrix = torch.randn(768, 768, device=device_type)
+    timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=1)
+    return 2 * 768**3 / timer.timeit(8).median / 1e12
 
 
 def measure_one_rank(flags: Sequence[str], steady: bool) -> ShortRuns:

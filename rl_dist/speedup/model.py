@@ -33,25 +33,18 @@ class RankCost:
 
     env_steps: int  # environment steps of this rank
     gradient_steps: int
-    collect_s: float
-    update_s: float  # time of all work after the rollout
-    collect_spread_s: float = 0.0  # standard deviation of collect_s over iterations and ranks
-    update_spread_s: float = 0.0  # standard deviation of update_s
+    # seconds: mean and standard deviation over iterations and ranks
+    collect: NormalDist
+    update: NormalDist  # all work after the rollout
 
     @property
     def seconds(self) -> float:
-        """Return the time of an iteration in seconds, without waits for other ranks."""
-        return self.collect_s + self.update_s
+        """Return the mean time of an iteration in seconds, without waits for other ranks."""
+        return self.collect.mean + self.update.mean
 
     def scaled(self, collect: float, update: float) -> RankCost:
         """Return a copy with the rollout and update times multiplied by these factors."""
-        return replace(
-            self,
-            collect_s=self.collect_s * collect,
-            collect_spread_s=self.collect_spread_s * collect,
-            update_s=self.update_s * update,
-            update_spread_s=self.update_spread_s * update,
-        )
+        return replace(self, collect=self.collect * collect, update=self.update * update)
 
 
 def rank_cost(records: Sequence[Record]) -> RankCost:
@@ -71,11 +64,9 @@ def rank_cost(records: Sequence[Record]) -> RankCost:
     return RankCost(
         env_steps=round(steps_per_iteration(records) / len(records[0]["ranks"])),
         gradient_steps=steps,
-        collect_s=fmean(collect_s),
-        update_s=fmean(update_s),
-        collect_spread_s=_spread(collect_s),
+        collect=NormalDist(fmean(collect_s), _spread(collect_s)),
         # Times may vary from step to step or from update to update. Use the larger variation.
-        update_spread_s=max(steps * step_spread_s, _spread(update_s)),
+        update=NormalDist(fmean(update_s), max(steps * step_spread_s, _spread(update_s))),
     )
 
 
@@ -221,13 +212,13 @@ class Prediction:
 
 def predict(work: RankCost, ranks: int, communication_s: float) -> Prediction:
     """Predict the times of an iteration in which `ranks` ranks each do this work."""
-    spread_s = work.collect_spread_s + work.update_spread_s
+    spread_s = work.collect.stdev + work.update.stdev
     return Prediction(
         ranks=ranks,
         env_steps=work.env_steps * ranks,
         parts_s={
-            "rollouts": work.collect_s,
-            "update": work.update_s,
+            "rollouts": work.collect.mean,
+            "update": work.update.mean,
             "reducing gradients": communication_s,
             "waiting for the slowest": expected_maximum(ranks) * spread_s,
         },

@@ -1,6 +1,7 @@
 """The scaling model against formulas, simulated machines and published figures."""
 
 from dataclasses import replace
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -79,7 +80,7 @@ def simulated(ranks, iterations=100, first=1):
 def test_a_simulated_machines_constants_are_recovered():
     work = rank_cost(list(simulated(2, 800)))
     assert (work.env_steps, work.gradient_steps) == (ENV_STEPS / 2, STEPS)
-    seconds = (work.collect_s, work.update_s, work.collect_spread_s, work.update_spread_s)
+    seconds = (work.collect.mean, work.update.mean, work.collect.stdev, work.update.stdev)
     assert seconds == pytest.approx(
         (COLLECT[0], STEPS * STEP[0], COLLECT[1], STEPS * STEP[1]), 0.05
     )
@@ -130,11 +131,11 @@ def isaac_lab_efficiencies(name, ranks):
     envs, horizon, steps, parameters, rollout, train, many = ISAAC_LAB[name]
     rollouts_of_many, trained = many[ranks]
     frames = envs * horizon
-    update_s = frames / train - frames / rollout
+    update = NormalDist(frames / train - frames / rollout, 0.0)
     sizes = {"env_steps": frames, "gradient_steps": steps}
-    alone = RankCost(**sizes, collect_s=frames / rollout, update_s=update_s)
+    alone = RankCost(**sizes, collect=NormalDist(frames / rollout, 0.0), update=update)
     # Rollouts are slower while other ranks run on the same machine.
-    beside = replace(alone, collect_s=frames * ranks / rollouts_of_many)
+    beside = replace(alone, collect=NormalDist(frames * ranks / rollouts_of_many, 0.0))
     talk_s = steps * Network(PCIE, 4, ETHERNET).all_reduce_s(4 * parameters, ranks)
     many = predict(beside, ranks, talk_s)
     return many.steps_per_s / predict(alone, 1, 0.0).steps_per_s / ranks, trained / train / ranks
@@ -156,7 +157,8 @@ def test_published_scaling_of_two_rtx_5090():
     counted 0.7 million parameters.
     """
     frames = 4096 * 24
-    work = RankCost(env_steps=frames, gradient_steps=20, collect_s=0.0, update_s=frames / 125_000)
+    update = NormalDist(frames / 125_000, 0.0)
+    work = RankCost(env_steps=frames, gradient_steps=20, collect=update * 0.0, update=update)
     # Like the RTX 4090, this card has no peer-to-peer access.
     reduction_s = CARDS["RTX 4090"].network.all_reduce_s(4 * 0.7e6, 2)
     two, one = predict(work, 2, 20 * reduction_s), predict(work, 1, 0.0)
