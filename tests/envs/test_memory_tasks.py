@@ -28,6 +28,11 @@ def test_cart_pole_positions_shows_position_and_angle_and_truncates_at_its_own_l
     assert (info["final_obs"] != obs).all()
 
 
+def test_recall_adds_noise_between_minus_1_and_1():
+    noise = RecallVectorEnv(512).reset(seed=1)[0][:, 4:-1]
+    assert -1.0 <= noise.min() < -0.95 and 0.95 < noise.max() <= 1.0
+
+
 @pytest.mark.parametrize("remembers", [True, False])
 def test_recall_rewards_memory_and_gives_a_quarter_to_a_constant_answer(remembers):
     env = RecallVectorEnv(64)

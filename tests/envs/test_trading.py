@@ -103,14 +103,38 @@ def test_indicators_are_nan_during_warm_up_and_do_not_depend_on_later_bars(name,
         assert not np.array_equal(after[today + 1 :], before[today + 1 :])
 
 
-def test_indicators_of_straight_lines_have_known_values():
+def straight_lines():
+    """Return bars of two stocks: from 100 up to 219 USD, and back down."""
     up = np.arange(100.0, 220.0)
     lines = np.stack([up, up[::-1]], axis=1)
-    bars = replace(random_market(), close=lines, high=lines + 0.5, low=lines - 0.5)
+    return replace(random_market(), close=lines, high=lines + 0.5, low=lines - 0.5)
+
+
+def test_indicators_of_straight_lines_have_known_values():
+    bars = straight_lines()
     # On a straight line, a d-day exponential mean is (d - 1) / 2 days late; macd: 12.5 - 5.5 = 7.
     for name, expected in {"macd": [7, -7], "rsi": [100, 0], "adx": [100, 100]}.items():
         values = indicator(name, bars)[59:]
         np.testing.assert_allclose(values, np.tile(expected, (len(values), 1)), atol=1e-9)
+
+
+def test_relative_observations_of_straight_lines_have_known_values():
+    log_volume = np.ones((120, 2))
+    log_volume[-1] = 2, 9
+    bars = replace(straight_lines(), volume=np.expm1(log_volume))
+    cci = 14.5 / (0.015 * 7.5)  # distance to the mean of 30 days, over 0.015 mean deviations
+    expected = [
+        [np.log(219 / 218), np.log(100 / 101)],
+        [np.log(219 / 209.5), np.log(100 / 109.5)],
+        [0.0, 0.0],
+        [20.0 * 7 / 219, 20.0 * -7 / 100],
+        [1.0, -1.0],
+        [cci / 200, -cci / 200],
+        [1.0, 1.0],
+        [2.0 - 21.0 / 20, 3.0],  # 9 - 28 / 20 is cut to 3
+    ]
+    last_day = [block[-1] for block in feature_blocks(bars, "relative")]
+    np.testing.assert_allclose(last_day, expected, atol=1e-9)
 
 
 def test_turbulence_equals_a_slow_reference_and_ignores_constant_prices():

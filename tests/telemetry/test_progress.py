@@ -46,3 +46,16 @@ def test_a_validation_is_shown_once(monkeypatch, capsys):
     display.close()
     shown = capsys.readouterr().err.splitlines()
     assert ["valid/return" in line for line in shown] == [True, False]
+
+
+def test_a_line_shows_the_part_done_the_speed_and_the_time_left(monkeypatch, capsys):
+    now_s = 0.0
+    monkeypatch.setattr("tqdm.std.time", lambda: now_s)
+    display = Progress(200, "steps", 100)
+    now_s = 10.0
+    display.show(iteration(3, 1, 2.0, **{"time/sps": 1234.0}), 150)
+    display.close()
+    line = capsys.readouterr().err
+    # This process has taken 50 steps in 10 s; 50 steps are left.
+    for part in ("iteration 3 | 150/200 steps (75%)", "time/sps=1,234", "00:10 left"):
+        assert part in line
