@@ -44,7 +44,6 @@ CHUNK_BYTES = 32_768
 FIRST_BYTES, LENGTH_BYTES = 4096, 8
 GROUP_TIMEOUT = timedelta(days=1)  # never reached, because the watchdog ends a rank much earlier
 _mesh_numbers = itertools.count()
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 stop_flag = StopFlag()  # one per process, because signal handlers belong to the process
 _left_groups: deque[object] = deque(maxlen=8)  # groups to free later, see `destroy_group`
@@ -76,7 +75,6 @@ class World:
     # begin and end of each wait for the gradients of other ranks
     gradient_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
     doing: RankStatus = field(default_factory=RankStatus)  # the watchdogs of all ranks read it
-    watchdog: Watchdog | None = None
     _gradients_ready: Mark | None = None
 
     @property
@@ -261,12 +259,11 @@ def open_world(
     _leaving.callback(destroy_group)
     if size > 1 or watches_work:
         verdicts = Verdicts(rank, size, timeout_s, startup_timeout_s, watches_work=watches_work)
-        world.watchdog = Watchdog(world.doing, store, verdicts)
-        _leaving.callback(world.watchdog.close)
+        _leaving.callback(Watchdog(world.doing, store, verdicts).close)
     # Without LOCAL_WORLD_SIZE (as under srun and mpirun), ranks may be on several machines.
     if size == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(size):
         # Let the ranks communicate over loopback, unless the user has chosen another interface.
-        for variable in {*INTERFACES} - os.environ.keys():
+        for variable in {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - os.environ.keys():
             os.environ[variable] = "lo"
             # `close_world` unsets it again: later child processes may need other interfaces.
             _leaving.callback(os.environ.pop, variable, None)
