@@ -328,8 +328,8 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     def begin_state(self, **values: Any) -> None:
         """Write the first state.json of a run; `values` sets fields of `JobState`."""
-        values |= {"launcher_pid": launcher_pid(), "host": socket.gethostname()}
-        state = JobState(started=time.time(), **values)
+        host = socket.gethostname()
+        state = JobState(started=time.time(), launcher_pid=launcher_pid(), host=host, **values)
         with suppress(OSError):
             self._write_state(state)
 

@@ -180,7 +180,7 @@ class Trials:
         policy.to(device, config.launch.dtype)
         strategy = Strategy(
             StrategyConfig(mode="none", precision=config.launch.precision),
-            replace(world, rank=0, size=1, watchdog=None),
+            replace(world, rank=0, size=1),
         )
         ppo = PPO(policy, config.ppo, strategy, train.grad_accumulation)
 

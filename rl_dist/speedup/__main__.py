@@ -32,6 +32,7 @@ from rl_dist.launch.child import ChildError, leave_at_signals
 from rl_dist.machine import available_cores
 from rl_dist.speedup.measure import Share, measure_job
 from rl_dist.speedup.model import CARDS, Prediction, bottleneck, predict, steps_per_episode
+from rl_dist.telemetry.metrics import without_nan
 
 LEAST_EFFICIENCY = 0.6  # the advice uses no more ranks than work with this efficiency
 CARD_ESTIMATE = (
@@ -153,7 +154,6 @@ def _rows(
         rate = prediction.steps_per_s if options.sps or not options.gpu else math.nan
         hours = env_steps / rate / 3600
         cost = hours * share.ranks * usd_per_hour or math.nan
-        times = {"steps_per_s": rate, "hours": hours, "cost": cost}
         rows.append(
             {
                 "gpus": share.ranks,
@@ -162,10 +162,12 @@ def _rows(
                 "speedup": speedup,
                 "efficiency": speedup / share.ranks,
                 "bottleneck": bottleneck(baseline, prediction),
-                **{name: None if math.isnan(value) else value for name, value in times.items()},
+                "steps_per_s": rate,
+                "hours": hours,
+                "cost": cost,
             }
         )
-    return rows
+    return without_nan(rows)
 
 
 def _advice(rows: list[Record], is_busy: bool) -> str:

@@ -53,8 +53,10 @@ def notify(kind: str, message: str = "", **facts: object) -> None:
         "event": kind,
         "message": message[:LONGEST_MESSAGE],
         "run_dir": _run_dir,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": socket.gethostname(),
+        **facts,
     }
-    event |= {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "host": socket.gethostname()} | facts
     variables = {f"RL_{name.upper()}": str(fact).replace("\0", " ") for name, fact in event.items()}
     try:
         process = subprocess.Popen(
