@@ -60,17 +60,16 @@ class Check:
     fix: str  # "" if there is nothing to fix
 
 
-def check(name: str, measured: str, *rules: tuple[object, str, str]) -> Check:
-    """Apply rules to a measurement; return the result of the first broken rule.
+def check(name: str, measured: str, *rules: tuple[object, str]) -> Check:
+    """Apply rules to a measurement; return a warning if one is broken.
 
     Args:
         measured: the measurement as text.
-        rules: one tuple per rule: a value that is true if the rule is broken, the verdict for a
-            broken rule, and a text that says how to fix the problem.
+        rules: one tuple per rule: a value that is true if the rule is broken, and a text that says
+            how to fix the problem.
     """
-    broken = ((verdict, fix) for is_broken, verdict, fix in rules if is_broken)
-    verdict, fix = next(broken, (OK, ""))
-    return Check(name, verdict, measured, fix)
+    fix = next((fix for is_broken, fix in rules if is_broken), "")
+    return Check(name, WARNING if fix else OK, measured, fix)
 
 
 def check_setup(
@@ -184,13 +183,13 @@ def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
         yield check(
             f"GPU {gpu.index}",
             str(gpu),
-            (is_used and gpu.error, WARNING, "check nvidia-smi, and run pip install nvidia-ml-py"),
-            (is_busy, WARNING, fix),
+            (is_used and gpu.error, "check nvidia-smi, and run pip install nvidia-ml-py"),
+            (is_busy, fix),
         )
     if on_gpu and ranks > 1:  # the ranks communicate through NCCL
         free = f"{facts.shm_free_gib:.3g} GiB free; NCCL needs {SHM_GIB:.2g} for each rank"
         fix = "start the container with --shm-size=1g or --ipc=host"
-        yield check("/dev/shm", free, (facts.shm_free_gib < ranks * SHM_GIB, WARNING, fix))
+        yield check("/dev/shm", free, (facts.shm_free_gib < ranks * SHM_GIB, fix))
 
     # cores and disk
     few = facts.cores < ranks
@@ -198,16 +197,16 @@ def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
     yield check(
         "cores",
         f"{facts.cores} for {ranks} rank(s), load {facts.load:.1f}",
-        (few, WARNING, f"start at most one rank per core: --num_gpus {facts.cores}"),
-        (busy, WARNING, "other programs will slow down the short run: stop them and check again"),
+        (few, f"start at most one rank per core: --num_gpus {facts.cores}"),
+        (busy, "other programs will slow down the short run: stop them and check again"),
     )
     full = facts.disk_free_gib < LITTLE_DISK_GIB
-    yield check(
-        "disk",
-        f"{facts.folder}: {facts.disk_error or f'{facts.disk_free_gib:.3g} GiB free'}",
-        (facts.disk_error, PROBLEM, "choose a writable directory with --run_dir"),
-        (full, WARNING, "free some space, or choose another disk with --run_dir"),
-    )
+    free = f"{facts.folder}: {facts.disk_free_gib:.3g} GiB free"
+    disk = check("disk", free, (full, "free some space, or choose another disk with --run_dir"))
+    if facts.disk_error:
+        problem = f"{facts.folder}: {facts.disk_error}"
+        disk = Check("disk", PROBLEM, problem, "choose a writable directory with --run_dir")
+    yield disk
 
 
 # ---- measurements
@@ -234,7 +233,7 @@ def check_run(
             memory_gib[place] = used, free
             text = f"highest use by one rank: {used:.3g} GiB; lowest free memory: {free:.3g} GiB"
             fix = "long episodes or other programs may need more memory: choose smaller sizes"
-            yield check(place, text, (free < TIGHT_SHARE * total, WARNING, fix))
+            yield check(place, text, (free < TIGHT_SHARE * total, fix))
 
     # speed and duration of the training run; a range if the speed is not steady
     rates = round_rates(records)
@@ -243,13 +242,13 @@ def check_run(
     total_steps = length * (1.0 if unit == "steps" else steps_per_episode(records))
     problem = unsteady(rates)
     pace = problem or f"{steps_per_s:,.0f} steps/s in {len(records)} iterations"
-    yield check("pace", pace, (problem, WARNING, "stop other programs and check again"))
+    yield check("pace", pace, (problem, "stop other programs and check again"))
     # without start-up and evaluations
     total_s, *range_s = (total_steps / rate for rate in (steps_per_s, max(rates), min(rates)))
     hours = " to ".join(f"{seconds / 3600:.3g}" for seconds in (range_s if problem else [total_s]))
     unknown = math.isnan(total_steps)
     time = "no episode ended" if unknown else f"{hours} h for {length:,} {unit}"
-    yield check("training", time, (unknown, WARNING, "set --total_steps to get an estimate"))
+    yield check("training", time, (unknown, "set --total_steps to get an estimate"))
     figures["measured"] = {
         "iterations": len(records),
         "steps_per_second": steps_per_s,

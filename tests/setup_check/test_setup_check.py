@@ -194,7 +194,7 @@ def test_bad_flags_are_a_one_line_error_with_exit_code_2(flags, capfd):
 
 
 def test_strict_counts_warnings(monkeypatch, capfd):
-    warning = setup_check.check("disk", "slow", (True, "warning", "save less often"))
+    warning = setup_check.check("disk", "slow", (True, "save less often"))
     monkeypatch.setattr(check_gpu_setup, "check_setup", lambda *_: [warning])
     assert check_here(capfd, *RECALL)[0] == 0
     assert check_here(capfd, *RECALL, "--strict")[0] == 1
