@@ -20,7 +20,7 @@ DESCRIPTION = "Check whether this machine can train with these flags; estimate h
 EPILOG = """examples:
   python check_gpu_setup.py                                  check the default training job
   python check_gpu_setup.py --num_gpus 8 --batch_size 512    check another job
-  python check_gpu_setup.py --json > setup.json              see docs/check_gpu_setup.schema.json
+  python check_gpu_setup.py --json > setup.json              write a report for programs
 exit codes: 0 can train, perhaps with warnings; 1 cannot train, or there is a warning and --strict
 is given; 2 bad usage; 130 stopped by SIGINT (Ctrl-C); 143 stopped by SIGTERM"""
 

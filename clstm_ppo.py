@@ -24,11 +24,11 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Hand over to the command that the first argument names.
+    """Run the command whose name is the first argument.
 
-    This imports no torch, because `train` starts its supervisor before that.
+    This file must not import torch, because `train` starts its supervisor before it imports torch.
     """
-    # A folder of the user's on PYTHONPATH may have the name of one of our packages: import ours.
+    # A folder on the user's PYTHONPATH may have the name of one of our packages. Import ours.
     sys.path.insert(0, str(Path(__file__).absolute().parent))
     from agents import __version__
     from rl_dist.errors import CommandParser

@@ -242,7 +242,7 @@ def train(
         >>> action, state = run.policy.predict(observation)
 
     A single rank trains in this process. Several ranks run in new processes, which import the main
-    module again: call `train` below `if __name__ == "__main__":`, and define callbacks in a module.
+    module again: call `train` under `if __name__ == "__main__":`, and define callbacks in a module.
 
     Args:
         env: Gymnasium id, or module:id.
@@ -370,7 +370,7 @@ def train_several(parsed: ParsedFlags) -> int:
 
 
 def score_of(summary: Mapping[str, Any]) -> tuple[str, float]:
-    """Return name and value of the score, from the summary of a finished run."""
+    """Return the name and the value of the score in the summary of a finished run."""
     span = next(name for name in ("test", "valid", "train") if name in summary)
     if "policies" in summary[span]:
         return f"Sharpe ratio on the {span} span", summary[span]["policies"]["policy"]["sharpe"]

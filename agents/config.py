@@ -123,12 +123,12 @@ class RunConfig:
         """Return the flags that have no effect, given the values of the other flags."""
         launch = self.launch
         is_trading = self.task.is_trading
-        on_markets = is_trading and self.data.data == "simulated"
+        on_simulated_markets = is_trading and self.data.data == "simulated"
         has_shards = launch.strategy in ("hybrid", "auto") and launch.hybrid_form == "shard"
         groups = (  # each entry: whether a group of flags has an effect, and the names of the flags
             (not is_trading, [name for name in vars(self.task) if name != "env"]),
             (is_trading, [*vars(self.data), *vars(self.trading)]),
-            (on_markets, vars(self.market)),
+            (on_simulated_markets, vars(self.market)),
             (not self.train.total_steps, ["num_episodes"]),
             (not self.policy.stateless, ["refresh_states"]),
             (launch.strategy == "hybrid", ["hybrid_form"]),

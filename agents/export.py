@@ -57,8 +57,8 @@ class ExportedStep(nn.Module):
         self.policy = policy = float_copy(agent)
         policy.critic_core = NoCore()
         policy.critic_head.forward = lambda rows: rows  # keep the head: the policy reads its dtype
-        vectors_size = 0 if policy.config.stateless else policy.initial_state(1).numel()
-        self.sizes = [vectors_size, policy.empty_history(1).numel()]
+        recurrent_size = 0 if policy.config.stateless else policy.initial_state(1).numel()
+        self.sizes = [recurrent_size, policy.empty_history(1).numel()]
         self.state_size = sum(self.sizes)
         self.encoder = agent.encoder()
         self.obs_dtype = getattr(torch, self.encoder.dtype.name)
@@ -90,20 +90,22 @@ class ExportedStep(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return actions [B, ...] and the next state [B, D]."""
         batch = obs.shape[0]  # the exporter would turn len(obs) into a constant
-        parts = self.policy.initial_state(batch), self.policy.empty_history(batch)
-        vectors, history = (
-            row.reshape(part.shape) if row.shape[1] else part
-            for row, part in zip(state.split(self.sizes, dim=1), parts, strict=True)
+        # Split `state` into the recurrent state and the history of observations. A part that this
+        # policy does not store has no columns in `state` and always has its initial value.
+        initial = self.policy.initial_state(batch), self.policy.empty_history(batch)
+        recurrent, history = (
+            columns.reshape(start.shape) if columns.shape[1] else start
+            for columns, start in zip(state.split(self.sizes, dim=1), initial, strict=True)
         )
-        controller = PolicyController(self.policy, self.normalize, state=vectors, history=history)
+        controller = PolicyController(self.policy, self.normalize, state=recurrent, history=history)
         actions = controller(self.policy, obs, episode_start).reshape(batch, -1)
         if self.policy.discrete:
             actions = actions + self.offset
         else:
             actions = (actions * self.stretch + self.offset).clamp(self.low, self.high)
         after: Any = controller.state, controller.history
-        rows = [part.flatten(1) for part, size in zip(after, self.sizes, strict=True) if size]
-        return actions.reshape(batch, *self.action_shape), torch.cat(rows or [state], dim=1)
+        columns = [part.flatten(1) for part, size in zip(after, self.sizes, strict=True) if size]
+        return actions.reshape(batch, *self.action_shape), torch.cat(columns or [state], dim=1)
 
 
 def float_copy(agent: LoadedAgent) -> Any:

@@ -150,13 +150,14 @@ def make_windows(
             f"window {days} and the {VOLATILITY_DAYS} days after it do not fit into a span of "
             f"{num_days} days: make --window smaller or the span longer"
         )
-    features, prices, _ = market_tables(markets, span, config, span, 0.0)
+    # The discount affects only prices that are not used here.
+    features, prices, _ = market_tables(markets, span, config, train_span=span, discount=0.0)
     close = prices[:, 0].unflatten(0, (len(markets), num_days))  # [M, D, n]
     features = features.unflatten(0, (len(markets), num_days))  # [M, D, F]
     targets = _targets(close)  # [M, D - VOLATILITY_DAYS, 2, n]
     volatility = targets[:, :, 1]
-    scale = scale or (float(volatility.mean()), float(volatility.std()))
-    volatility.sub_(scale[0]).div_(scale[1])
+    mean, deviation = scale or (float(volatility.mean()), float(volatility.std()))
+    volatility.sub_(mean).div_(deviation)
 
     def windows(values: Tensor) -> Tensor:
         cut = values[:, : num_days - VOLATILITY_DAYS].unfold(1, days, stride)  # [M, W, ..., days]
@@ -166,7 +167,7 @@ def make_windows(
     cash, held = _portfolios(windows(close)[:, 0], config, seed)
     inputs[:, :, 0] = cash
     inputs[:, :, portfolio_columns(config.observation, close.shape[2])] = held.unsqueeze(1)
-    return TensorDataset(inputs, windows(targets)), scale
+    return TensorDataset(inputs, windows(targets)), (mean, deviation)
 
 
 def _targets(close: Tensor) -> Tensor:

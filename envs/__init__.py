@@ -19,9 +19,9 @@ from rl_dist.errors import one_line
 
 TRADING_ID = "StockTrading-v0"
 MEMORY_IDS = ("Recall-v0", "CartPolePositions-v1", "MountainCarPositions-v0")
-# In Gymnasium's vector CartPole, all environments share one random generator. In our version, each
-# environment has its own generator.
-OUR_BATCHES = {"CartPole-v1": "envs.memory_tasks:CartPoleVectorEnv"}
+# Vector versions that replace those of Gymnasium. In Gymnasium's vector CartPole, all environments
+# share one random generator. In our version, each environment has its own generator.
+VECTOR_VERSIONS = {"CartPole-v1": "envs.memory_tasks:CartPoleVectorEnv"}
 
 for _env_id in MEMORY_IDS:
     _entry_point = f"envs.memory_tasks:{_env_id.partition('-')[0]}"
@@ -61,7 +61,7 @@ def make_vector_env(
         spec,
         order_enforce=False,
         disable_env_checker=True,
-        vector_entry_point=OUR_BATCHES.get(env_id, spec.vector_entry_point),
+        vector_entry_point=VECTOR_VERSIONS.get(env_id, spec.vector_entry_point),
     )
     kwargs = dict(env_kwargs or {})
     make_batch: Any = partial(

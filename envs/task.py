@@ -141,7 +141,7 @@ Seeds = Callable[[int, int], list[int]]  # (number of the first episode, count) 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationOptions:
-    """What a validation or an evaluation may need; a task uses what applies to it."""
+    """Options of a validation or an evaluation; a task ignores those that it does not need."""
 
     seeds: Seeds
     counts: Counts  # of the training of the first policy
@@ -149,11 +149,11 @@ class EvaluationOptions:
     picture: Path | None = None  # file for the picture of the results; None: the task's own choice
     writes: bool  # False: another rank writes the files
     after_training: bool = False  # False: a command evaluates saved policies
-    within_budget: bool = False  # validation must keep its cost low
-    open_test: bool = False
-    num_worlds: int | None = None
-    video: Path | None = None  # folder for the pictures of an episode
-    # run directory and iteration of each policy
+    within_budget: bool = False  # limit the steps of all validations, see `Task.validation`
+    open_test: bool = False  # evaluate on the test span of real prices
+    num_worlds: int | None = None  # number of simulated markets; None: the task's own choice
+    video: Path | None = None  # folder for a GIF of the first episode; None: make no GIF
+    # run directory and iteration of each evaluated policy, by the name of its agent
     sources: Mapping[str, tuple[RunDir, int]] = field(default_factory=dict)
 
 
@@ -180,7 +180,7 @@ class Task(Protocol):
     metrics: tuple[str, ...]  # names of all metrics of a validation
     tests_best: bool = False  # whether the evaluation after training includes best.pt
     advice: str = ""  # where to read on if the policy does not learn
-    watermark: str = ""  # text across pictures of results
+    watermark: str = ""  # text printed across the plots of results
     solved_at: float | None = None  # return from which the task counts as solved
 
     def describe(self) -> str:

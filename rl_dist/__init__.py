@@ -16,27 +16,36 @@ from typing import Any
 
 ROOT = str(Path(__file__).absolute().parents[1])  # the folder of this program's packages
 PACKAGES = ("agents", "envs", "examples", "rl_dist")  # users have folders of these names, too
-_claimed: list[str] = []  # packages that are imported from ROOT, whatever sys.path says
+_claimed: list[str] = []  # names of packages that are always imported from ROOT
 
 
 def users_folders(package: str) -> list[str]:
-    """List where the user's modules of a package of ours may be: in all folders of sys.path."""
+    """Return the folders in which the user may have modules of one of our packages.
+
+    The result is empty for a package that is not ours.
+    """
     parts = package.split(".")
     return [str(Path(entry, *parts)) for entry in sys.path if parts[0] in PACKAGES]
 
 
 class _Finder:
-    """Finds the user's `envs.my_env`, although `envs` is a package of this program."""
+    """Finds modules of the user in folders that have the names of our packages.
+
+    Example: the user's `envs.my_env`, although `envs` is a package of this program.
+    """
 
     @staticmethod
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: object = None
     ) -> ModuleSpec | None:
-        """Find a claimed package, or a module that a package of ours does not have itself."""
+        """Find a claimed package, or a user's module in a package of ours.
+
+        Return None for all other names, which Python's own finders find.
+        """
         package = name.rpartition(".")[0]
         folders = [ROOT] if name in _claimed else users_folders(package)
         if not folders or (package and PathFinder.find_spec(name, path)):
-            return None  # another finder finds it
+            return None
         return PathFinder.find_spec(name, folders)
 
 

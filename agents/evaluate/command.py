@@ -198,14 +198,14 @@ def best_agent(run: Run, training: Training) -> PolicyController | None:
     """
     world = training.world
     path = run.directory.best
-    offer = ""
+    usable = ""  # path of best.pt, if this rank can load it
     if path.exists():
         try:
             load_checkpoint(path, RunSchema)
-            offer = str(path)
+            usable = str(path)
         except CheckpointError as error:
             print(f"best.pt is not evaluated: {error}", flush=True)
-    if not share_checkpoint(run.directory, all_gather_json(offer, world), world):
+    if not share_checkpoint(run.directory, all_gather_json(usable, world), world):
         return None
     best = load_agent(path, world.device, core=run.config.policy.core)
     if best.iteration == training.iteration:

@@ -22,8 +22,8 @@ def make_batch(
 ) -> Batch:
     """Compute the advantages and returns of a rollout, and cut it into sequences.
 
-    Every rank must call this, because one all-reduce adds up the statistics of all ranks: those of
-    advantages, of observations and of rewards.
+    Every rank must call this, because one all-reduce adds the sums of all ranks: those over
+    advantages, over observations and over rewards.
     """
     # compute advantages and returns [T, B] from scaled rewards
     values = rollout.values
@@ -46,10 +46,10 @@ def make_batch(
             lstm_state=rollout.initial_states.flatten(0, 1),
             **{name: to_sequences(tensor, bptt_steps) for name, tensor in steps.items()},
         ),
-        starts=to_sequences(rollout.host_starts, bptt_steps).numpy(),
+        starts=to_sequences(rollout.cpu_starts, bptt_steps).numpy(),
         num_envs=values.shape[1],
         explained_variance=explained_variance(sums),
-        statistics=sums,
+        sums=sums,
     )
 
 

@@ -46,7 +46,7 @@ class UserCallbacks:
     policy: Policy
     world: World
     stop: tuple[str, float] = ("", 0.0)  # metric, and the value that ends the run
-    wants_end: bool = False  # True after a callback has returned False
+    stop_requested: bool = False  # True after a callback has returned False
 
     def on_iteration(self, metrics: Mapping[str, Any]) -> str:
         """Call the callbacks after an iteration; return the reason to stop, or "".
@@ -62,7 +62,7 @@ class UserCallbacks:
         if any(name.startswith("valid/") for name in metrics):
             self._call("evaluation", metrics)
         value = metrics.get(name)
-        reason = "a callback asked to stop" if self.wants_end else ""
+        reason = "a callback asked to stop" if self.stop_requested else ""
         if not reason and isinstance(value, int | float) and value >= limit:
             reason = f"{name} {value:.6g} has reached {limit:g}"
         return next(filter(None, all_gather_json(reason, self.world)), "")
@@ -97,7 +97,7 @@ class UserCallbacks:
             raise UserError(
                 f"the {kind} callback raised {one_line(error)}; traceback in {log}", exit_code=1
             ) from error
-        self.wants_end |= isinstance(answer, bool | np.bool_) and not answer
+        self.stop_requested |= isinstance(answer, bool | np.bool_) and not answer
 
 
 def named_callbacks(config: TrainConfig) -> Callbacks:

@@ -137,7 +137,7 @@ class PipelinePPO(PPO):
         """
         strategy = self.strategy
         stage = strategy.stage
-        theirs = self._partners(minibatch)
+        theirs = self._exchange(minibatch)
         pair = (minibatch, theirs) if stage == FEATURES else (theirs, minibatch)
         parts = [part for half in pair for part in half.into_microbatches(self.num_microbatches)]
         with self.world.reduction_context("pipeline"):
@@ -160,10 +160,10 @@ class PipelinePPO(PPO):
         terms = shared[1:].unflatten(0, (STAGES, self.num_microbatches, -1))
         return LossParts(*terms[stage].mean(0))
 
-    def _partners(self, minibatch: Minibatch) -> Minibatch:
-        """Exchange minibatch fields; return the partner's fields that this stage needs.
+    def _exchange(self, minibatch: Minibatch) -> Minibatch:
+        """Exchange minibatches with the partner; return the fields that this stage needs.
 
-        The other fields of the result are copied from this rank's minibatch and are not used.
+        The other fields of the result are those of this rank's minibatch, and are not used.
         """
         stage = self.strategy.stage
         received = {name: torch.empty_like(getattr(minibatch, name)) for name in NEEDED[stage]}

@@ -152,10 +152,10 @@ class Batch:
     """Sequences of this rank's rollout."""
 
     sequences: Minibatch  # [L, K * B, ...]
-    starts: np.ndarray  # [L, K * B] episode starts, on the host
+    starts: np.ndarray  # [L, K * B] episode starts, on the CPU
     num_envs: int  # number B of environments on this rank
     explained_variance: Tensor  # [] fraction of the returns' variance that the critic explains
-    statistics: dict[str, Tensor]  # sums over all ranks, for updating the normalisers
+    sums: dict[str, Tensor]  # sums over all ranks, for updating the normalisers
 
 
 def refreshed_states(policy: Policy, batch: Batch) -> Tensor:
@@ -243,13 +243,13 @@ class PPO:
             # of the epoch. On a CPU, planning between gradient steps takes almost three times as
             # long, probably because they displace its code and data from the caches.
             plans = [self.plans(batch.starts[:, numbers]) for numbers in minibatches]
-            self.clock.mark("")  # do not count the time since the last step as time of the next
+            self.clock.mark("")  # the time since the last step belongs to no phase of the next step
 
             # one gradient step per minibatch
-            for numbers, planned in zip(minibatches, plans, strict=True):
+            for numbers, step_plans in zip(minibatches, plans, strict=True):
                 index = to_device(numbers, sequences.obs.device)
                 minibatch = sequences.select(Tensor.index_select, index)
-                records.append(self.step(minibatch, planned))
+                records.append(self.step(minibatch, step_plans))
                 self.world.heartbeat()
 
             # stop all ranks early if the KL divergence is too large
@@ -327,7 +327,7 @@ class PPO:
             one = torch.ones_like(batch.explained_variance)
             means["optim/loss_scale"] = self.strategy.scaler.scale(one)
 
-        # copy all numbers to the host in one transfer
+        # copy all numbers to the CPU in one transfer
         by_step = StepRecord(*steps.unbind(1))
         packed = [torch.stack([*means.values()]).double(), by_step.bad, by_step.taken]
         numbers = torch.cat(packed).tolist()

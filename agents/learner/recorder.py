@@ -60,35 +60,37 @@ class Recorder:
             **self.clock.read(),
             "time/idle_share": waited / (collect + update),
         }
-        pairs = {f"env/{name}": pair for name, pair in env.take_metrics().items()}
-        pairs |= {"episode/return": (returns, ended), "episode/length": (lengths, ended)}
+        # sum and count of the values of each metric
+        sums = {f"env/{name}": pair for name, pair in env.take_metrics().items()}
+        sums |= {"episode/return": (returns, ended), "episode/length": (lengths, ended)}
         local = {
-            "entry": {
+            "entry": {  # this rank's entry in "ranks" of the record
                 "rank": self.world.rank,
                 "episode/count": int(ended),
                 "episode/return": returns / ended if ended else None,
                 **times,
                 **monitor.take(),
             },
-            "pairs": pairs,
+            "sums": sums,
             "restarts": restarts - self.restarts_seen,
             "signum": signum,
         }
         self.restarts_seen = restarts
 
         # combine the values of all ranks
-        ranks = all_gather_json(local, self.world)
-        entries = [rank["entry"] for rank in ranks]
+        gathered = all_gather_json(local, self.world)
+        entries = [values["entry"] for values in gathered]
         for line in self.stragglers.observe(entries):
             logger.warning(line)
         num_steps = self.world.size * rollout.rewards.numel()
         return {
-            **means([rank["pairs"] for rank in ranks]),
+            **means([values["sums"] for values in gathered]),
             "episode/count": sum(entry["episode/count"] for entry in entries),
-            "env/restarts": sum(rank["restarts"] for rank in ranks),
-            "signum": max(rank["signum"] for rank in ranks),
+            "env/restarts": sum(values["restarts"] for values in gathered),
+            "signum": max(values["signum"] for values in gathered),
             **{name: max(entry[name] for entry in entries) for name in times},
-            # the rank that arrives last waits for the reduction, not for other ranks
+            # The last rank to reach a reduction waits for no other rank, so the minimum over ranks
+            # is the time of the reduction alone.
             "time/reduction_s": min(entry["time/reduction_s"] for entry in entries),
             "time/sync_s": self.world.sync_seconds,
             "time/sps": num_steps / (time.perf_counter() - self.started),

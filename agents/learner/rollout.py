@@ -68,7 +68,7 @@ class Rollout:
     next_values: Tensor  # value of the observation after the step; 0 if terminated
     initial_states: Tensor  # [K, B, S, H] recurrent state before every L-th step
 
-    host_starts: Tensor  # a copy of episode_start on the host
+    cpu_starts: Tensor  # a copy of episode_start on the CPU
     episodes: Tensor  # [3, G] per group: number, total return and total length of ended episodes
 
     @property
@@ -248,7 +248,7 @@ class Actor:
         sums, next_sums = episode_sums(self.carry, raw_rewards, rewards, ended, gamma)
         returns, lengths, discounted_returns = sums  # each [T, B]
         totals = [ended.sum(), (returns * ended).sum(), (lengths * ended).sum()]
-        host_starts, host_truncated = torch.stack([steps.episode_start, steps.truncated]).cpu()
+        cpu_starts, cpu_truncated = torch.stack([steps.episode_start, steps.truncated]).cpu()
         rollout = Rollout(
             obs=steps.obs,
             raw_obs=steps.raw_obs,
@@ -260,9 +260,9 @@ class Actor:
             terminated=steps.terminated,
             truncated=steps.truncated,
             discounted_returns=discounted_returns,
-            next_values=self._next_values(steps, host_truncated.numpy()),
+            next_values=self._next_values(steps, cpu_truncated.numpy()),
             initial_states=torch.stack(self.states[::bptt_steps]),
-            host_starts=host_starts,
+            cpu_starts=cpu_starts,
             episodes=torch.stack(totals)[:, None],
         )
         carry = replace(

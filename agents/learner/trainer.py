@@ -93,13 +93,14 @@ class Training:
         self.normalizers = Normalizers(
             layout, scale_obs=train.normalize_obs, scale_rewards=train.normalize_rewards
         ).to(world.device)
-        pipelined = run.strategy.pipelined
-        strategy = (StageStrategy if pipelined else Strategy)(run.strategy, world)
-        learner = PipelinePPO if pipelined else PPO
-        self.ppo = learner(
+        strategy_config = run.strategy
+        pipelined = strategy_config.pipelined
+        strategy_class = StageStrategy if pipelined else Strategy
+        ppo_class = PipelinePPO if pipelined else PPO
+        self.ppo = ppo_class(
             self.policy,
             config.ppo,
-            strategy,
+            strategy_class(strategy_config, world),
             train.grad_accumulation,
             self.sizes.learning_rate_factor,
         )
@@ -209,7 +210,7 @@ class Training:
             self.run.config.ppo,
         )
         losses = self.ppo.update(batch, order, self.iteration)
-        self.normalizers.merge(batch.statistics)
+        self.normalizers.merge(batch.sums)
         return losses
 
     def end_iteration(self, num_episodes: int) -> dict[str, int]:

@@ -143,7 +143,7 @@ class Trials:
         self.free_bytes = free_memory_bytes(self.world.device, self.world.local_size)
 
     def best(self, config: RunConfig, flag: str, values: Iterable[Any]) -> RunConfig:
-        """Set a flag to its fastest value; print the times of all values."""
+        """Return the configuration with the fastest value of a flag; print all times."""
         growing = flag == "batch_size"
         steps = self.env_steps if flag == "env_workers" else self.steps
         candidates = (
@@ -243,11 +243,13 @@ def dummy_minibatch(policy: Policy, length: int, sequences: int) -> Minibatch:
     start = torch.rand(length, sequences, device=obs.device) < 1.0 / length
     state = policy.initial_state(sequences)
     step = policy.act(obs[0], state, start[0])
+    # The numbers do not matter, only their shapes: all these fields hold the first step's values.
     names = ("logprobs", "values", "advantages", "returns")
+    placeholders = dict.fromkeys(names, torch.stack([step.values] * length))  # each [L, N]
     return Minibatch(
         obs=obs,
         actions=torch.stack([step.actions] * length),
         episode_start=start,
         lstm_state=state,
-        **dict.fromkeys(names, torch.stack([step.values] * length)),  # each [L, N]
+        **placeholders,
     )

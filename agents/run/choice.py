@@ -223,7 +223,7 @@ def config_to_resume(
     """Return the configuration saved in a checkpoint, with the given flags applied."""
     saved = RunConfig.from_dict(json.loads(checkpoint.state["config"]))
     config = resumed_config(saved, given)
-    # with restarts, a batch of environments is replaced by single ones, which have another state
+    # --env_restarts replaces a batch of environments by single ones, which cannot load its state
     state = checkpoint.state["environments"] or {LAST_ROW}
     if config.task.env_restarts and LAST_ROW not in state:
         _refuse(["--env_restarts"], OMIT)
@@ -238,9 +238,12 @@ def config_to_resume(
     with suppress(OSError, ValueError):  # config.json may be missing or damaged
         recorded = RunConfig.from_dict(directory.config())
     fixed = values.keys() - CHANGEABLE - ADJUSTED
-    if differing := differences(*({n: c.values[n] for n in fixed} for c in (recorded, saved))):
+    in_file, in_checkpoint = (
+        {name: source.values[name] for name in fixed} for source in (recorded, saved)
+    )
+    if differing := differences(in_file, in_checkpoint):
         raise UserError(
-            f"{checkpoint.path} is from another run than config.json, which has "
+            f"{checkpoint.path} and config.json are from different runs; config.json has "
             f"{', '.join(differing)}: move the checkpoint away"
         )
     return config

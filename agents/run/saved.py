@@ -106,13 +106,14 @@ def share_checkpoint(directory: RunDir, offers: list[str], world: World) -> str:
         # -2 excludes a checkpoint. best.pt, which has no iteration in its name, counts as -1.
         return iteration_in_name(path) if counts else -2
 
+    # Ranks may see different files, so all ranks use the choice of rank 0.
     owner = all_gather_json(max(range(world.size), key=newness), world)[0]
     path = Path(offers[owner])
     if offers[owner] and any(all_gather_json(not path.exists(), world)):
         data = broadcast_bytes(path.read_bytes() if world.rank == owner else b"", owner, world)
         if world.local_rank == 0 and not path.exists():
             write_atomically(path, data)
-        all_gather_json("written", world)
+        all_gather_json("written", world)  # a barrier: every host has the file from here on
     return offers[owner]
 
 

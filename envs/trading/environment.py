@@ -169,11 +169,13 @@ class TradingVectorEnv(TorchEnv):
         self._restarts_left = AHEAD
         num_starts = self.num_days - self._episode_days
         later = torch.arange(AHEAD + 1, device=self.device)[:, None]
-        # start row = market * num_days + day, where (market, day) = divmod(draw, num_starts)
+        # A draw numbers the possible starts: market * num_starts + day. The row of a start in the
+        # tables is market * num_days + day, which is larger by market * _episode_days.
         draws = random_int63(self.keys, self.episode + later) % (num_starts * len(self.markets))
         if self.evaluation:  # environment i always starts on the first day of market i
             draws[:] = torch.arange(self.num_envs, device=self.device)
-        self._starts = draws + draws // num_starts * self._episode_days  # [AHEAD + 1, B]
+        market = draws // num_starts
+        self._starts = draws + market * self._episode_days  # [AHEAD + 1, B]
 
     def step(self, actions: Tensor) -> StepResult:
         """Trade one day in every environment; where an episode ended, start the next one.
@@ -181,8 +183,9 @@ class TradingVectorEnv(TorchEnv):
         Returns:
             obs [B, F] float32, rewards [B] float64, terminated [B], truncated [B] and info.
             info["final_obs"] [B, F] holds the last observation of each episode that ended; its
-            other rows equal obs. In training, info["raw_rewards"] [B] holds the plain rewards. In
-            evaluation, the rewards are plain, and info also holds the result of `_report`.
+            other rows equal obs. In training, rewards are of the kind that `config.reward` names,
+            and info["raw_rewards"] [B] holds the plain rewards. In evaluation, rewards are plain,
+            and info also holds the result of `_report`.
         """
         with torch.inference_mode():  # autograd's bookkeeping would take 1/8 of a step's time
             prices = self._prices.index_select(0, self.row)
@@ -224,7 +227,8 @@ class TradingVectorEnv(TorchEnv):
         terminated = ~solvent.squeeze(1)
         truncated = self.row == self.end_row
         ended = terminated | truncated
-        # on a CPU, skipping _restart when no episode ended saves 1/7 of a step's time
+        # On a CPU, skipping _restart when no episode ended saves 1/7 of a step's time. On a GPU,
+        # `reads_steps` is False, because the CPU would have to wait for the value of ended.any().
         if self.reads_steps and not ended.any():
             obs = final_obs.clone()
         else:

@@ -110,8 +110,8 @@ def side_by_side(markets: Sequence[Market], num_days: int) -> Market:
 def feature_table(markets: Sequence[Market], observation: str, span: Span) -> np.ndarray:
     """Return a span's observations [M, days, F] float32 with an empty portfolio.
 
-    The columns for cash and portfolio are 0. Indicators also use the days before the span and are
-    NaN until they are warm.
+    The columns for cash and portfolio are 0. Indicators also use the days before the span. On
+    days with too few earlier days, they are NaN.
     """
     bars = side_by_side(markets, span.last + 1)
     shape = span.last - span.first + 1, len(markets), len(markets[0].tickers)
@@ -121,18 +121,18 @@ def feature_table(markets: Sequence[Market], observation: str, span: Span) -> np
 
 
 def first_tradable_day(market: Market, config: TradingConfig) -> int:
-    """Return the index of the first day from which all features in use stay warm.
+    """Return the index of the first day from which all features in use are valid.
 
     If there is no such day, return the number of days; `split_spans` then refuses the training
     span.
     """
     num_days = len(market.dates)
     table = feature_table([market], config.observation, Span(0, num_days - 1))
-    warm = np.isfinite(table[0]).all(axis=1)
+    valid = np.isfinite(table[0]).all(axis=1)
     if config.turbulence_quantile > 0:
-        warm &= np.isfinite(turbulence(market.close))
-    # the day after the last day on which a feature is not warm
-    return num_days - int(warm[::-1].argmin())
+        valid &= np.isfinite(turbulence(market.close))
+    # the day after the last day on which a feature is not valid
+    return num_days - int(valid[::-1].argmin())
 
 
 # ---- tables
@@ -153,7 +153,7 @@ def market_tables(
     """Compute the tables that an environment reads, with one row per market and day.
 
     The row of a day is market * (number of days in the span) + day - span.first. Every indicator
-    must be warm on the first day of the span.
+    must be valid on the first day of the span.
 
     Returns:
         Features [rows, F] float32: the observation of a portfolio that is all cash.
@@ -177,7 +177,7 @@ def market_tables(
         gains[:, day] = changes[:, day] + discount * gains[:, day + 1]
     prices = [close, fill - fee, fill + fee, _tomorrow(close), gains, discount * _tomorrow(gains)]
     table = feature_table(markets, config.observation, span)
-    assert np.isfinite(table).all(), "the span starts before all indicators are warm"
+    assert np.isfinite(table).all(), "the span starts before all indicators are valid"
     table[:, :, 0] = 1.0 if config.observation == "relative" else config.initial_cash_usd
     turbulent = None
     if config.turbulence_quantile > 0:

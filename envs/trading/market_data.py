@@ -24,11 +24,13 @@ MAX_DROPPED_SHARE = 0.05
 MAX_LOT_USD = 1024.0
 TRADING_DAYS = 252  # trading days per year of a stock exchange
 COARSE_USD = 0.05  # below this price, fees of 10 bps are rounded by more than 1 %
-MAX_MOVE = 1.8  # larger changes from one open or close to the next may be errors or splits
+# If a price becomes more than this factor larger or smaller from one open or close to the next, the
+# reason may be an error in the file or a split.
+MAX_FACTOR = 1.8
 MAX_GAP_DAYS = 11  # largest accepted gap in calendar days; exchanges are rarely closed for longer
 
 MIN_SPAN_DAYS = 2  # a step needs 2 days: one to decide on orders, the next to value the result
-SHARES = (0.60, 0.15, 0.25)  # fractions of the days for training, validation and test
+SPLIT_FRACTIONS = (0.60, 0.15, 0.25)  # of the days, for training, validation and test
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,9 @@ def split_spans(dates: ndarray, config: DataConfig, *, first_tradable: int) -> S
     A configured date that is not a tradable day is moved to the nearest tradable day within its
     span. Without configured dates, training starts at `first_tradable`, the test span ends on the
     last day, and each span starts on the day after the previous span. If neither the end of a span
-    nor the start of the next is given, the two spans divide their days in proportion to SHARES. If
-    no validation date is given, and training and test leave too few days for validation, there is
-    no span "valid".
+    nor the start of the next is given, the two spans divide their days in proportion to
+    SPLIT_FRACTIONS. If no validation date is given, and training and test leave too few days for
+    validation, there is no span "valid".
 
     Raises: ValueError: a span is too short, outside the data, or overlaps the previous span.
     """
@@ -90,7 +92,7 @@ def split_spans(dates: ndarray, config: DataConfig, *, first_tradable: int) -> S
     # a span ends on its own end date, or else before the next start date; -1: neither is given
     train_end = days.get("train_end", days.get("valid_start", 0) - 1)
     valid_end = days.get("valid_end", days.get("test_start", 0) - 1)
-    train, valid, test = SHARES
+    train, valid, test = SPLIT_FRACTIONS
     if train_end < 0:
         end, rest = (last, 1.0) if valid_end < 0 else (valid_end, train + valid)
         train_end = _end_of_share(first, end, train / rest)
@@ -232,13 +234,13 @@ def _complete(bars: pd.DataFrame, missing: str, name: str) -> pd.DataFrame:
     blank = bars[NUMBERS].isna().any(axis=1)
     dropped, num_days = bars["date"][blank].unique(), bars["date"].nunique()
     if missing == "error" or len(dropped) > MAX_DROPPED_SHARE * num_days:
-        problem = f"missing or incomplete bar; {len(dropped)} of {num_days} days have such a bar"
+        problem = f"the bar is missing or incomplete, as on {len(dropped)} of {num_days} days"
         fix = "add the bars, remove the ticker, or use --data_missing drop, which drops at most "
         _refuse(bars, blank, problem, f"{fix}{MAX_DROPPED_SHARE:.0%} of the days")
     if len(dropped):
         _LOGGER.warning(
-            f"{name}: dropped {len(dropped)} of {num_days} days, because some ticker has no "
-            f"complete bar on them; the first is {dropped[0]:%Y-%m-%d}"
+            f"{name}: dropped {len(dropped)} of {num_days} days on which a ticker has no complete "
+            f"bar; the first is {dropped[0]:%Y-%m-%d}"
         )
         bars = bars[~bars["date"].isin(dropped)]
     after_gap = bars["date"].diff().dt.days > MAX_GAP_DAYS
@@ -272,11 +274,11 @@ def price_notes(market: Market, config: TradingConfig) -> list[str]:
         )
     path = np.stack([market.open, market.close], 1).reshape(-1, len(names))  # [2 D, n]
     factors = np.exp(np.diff(np.log(path), axis=0))
-    moves = np.argwhere(np.abs(np.log(factors)) > np.log(MAX_MOVE))
+    moves = np.argwhere(np.abs(np.log(factors)) > np.log(MAX_FACTOR))
     if len(moves):
         step, stock = moves[0]
         notes.append(
-            f"{len(moves)} jumps of a price by more than a factor of {MAX_MOVE}, the first on "
+            f"{len(moves)} jumps of a price by more than a factor of {MAX_FACTOR}, the first on "
             f"{market.dates[(step + 1) // 2]}: {names[stock]} times {factors[step, stock]:.3g}; "
             "correct wrong bars, and let adj_close contain every split"
         )

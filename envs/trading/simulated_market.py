@@ -140,7 +140,10 @@ def draw_news(rng: np.random.Generator, num_stocks: int) -> tuple[ndarray, ndarr
 
 
 def _scatter(day: ndarray, value: ndarray) -> ndarray:
-    """Return zeros [D, n], except for `value` [K, n] on the days `day` [K, n]."""
+    """Put the values [K, n] into a table [D, n] of zeros, on the days `day` [K, n].
+
+    Values on days outside the simulated period are discarded.
+    """
     calendar = np.zeros((NUM_DAYS, day.shape[1]), dtype=np.int8)
     inside = np.nonzero((day >= 0) & (day < NUM_DAYS))  # pairs (index along K, stock)
     calendar[day[inside], inside[1]] = value[inside]
@@ -298,7 +301,7 @@ def planted_outlook(bars: Market, first: int, market_edge: float) -> ndarray:
     transition, event, move, outlook_of = news_model()
     start = max(0, first - WARM_UP_DAYS)
     close = bars.close[start:]
-    # likelihood of each day's volume for each event, and of its return for each move
+    # likelihood of each day's volume given each event, and of each day's return given each move
     surprise = volume_surprise(bars.volume)[start:, None]
     distance = (surprise - EVENT_SIZE * DIRECTIONS) / SURPRISE_NOISE
     by_event = np.exp(-0.5 * distance**2) + BLUNDER  # [days, 3, k]

@@ -36,7 +36,7 @@ _KINDS: Any = tuple(ARGUMENTS)
 
 
 class RowFaultError(ValueError):
-    """Error: one row of a batch is invalid, or the whole batch if row is None.
+    """Raised if one row of a batch is invalid, or the whole batch: then `row` is None.
 
     The caller adds the environment's number to the message.
     """
@@ -163,8 +163,8 @@ class Leaf:
         is_narrowed = not (self.axes or np.can_cast(values.dtype, self.dtype))
         if is_narrowed and np.abs(values).max(initial=0) > FLOAT32_INTEGERS:
             log_once(
-                f"{name} has values above {FLOAT32_INTEGERS:,}, which lose digits: its space has "
-                f"type {self.space.dtype}; declare {values.dtype} there to keep them"
+                f"{name} has values above {FLOAT32_INTEGERS:,}, which float32 rounds: to keep all "
+                f"digits, declare {values.dtype} in its space, which has type {self.space.dtype}"
             )
         with np.errstate(over="ignore"):  # the caller refuses values that overflow to inf
             rows = values.astype(self.dtype)
@@ -280,23 +280,25 @@ class ActionDecoder:
         leaves = {path: s for path, s in _parts(target) if not isinstance(s, _NESTED)}
         parts = [*leaves.values()]
         self.paths = [*leaves]
-        self._ends = np.cumsum([math.prod(space.shape or ()) for space in parts])[:-1]
-        choices = [_choices(space) for space in parts]
-        if parts and all(pairs.size for pairs in choices):
+        # columns of a flat row at which its parts are divided
+        self._boundaries = np.cumsum([math.prod(space.shape or ()) for space in parts])[:-1]
+        choices = [_choices(space) for space in parts]  # each [2, D of the part]: starts, sizes
+        if parts and all(choice.size for choice in choices):
             self.start, self.sizes = np.concatenate(choices, axis=1)  # [D] each
             # lengths of the arrays in a mask: one array in all, one per space, or one per choice
-            by_space = [pairs[1].sum() for pairs in choices]
+            by_space = [sizes.sum() for _, sizes in choices]
             self.mask_lengths = [[self.sizes.sum()], by_space, self.sizes.tolist()]
             self.space = spaces.MultiDiscrete(self.sizes)
             if isinstance(target, spaces.Discrete):
                 self.space = spaces.Discrete(int(self.sizes[0]))
         elif all(isinstance(box, spaces.Box) and box.dtype.kind == "f" for box in parts):
-            ends = [[box.low.ravel(), box.high.ravel()] for box in parts]
-            self.bounds = bounds = np.concatenate(ends, axis=1).astype(np.float64)  # [2, A]
-            finite = np.isfinite(bounds).all(axis=0)
-            units = np.array([[-1.0], [1.0]])
-            self.low, self.high = np.where(finite, units, bounds)
-            low, high = np.where(finite, bounds, units)
+            lows_highs = [[box.low.ravel(), box.high.ravel()] for box in parts]
+            self.bounds = bounds = np.concatenate(lows_highs, axis=1).astype(np.float64)  # [2, A]
+            is_scaled = np.isfinite(bounds).all(axis=0)  # [A]
+            unit_bounds = np.array([[-1.0], [1.0]])
+            # bounds of the learner's actions, and the environment's values for -1 and 1
+            self.low, self.high = np.where(is_scaled, unit_bounds, bounds)
+            low, high = np.where(is_scaled, bounds, unit_bounds)
             self.scale = 0.5 * (high - low)
             self.offset = 0.5 * (high + low)
             self.space = spaces.Box(self.low.astype(np.float32), self.high.astype(np.float32))
@@ -349,7 +351,7 @@ class ActionDecoder:
 
     def __call__(self, actions: ndarray) -> Any:
         """Convert actions [count, ...] to a batch in the environment's action space."""
-        return _nested(self.target, iter(np.split(self.flat(actions), self._ends, axis=1)))
+        return _nested(self.target, iter(np.split(self.flat(actions), self._boundaries, axis=1)))
 
 
 def _nested(target: Space, parts: Iterator[ndarray]) -> Any:

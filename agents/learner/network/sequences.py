@@ -239,11 +239,11 @@ def state_after(
     """Return the state [N, S, H] after the last of the [T, N] steps.
 
     Only the last episode of each sequence affects this state. The arguments are as in
-    `run_sequence`; `starts` is a copy of `episode_start` on the host.
+    `run_sequence`; `starts` is a copy of `episode_start` on the CPU.
     """
     if resets_inside:
-        # One call is enough: only the last state is needed, so the step before an episode start can
-        # serve as reset step; its output is discarded.
+        # Turn the step before each episode start into a reset step, so that a single call processes
+        # the whole sequences. The outputs of these steps are lost, but only the last state is used.
         resets = torch.zeros_like(obs[..., :1])
         resets[:-1, :, 0] = episode_start[1:].to(obs.dtype)
         obs = obs.masked_fill(resets > 0.5, 0.0)  # zero inputs, as in `run_sequence`
