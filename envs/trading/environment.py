@@ -17,7 +17,7 @@ REWARD_SCALE = 1e-4  # reward per USD
 # names of the attributes that make up a snapshot
 STATE = ("keys", "episode", "row", "end_row", "cash", "value", "shares", "risk")
 RUIN_SHARE = 0.1  # an episode terminates if the value is below this fraction of the initial cash
-# Starts are drawn for this many later episodes at once: drawing many takes as long as drawing one.
+# Starts are drawn for this many later episodes in one call, which takes as long as drawing one.
 AHEAD = 32
 
 
