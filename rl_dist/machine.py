@@ -200,9 +200,12 @@ def host_memory() -> HostMemory:
 
     Memory that holds cached files counts as available.
     """
-    machine = psutil.virtual_memory()
-    total = machine.total
-    available = machine.available
+    installed = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError):  # /proc/meminfo is missing
+        machine = psutil.virtual_memory()
+        installed = machine.total
+        available = machine.available
+    total = installed
     for line in read_text("proc/self/cgroup").splitlines():
         _, controller, path = line.split(":", 2)
         if controller not in CGROUPS:
@@ -214,7 +217,7 @@ def host_memory() -> HostMemory:
         for folder in (group, *group.parents):
             with suppress(OSError, ValueError):  # the file is missing or contains "max"
                 limit, used = (int((folder / name).read_text()) for name in (limit_file, use_file))
-                if limit < machine.total:
+                if limit < installed:
                     lines = read_text(folder / "memory.stat").splitlines()
                     cached = int(dict(line.split() for line in lines).get(cache, 0))
                     total = min(total, limit)

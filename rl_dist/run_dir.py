@@ -209,7 +209,8 @@ class RunDir(AbstractContextManager["RunDir"]):
     def release(self) -> None:
         """Close the lock file in this process; other processes may still hold the lock."""
         if self.lock:
-            self.lock.close()
+            with suppress(OSError):  # an environment may have closed the file descriptor
+                self.lock.close()
         self.lock = None
 
     def __exit__(self, *exc_info: object) -> None:

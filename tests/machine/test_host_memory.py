@@ -50,3 +50,5 @@ def test_missing_files_of_the_kernel_mean_no_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "ROOT", tmp_path)
     assert host_memory().total == psutil.virtual_memory().total
     assert available_cores() == len(os.sched_getaffinity(0))
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    assert host_memory().available > 0
