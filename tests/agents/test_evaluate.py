@@ -149,6 +149,15 @@ def test_every_evaluation_on_the_test_span_of_real_prices_is_recorded(
     path.rmdir()
 
 
+def test_two_processes_record_one_look_at_the_test_span(runs):
+    looks = RunDir(runs / "csv_mlp").test_looks
+    command = start("-m", "agents.evaluate", runs / "csv_mlp", "--open_test", "--num_gpus=2")
+    _, errors = command.communicate(timeout=100)
+    assert command.returncode == 0, errors
+    assert len(looks.read_text().splitlines()) == 1
+    looks.unlink()
+
+
 def test_daily_figures_on_real_bars_add_up_to_the_table_and_equal_weight_is_known(runs):
     summary = summary_of(runs / "csv")["valid"]
     table = pd.read_csv(runs / "csv" / "evaluation" / "valid.csv")

@@ -221,3 +221,19 @@ def test_training_improves_the_policy(world, tmp_path):
     _, writer = run(scripted(job, [[(8, TRUNCATED)]] * NUM_ENVS, Sign), world)
     returns = [record["episode/return"] for record in writer.records]
     assert returns[0] < 3.0 and returns[-1] > 6.0  # the highest possible return is 8
+
+
+def test_a_resume_without_snapshots_starts_new_episodes(world, tmp_path):
+    seeds = []
+
+    class Noting(ScriptedEnv):
+        def reset(self, *, seed):
+            seeds.append(seed)
+            return super().reset()
+
+    job = scripted(
+        make_job("trading, clstm", tmp_path, iterations=3), [[(8, TRUNCATED)]] * NUM_ENVS, Noting
+    )
+    run(job, world, stop_at=2)
+    run(job, world, restore_from=tmp_path / "checkpoints" / "iteration_00000002.pt")
+    assert seeds[0] != seeds[-1] and len(set(seeds[-1])) == NUM_ENVS

@@ -10,6 +10,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from envs.vector.adapter import OneByOne, TorchVectorEnv
 from envs.vector.guards import EnvironmentFaultError
 from envs.vector.layout import Layout
+from envs.vector.spaces import ActionDecoder
 from rl_dist.errors import UserError
 
 NESTED = spaces.Dict(
@@ -205,6 +206,11 @@ def test_masks_and_the_last_action_and_reward_are_parts_of_the_row():
     obs, _, _, truncated, info = env.step(action)
     assert truncated.all() and obs[0, 1:].tolist() == mask + [0] * 8
     assert info["final_obs"][0, 1:].tolist() == ALL + [*seen, 3.0]
+
+
+def test_the_previous_action_is_an_input_as_the_environment_received_it():
+    decoder = ActionDecoder(spaces.Box(-2.0, 2.0, (2,)), "of this test")
+    assert decoder.encode(np.array([[3.0, -0.5]])).tolist() == [[1.0, -0.5]]
 
 
 PAIR = spaces.Tuple([spaces.Discrete(2), spaces.MultiDiscrete([2, 3])])
