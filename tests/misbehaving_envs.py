@@ -132,6 +132,15 @@ class Wide(Saved):
         return 1.7e9 + np.array([self.walk, self.age])
 
 
+class Measured(Misbehaving):
+    """A walk that reports a metric at every step."""
+
+    def step(self, action):
+        *outcome, info = super().step(action)
+        return *outcome, info | {"metrics": {"number": 1.0}}
+
+
+gymnasium.register("Measured-v0", entry_point=Measured)
 gymnasium.register("Wide-v0", entry_point=Wide)
 gymnasium.register("Misbehaving-v0", entry_point=Misbehaving)
 gymnasium.register("MisbehavingSaved-v0", entry_point=Saved)

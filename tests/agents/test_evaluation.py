@@ -219,3 +219,17 @@ def test_intervals_contain_the_differences_and_are_reproducible(num_markets):
     if num_markets > 1:
         width = 2 * 1.96 * differences.std() / math.sqrt(num_markets)
         assert high - low == pytest.approx(width, rel=0.15)
+
+
+def test_the_state_of_an_agent_stays_in_its_trial(monkeypatch):
+    class Remembering:
+        calls = 0
+
+    def run(agent, rows):
+        agent.calls += 1
+        return {"calls": [agent.calls] * len(rows)}
+
+    trial = Trial(agents={"one": Remembering()}, count=2, run=run)
+    for _ in range(2):
+        (results,) = run_on_ranks(functools.partial(run_trial, trial), 1, monkeypatch)
+        assert results["one"]["calls"].tolist() == [1, 1]

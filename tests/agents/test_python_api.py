@@ -336,3 +336,15 @@ def test_the_package_offers_its_names_and_its_import_is_light():
     assert all(getattr(agents, name) for name in agents.__all__)
     code = "import agents, sys; sys.exit('torch' in sys.modules or len(sys.modules) > 200)"
     assert not subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode
+
+
+def test_an_episode_start_clears_the_previous_action(tmp_path):
+    env_id, kind, inputs = CASES[2]
+    rows, single = make_vector_env(env_id, 1, **inputs), gymnasium.make(env_id)
+    extras = rows.layout.parts[len(make_vector_env(env_id, 1).layout.parts) :]
+    spaces_of_env = single.observation_space, single.action_space
+    policy = LoadedPolicy(make_agent(small(policy=kind), *spaces_of_env, tmp_path, extras))
+    obs, _ = single.reset(seed=3)
+    _, fresh = policy.predict(obs)
+    _, again = policy.predict(obs, fresh, np.array([True]))
+    np.testing.assert_allclose(again[0], fresh[0], atol=1e-7)

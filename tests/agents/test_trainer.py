@@ -7,6 +7,7 @@ import torch
 from agents_ranks import (
     JOBS,
     NUM_ENVS,
+    NUM_STEPS,
     STEPS_PER_ITERATION,
     Recording,
     make_job,
@@ -15,10 +16,13 @@ from agents_ranks import (
 )
 from scripted_env import TERMINATED, TRUNCATED, ScriptedEnv
 
+from agents.learner.callbacks import UserCallbacks
 from agents.learner.settings import PPOConfig
+from envs.trading.environment import TradingVectorEnv
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.process_group.world import StopFlag
 from rl_dist.resume_check import differences
+from rl_dist.run_dir import RunDir
 from rl_dist.telemetry.metrics import NullWriter
 
 
@@ -237,3 +241,35 @@ def test_a_resume_without_snapshots_starts_new_episodes(world, tmp_path):
     run(job, world, stop_at=2)
     run(job, world, restore_from=tmp_path / "checkpoints" / "iteration_00000002.pt")
     assert seeds[0] != seeds[-1] and len(set(seeds[-1])) == NUM_ENVS
+
+
+def test_restarts_before_a_resume_are_not_counted_again(world, tmp_path, monkeypatch):
+    job = make_job("trading, clstm", tmp_path, iterations=3)
+    run(job, world, stop_at=2)
+    monkeypatch.setattr(TradingVectorEnv, "restarts", [1] * NUM_ENVS)
+    saved = tmp_path / "checkpoints" / "iteration_00000002.pt"
+    _, writer = run(job, world, restore_from=saved)
+    assert writer.records[0]["env/restarts"] == 0
+
+
+def test_metrics_of_the_warm_up_are_not_in_the_first_record(world, tmp_path):
+    class Counting(ScriptedEnv):
+        steps = 0
+
+        def step(self, actions):
+            self.steps += 1
+            return super().step(actions)
+
+        def take_metrics(self):
+            taken, self.steps = self.steps, 0
+            return {"steps": (taken, 1)}
+
+    job = make_job("trading, clstm", tmp_path, iterations=1)
+    _, writer = run(scripted(job, [[(8, TRUNCATED)]] * NUM_ENVS, Counting), world)
+    assert writer.records[0]["env/steps"] == NUM_STEPS
+
+
+def test_training_stops_at_a_metric_that_equals_the_limit(world, tmp_path):
+    callbacks = UserCallbacks({}, RunDir(tmp_path), None, world, ("valid/return", 500.0))
+    reasons = [callbacks.on_iteration({"valid/return": value}) for value in (499.0, 500.0)]
+    assert reasons == ["", "valid/return 500 has reached 500"]

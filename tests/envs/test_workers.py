@@ -245,3 +245,9 @@ def test_an_environment_that_cannot_be_made_leaves_no_traceback_of_a_worker():
     )
     out, err = run_in(REPO, "-c", code)
     assert "nowhere" in out and not err
+
+
+def test_metrics_are_summed_over_the_workers(make):
+    env = make(2, env_id="misbehaving_envs:Measured-v0")
+    play(env, 2)
+    assert env.take_metrics() == {"number": (14.0, 14)}

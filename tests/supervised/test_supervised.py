@@ -312,3 +312,12 @@ def test_a_resume_that_would_overwrite_or_that_differs_is_refused(world, tmp_pat
     ):
         with pytest.raises((UserError, RuntimeError), match=words):
             Fitted(world, tmp_path, **{"resume": True, "epochs": 4} | options)
+
+
+def test_an_evaluation_leaves_the_mode_of_the_module(world):
+    fitted = Fitted(world, epochs=1)
+    held_out = DataLoader(blobs(8), batch_size=4)
+    for is_training in (True, False):
+        fitted.module.train(is_training)
+        evaluate(fitted.module, held_out, CRITERION, fitted.strategy)
+        assert fitted.module.training == is_training
