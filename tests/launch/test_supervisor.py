@@ -89,7 +89,8 @@ LEAVE = "signal.signal({0}, lambda *_: leave(128 + {0}))\n"
     ],
 )
 def test_stop_signals_are_passed_on_and_a_second_one_ends_it(signals, code, exit_code, says):
-    job, child = supervise(code + WAIT)
+    job, child = supervise(code + "print('handles signals', flush=True)\n" + WAIT)
+    assert job.stdout.readline() == "handles signals\n"
     for name in signals:
         assert job.poll() is None
         job.send_signal(signal.Signals[name])
