@@ -72,11 +72,11 @@ class LoadedPolicy:
 
     def predict(
         self,
-        observation: Any,
+        observation: object,
         state: State | None = None,
         episode_start: np.ndarray | None = None,
         deterministic: bool = True,
-        action_masks: Any = None,
+        action_masks: object = None,
         reward: np.ndarray | float = 0.0,
     ) -> tuple[Any, State]:
         """Return the action for one observation or a batch, and the next state.
@@ -156,7 +156,7 @@ class LoadedPolicy:
             )
         return state
 
-    def _masks(self, masks: Any, count: int) -> np.ndarray:
+    def _masks(self, masks: object, count: int) -> np.ndarray:
         """Return action masks as rows [B, choices]; None allows all choices."""
         size = self._extras.get(MASK_KEY, 0)
         if masks is None:
@@ -232,7 +232,7 @@ def train(
     on_evaluation: Callback | None = None,
     on_checkpoint: Callback | None = None,
     quiet: bool = False,
-    **settings: Any,
+    **settings: object,
 ) -> TrainedRun:
     """Train as train_distributed.py does when given the same flags.
 

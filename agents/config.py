@@ -145,7 +145,7 @@ class RunConfig:
         return saved_form(self)
 
     @staticmethod
-    def from_dict(saved: Any) -> "RunConfig":
+    def from_dict(saved: object) -> "RunConfig":
         """Build the configuration from the result of `to_dict`."""
         return RunConfig(**read_sections(SECTIONS, saved))
 

@@ -234,7 +234,7 @@ def run_episodes(
         For each episode, its return, its length, the number of its repetitions, and 1 if it was cut
         off, else 0.
     """
-    env: Any = task.training_env(len(numbers), numbers.start)
+    env = task.training_env(len(numbers), numbers.start)
     obs, _ = env.reset(seed=seeds(numbers.start, len(numbers)))
     shape = 3, len(numbers)
     total, length, repeats = torch.zeros(shape, dtype=torch.float64, device=obs.device)

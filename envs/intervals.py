@@ -1,7 +1,5 @@
 """Confidence intervals by the bootstrap."""
 
-from typing import Any
-
 import numpy as np
 
 RESAMPLES = 2000  # number of bootstrap samples
@@ -19,7 +17,7 @@ def mean_interval(samples: np.ndarray | list[float]) -> Interval:
     return interval(np.mean(samples), draws.mean(axis=1))
 
 
-def interval(mean: Any, draws: np.ndarray) -> Interval:
+def interval(mean: float | np.floating, draws: np.ndarray) -> Interval:
     """Return a mean with the 95 % interval of its bootstrap draws."""
     low, high = np.quantile(draws, ENDS).tolist()
     return {"mean": float(mean), "low": low, "high": high}

@@ -57,7 +57,7 @@ class Filmed:
         print(f"first episode: {path}")
 
 
-def picture(drawn: Any) -> Image.Image:
+def picture(drawn: object) -> Image.Image:
     """Convert a picture that `render` returned; floats from 0 to 1 become 0 to 255."""
     array = np.asarray(drawn)
     with suppress(IndexError, TypeError, ValueError):

@@ -24,7 +24,7 @@ class Stopped(Interruption):
     """Raised by a stop signal during an evaluation."""
 
 
-def _stop(signum: int, frame: Any) -> None:
+def _stop(signum: int, frame: object) -> None:
     stop_flag.replace(signal.SIG_DFL)
     stop_flag.signum = signum  # shows the launcher that the signal reached this host
     raise Stopped(signum)

@@ -16,7 +16,7 @@ from rl_dist.process_group.world import World, connection_broke
 from rl_dist.run_dir import RunDir
 from rl_dist.telemetry.metrics import without_nan
 
-Callback = Callable[["Moment"], Any]  # returns False to stop training
+Callback = Callable[["Moment"], object]  # returns False to stop training
 Callbacks = Mapping[str, Callback | None]  # keys are the values of `Moment.kind`
 
 

@@ -219,7 +219,7 @@ class Trials:
         sizes = shard_sizes(config.train, self.world.rank, self.world.size)
         device = self.world.device
         task = config.prepare_task(self.world.heartbeat, str(device))
-        env: Any = task.training_env(sizes.num_envs, sizes.env_offset)
+        env = task.training_env(sizes.num_envs, sizes.env_offset)
         try:
             policy = Policy(config.policy, env.layout, env.single_action_space).to(device)
             controller = PolicyController(policy, nn.Identity())

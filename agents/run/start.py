@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agents.config import RunConfig, empty_policy, probe, with_threads
 from agents.learner.network.own_core import make_core, try_core
@@ -68,7 +68,7 @@ class Outcome(NamedTuple):
     run_dir: Path
 
 
-def start(parsed: ParsedFlags, run_rank: Callable[..., int], *arguments: Any) -> Outcome:
+def start(parsed: ParsedFlags, run_rank: Callable[..., int], *arguments: object) -> Outcome:
     """Start the run that the flags describe; return how it ended.
 
     The directory of a new run that fails during its first iteration is removed.

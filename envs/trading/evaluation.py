@@ -1,8 +1,7 @@
 """Let policies and rules trade; compare them with an equal-weight portfolio."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -38,7 +37,9 @@ COLUMNS = (  # columns of the printed table; simulated markets use only the firs
 # ---- one pass over markets
 
 
-def run_markets(env: TradingVectorEnv, agent: Agent, heartbeat: Any) -> dict[str, list]:
+def run_markets(
+    env: TradingVectorEnv, agent: Agent, heartbeat: Callable[[], None]
+) -> dict[str, list]:
     """Trade once through all markets; ruined portfolios keep their last value.
 
     Returns:

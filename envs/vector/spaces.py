@@ -139,7 +139,7 @@ class Leaf:
         """Return this part of a nested observation."""
         return reduce(getitem, self.path, nested)
 
-    def encode(self, raw: Any, count: int) -> ndarray:
+    def encode(self, raw: object, count: int) -> ndarray:
         """Encode raw values [count, ...] as a new array [count, n]."""
         if self.masked:
             rows = self.masked.flat_masks(raw, count)
@@ -311,7 +311,7 @@ class ActionDecoder:
         # Size of an action mask: one number per option, or 0 if actions are not choices.
         self.mask_size = int(self.sizes.sum())
 
-    def flat_masks(self, masks: Any, count: int) -> ndarray:
+    def flat_masks(self, masks: object, count: int) -> ndarray:
         """Flatten a batch of action masks, or a list of single masks, to [count, n] float32.
 
         A mask is one array, or nested like the action space; a tuple may hold a mask per choice.
