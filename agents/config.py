@@ -221,7 +221,9 @@ def probe(task: Task) -> TorchEnv:
     env = task.probe_env()
     env.close()
     space = env.single_action_space
-    if isinstance(space, spaces.Box) and not ((space.low == -1) & (space.high == 1)).all():
+    is_box = isinstance(space, spaces.Box)
+    # If the Gymnasium spaces are known, an exported policy scales and clips actions by itself.
+    if is_box and not env.spaces_json and not ((space.low == -1) & (space.high == 1)).all():
         raise UserError(
             f"the actions of a TorchEnv must be Box(-1, 1), but are {space}: scale and clip them "
             "in its step"

@@ -71,15 +71,15 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
             training,
             writer,
             stop_flag,
-            UserCallbacks(
+            callbacks=UserCallbacks(
                 named_callbacks(run.config.train) or callbacks,
                 run.directory,
                 training.policy,
                 world,
                 run.config.train.stop,
             ),
-            partial(validate, task) if run.config.validates else None,
-            f"valid/{task.scored_by}",
+            validate=partial(validate, task) if run.config.validates else None,
+            scored_by=f"valid/{task.scored_by}",
         )
         world.set_phase("closing of loggers and environments")
         writer.close()

@@ -221,8 +221,9 @@ class Task(Protocol):
         raise NotImplementedError
 
 
-# Gymnasium id, or another name -> task, as module:name of a function of TaskSettings. A module of
-# the user's may add a task: `--env my_module:MyTask-v0` imports it before the name is looked up.
+# Gymnasium id, or another name -> module:name of a class or function that makes the task from
+# TaskSettings. A module of the user's may add a task: `--env my_module:MyTask-v0` imports it before
+# the name is looked up.
 TASKS = {TRADING_ID: "envs.trading.task:TradingTask"}
 GYM_TASK = "envs.gym_task:GymTask"  # the task of all names that are not in TASKS
 

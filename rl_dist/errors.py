@@ -223,27 +223,27 @@ def refuse_restarts() -> None:
     torchrun restarts failed ranks, regardless of their exit code. This function creates a marker
     file; restarted ranks find this file and exit.
     """
-    if mark := _mark("../refused"):
+    if mark := _mark("refused", every_start=True):
         with suppress(OSError):
             mark.touch()
 
 
 def restarts_refused() -> bool:
     """Return True if a rank on this machine has already called `refuse_restarts`."""
-    mark = _mark("../refused")
+    mark = _mark("refused", every_start=True)
     return mark is not None and mark.exists()
 
 
-def _mark(name: str) -> Path | None:
+def _mark(name: str, *, every_start: bool = False) -> Path | None:
     """Return the path of a marker file that torchrun's ranks on this machine share.
 
-    Without torchrun, return None. The file is in the folder of one start. A file whose name begins
-    with ../ is in the folder above, where restarted ranks find it, too.
+    Without torchrun, return None. By default, restarted ranks use a new marker file; with
+    `every_start`, they use the same file as before.
     """
     start = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     if not start.name.startswith("attempt_"):
         return None
-    return start / name
+    return (start.parent if every_start else start) / name
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -98,7 +98,7 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
         task = config.prepare_task(world.heartbeat, str(world.device))
         if options.data or not Path(config.data.data).exists():
             check_data(config, task)
-        figures, text = test(
+        figures, text = run_tests(
             task,
             {name: PolicyController(a.policy, a.normalizer) for name, a in loaded.items()},
             EvaluationOptions(
@@ -119,7 +119,7 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
         Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def test(
+def run_tests(
     task: Task, agents: dict[str, PolicyController], options: EvaluationOptions, world: World
 ) -> Report:
     """Run all trials of an evaluation on all ranks; return a summary, and a text to print."""
@@ -176,16 +176,16 @@ def evaluate_and_finish(run: Run, task: Task, training: Training) -> int:
     world = training.world
 
     def work() -> None:
-        summary: Report = ({}, "no final test: --eval_episodes is 0")
+        report: Report = ({}, "no final test: --eval_episodes is 0")
         if config.task.eval_episodes:
             agents = {"policy": PolicyController(training.policy, training.normalizers.obs)}
             if task.tests_best and (best := best_agent(run, training)):
                 agents["best"] = best
             picture = run.directory.picture("equity")
             options = options_of(training, EVALUATION_STREAM, picture=picture, after_training=True)
-            summary = test(task, agents, options, world)
+            report = run_tests(task, agents, options, world)
         if world.is_main_process:
-            finish(run, task, training, *summary)
+            finish(run, task, training, *report)
 
     world.set_phase("final evaluation")
     return until_stopped(work, world, run.path)

@@ -131,7 +131,7 @@ class LoadedAgent:
     path: Path
     directory: RunDir  # run directory; for a copied checkpoint, the folder that contains it
     spaces_json: str  # the environment's spaces as JSON; "" for the trading environment
-    counts: Counts = Counts(global_step=0, episodes=0)  # how long the policy was trained
+    counts: Counts  # how long the policy was trained
 
     @property
     def spaces(self) -> tuple[spaces.Space, spaces.Space]:

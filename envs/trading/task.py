@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -109,6 +109,16 @@ class TradingTask(Task):
         first_tradable = first_tradable_day(self.sample, self.trading)
         return split_spans(self.sample.dates, self.data, first_tradable=first_tradable)
 
+    @cached_property
+    def validation_markets(self) -> Sequence[Market]:
+        """The markets of all validations."""
+        return self.markets("valid")
+
+    @cached_property
+    def test_markets(self) -> Callable[[int | None], Sequence[Market]]:
+        """Return the markets of a test, given their number; simulate them only once."""
+        return cache(partial(self.markets, "test"))
+
     def markets(self, purpose: str, count: int | None = None) -> Sequence[Market]:
         """Return the real market, or `count` simulated markets for one purpose."""
         if self.real is not None:
@@ -189,13 +199,13 @@ class TradingTask(Task):
 
     @cached_property
     def _run_validation(self) -> RunAgent:
-        return self.trial_runner(self.markets("valid"), self.spans["valid"])
+        return self.trial_runner(self.validation_markets, self.spans["valid"])
 
     def validation(self, agent: TrainedAgent, options: EvaluationOptions) -> Validation | None:
         """Return a pass over the validation span, which costs the same at any time of a run."""
         if "valid" not in self.spans:
             return None
-        markets = self.markets("valid")
+        markets = self.validation_markets
         year = days_per_year(markets[0].dates)
 
         def figures(records: Records) -> dict[str, float]:
@@ -235,7 +245,7 @@ class TradingTask(Task):
             traders["reference"] = follow(partial(reference, market_edge=edge))
             traders["memoryless rule"] = follow(memoryless)
         traders[EQUAL_WEIGHT] = buy_equal_weight
-        markets = self.markets("test", options.num_worlds)
+        markets = self.test_markets(options.num_worlds)
         return {
             name: Trial(agents=traders, count=len(markets), run=self.trial_runner(markets, span))
             for name, span in self._tested_spans(options).items()
@@ -269,7 +279,7 @@ class TradingTask(Task):
         simulated = self.real is None
         directory = options.directory
         picture = options.picture or directory.picture("evaluation")
-        markets = self.markets("test", options.num_worlds)
+        markets = self.test_markets(options.num_worlds)
         spans = self._tested_spans(options)
         summaries: dict = {}
         text = ""

@@ -16,9 +16,11 @@ from agents.config import RunConfig
 from agents.learner.network.inputs import Normalizers
 from agents.learner.policy import Policy
 from agents.run.saved import LoadedAgent
+from envs.task import Counts
 from envs.vector.layout import Layout, Part
 from envs.vector.space_json import to_json
 from envs.vector.spaces import ActionDecoder, ObservationEncoder
+from rl_dist.run_dir import RunDir
 
 VECTOR = spaces.Box(-np.inf, np.inf, (4,), np.float32)
 IMAGES = spaces.Dict(  # a list keeps its order; Gymnasium sorts the keys of a dict
@@ -63,7 +65,11 @@ def make_agent(config, observation, action, folder, extras=()):
     path = folder / "best.pt"
     path.write_bytes(b"stands for a checkpoint")
     saved = to_json(observation, action)
-    return LoadedAgent(policy, normalizer, RunConfig(policy=config), 3, path, folder, saved)
+    counts = Counts(global_step=0, episodes=0)
+    directory = RunDir(folder)
+    return LoadedAgent(
+        policy, normalizer, RunConfig(policy=config), 3, path, directory, saved, counts
+    )
 
 
 def agent_of(form, folder, extras=()):
