@@ -200,7 +200,7 @@ def test_a_finished_run_that_continues_deletes_its_summary(run_dir, monkeypatch)
     assert train_here("--resume", run_dir) == 0
     assert (run_dir / "summary.json").read_text() == summary
 
-    def killed_while_training(*_):
+    def killed_while_training(*_, **__):
         raise ValueError("killed")
 
     monkeypatch.setattr(rank, "train", killed_while_training)
