@@ -49,7 +49,7 @@ def make_vector_env(
             as "sync". For CartPole-v1, "auto" uses this project's vector version.
         heartbeat: called before each single environment is made. TorchVectorEnv also calls it to
             report progress.
-        options: values for other fields of TorchVectorEnv.
+        options: values of further TorchVectorEnv fields, by name.
 
     Raises:
         ValueError: the environment is unknown or cannot be made.
@@ -82,7 +82,7 @@ def make_vector_env(
     options |= {"env_id": env_id, "make": make, "heartbeat": heartbeat}
     one_by_one = vectorization == "sync" or options.get("env_restarts") or options.get("info_mask")
     with _one_line(env_id):
-        if spec.vector_entry_point and not one_by_one and _seeds_each(make_batch):
+        if spec.vector_entry_point and not one_by_one and _can_seed_each(make_batch):
             batch = make_batch(num_envs=num_envs)
         else:
             batch = [make() for _ in range(num_envs)]
@@ -99,7 +99,7 @@ def make_vector_env(
 
 
 def _without_limit(env: gymnasium.Env) -> gymnasium.Env:
-    """Remove the outermost TimeLimit wrapper, which `gymnasium.make` has added."""
+    """Return the environment without its outermost TimeLimit, which `gymnasium.make` added."""
     if isinstance(env, TimeLimit):
         return env.env
     if isinstance(env, gymnasium.Wrapper):
@@ -108,7 +108,7 @@ def _without_limit(env: gymnasium.Env) -> gymnasium.Env:
 
 
 def import_home(env_id: str) -> str:
-    """Import the module of `module:id`, if any; return the id."""
+    """Return the id without `module:`; import the module first if one is given."""
     module, _, name = env_id.rpartition(":")
     if module:
         with _one_line(env_id):
@@ -117,7 +117,11 @@ def import_home(env_id: str) -> str:
 
 
 def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
-    """Return Gymnasium's spec of an id or `module:id`; unknown ids raise ValueError."""
+    """Return Gymnasium's spec of an id or `module:id`.
+
+    Raises:
+        ValueError: the module cannot be imported, or the id is not registered.
+    """
     name = import_home(env_id)
     with _one_line(env_id):
         try:
@@ -132,7 +136,10 @@ def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
 
 @contextmanager
 def _one_line(env_id: str) -> Iterator[None]:
-    """Turn any error raised while making an environment into a one-line ValueError."""
+    """Turn an error raised while making an environment into a one-line ValueError.
+
+    An interruption by the user or by a signal handler is raised unchanged.
+    """
     try:
         yield
     except BaseException as error:
@@ -142,13 +149,14 @@ def _one_line(env_id: str) -> Iterator[None]:
         raise ValueError(f"environment {env_id!r} cannot be made: {reason}") from error
 
 
-def _seeds_each(make_batch: Callable[..., Any]) -> bool:
-    """Return whether a batch supports SAME_STEP and accepts a list of seeds."""
+def _can_seed_each(make_batch: Callable[..., Any]) -> bool:
+    """Return whether a batch supports SAME_STEP and seeds each environment separately."""
     try:
         env = make_batch(num_envs=2)
-        first, second = env.reset(seed=[11, 11])[0]
+        # Two environments with the same seed must start with the same observation.
+        first_obs, second_obs = env.reset(seed=[11, 11])[0]
         env.close()
     except Exception:  # a batch that does not support a list of seeds may raise any error
         return False
     same_step = env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
-    return same_step and np.array_equal(first, second)
+    return same_step and np.array_equal(first_obs, second_obs)

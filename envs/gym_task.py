@@ -1,4 +1,4 @@
-"""The task of any Gymnasium environment: train on it, score by the return of episodes."""
+"""The task of any Gymnasium environment; a policy is scored by its mean return."""
 
 import json
 from dataclasses import dataclass, replace
@@ -29,10 +29,10 @@ from envs.vector.guards import EnvironmentFaultError
 from envs.vector.layout import TorchEnv
 from rl_dist.errors import UserError, printable
 
-BUDGET = 10  # by default, validation takes at most one in this many environment steps of training
+BUDGET = 10  # by default, all validations together take at most 1/10 of the training's steps
 FEWEST_EPISODES = 5  # by default, the smallest number of episodes in a validation
-# A longer episode is cut off. In tasks whose episodes are short or never end, so is an episode that
-# is much longer than those in training: see `episode_limit`.
+# Evaluation cuts off every episode after this many steps. If training episodes are short or never
+# end, `episode_limit` returns a smaller number.
 MAX_EPISODE_STEPS = 100_000
 FIGURES = (
     "return", "return_std", "return_min", "length", "episodes_cut", "episodes", "env_restarts",
@@ -60,7 +60,7 @@ class GymTask(Task):
 
     @property
     def solved_at(self) -> float | None:  # type: ignore[override]
-        """Return the return from which the registration calls the task solved, if any."""
+        """Mean return at which the task is solved, according to its registration, if any."""
         return find_spec(self.settings.task.env).reward_threshold
 
     # ---- environments
@@ -72,7 +72,7 @@ class GymTask(Task):
         names = ("vectorization", "info_mask", "previous_action", "previous_reward")
         options: dict = {name: getattr(config, name) for name in names}
         options["env_kwargs"] = config.kwargs()
-        others: dict = {
+        common: dict = {  # arguments of both WorkerEnv and make_vector_env
             "env_id": config.env,
             "env_offset": env_offset,
             "device": settings.device,
@@ -84,20 +84,22 @@ class GymTask(Task):
             from envs.workers.env import WorkerEnv
 
             workers, groups = config.env_workers, config.env_groups
-            return WorkerEnv(num_envs, workers, groups, options, **others)
-        return make_vector_env(num_envs=num_envs, end=settings.end, **options, **others)
+            return WorkerEnv(num_envs, workers, groups, options, **common)
+        return make_vector_env(num_envs=num_envs, end=settings.end, **options, **common)
 
     def probe_env(self) -> TorchEnv:
         """Make one environment in this process, to read its spaces."""
         return self.changed(env_workers=0).training_env(1)
 
     def changed(self, **changes: Any) -> "GymTask":
-        """Return a copy with other values of TaskConfig."""
+        """Return a copy of this task in which some fields of TaskConfig have other values."""
         config = replace(self.settings.task, **changes)
         return GymTask(replace(self.settings, task=config))
 
     def try_evaluation_env(self, env_offset: int) -> None:
-        """Make one evaluation environment beside the training's, to fail before any work.
+        """Make one evaluation environment while the training environments exist, then close it.
+
+        If this is impossible, the run fails before it trains, not at its first validation.
 
         Raises:
             UserError: the environment cannot be made.
@@ -114,17 +116,17 @@ class GymTask(Task):
     # ---- validation and test
 
     def validation(self, agent: TrainedAgent, options: EvaluationOptions) -> Validation | None:
-        """Return validation episodes; None if the budget allows too few.
+        """Return the trial of a validation; None if the budget allows too few episodes.
 
-        With `options.within_budget`, all validations of a run together take at most a tenth as many
-        environment steps as its training, so they have fewer episodes.
+        With `options.within_budget`, all validations of a run together take at most a tenth of the
+        environment steps of its training. This limits the number and length of their episodes.
         """
         counts = options.counts
         num_episodes = self.settings.task.eval_episodes
         max_steps = episode_limit(counts)
-        used = counts.validated
+        validated = counts.validated
         if options.within_budget:
-            budget = counts.global_step // BUDGET - used["steps"]
+            budget = counts.global_step // BUDGET - validated["steps"]
             affordable = budget // self._expected_length(counts)
             if affordable < min(FEWEST_EPISODES, num_episodes):
                 return None
@@ -133,12 +135,12 @@ class GymTask(Task):
 
         def figures(records: Records) -> dict[str, float]:
             record = records["policy"]
-            # All environments are stepped until the longest episode has ended; the length of a
-            # repeated episode does not include the steps before its repetition.
+            # All environments are stepped until the longest episode has ended. The length of a
+            # repeated episode omits the steps before the repetition, so assume the maximum then.
             length = max_steps if record["repeats"].any() else int(record["length"].max())
-            used["steps"] += num_episodes * length
-            used["longest"] = max(length, used["longest"])
-            return episode_figures(record) | {"total_steps": used["steps"]}
+            validated["steps"] += num_episodes * length
+            validated["longest"] = max(length, validated["longest"])
+            return episode_figures(record) | {"total_steps": validated["steps"]}
 
         return Validation(
             agents={"policy": agent},
@@ -148,7 +150,7 @@ class GymTask(Task):
         )
 
     def _expected_length(self, counts: Counts) -> int:
-        """Return a length that the next validation episodes will hardly exceed."""
+        """Return a number of steps that the next validation episodes are unlikely to exceed."""
         mean = counts.global_step // counts.episodes if counts.episodes else 100
         longest = counts.validated["longest"]
         length = 2 * max(longest, mean) if longest else 10 * mean
@@ -159,9 +161,9 @@ class GymTask(Task):
         return length if limit in (None, -1) else min(limit, max(length, 1000))
 
     def tests(self, agents: TrainedAgents, options: EvaluationOptions) -> dict[str, Trial]:
-        """Return the test episodes and, if asked for, an episode to film before them."""
+        """Return the trial of the test episodes; with `options.video`, first film one episode."""
         trials: dict[str, Trial] = {}
-        if options.video:  # comes first, because it fails if the environment cannot draw
+        if options.video:  # first, because it fails if the environment cannot render
             trials["video"] = self._video(agents["policy"], options.seeds, options.video)
         limit = episode_limit(options.counts)
         if options.after_training and options.writes:
@@ -171,8 +173,8 @@ class GymTask(Task):
         return trials
 
     def _video(self, agent: TrainedAgent, seeds: Seeds, folder: Path) -> Trial:
-        """Return a trial that saves pictures of the first episode in a folder."""
-        from envs.pictures import Filmed  # late: matplotlib takes 0.5 s
+        """Return a trial that saves a GIF of the first episode in a folder."""
+        from envs.pictures import Filmed  # imported late: importing matplotlib takes 0.5 s
 
         task = self.changed(
             env_kwargs=json.dumps(self.settings.task.kwargs() | {"render_mode": "rgb_array"}),
@@ -207,10 +209,10 @@ class GymTask(Task):
         return text
 
     def report(self, results: Results, options: EvaluationOptions) -> Report:
-        """Return the figures of each policy on the same episodes, also as text."""
-        names = {"policy": "test"} if options.after_training else {}
+        """Return statistics of each policy's test episodes, as a dict and as text."""
+        labels = {"policy": "test"} if options.after_training else {}
         figures = {
-            names.get(name, name): episode_figures(record)
+            labels.get(name, name): episode_figures(record)
             for name, record in results["episodes"].items()
         }
         line = (
@@ -224,11 +226,11 @@ class GymTask(Task):
 def run_episodes(
     task: GymTask, seeds: Seeds, max_steps: int, agent: Agent, numbers: range
 ) -> dict[str, list[float]]:
-    """Run the evaluation episodes with these numbers.
+    """Run the evaluation episodes with the given numbers.
 
     Each episode has its own environment and depends only on the seeds and its number. If an
-    environment is restarted after a fault, its episode is repeated. Episodes that still run after
-    `max_steps` steps are cut off.
+    environment is restarted after a fault, its episode is repeated from the start. An episode that
+    has not ended after `max_steps` steps is cut off.
 
     Returns:
         For each episode, its return, its length, the number of its repetitions, and 1 if it was cut
@@ -239,15 +241,17 @@ def run_episodes(
     shape = 3, len(numbers)
     total, length, repeats = torch.zeros(shape, dtype=torch.float64, device=obs.device)
     alive = start = length == 0  # [B], all True
-    restarts = repeats  # restarts of each environment
+    restarts = repeats  # number of restarts of each environment, [B]
     for _ in range(max_steps):
         if not alive.any():
             break
         obs, rewards, terminated, truncated, info = env.step(agent(env, obs, start))
         task.settings.heartbeat()
-        before, restarts = restarts, torch.tensor(env.restarts, device=obs.device)
-        repeated = alive & (restarts > before)
+        restarts_before = restarts
+        restarts = torch.tensor(env.restarts, device=obs.device)
+        repeated = alive & (restarts > restarts_before)
         repeats = repeats + repeated
+        # A repeated episode starts again with return 0 and length 0.
         total = (total + info.get("raw_rewards", rewards) * alive) * ~repeated
         length = (length + alive) * ~repeated
         start = terminated | truncated

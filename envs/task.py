@@ -1,7 +1,7 @@
 """The flags that choose a task, and the interface that all tasks implement.
 
-A task is what a run trains on and how the trained policy is scored. The agents that a task lets act
-are functions: nothing here knows how a policy works, or that several ranks share the work.
+A task defines what a run trains on and how the trained policy is scored. A task calls an agent like
+a function. It does not need to know how a policy works, or that several ranks share the work.
 """
 
 from collections.abc import Callable, Mapping
@@ -83,11 +83,11 @@ class TaskConfig:
             ) from None
 
 
-# ---- who acts, and on what
+# ---- agents, trials and their results
 
 
 class Agent(Protocol):
-    """Chooses actions for a batch of environments; may keep a state between calls."""
+    """Chooses actions for a batch of environments; may remember earlier calls."""
 
     def __call__(self, env: Any, obs: Tensor, episode_start: Tensor, /) -> Tensor:
         """Return actions [B, A] or [B] for observations [B, F] and episode starts [B]."""
@@ -101,18 +101,19 @@ class TrainedAgent(Agent, Protocol):
         """Return the agent with its memory cleared in every step; None if it has no cascade."""
 
 
-TrainedAgents = Mapping[str, TrainedAgent]  # by name
-Record = dict[str, np.ndarray]  # results of an agent; the first axis is the episode or market
-Records = Mapping[str, Record]  # by name of the agent
-Results = Mapping[str, Records]  # by name of the trial
+TrainedAgents = Mapping[str, TrainedAgent]  # agents by name
+Record = dict[str, np.ndarray]  # one agent's results; the first axis is the episode or market
+Records = Mapping[str, Record]  # one record for each agent, by the agent's name
+Results = Mapping[str, Records]  # the records of each trial, by the trial's name
 Report = tuple[dict[str, Any], str]  # a summary, and a text to print
-# Lets an agent act on the episodes or markets with these numbers; returns its results as lists.
+# Runs an agent on the episodes or markets with the given numbers. Returns each result as a list
+# with one entry per episode or market.
 RunAgent = Callable[[Agent, range], dict[str, list]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Episodes or markets on which agents are compared; ranks may share them."""
+    """Episodes or markets on which agents are compared; ranks may divide them."""
 
     agents: Mapping[str, Agent]
     count: int  # number of episodes or markets
@@ -121,18 +122,18 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Validation(Trial):
-    """A trial of the policy in training."""
+    """A trial that scores the policy during training."""
 
-    figures: Callable[[Records], dict[str, float]]  # compute metrics from the results
+    figures: Callable[[Records], dict[str, float]]  # computes metrics from the results
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What a training has done so far."""
+    """Amount of training and validation so far."""
 
-    global_step: int
-    episodes: int
-    # environment steps of all validations, and the length of their longest episode
+    global_step: int  # environment steps of the training on all ranks
+    episodes: int  # training episodes that have ended
+    # "steps": environment steps of all validations; "longest": steps of their longest episode
     validated: dict[str, int] = field(default_factory=lambda: {"steps": 0, "longest": 0})
 
 
@@ -144,16 +145,16 @@ class EvaluationOptions:
     """Options of a validation or an evaluation; a task ignores those that it does not need."""
 
     seeds: Seeds
-    counts: Counts  # of the training of the first policy
-    directory: RunDir  # of the first policy
+    counts: Counts  # counts of the training that made the first policy
+    directory: RunDir  # run directory of the first policy
     picture: Path | None = None  # file for the picture of the results; None: the task's own choice
-    writes: bool  # False: another rank writes the files
-    after_training: bool = False  # False: a command evaluates saved policies
-    within_budget: bool = False  # limit the steps of all validations, see `Task.validation`
-    open_test: bool = False  # evaluate on the test span of real prices
+    writes: bool  # True: this rank writes the files; False: another rank does
+    after_training: bool = False  # True: final test of a training; False: of saved policies
+    within_budget: bool = False  # True: limit the validations, see `Task.validation`
+    open_test: bool = False  # True: evaluate on the test span of real prices
     num_worlds: int | None = None  # number of simulated markets; None: the task's own choice
     video: Path | None = None  # folder for a GIF of the first episode; None: make no GIF
-    # run directory and iteration of each evaluated policy, by the name of its agent
+    # run directory and iteration of each evaluated policy, by the agent's name
     sources: Mapping[str, tuple[RunDir, int]] = field(default_factory=dict)
 
 
@@ -174,21 +175,21 @@ class TaskSettings:
 
 
 class Task(Protocol):
-    """What a run trains on, and how it is scored."""
+    """Defines what a run trains on and how the trained policy is scored."""
 
-    scored_by: str  # metric of a validation that chooses best.pt
+    scored_by: str  # validation metric by which best.pt is chosen; larger is better
     metrics: tuple[str, ...]  # names of all metrics of a validation
-    tests_best: bool = False  # whether the evaluation after training includes best.pt
-    advice: str = ""  # where to read on if the policy does not learn
+    tests_best: bool = False  # True: the final test after training also evaluates best.pt
+    advice: str = ""  # points to documentation that helps if the policy does not learn
     watermark: str = ""  # text printed across the plots of results
-    solved_at: float | None = None  # return from which the task counts as solved
+    solved_at: float | None = None  # mean return at which the task is solved; None: unknown
 
     def describe(self) -> str:
         """Return the lines that a run prints about its task."""
         raise NotImplementedError
 
     def digest(self) -> str:
-        """Return a digest of the task's data, which reveals whether it has changed; "": none."""
+        """Return a digest that changes with the task's data; "" if the task reads no data."""
         return ""
 
     def probe_env(self) -> TorchEnv:
@@ -200,15 +201,15 @@ class Task(Protocol):
         raise NotImplementedError
 
     def try_evaluation_env(self, env_offset: int) -> None:
-        """Raise a UserError if evaluation cannot make an environment beside the training's."""
+        """Raise a UserError if no evaluation environment can be made during training."""
         return
 
     def validation(self, agent: TrainedAgent, options: EvaluationOptions) -> Validation | None:
         """Return a trial of the policy in training; None if there is nothing to validate on.
 
-        With `options.within_budget`, the task must see that all validations of a run take at most a
-        small share of the steps of its training; `Validation.figures` adds its steps to
-        `options.counts.validated`.
+        If `options.within_budget` is set, the task must limit the steps of all validations of a run
+        to a small share of the run's training steps. `Validation.figures` adds the steps of its
+        validation to `options.counts.validated`.
         """
         raise NotImplementedError
 
@@ -217,30 +218,31 @@ class Task(Protocol):
         raise NotImplementedError
 
     def report(self, results: Results, options: EvaluationOptions) -> Report:
-        """Summarise the results of all trials and agents."""
+        """Return a summary of the results of all trials and agents, and a text to print."""
         raise NotImplementedError
 
 
-# Gymnasium id, or another name -> module:name of a class or function that makes the task from
-# TaskSettings. A module of the user's may add a task: `--env my_module:MyTask-v0` imports it before
-# the name is looked up.
+# Maps a Gymnasium id or another name to the module:name of a class or function. The class or
+# function makes the task from TaskSettings. A user's module may add a task to this table:
+# `--env my_module:MyTask-v0` imports the module before the name is looked up.
 TASKS = {TRADING_ID: "envs.trading.task:TradingTask"}
-GYM_TASK = "envs.gym_task:GymTask"  # the task of all names that are not in TASKS
+GYM_TASK = "envs.gym_task:GymTask"  # makes the task if --env is not in TASKS
 
 
 def make_task(settings: TaskSettings) -> Task:
     """Make the task that `settings.task.env` names.
 
     Raises:
-        ValueError: the task is unknown or cannot be imported, or scores by an unknown metric.
+        ValueError: the task cannot be imported, its environment is unknown, or `scored_by` is not
+            one of its metrics.
     """
     place = TASKS.get(import_home(settings.task.env), GYM_TASK)
     module, _, name = place.partition(":")
     try:
-        kind = getattr(import_module(module), name)
+        make = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"envs.task.TASKS names {place!r}: {one_line(error)}") from error
-    task = kind(settings)
+    task = make(settings)
     if task.scored_by not in task.metrics:
         raise ValueError(f"{place} is scored by {task.scored_by!r}, but has only {task.metrics}")
     return task

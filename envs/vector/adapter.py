@@ -31,14 +31,14 @@ from envs.vector.spaces import (
 from envs.vector.tensors import LIFE, ArrayEnv, Snapshot, step_result
 
 _LOGGER = logging.getLogger(__name__)
-LAST_ROW = "life/last_row"  # in snapshots of single environments only
-MAX_REWARD = 1e30  # larger rewards are refused, as if they were infinite
+LAST_ROW = "life/last_row"  # entry of a snapshot of `OneByOne`: the last observation rows
+MAX_REWARD = 1e30  # a reward with a larger absolute value is an error, like an infinite one
 Arrays = tuple[ndarray, ...]  # in the order of STEP_FIELDS
 T = TypeVar("T")
 
 
 def _guarded(method: Callable[..., T]) -> Callable[..., T]:
-    """Return the method, changed so that the adapter's HangWatch watches its calls."""
+    """Decorate a method of an adapter so that its HangWatch watches the calls."""
 
     def watched(self: "TorchVectorEnv", *args: object) -> T:
         return self.watch.call(None, method, self, *args)
@@ -90,7 +90,8 @@ class TorchVectorEnv(ArrayEnv):
                     f"choices, or its observations already contain {MASK_KEY}; omit info_mask"
                 )
             parts.append(Part(MASK_KEY, "mask", (mask_size,)))
-        self.row_size = sum(part.size for part in parts)  # without previous action and reward
+        # number of columns before those of the previous action and reward
+        self.row_size = sum(part.size for part in parts)
         if self.previous_action:
             size = mask_size or math.prod(self.decoder.space.shape)
             parts.append(Part("previous_action", "plain", (size,)))
@@ -187,17 +188,17 @@ class TorchVectorEnv(ArrayEnv):
 class OneByOne(TorchVectorEnv):
     """Adapts a list of single environments to the TorchEnv interface.
 
-    As long as restarts are left, an environment that fails is replaced by a new one. Its
-    interrupted episode is reported as truncated, with reward 0 and the last valid observation. The
-    next episode runs in the new environment.
+    As long as restarts are left, a new environment replaces one that fails. The interrupted episode
+    is reported as truncated, with reward 0 and the last valid observation. The next episode runs in
+    the new environment.
     """
 
     def __post_init__(self) -> None:
         self._set_up(len(self.env), self.env[0].observation_space, self.env[0].action_space)
         self._actions_space = batch_space(self.env[0].action_space, self.num_envs)
         self._last_rows = [np.zeros(self.row_size, np.float32)] * self.num_envs
-        # Row -> first observation of its next episode, only for rows in which a restart has already
-        # begun the next episode.
+        # Maps a row to the first observation of its next episode. Between calls, only rows in which
+        # a restart has begun the next episode have an entry.
         self._first_rows: dict[int, ndarray] = {}
         self._metrics: dict[str, ndarray] = defaultdict(lambda: np.zeros(2))  # (sum, count)
         self.can_snapshot = all(map(has_snapshots, self.env))
@@ -230,13 +231,14 @@ class OneByOne(TorchVectorEnv):
         return np.stack([self._first_row(row, seed) for row, seed in enumerate(seeds)])
 
     def _first_row(self, row: int, seed: int | None = None) -> ndarray:
-        """Begin an episode unless a restart already did; return its first observation."""
+        """Return the first observation of a new episode, which a restart may have begun."""
         if row not in self._first_rows:
             self._restarting(row, self._begin, seed)
         self._last_rows[row] = self._first_rows.pop(row)
         return self._last_rows[row]
 
     def _begin(self, row: int, seed: int | None) -> None:
+        """Reset one environment; store its first observation in `_first_rows`."""
         self.lives["age"][row] = 0
         obs, info = self.env[row].reset(seed=seed)
         self._first_rows[row] = self._row_of(obs, info)
@@ -247,7 +249,7 @@ class OneByOne(TorchVectorEnv):
             outcome = None
             if row not in self._first_rows:
                 outcome = self._restarting(row, self._step, action)
-            if outcome is None:  # the environment was restarted, so the episode ends
+            if outcome is None:  # a restart has interrupted the episode, so report its end
                 outcome = 0.0, self._last_rows[row], False, True
             reward, final_row, terminated, truncated = outcome
             obs = self._first_row(row) if terminated or truncated else final_row
@@ -255,15 +257,16 @@ class OneByOne(TorchVectorEnv):
         return tuple(np.array(column) for column in zip(*outcomes, strict=True))
 
     def _step(self, row: int, action: object) -> tuple[float, ndarray, bool, bool]:
+        """Step one environment; return reward, observation, terminated and truncated."""
         obs, reward, terminated, truncated, info = self.env[row].step(action)
         reward = np.asarray(reward, np.float64).item()
-        if not abs(reward) <= MAX_REWARD:  # refuses NaN, too
+        if not abs(reward) <= MAX_REWARD:  # this test also refuses NaN
             raise RowFaultError(row, f"reward is {reward}")
         self.lives["age"][row] += 1
         truncated = bool(truncated or self.lives["age"][row] == self.max_episode_steps)
         if isinstance(metrics := info.get("metrics"), dict):
             for name, value in metrics.items():
-                with suppress(TypeError, ValueError):  # not a number
+                with suppress(TypeError, ValueError):  # ignore a value that is not a number
                     if math.isfinite(number := float(value)):
                         self._metrics[name] += number, 1
         self._last_rows[row] = self._row_of(obs, None if terminated or truncated else info)
@@ -272,7 +275,8 @@ class OneByOne(TorchVectorEnv):
     def _row_of(self, obs: object, info: dict | None) -> ndarray:
         """Encode an observation and, with `info_mask`, append the mask from `info`.
 
-        If `info` is None, the observation is the last of its episode: no mask is read.
+        If `info` is None, the observation is the last of its episode. No action follows, so the
+        mask allows all actions.
         """
         rows = self.encoder([obs], 1, is_last=info is None)
         if self.info_mask:
@@ -286,7 +290,7 @@ class OneByOne(TorchVectorEnv):
     # ---- restarts
 
     def _restarting(self, row: int, call: Callable[..., T], *args: object) -> T | None:
-        """Call into an environment; on failure, rebuild the environment and return None."""
+        """Return the result of a call; if it fails, rebuild the environment and return None."""
         attempt: Callable[[], T | None] = partial(call, row, *args)
         while True:  # each failure uses up one restart
             try:
@@ -294,14 +298,15 @@ class OneByOne(TorchVectorEnv):
             except EnvironmentFaultError as fault:
                 used = int(self.lives["restarts"][row])
                 if used >= self.env_restarts:
-                    again = f" (after {used} restarts, --env_restarts allows no more)"
-                    raise EnvironmentFaultError(f"{fault}{again}") from fault
+                    limit = f" (after {used} restarts, --env_restarts allows no more)"
+                    raise EnvironmentFaultError(f"{fault}{limit}") from fault
                 self.lives["restarts"][row] += 1
                 _LOGGER.warning("%s; rebuilt, %d of %d", fault, used + 1, self.env_restarts)
             self.watch.close_env(row, self.env[row])
             attempt = partial(self._make_again, row)
 
     def _make_again(self, row: int) -> None:
+        """Make a new environment for a row and begin an episode in it."""
         self.env[row] = self.make()
         self._begin_life(row)
 

@@ -48,17 +48,18 @@ class BatchedEnv(VectorEnv):
 
     A subclass implements `draw`, `begin`, `observe` and `advance`. Its state consists of the
     generators, `elapsed` and the arrays [B, ...] named in `state_names`. An episode that reaches
-    `max_episode_steps` is truncated. Snapshots include the number of steps so far.
+    `max_episode_steps` is truncated.
     """
 
     metadata: dict = {"render_modes": [], "autoreset_mode": AutoresetMode.SAME_STEP}
     state_names: tuple[str, ...] = ()
     max_episode_steps: float = math.inf
 
-    # Methods that subclasses define. `draw` takes a generator and returns all random numbers that
-    # one episode needs, [N] float64. `begin` starts episodes in some rows, given the rows and their
-    # random numbers [rows, N]. `observe` returns the observations as a new array [B, F] float32.
-    # `advance` takes actions and one step, without changing `elapsed`.
+    # Methods that subclasses define:
+    # `draw(generator)` returns all random numbers that one episode needs, [N] float64.
+    # `begin(rows, draws)` starts episodes in some rows with their random numbers [rows, N].
+    # `observe()` returns the observations as a new array [B, F] float32.
+    # `advance(actions)` simulates one step in all rows. It must not change `elapsed`.
     draw: ClassVar[Callable[..., ndarray]]
     begin: ClassVar[Callable[..., None]]
     observe: ClassVar[Callable[..., ndarray]]
@@ -76,7 +77,7 @@ class BatchedEnv(VectorEnv):
         self.generators: list[np.random.Generator] = []
 
     def advance_all(self, actions: ndarray) -> tuple[ndarray, ndarray, ndarray]:
-        """Take and count one step; return rewards, terminated and truncated."""
+        """Step all rows, update `elapsed`, and return rewards, terminated and truncated."""
         rewards, terminated = self.advance(actions)
         self.elapsed += 1
         return rewards, terminated, self.elapsed >= self.max_episode_steps
@@ -86,7 +87,7 @@ class BatchedEnv(VectorEnv):
         self.begin(rows, np.stack([self.draw(self.generators[row]) for row in rows]))
 
     def reset(self, *, seed: Any = None, options: dict | None = None) -> tuple[ndarray, dict]:
-        """Start all environments; an integer seed s stands for the seeds s, s+1, s+2, ..."""
+        """Start all environments; an integer seed s means the seeds s, s+1, s+2, ..."""
         if isinstance(seed, int):
             seed = range(seed, seed + self.num_envs)
         if seed or not self.generators:
@@ -120,7 +121,7 @@ class BatchedEnv(VectorEnv):
 
 
 class SingleEnv(gymnasium.Env):
-    """A single environment that wraps a BatchedEnv with one row; has no snapshots."""
+    """A single environment made from a BatchedEnv with one row; it has no snapshots."""
 
     metadata: dict = {"render_modes": []}
 

@@ -3,12 +3,12 @@
 A thread watches the current call and reports progress. A call that hangs is ended in up to three
 steps:
 
-1. After `timeout_s` the thread sends a signal to the main thread. The signal handler raises
-   HungError inside the environment.
-2. A call that waits in C code or catches the error does not return. After GRACE_S more seconds, the
-   thread logs the Python stack and ends the process.
-3. If C code holds the GIL, the watching thread cannot run. Then faulthandler, which does not need
-   the GIL, ends the process.
+1. After `timeout_s` seconds, the thread sends a signal to the main thread. The signal handler
+   raises HungError inside the environment.
+2. If the call waits in C code or catches the error, it still does not return. After GRACE_S more
+   seconds, the thread logs the Python stack and ends the process.
+3. If C code holds the GIL, the watching thread cannot run. Then faulthandler ends the process,
+   because it does not need the GIL.
 """
 
 import faulthandler
@@ -31,7 +31,7 @@ from rl_dist.errors import one_line, text_of
 T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
 GRACE_S = 5.0  # time from step 1 to step 2, and from step 2 to step 3, of the list above
-MIN_FAULTHANDLER_S = 30.0
+MIN_FAULTHANDLER_S = 30.0  # lower bound of faulthandler's time limit in step 3
 # Environments and tests may use SIGALRM, so prefer a real-time signal, which is rarely used.
 _SIGNAL = getattr(signal, "SIGRTMIN", signal.SIGALRM)
 
@@ -49,7 +49,7 @@ class HungError(Interruption):
 
 
 def is_own_fault(error: BaseException) -> bool:
-    """Return whether an environment, and not the user or a signal, caused an error."""
+    """Return whether the environment caused an error; False if the user or a signal did."""
     by_user = (
         isinstance(error, KeyboardInterrupt)
         and signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -78,8 +78,8 @@ class HangWatch:
     """Makes the calls into environments and limits how long each may take."""
 
     timeout_s: float  # time limit of one call; 0: no limit
-    # Called with the row of an environment (None if unknown) and the problem. Returns a line that
-    # names both.
+    # Takes the row of an environment (None if unknown) and a problem. Returns a line that names the
+    # environment and the problem.
     describe: Callable[[int | None, str], str]
     end: Callable[[str], None]  # ends the process; must not return
     heartbeat: Callable[[], None]  # reports progress
@@ -136,9 +136,10 @@ class HangWatch:
         self._closed.set()
 
     def _watch(self) -> None:
+        """Report progress and end hanging calls, in a thread, until `close` is called."""
         limit_s = max(self.timeout_s + 2 * GRACE_S, MIN_FAULTHANDLER_S)
         while True:
-            # Restart faulthandler's timer, which ends the process if this loop stops running.
+            # Restart faulthandler's timer. If this loop stops running, the timer ends the process.
             with suppress(RuntimeError, ValueError):  # no thread can start, or stderr is closed
                 faulthandler.dump_traceback_later(
                     limit_s, exit=True, file=sys.__stderr__ or sys.stderr
@@ -164,7 +165,7 @@ class HangWatch:
 
     @staticmethod
     def _interrupt(*_: object) -> None:
-        """Handle the signal: raise HungError unless the hanging call has returned."""
+        """Handle the signal: raise HungError unless the call has returned meanwhile."""
         watch = HangWatch.newest
         if watch and watch._started_s and watch._started_s == watch._interrupted_s:
             raise HungError(watch._problem)

@@ -29,7 +29,7 @@ Kind = Literal["vector", "plain", "image", "mask"]
 # Observations, rewards, terminated, truncated and info; see `TorchEnv.step`.
 StepResult = tuple["Tensor", "Tensor", "Tensor", "Tensor", dict]
 Metrics = dict[str, tuple[float, int]]  # sum and count of each metric of the environments
-MAX_NUMBERS = 10**9  # largest accepted row size; damaged checkpoints may contain a larger one
+MAX_NUMBERS = 10**9  # largest accepted row size; a larger one means a damaged checkpoint
 _FIELDS = TypeAdapter(list[tuple[str, Kind, tuple[PositiveInt, ...]]])
 
 
@@ -84,7 +84,7 @@ class Layout:
         return "; ".join(f"{part.name} {part.describe()}" for part in self.parts)
 
     def kinds(self) -> str:
-        """Return the kinds and shapes of all parts as text; a policy depends on them."""
+        """Return the kinds and shapes of all parts as text; a policy needs the same text."""
         return " ".join(part.describe() for part in self.parts)
 
     def to_json(self) -> str:
@@ -93,7 +93,11 @@ class Layout:
 
     @staticmethod
     def from_json(text: str) -> Layout:
-        """Read a layout from the JSON that `to_json` wrote; other text raises UserError."""
+        """Read a layout from the JSON that `to_json` wrote.
+
+        Raises:
+            UserError: the text is not such JSON.
+        """
         parts: list[Part] = []
         with suppress(ValueError):
             parts = [Part(*fields) for fields in _FIELDS.validate_json(text)]
@@ -108,12 +112,11 @@ class TorchEnv:
     """Interface of a batch of environments that takes and returns tensors.
 
     Every environment has its own seed. Autoreset is SAME_STEP: when an episode ends, the next one
-    starts in the same step. Subclasses may leave out attributes and methods that have a
-    default.
+    starts in the same step. Subclasses may omit attributes and methods that have a default.
     """
 
     num_envs: int  # B
-    single_action_space: Any  # Discrete, MultiDiscrete or Box(-1, 1)
+    single_action_space: Any  # Discrete, MultiDiscrete or Box, usually Box(-1, 1)
     layout: Layout
     env_offset: int = 0  # global number of the first environment
     can_snapshot: bool = False  # True if get_state and set_state work
@@ -136,13 +139,13 @@ class TorchEnv:
     def step(self, actions: Tensor) -> StepResult:
         """Step all environments with actions [B] or [B, A].
 
-        Actions of a Box are in the units of the policy and not clipped: clip them to [-1, 1], as
-        an exported policy does, then scale them.
+        Box actions come from the policy without clipping. `step` must clip them to [-1, 1], as an
+        exported policy does, and then scale them to the environment's units.
 
         Returns observations [B, F] float32 or float64, rewards [B] float64, terminated [B],
-        truncated [B] and info. info["final_obs"] [B, F] holds the last observation of each episode
-        that ended; its other rows equal the observations. info["raw_rewards"] [B], if present,
-        holds the rewards to report in place of `rewards`.
+        truncated [B] and info. info["final_obs"] [B, F] contains the last observation of each
+        episode that ended; its other rows equal the observations. If info["raw_rewards"] [B]
+        is present, the policy is trained on `rewards`, but these raw rewards are reported.
         """
         raise NotImplementedError
 

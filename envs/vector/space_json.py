@@ -24,7 +24,7 @@ def to_json(observation: Space, action: Space) -> str:
 
 
 def from_json(text: str) -> tuple[Space, Space]:
-    """Read two spaces from the JSON of `to_json`; other text raises ValueError."""
+    """Read two spaces from the JSON that `to_json` wrote; other text raises ValueError."""
     try:
         observation, action = json.loads(text, object_hook=_space)
     except Exception as error:  # damaged or malicious text can fail in many ways
@@ -44,9 +44,10 @@ def _space(plain: dict) -> object:
     """Turn a JSON object into a space, or into the (key, space) pairs of a Dict."""
     name = plain.get("kind")
     if not isinstance(name, str):
-        return list(plain.items())  # not a dict: Gymnasium would sort it, and rows need this order
+        # Return pairs: Gymnasium would sort the keys of a dict, but rows need the saved order.
+        return list(plain.items())
     kind = {kind.__name__: kind for kind in ARGUMENTS}[name]
     arguments = {name: plain[name] for name in ARGUMENTS[kind]}
-    for end in {"low", "high"} & plain.keys():
-        arguments[end] = np.array(plain[end], plain["dtype"])
+    for bound in {"low", "high"} & plain.keys():
+        arguments[bound] = np.array(plain[bound], plain["dtype"])
     return kind(**arguments)

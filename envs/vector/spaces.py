@@ -23,7 +23,7 @@ from envs.vector.space_json import ARGUMENTS, Space
 from rl_dist.files import log_once
 
 MASK_KEY = "action_mask"
-# parts of other names that environments give to masks
+# Matches other keys that environments often use for action masks, such as legal_moves.
 LIKE_MASK = re.compile("mask|legal|valid|avail|allow|possib|permit|feasib", re.IGNORECASE)
 MIN_IMAGE_SIDE = 8  # pixels; an array with a shorter side is treated as a vector
 MAX_CHANNELS = 64
@@ -36,7 +36,7 @@ _KINDS: Any = tuple(ARGUMENTS)
 
 
 class RowFaultError(ValueError):
-    """Raised if one row of a batch is invalid, or the whole batch: then `row` is None.
+    """Raised if one row of a batch is invalid; `row` is None if the whole batch is invalid.
 
     The caller adds the environment's number to the message.
     """
@@ -92,8 +92,8 @@ def _image_axes(space: Space) -> list[int]:
     """Return an image's axes in the order frames, channels, height, width.
 
     Return [] if the space is not an image. An image is uint8 [H, W], [H, W, C] or [C, H, W].
-    Stacked frames are [N, H, W, C] or [N, C, H, W]. Two axes could hold the channels; the shorter
-    of the two is taken.
+    Stacked frames are [N, H, W, C] or [N, C, H, W]. The channel axis is the last axis if that is
+    shorter than the third axis from the end, otherwise the third axis from the end.
     """
     shape = space.shape
     if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or not 2 <= len(shape) <= 4:
@@ -110,15 +110,18 @@ class Leaf:
     """Encodes one part of an observation as numbers in a row."""
 
     def __init__(self, path: Path, space: Space, masked: "ActionDecoder | None") -> None:
-        """Choose how to encode the part; `masked` are the actions that it masks, if any."""
+        """Choose how to encode the part.
+
+        If the part is an action mask, `masked` is the decoder of the masked actions, else None.
+        """
         self.path = path
         self.space = space
         self.masked = masked
         self.start, self.sizes = _choices(space)  # [D]; empty if the values are not one-hot encoded
-        if masked or isinstance(space, spaces.MultiBinary):  # consists of 0 and 1 already
+        if masked or isinstance(space, spaces.MultiBinary):  # the values are already 0 or 1
             self.sizes = self.sizes[:0]
         self.axes = [] if masked else _image_axes(space)
-        self.scale = 1  # divisor of pixels: their largest possible value
+        self.scale = 1  # for an image, the largest possible pixel value; pixels are divided by it
         kind: Kind = "vector" if isinstance(space, spaces.Box) else "plain"
         shape: tuple[int, ...] = (masked.mask_size if masked else math.prod(space.shape),)
         if masked:
@@ -130,7 +133,8 @@ class Leaf:
             *channels, height, width = (space.shape[axis] for axis in self.axes)
             shape = (math.prod(channels), height, width)
             self.scale = max(int(space.high.max()), 1)
-        # float32 would lose digits of some values; they become float32 after they are normalised
+        # Vectors that float32 cannot represent exactly, such as float64 or int64, remain float64.
+        # They are converted to float32 after they have been normalised.
         is_wide = kind == "vector" and not np.can_cast(space.dtype, np.float32)
         self.dtype: Any = np.float64 if is_wide else np.float32
         self.part = Part("/".join(map(str, path)) or "observation", kind, shape)
@@ -151,7 +155,7 @@ class Leaf:
             problem = f"{name} has shape {values.shape[1:]}, not {self.space.shape}"
             raise RowFaultError(None, problem)
         if self.axes:
-            if values.dtype.kind == "f":  # pixels are probably 0 to 1, not 0 to 255
+            if values.dtype.kind == "f":  # float pixels are probably in [0, 1], not in [0, 255]
                 raise RowFaultError(None, f"{name} has type {values.dtype}, not {self.space.dtype}")
             values = values.transpose(0, *(axis + 1 for axis in self.axes))
         values = values.reshape(count, -1)
@@ -172,9 +176,10 @@ class Leaf:
 
 
 def _leaf(path: Path, space: Space, actions: "ActionDecoder") -> Leaf | None:
-    """Return the leaf for a part of an observation; None if the part consists of leaves.
+    """Return the leaf for a part of an observation.
 
-    A space that is not supported, or a mask that cannot be used, raises ValueError.
+    Return None if other leaves encode the part: its inner spaces, or the mask that contains it. A
+    space that is not supported, or a mask that cannot be used, raises ValueError.
     """
     key = str(*path[-1:])
     if MASK_KEY in path[:-1]:  # a mask is a single leaf, even if it is nested
@@ -182,6 +187,7 @@ def _leaf(path: Path, space: Space, actions: "ActionDecoder") -> Leaf | None:
     if key == MASK_KEY:
         actions.flat_masks(space.sample(), 1)
         return Leaf(path, space, actions)
+    # Refuse a mask that has another name: the policy would treat it as an ordinary observation.
     if LIKE_MASK.search(key) and not isinstance(space, spaces.Discrete):
         size = sum(math.prod(s.shape) for _, s in _parts(space) if s.shape is not None)
         word = re.sub("[^a-z]", "", key.lower())
@@ -228,11 +234,12 @@ class ObservationEncoder:
     def __call__(self, raw: Any, count: int, is_last: bool = False) -> ndarray:
         """Encode a batch, or a list of single observations, as rows [count, F].
 
-        If the observations are the last of their episodes, no action follows: their masks are not
-        read, and the rows allow every action.
+        If `is_last` is set, the observations are the last of their episodes. No action follows, so
+        their masks are not read, and the rows allow every action.
 
-        Raises RowFaultError: a part does not fit its space, a number is not finite, or a mask
-        forbids every option of a choice.
+        Raises:
+            RowFaultError: a part does not fit its space, a number is not finite, or a mask forbids
+                every option of a choice.
         """
         is_list = isinstance(raw, list)
         encoded = []
@@ -243,12 +250,12 @@ class ObservationEncoder:
             values = [leaf.pick(single) for single in raw] if is_list else leaf.pick(raw)
             encoded.append(leaf.encode(values, count))
         rows = encoded[0] if len(encoded) == 1 else np.concatenate(encoded, axis=1)
-        check_rows(np.abs(rows) <= MAX_VALUE, "observation is", rows)  # refuses NaN, too
+        check_rows(np.abs(rows) <= MAX_VALUE, "observation is", rows)  # NaN fails, too
         return rows
 
 
 def check_masks(masks: ndarray, sizes: ndarray) -> None:
-    """Refuse masks with values besides 0 and 1 and masks that forbid a whole choice.
+    """Refuse masks with values other than 0 and 1, and masks that forbid all options of a choice.
 
     Args:
         masks: masks of a batch, [B, n].
@@ -285,9 +292,10 @@ class ActionDecoder:
         choices = [_choices(space) for space in parts]  # each [2, D of the part]: starts, sizes
         if parts and all(choice.size for choice in choices):
             self.start, self.sizes = np.concatenate(choices, axis=1)  # [D] each
-            # lengths of the arrays in a mask: one array in all, one per space, or one per choice
-            by_space = [sizes.sum() for _, sizes in choices]
-            self.mask_lengths = [[self.sizes.sum()], by_space, self.sizes.tolist()]
+            # A mask may be one array, one array per space, or one array per choice. These are the
+            # lengths of the arrays in each of the three forms.
+            lengths_by_space = [sizes.sum() for _, sizes in choices]
+            self.mask_lengths = [[self.sizes.sum()], lengths_by_space, self.sizes.tolist()]
             self.space = spaces.MultiDiscrete(self.sizes)
             if isinstance(target, spaces.Discrete):
                 self.space = spaces.Discrete(int(self.sizes[0]))
@@ -296,8 +304,10 @@ class ActionDecoder:
             self.bounds = bounds = np.concatenate(lows_highs, axis=1).astype(np.float64)  # [2, A]
             is_scaled = np.isfinite(bounds).all(axis=0)  # [A]
             unit_bounds = np.array([[-1.0], [1.0]])
-            # bounds of the learner's actions, and the environment's values for -1 and 1
+            # bounds of the learner's actions
             self.low, self.high = np.where(is_scaled, unit_bounds, bounds)
+            # The environment's values for the learner's -1 and 1. A dimension that is not scaled
+            # gets scale 1 and offset 0.
             low, high = np.where(is_scaled, bounds, unit_bounds)
             self.scale = 0.5 * (high - low)
             self.offset = 0.5 * (high + low)
@@ -314,21 +324,22 @@ class ActionDecoder:
     def flat_masks(self, masks: object, count: int) -> ndarray:
         """Flatten a batch of action masks, or a list of single masks, to [count, n] float32.
 
-        A mask is one array, or nested like the action space; a tuple may hold a mask per choice.
+        A mask is one array, nested like the action space, or a tuple with one array per choice.
         Masks that do not fit the actions raise ValueError.
         """
         if isinstance(masks, list) and isinstance(masks[0], dict | tuple):
             return np.concatenate([self.flat_masks(mask, 1) for mask in masks])
         parts = [masks]
         if isinstance(masks, dict | tuple):
-            # If the structures differ, `masks` can still be a tuple of the masks of all spaces.
+            # If `masks` is not nested like the actions, it may still be a tuple of all arrays.
             with suppress(LookupError, TypeError):
                 parts = [reduce(getitem, path, masks) for path in self.paths]
         arrays = [a for part in parts for a in (part if isinstance(part, tuple) else [part])]
-        given = tree_leaves(masks, lambda part: not isinstance(part, dict | tuple))
+        # Refuse `masks` with further arrays, which belong to no action.
+        mask_leaves = tree_leaves(masks, lambda part: not isinstance(part, dict | tuple))
         rows = [np.asarray(a, "f4").reshape(count, -1) for a in arrays if not isinstance(a, dict)]
         lengths = [row.shape[1] for row in rows]
-        if lengths not in self.mask_lengths or len(arrays) != len(given):
+        if lengths not in self.mask_lengths or len(arrays) != len(mask_leaves):
             raise ValueError(
                 f"{MASK_KEY} must have {self.mask_size} numbers, one per option of a choice, in "
                 f"one array or nested like the actions; got arrays of {lengths} numbers"
@@ -346,8 +357,8 @@ class ActionDecoder:
         values = actions.reshape(len(actions), -1)
         if self.mask_size:
             return values.astype(np.int64) + self.start
-        stretched = values.astype(np.float64) * self.scale + self.offset
-        return np.clip(stretched, self.bounds[0], self.bounds[1])
+        scaled = values.astype(np.float64) * self.scale + self.offset
+        return np.clip(scaled, self.bounds[0], self.bounds[1])
 
     def __call__(self, actions: ndarray) -> Any:
         """Convert actions [count, ...] to a batch in the environment's action space."""

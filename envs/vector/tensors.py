@@ -12,8 +12,8 @@ from envs.vector.layout import StepResult, TorchEnv
 
 # Arrays of one step, from the largest item size to the smallest, as `to_tensors` requires.
 STEP_FIELDS = ("rewards", "obs", "final_obs", "terminated", "truncated")
-# Fields of the record of each environment. The record survives restarts of the environment and the
-# death of a worker process.
+# Fields of the record that is stored for each environment. A record survives restarts of its
+# environment and the death of a worker process.
 LIFE = [
     ("restarts", "i8"),
     ("life_seed", "i8"),  # seed of the last reset
@@ -31,13 +31,13 @@ class ArrayEnv(TorchEnv):
     env_id: str
     env_offset: int = 0
     device: Any = "cpu"
-    # Reports progress. It is called before every call into an environment and, by a watcher thread,
-    # during long calls.
+    # Reports progress. The adapter calls `heartbeat` before every call into an environment, and a
+    # watcher thread calls it during long calls.
     heartbeat: Callable[[], None] = lambda: None
     env_timeout: float = 0.0  # see `envs.task.TaskConfig`
     env_restarts: int = 0
 
-    lives: Any = field(init=False)  # [B], with the fields LIFE
+    lives: Any = field(init=False)  # structured array [B] with the fields LIFE
     # methods that subclasses define
     reset_arrays: ClassVar[Callable[..., np.ndarray]]  # returns new observations [B, F]
     get_arrays: ClassVar[Callable[..., Snapshot]]
@@ -72,7 +72,7 @@ class ArrayEnv(TorchEnv):
         return {name: torch.from_numpy(array) for name, array in self.get_arrays().items()}
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a snapshot from this environment or from one with the same settings."""
+        """Restore a snapshot that this batch or one with the same settings has returned."""
         self.set_arrays({name: tensor.numpy() for name, tensor in state.items()})
 
 
@@ -92,7 +92,7 @@ def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tenso
 
 
 def step_result(arrays: Sequence[np.ndarray], device: torch.device) -> StepResult:
-    """Turn arrays, in the order of STEP_FIELDS, into a result of `TorchEnv.step`."""
+    """Turn arrays in the order of STEP_FIELDS into the return value of `TorchEnv.step`."""
     rewards, obs, final_obs, terminated, truncated = to_tensors(arrays, device)
     return obs, rewards, terminated, truncated, {"final_obs": final_obs}
 

@@ -26,7 +26,7 @@ from rl_dist.process_group.process_ends import how_it_ended
 
 _LOGGER = logging.getLogger(__name__)
 LOOK_S = 0.2  # interval of progress checks while the rank waits for a worker
-CLOSE_S = 10.0  # time limit without progress while workers close their environments
+CLOSE_S = 10.0  # a worker that makes no progress for this long during `close` is killed
 
 
 class _Worker:
@@ -34,7 +34,8 @@ class _Worker:
 
     def __init__(self, rows: slice) -> None:
         self.rows = rows
-        self.question: tuple[object, ...] = ("begin",)  # last question: method name and arguments
+        # the last question to the worker: name of a method, and its arguments
+        self.question: tuple[object, ...] = ("begin",)
 
     def start(self, file: int) -> None:
         """Start the process; `file` is the memory file with the rows of all workers."""
@@ -46,9 +47,9 @@ class _Worker:
         self._poll.register(self._connection.fileno(), select.POLLIN)
         self.status = shared_rows(status_file, 1, STATUS)[0]
         os.close(status_file)
-        self._beats = 0  # status["beats"] when it was last read
-        self.last_words = ""  # one line that gives the reason, if the worker ended itself
-        self._end = ""
+        self._beats = 0  # value of status["beats"] at the last check
+        self.last_words = ""  # the reason in one line, if the worker ended its process itself
+        self._end = ""  # how the process ended; "": it has not been ended
 
     def send(self, message: object) -> None:
         """Send a message; discard it if the process has ended."""
@@ -90,14 +91,14 @@ class WorkerEnv(ArrayEnv):
     """Steps environments in worker processes, with `num_workers` processes per group.
 
     Each worker makes its environments with `make_vector_env`, so the results are the same as
-    without workers, bit for bit. A question from the rank to a worker names a method to call. The
-    rank sends the next question only after the worker has answered. Arrays are in shared memory, so
-    the messages of a step are short.
+    without workers, bit for bit. The rank sends questions to a worker; a question names a method to
+    call. The rank sends the next question only after the worker has answered. Arrays are in shared
+    memory, so the messages of a step are short.
 
-    A worker ends itself if a call hangs and cannot be interrupted. If a worker is unable to do so,
-    the rank kills it. The death of a worker counts as a failure of all its environments. As long as
-    restarts are left, a new process makes these environments again and answers the question that
-    the dead worker left unanswered.
+    A worker ends its process if a call hangs and cannot be interrupted. If a worker is unable to do
+    so, the rank kills it. The death of a worker is treated as a failure of all its environments. As
+    long as restarts are left, a new process makes these environments again and answers the question
+    that the dead worker did not answer.
     """
 
     num_envs: int
@@ -108,7 +109,7 @@ class WorkerEnv(ArrayEnv):
     def __post_init__(self) -> None:
         self.device = torch.device(self.device)
         self.lives = np.zeros(self.num_envs, LIFE)
-        # Until all environments have been made, there are no restarts and no time limit.
+        # While the environments are being made, no worker is restarted, and there is no time limit.
         self._max_restarts = 0
         self._limit_s = math.inf
         self._groups = _split(slice(0, self.num_envs), self.num_groups)
@@ -121,11 +122,11 @@ class WorkerEnv(ArrayEnv):
             for worker in chain.from_iterable(self._group_workers):
                 self._start(worker)
                 self.workers.append(worker)
-            facts = self._answers(self.workers)
+            made_envs = self._answers(self.workers)
         except BaseException:
             self.close()
             raise
-        first: MadeEnv = facts[0]
+        first: MadeEnv = made_envs[0]
         self.layout = first.layout
         self.single_action_space = first.action_space
         self.spaces_json = first.spaces_json
@@ -133,7 +134,7 @@ class WorkerEnv(ArrayEnv):
         self._rows = shared_rows(self._file.fileno(), self.num_envs, first.row_type)
         self.lives = self._rows["life"]
         self._max_restarts = self.env_restarts
-        if self.env_timeout:  # long enough for a worker to end a hanging call itself
+        if self.env_timeout:  # leave the worker enough time to end a hanging call itself
             self._limit_s = self.env_timeout + GRACE_S + 1.0
         _LOGGER.info("%s runs in %d worker processes", self.env_id, len(self.workers))
 
@@ -197,7 +198,7 @@ class WorkerEnv(ArrayEnv):
         for worker in self.workers:
             self._ask(worker, ("close",))
         for worker in self.workers:
-            while self._receive(worker):
+            while self._receive(worker):  # returns None after the process has ended
                 pass
             worker.end()
             if worker.last_words:
@@ -250,7 +251,7 @@ class WorkerEnv(ArrayEnv):
         The new process is asked the question that the old process did not answer.
         """
         problem = f"its worker process {worker.pid} {worker.end()}"
-        number = int(worker.status["number"])
+        number = int(worker.status["number"])  # 0 if no environment was being called
         row = number - 1 - self.env_offset if number else None
         fault = worker.last_words or self.describe(row, problem, worker.rows)
         restarts = self.lives["restarts"][worker.rows]

@@ -4,9 +4,11 @@ The host imports everything that workers need and otherwise only forks and kills
 a worker starts in a few hundredths of a second and shares the host's memory. Python's package
 multiprocessing is not used for two reasons: it would run the training's main module again in every
 worker, and a SIGTERM to the job would end the fork server of multiprocessing and thus all workers.
-The host ignores stop signals. When the rank ends, their connection breaks, the host ends, too, and
-its death kills the workers. The host must not use `die_with_parent`: Linux would kill it when the
-*thread* that started it ends, although later trainings in this process use the same host.
+
+The host ignores stop signals. When the rank ends, the connection between rank and host breaks. Then
+the host ends, and its death kills the workers. The host must not use `die_with_parent`: Linux would
+kill the host when the *thread* that started it ends, but later trainings in the same process still
+need the host.
 """
 
 import os
@@ -29,8 +31,8 @@ _NUM_FILES = 3  # number of file descriptors passed to a worker
 def _host() -> tuple[socket.socket, subprocess.Popen]:
     """Start this process's host; return the connection to it and the host's process."""
     ours, theirs = socket.socketpair()
-    # sys.path is passed as arguments, because a path in PYTHONPATH cannot contain a colon.
-    # -P: import from the current directory only if it is in the rank's sys.path.
+    # Pass sys.path as arguments, because a path in PYTHONPATH cannot contain a colon.
+    # -P: do not import from the current directory unless the rank's sys.path contains it.
     code = "import sys; sys.path[:] = sys.argv[2:]; import rl_dist; rl_dist.claim('envs'); "
     code += "from envs.workers.host import serve; serve()"
     command = [sys.executable, "-P", "-c", code, str(theirs.fileno()), *sys.path]
@@ -47,10 +49,10 @@ def _host() -> tuple[socket.socket, subprocess.Popen]:
 def ask_host(pid: int, files: Sequence[int] = ()) -> int:
     """Let the host fork a worker or kill one.
 
-    If `pid` is 0, the host forks a worker, which inherits `files`; its process id is returned.
-    Otherwise, the host kills the worker with this process id; its exit code is returned, which is
-    negative if a signal ended the worker. A host that has died is replaced; its workers have died
-    with it.
+    If `pid` is 0, the host forks a worker that inherits `files`; return the worker's process id.
+    Otherwise, the host kills the worker with this process id; return the worker's exit code, which
+    is negative if a signal ended the worker. If the host has died, its workers have died, too. The
+    next fork then starts a new host.
     """
     if not pid and _host()[1].poll() is not None:
         _host.cache_clear()
@@ -75,7 +77,7 @@ def serve() -> None:
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     host_pid = os.getpid()
-    from envs.workers.worker import Worker  # this import is slow, so signals are ignored first
+    from envs.workers.worker import Worker  # slow import, so ignore signals first
 
     channel = socket.socket(fileno=int(sys.argv[1]))
     workers: set[int] = set()
@@ -87,7 +89,7 @@ def serve() -> None:
             workers.remove(pid)
             os.kill(pid, signal.SIGKILL)
             answer = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        elif pid:  # a worker of an earlier host
+        elif pid:  # a worker of an earlier host, which has died with that host
             answer = -signal.SIGKILL
         else:
             answer = os.fork()

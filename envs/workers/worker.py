@@ -32,17 +32,17 @@ class MadeEnv(NamedTuple):
     action_space: Space
     spaces_json: str
     can_snapshot: bool
-    row_type: np.dtype  # fields of a shared row
+    row_type: np.dtype  # fields of a row in the shared memory
 
 
 def shared_rows(file: int, count: int, row_type: np.dtype) -> np.ndarray:
-    """Map rows of a memory file; all processes that map the file share them."""
+    """Map the rows of a memory file; all processes that map the file share the rows."""
     os.ftruncate(file, count * row_type.itemsize)
     return np.frombuffer(mmap.mmap(file, count * row_type.itemsize), row_type)
 
 
 class Worker:
-    """Answers the rank's questions; each names one of the `_handlers`."""
+    """Answers the rank's questions. A question is the name of a handler, and its arguments."""
 
     def __init__(self, files: Sequence[int]) -> None:
         """Open the three descriptors: connection to the rank, status file, shared rows."""
@@ -57,7 +57,7 @@ class Worker:
             "begin_again": self.begin_again,
             "reset": self.reset,
             "step": self.step,
-            "close": lambda: None,  # `begin` may have failed
+            "close": lambda: None,  # used if `begin` has failed; `begin` replaces it
         }
 
     def run(self) -> None:
@@ -74,7 +74,7 @@ class Worker:
             except (EnvironmentFaultError, ValueError) as error:
                 problem = error
             self._status["number"] = 0
-            # The rank waits for no answer to begin_again; it sends the next question immediately.
+            # After begin_again, the rank sends the next question without waiting for an answer.
             if problem or name != "begin_again":
                 self._send("reply", (problem, value))
 
@@ -84,10 +84,10 @@ class Worker:
             self._connection.send((kind, content))
 
     def begin(self, rows: slice, num_rows: int, options: dict) -> MadeEnv:
-        """Make the environments of these rows.
+        """Make this worker's environments, which have the given rows of the shared memory.
 
         Args:
-            num_rows: number of environments in all workers together.
+            num_rows: number of environments of all workers of the rank.
             options: arguments of `make_vector_env`.
         """
         logging.getLogger().addHandler(QueueHandler(self))  # type: ignore[arg-type]
@@ -100,12 +100,12 @@ class Worker:
         torch.manual_seed(first)
         env: Any = make_vector_env(**options, end=self._end, heartbeat=self._beat)
         actions = env.single_action_space
-        row = (env.layout.size,)
+        row_shape = (env.layout.size,)
         row_type = np.dtype(
             [
                 ("actions", "f8" if actions.dtype.kind == "f" else "i8", actions.shape),
-                ("obs", env.encoder.dtype, row),
-                ("final_obs", env.encoder.dtype, row),
+                ("obs", env.encoder.dtype, row_shape),
+                ("final_obs", env.encoder.dtype, row_shape),
                 ("rewards", "f8"),
                 ("terminated", "?"),
                 ("truncated", "?"),
@@ -142,6 +142,7 @@ class Worker:
         self._send("log", record)
 
     def _beat(self) -> None:
+        """Report progress, and the environment that is being called, in the shared status."""
         row = self._env.watch.row if self._env else None
         self._status["number"] = 0 if row is None else 1 + self._env.env_offset + row
         self._status["beats"] += 1
