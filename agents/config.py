@@ -212,12 +212,16 @@ def check_data(config: RunConfig, task: Task) -> None:
     )
 
 
-def probe(task: Task) -> TorchEnv:
+def probe(task: Task) -> TorchEnv | None:
     """Return a small environment of a task, already closed; use only its spaces.
+
+    Returns None if only ranks can make environments.
 
     Raises:
         UserError: the space of actions has bounds that an exported policy would not know.
     """
+    if not task.can_probe:
+        return None
     env = task.probe_env()
     env.close()
     space = env.single_action_space

@@ -16,8 +16,9 @@ from agents.learner.checkpoint_schema import RunSchema
 from agents.learner.trainer import Training, train
 from agents.run.auto import check_rollouts, choose
 from agents.run.saved import initial_weights, load_newest, share_checkpoint
-from agents.run.start import Run, faults_as_user_errors, record
+from agents.run.start import Run, check_policy, faults_as_user_errors, record
 from envs.task import Task
+from envs.vector.layout import TorchEnv
 from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.checkpoint.trust import module_files
 from rl_dist.files import remove
@@ -83,7 +84,7 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
         )
         world.set_phase("closing of loggers and environments")
         writer.close()
-        training.env.close()
+        task.release(training.env)
 
         # report a stop, or evaluate
         if signum:
@@ -103,9 +104,16 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
 def make_training(run: Run, task: Task, world: World) -> Training:
     """Create the training state; for a resumed run, restore it from the checkpoint."""
     state = load_checkpoint(run.resume_from, RunSchema) if run.resume_from else None
+
+    def make_env(num_envs: int, env_offset: int) -> TorchEnv:
+        env = task.training_env(num_envs, env_offset)
+        if not task.can_probe:  # else the launching process has checked this
+            check_policy(run.config, env, state)
+        return env
+
     training = Training(
         run,
-        task.training_env,
+        make_env,
         world,
         initial=None if state else initial_weights(run.config.train),
         saved_num_envs=len(state["carry"]["obs"]) if state else 0,

@@ -9,12 +9,20 @@ from functools import partial
 from typing import Any
 
 import gymnasium
-import numpy as np
+from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import TimeLimit
 
 from envs.vector.adapter import OneByOne, TorchVectorEnv
+from envs.vector.batched import BatchedEnv
 from envs.vector.guards import is_own_fault, place_of
+from envs.vector.same_step import (
+    SameStep,
+    argument_names,
+    autoreset_mode,
+    find_seed_form,
+    resets_by_mask,
+)
 from rl_dist.errors import one_line
 
 TRADING_ID = "StockTrading-v0"
@@ -22,6 +30,9 @@ MEMORY_IDS = ("Recall-v0", "CartPolePositions-v1", "MountainCarPositions-v0")
 # Vector versions that replace those of Gymnasium. In Gymnasium's vector CartPole, all environments
 # share one random generator. In our version, each environment has its own generator.
 VECTOR_VERSIONS = {"CartPole-v1": "envs.memory_tasks:CartPoleVectorEnv"}
+
+# Arguments for the vector versions that accept them. Clipped rewards would hide a game's score.
+BATCH_ARGUMENTS = {"autoreset_mode": AutoresetMode.SAME_STEP, "reward_clipping": False}
 
 for _env_id in MEMORY_IDS:
     _entry_point = f"envs.memory_tasks:{_env_id.partition('-')[0]}"
@@ -39,14 +50,14 @@ def make_vector_env(
     heartbeat: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> TorchVectorEnv:
-    """Make a batch of environments from a Gymnasium id or `module:id`.
+    """Make environments from a Gymnasium id, `module:id`, or a `module:name` that makes one.
 
     Args:
         vectorization: "sync" steps single environments one after another. "auto" steps all
-            environments in one call of the environment's vector version, which must support
-            autoreset mode SAME_STEP and accept a list with one seed for each environment. Without
-            such a version, and whenever `env_restarts` or `info_mask` is used, "auto" does the same
-            as "sync". For CartPole-v1, "auto" uses this project's vector version.
+            environments in one call of the environment's vector version if `native_batch` accepts
+            it; otherwise, and whenever `env_restarts` or `info_mask` is used, it does the same as
+            "sync", and `note` of the result says why. For CartPole-v1, "auto" uses this project's
+            vector version.
         heartbeat: called before each single environment is made. TorchVectorEnv also calls it to
             report progress.
         options: values of further TorchVectorEnv fields, by name.
@@ -64,10 +75,6 @@ def make_vector_env(
         vector_entry_point=VECTOR_VERSIONS.get(env_id, spec.vector_entry_point),
     )
     kwargs = dict(env_kwargs or {})
-    make_batch: Any = partial(
-        gymnasium.make_vec, spec, vectorization_mode="vector_entry_point", **kwargs
-    )
-
     limit = kwargs.get("max_episode_steps", spec.max_episode_steps)
 
     def make() -> gymnasium.Env:
@@ -79,13 +86,20 @@ def make_vector_env(
             env.unwrapped.spec.max_episode_steps = limit  # type: ignore[union-attr]
         return env
 
-    options |= {"env_id": env_id, "make": make, "heartbeat": heartbeat}
-    one_by_one = vectorization == "sync" or options.get("env_restarts") or options.get("info_mask")
-    with _one_line(env_id):
-        if spec.vector_entry_point and not one_by_one and _can_seed_each(make_batch):
-            batch = make_batch(num_envs=num_envs)
-        else:
-            batch = [make() for _ in range(num_envs)]
+    note = ""
+    make_batch = None
+    with making(env_id):
+        if spec.vector_entry_point and vectorization == "auto":
+            try:
+                for name in ("env_restarts", "info_mask"):
+                    if options.get(name):
+                        raise ValueError(f"{name} needs single environments")
+                make_batch = native_batch(spec, kwargs)
+            except ValueError as error:
+                note = f"{env_id} is stepped one environment at a time: {error}"
+                if not spec.entry_point:
+                    raise ValueError(f"it has only a vector version, but {error}") from error
+        batch: Any = make_batch(num_envs) if make_batch else [make() for _ in range(num_envs)]
     for name in ("observation_space", "action_space"):
         space = getattr(batch[0] if isinstance(batch, list) else batch, name, None)
         if not isinstance(space, gymnasium.Space):
@@ -93,9 +107,50 @@ def make_vector_env(
                 f"the {name} of environment {env_id!r} must be a space of gymnasium.spaces, but is "
                 f"{space!s:.80} ({type(space).__module__})"
             )
+    options |= {"env_id": env_id, "make": make, "heartbeat": heartbeat}
     if isinstance(batch, list):
-        return OneByOne(batch, max_episode_steps=limit, **options)
+        return OneByOne(batch, max_episode_steps=limit, note=note, **options)
     return TorchVectorEnv(batch, **options)
+
+
+def native_batch(
+    spec: gymnasium.envs.registration.EnvSpec, kwargs: dict[str, Any]
+) -> Callable[[int], Any]:
+    """Return a function that makes the vector version of an environment, given a number.
+
+    The vector version is used only if each environment has its own seed and its true last
+    observation.
+
+    Raises:
+        ValueError: the vector version cannot be used; the message says why.
+    """
+    entry_point = spec.vector_entry_point
+    creator = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
+    accepted = argument_names(creator)
+    arguments: Any = {name: v for name, v in BATCH_ARGUMENTS.items() if name in accepted}
+    make_vec: Any = partial(
+        gymnasium.make_vec, spec, vectorization_mode="vector_entry_point", **arguments | kwargs
+    )
+    try:
+        trial = make_vec(num_envs=2)
+    except Exception as error:  # a batch may fail with any error
+        raise ValueError(f"its vector version raised {one_line(error)}") from error
+    if isinstance(trial, BatchedEnv):
+        return lambda num_envs: make_vec(num_envs=num_envs)
+    seed_form = find_seed_form(trial, 2)
+    starts_by_mask = autoreset_mode(trial, AutoresetMode.NEXT_STEP) != AutoresetMode.SAME_STEP
+    fits = seed_form and (not starts_by_mask or resets_by_mask(trial))
+    trial.close()
+    if not seed_form:
+        raise ValueError("its vector version does not take one seed per environment")
+    if not fits:
+        raise ValueError(
+            "its vector version starts episodes a step late (autoreset mode NEXT_STEP) and knows "
+            "no reset_mask"
+        )
+    return lambda num_envs: SameStep(
+        make_vec(num_envs=num_envs), num_envs, seed_form, starts_by_mask
+    )
 
 
 def _without_limit(env: gymnasium.Env) -> gymnasium.Env:
@@ -111,31 +166,47 @@ def import_home(env_id: str) -> str:
     """Return the id without `module:`; import the module first if one is given."""
     module, _, name = env_id.rpartition(":")
     if module:
-        with _one_line(env_id):
+        with making(env_id):
             importlib.import_module(module)
     return name
 
 
 def find_spec(env_id: str) -> gymnasium.envs.registration.EnvSpec:
-    """Return Gymnasium's spec of an id or `module:id`.
+    """Return the spec of an id or `module:id`, or of a `module:name` that makes an environment.
 
     Raises:
-        ValueError: the module cannot be imported, or the id is not registered.
+        ValueError: the module cannot be imported, or the name is unknown.
     """
     name = import_home(env_id)
-    with _one_line(env_id):
+    if maker := own_maker(env_id):
+        return gymnasium.envs.registration.EnvSpec(name, entry_point=maker)
+    with making(env_id):
         try:
             return gymnasium.spec(name)
         except gymnasium.error.Error as error:
             hint = "if a module registers it, write module:id, such as ale_py:ALE/Pong-v5"
             if module := env_id.rpartition(":")[0]:
                 file = sys.modules[module].__file__
-                hint = f"the import of {module} ({file}) has not registered it"
+                hint = f"{module} ({file}) neither registers it nor has a function or class {name}"
             raise ValueError(f"{one_line(error)}; {hint}") from error
 
 
+def own_maker(env_id: str) -> Callable[..., Any] | None:
+    """Return the class or function that `module:name` names; None if it is a registered id."""
+    name = import_home(env_id)
+    module = sys.modules.get(env_id.rpartition(":")[0])
+    maker = getattr(module, name, None)
+    return maker if callable(maker) and name not in gymnasium.registry else None
+
+
+def makes_batch(env_id: str) -> bool:
+    """Return whether `module:name` names a class or function that makes a batch."""
+    maker = own_maker(env_id)
+    return maker is not None and "num_envs" in argument_names(maker)
+
+
 @contextmanager
-def _one_line(env_id: str) -> Iterator[None]:
+def making(env_id: str) -> Iterator[None]:
     """Turn an error raised while making an environment into a one-line ValueError.
 
     An interruption by the user or by a signal handler is raised unchanged.
@@ -147,16 +218,3 @@ def _one_line(env_id: str) -> Iterator[None]:
             raise
         reason = f"{one_line(error)}{place_of(error)}"
         raise ValueError(f"environment {env_id!r} cannot be made: {reason}") from error
-
-
-def _can_seed_each(make_batch: Callable[..., Any]) -> bool:
-    """Return whether a batch supports SAME_STEP and seeds each environment separately."""
-    try:
-        env = make_batch(num_envs=2)
-        # Two environments with the same seed must start with the same observation.
-        first_obs, second_obs = env.reset(seed=[11, 11])[0]
-        env.close()
-    except Exception:  # a batch that does not support a list of seeds may raise any error
-        return False
-    same_step = env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
-    return same_step and np.array_equal(first_obs, second_obs)

@@ -113,7 +113,16 @@ class GymTask(Task):
                 "environment after the training, --eval_episodes 0 leaves out all evaluation"
             ) from error
 
+    def evaluation_env(self, num_envs: int, env_offset: int) -> TorchEnv:
+        """Make environments for evaluation episodes; there may be more than `num_envs`."""
+        return self.training_env(num_envs, env_offset)
+
     # ---- validation and test
+
+    @property
+    def num_tests(self) -> int:
+        """Number of test episodes."""
+        return self.settings.task.eval_episodes
 
     def validation(self, agent: TrainedAgent, options: EvaluationOptions) -> Validation | None:
         """Return the trial of a validation; None if the budget allows too few episodes.
@@ -169,7 +178,7 @@ class GymTask(Task):
         if options.after_training and options.writes:
             print(self._cost(len(agents), limit, options), flush=True)
         run = partial(run_episodes, self, options.seeds, limit)
-        trials["episodes"] = Trial(agents=agents, count=self.settings.task.eval_episodes, run=run)
+        trials["episodes"] = Trial(agents=agents, count=self.num_tests, run=run)
         return trials
 
     def _video(self, agent: TrainedAgent, seeds: Seeds, folder: Path) -> Trial:
@@ -194,14 +203,14 @@ class GymTask(Task):
     def _cost(self, num_agents: int, limit: int, options: EvaluationOptions) -> str:
         """Return lines that say how long the final test may take, and why there is no best.pt."""
         counts = options.counts
-        episodes = num_agents * self.settings.task.eval_episodes
+        episodes = num_agents * self.num_tests
         length = counts.global_step // counts.episodes if counts.episodes else limit
         text = (
             f"final test: {episodes} episodes, about {episodes * length:,} environment steps "
             f"(training took {counts.global_step:,}); an episode is cut off after {limit:,} steps; "
             "--eval_episodes 0 leaves out the test"
         )
-        if options.within_budget and not counts.validated["steps"]:
+        if self.metrics and options.within_budget and not counts.validated["steps"]:
             text += (
                 "\nno validation, no best.pt: a tenth of the training's steps allows too few "
                 "episodes; --validate_every N validates whatever it costs"
@@ -236,11 +245,12 @@ def run_episodes(
         For each episode, its return, its length, the number of its repetitions, and 1 if it was cut
         off, else 0.
     """
-    env = task.training_env(len(numbers), numbers.start)
-    obs, _ = env.reset(seed=seeds(numbers.start, len(numbers)))
-    shape = 3, len(numbers)
+    env = task.evaluation_env(len(numbers), numbers.start)
+    obs, _ = env.reset(seed=seeds(numbers.start, env.num_envs))
+    shape = 3, env.num_envs
     total, length, repeats = torch.zeros(shape, dtype=torch.float64, device=obs.device)
-    alive = start = length == 0  # [B], all True
+    start = length == 0  # [B], all True
+    alive = start.cumsum(0) <= len(numbers)  # [B], an episode counts and has not ended
     restarts = repeats  # number of restarts of each environment, [B]
     for _ in range(max_steps):
         if not alive.any():
@@ -256,9 +266,10 @@ def run_episodes(
         length = (length + alive) * ~repeated
         start = terminated | truncated
         alive = alive & (~start | repeated)
-    env.close()
+    env.check()
+    task.release(env)
     columns = {"return": total, "length": length, "repeats": repeats, "cut": alive.double()}
-    return {name: column.tolist() for name, column in columns.items()}
+    return {name: column.tolist()[: len(numbers)] for name, column in columns.items()}
 
 
 def episode_figures(record: Record) -> dict[str, float]:

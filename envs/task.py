@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from envs import TRADING_ID, import_home
+from envs import TRADING_ID, import_home, makes_batch
 from envs.vector.guards import end_process
 from envs.vector.layout import TorchEnv
 from rl_dist.errors import one_line
@@ -178,7 +178,8 @@ class Task(Protocol):
     """Defines what a run trains on and how the trained policy is scored."""
 
     scored_by: str  # validation metric by which best.pt is chosen; larger is better
-    metrics: tuple[str, ...]  # names of all metrics of a validation
+    metrics: tuple[str, ...]  # names of all metrics of a validation; empty: it never validates
+    can_probe: bool = True  # False: only ranks can make environments
     tests_best: bool = False  # True: the final test after training also evaluates best.pt
     advice: str = ""  # points to documentation that helps if the policy does not learn
     watermark: str = ""  # text printed across the plots of results
@@ -199,6 +200,10 @@ class Task(Protocol):
     def training_env(self, num_envs: int, env_offset: int = 0) -> TorchEnv:
         """Make environments whose global numbers start at `env_offset`."""
         raise NotImplementedError
+
+    def release(self, env: TorchEnv) -> None:
+        """Close environments that `training_env` made, unless the task needs them again."""
+        env.close()
 
     def try_evaluation_env(self, env_offset: int) -> None:
         """Raise a UserError if no evaluation environment can be made during training."""
@@ -226,7 +231,9 @@ class Task(Protocol):
 # function makes the task from TaskSettings. A user's module may add a task to this table:
 # `--env my_module:MyTask-v0` imports the module before the name is looked up.
 TASKS = {TRADING_ID: "envs.trading.task:TradingTask"}
-GYM_TASK = "envs.gym_task:GymTask"  # makes the task if --env is not in TASKS
+# makes the task if --env is not in TASKS
+GYM_TASK = "envs.gym_task:GymTask"
+BATCH_TASK = "envs.batch_task:BatchTask"  # if --env names a function that makes a batch
 
 
 def make_task(settings: TaskSettings) -> Task:
@@ -236,13 +243,14 @@ def make_task(settings: TaskSettings) -> Task:
         ValueError: the task cannot be imported, its environment is unknown, or `scored_by` is not
             one of its metrics.
     """
-    place = TASKS.get(import_home(settings.task.env), GYM_TASK)
+    env = settings.task.env
+    place = TASKS.get(import_home(env), BATCH_TASK if makes_batch(env) else GYM_TASK)
     module, _, name = place.partition(":")
     try:
         make = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"envs.task.TASKS names {place!r}: {one_line(error)}") from error
     task = make(settings)
-    if task.scored_by not in task.metrics:
+    if task.metrics and task.scored_by not in task.metrics:
         raise ValueError(f"{place} is scored by {task.scored_by!r}, but has only {task.metrics}")
     return task

@@ -189,6 +189,7 @@ class Training:
             self.run.config.ppo.gamma,
             on_step=self.world.heartbeat,
         )
+        self.env.check()
         return rollout
 
     def update(self, rollout: Rollout) -> dict[str, float]:

@@ -139,7 +139,13 @@ class Trials:
     bytes_per_sequence: float = 0.0  # peak memory in the last trial
 
     def __post_init__(self) -> None:
-        self.env = probe(self.task)
+        env = probe(self.task)
+        if env is None:
+            raise UserError(
+                "nothing can be measured with a batch of your own: replace auto in --batch_size, "
+                "--precision or --strategy by a value"
+            )
+        self.env = env
         self.free_bytes = free_memory_bytes(self.world.device, self.world.local_size)
 
     def best(self, config: RunConfig, flag: str, values: Iterable[Any]) -> RunConfig:

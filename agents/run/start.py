@@ -16,6 +16,7 @@ from agents.run.choice import RUNS, check_resumable, choose_run
 from agents.run.metric_table import check_metric
 from agents.run.saved import check_initial
 from envs.vector.guards import EnvironmentFaultError
+from envs.vector.layout import TorchEnv
 from rl_dist.checkpoint.store import CHECKPOINT_DIR, LoadedCheckpoint
 from rl_dist.checkpoint.trust import import_own
 from rl_dist.errors import (
@@ -145,22 +146,19 @@ def check_and_announce(
         if name.startswith("valid/") and not config.validates:
             raise UserError(f"{flag} {name} needs --validate_every and --eval_episodes above 0")
     check_installed(train.loggers)
+    state = checkpoint.state if checkpoint else None
     env = probe(task)
-    policy = empty_policy(config, env.layout, env.single_action_space)
-    if checkpoint:
-        check_resumable(checkpoint.state, config, policy)
-        announce_length(checkpoint.state, config)
+    if env:
+        check_policy(config, env, state)
+    if state:
+        announce_length(state, config)
     else:
-        check_initial(train, policy)
         print(f"preset {train.chosen_preset} (--preset chooses another)")
-    if core := config.policy.core:
-        width = policy.feature_encoder.num_outputs
-        hidden_size = config.policy.hidden_size
-        module = make_core(core, width, hidden_size, config.policy.num_layers)
-        try_core(core, module, width, hidden_size)
     if train.callback:
         import_own("callback", train.callback)
     print(f"{resolved.message}\n{task.describe()}")
+    if env and env.note:
+        print(env.note)
     if train.batch_size != AUTO_SIZE:
         saved_num_envs = len(checkpoint.state["carry"]["obs"]) if checkpoint else 0
         share = shard_sizes(train, 0, resolved.num_ranks, saved_num_envs)
@@ -169,6 +167,20 @@ def check_and_announce(
             f"environments, {share.batch_size} of {share.global_batch_size} sequences of "
             f"{train.bptt_steps} steps per gradient step"
         )
+
+
+def check_policy(config: RunConfig, env: TorchEnv, state: dict | None) -> None:
+    """Refuse a policy, or a checkpoint's state, that does not fit the environments."""
+    policy = empty_policy(config, env.layout, env.single_action_space)
+    if state:
+        check_resumable(state, config, policy)
+    else:
+        check_initial(config.train, policy)
+    if core := config.policy.core:
+        width = policy.feature_encoder.num_outputs
+        hidden_size = config.policy.hidden_size
+        module = make_core(core, width, hidden_size, config.policy.num_layers)
+        try_core(core, module, width, hidden_size)
 
 
 def announce_length(state: dict, config: RunConfig) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from envs.vector.batched import has_snapshots
 from envs.vector.guards import EnvironmentFaultError, HangWatch, end_process
 from envs.vector.layout import Layout, Metrics, Part, StepResult
+from envs.vector.same_step import MISSING_FINALS, SameStep, row_of
 from envs.vector.space_json import to_json
 from envs.vector.spaces import (
     MASK_KEY,
@@ -29,6 +30,7 @@ from envs.vector.spaces import (
     check_rows,
 )
 from envs.vector.tensors import LIFE, ArrayEnv, Snapshot, step_result
+from rl_dist.files import log_once
 
 _LOGGER = logging.getLogger(__name__)
 LAST_ROW = "life/last_row"  # entry of a snapshot of `OneByOne`: the last observation rows
@@ -59,6 +61,7 @@ class TorchVectorEnv(ArrayEnv):
     _: KW_ONLY
     make: Any = None  # returns a new environment to replace a failed one
     max_episode_steps: int | None = None  # step limit for single environments
+    note: str = ""  # see `TorchEnv.note`
     # Ends the process if a call into an environment hangs and cannot be interrupted.
     end: Callable[[str], None] = end_process
     # The flags below are described in `envs.task.TaskConfig`.
@@ -148,6 +151,10 @@ class TorchVectorEnv(ArrayEnv):
             self.lives[name] = arrays.pop(f"life/{name}")
         self._set_env_states(arrays)
 
+    def take_metrics(self) -> Metrics:
+        """Return (sum, count) of every metric that was reported since the last call."""
+        return self.env.take_metrics() if isinstance(self.env, SameStep) else {}
+
     def close(self) -> None:
         """Close the environments; log a failure instead of raising it."""
         self.watch.close_env(None, self.env)
@@ -157,7 +164,8 @@ class TorchVectorEnv(ArrayEnv):
 
     @_guarded
     def _reset_envs(self, seeds: Sequence[int]) -> ndarray:
-        return self.encoder(self.env.reset(seed=seeds)[0], self.num_envs)
+        self._before = self.encoder(self.env.reset(seed=seeds)[0], self.num_envs)
+        return self._before
 
     @_guarded
     def _step_envs(self, actions: object) -> Arrays:
@@ -169,12 +177,20 @@ class TorchVectorEnv(ArrayEnv):
         final_obs = obs.copy()
         ended = np.flatnonzero(terminated | truncated)
         if len(ended):
-            finals = [info["final_obs"][row] for row in ended]
             try:
-                final_obs[ended] = self.encoder(finals, len(ended), is_last=True)
+                final_obs[ended] = self._last_rows_of(info, ended)
             except RowFaultError as fault:
                 raise RowFaultError(None, f"final {fault}") from None
+        self._before = obs
         return rewards, obs, final_obs, terminated, truncated
+
+    def _last_rows_of(self, info: dict, ended: ndarray) -> ndarray:
+        """Return the last observations [N, F] of the N environments whose episodes ended."""
+        if "final_obs" in info or self.can_snapshot:
+            finals = [row_of(info["final_obs"], row) for row in ended]
+            return self.encoder(finals, len(ended), is_last=True)
+        log_once(MISSING_FINALS.format(self.env_id))
+        return self._before[ended]
 
     @_guarded
     def _get_env_states(self) -> dict:

@@ -88,6 +88,7 @@ class HangWatch:
     newest: "ClassVar[HangWatch | None]" = None  # the HangWatch that made the latest call
 
     def __post_init__(self) -> None:
+        self.is_limited = True  # False: a call may take any time
         self._started_s = 0.0  # start time of the current call; 0 between calls
         self._interrupted_s = 0.0  # start time of the most recently interrupted call
         self._closed = threading.Event()
@@ -150,7 +151,7 @@ class HangWatch:
             if not started_s:
                 continue
             self.heartbeat()
-            waited_s = time.monotonic() - started_s
+            waited_s = time.monotonic() - started_s if self.is_limited else 0.0
             if waited_s >= self.timeout_s + GRACE_S:
                 stack = traceback.format_stack(sys._current_frames()[self._thread_id])
                 problem = f"{self._problem} and cannot be interrupted: the process ends"

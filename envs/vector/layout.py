@@ -120,6 +120,7 @@ class TorchEnv:
     layout: Layout
     env_offset: int = 0  # global number of the first environment
     can_snapshot: bool = False  # True if get_state and set_state work
+    note: str = ""  # a line to print when the environments are made for the first time
     spaces_json: str = ""  # Gymnasium spaces as JSON, see `spaces.to_json`; "": unknown
 
     @property
@@ -156,6 +157,13 @@ class TorchEnv:
     def recv(self, group: int = 0) -> StepResult:
         """Wait for the step that `send` started; return the same values as `step`."""
         return self.step(self._sent)
+
+    def check(self) -> None:
+        """Raise an EnvironmentFaultError if a step since the last call returned unusable values.
+
+        The trainer calls this after each rollout. Environments that check their values in each step
+        need not define it.
+        """
 
     def take_metrics(self) -> Metrics:
         """Return (sum, count) of every metric that was reported since the last call."""

@@ -1,0 +1,168 @@
+"""The task of a user's batch of environments, which one function makes for a whole rank."""
+
+import atexit
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from envs import making, own_maker
+from envs.gym_task import GymTask
+from envs.task import (
+    EvaluationOptions,
+    TaskConfig,
+    TaskSettings,
+    TrainedAgent,
+    TrainedAgents,
+    Trial,
+)
+from envs.vector.adapter import TorchVectorEnv
+from envs.vector.layout import TorchEnv
+from envs.vector.same_step import (
+    SameStep,
+    action_space_of,
+    actor_part,
+    argument_names,
+    autoreset_mode,
+    find_seed_form,
+    resets_by_mask,
+    seed_generators,
+    space_of,
+)
+from envs.vector.tensor_batch import TensorBatch
+from rl_dist.errors import UserError
+from rl_dist.files import log_once
+
+UNUSED = ("env_workers", "env_restarts", "info_mask", "previous_action", "previous_reward")
+
+
+@dataclass(frozen=True)
+class BatchTask(GymTask):
+    """Trains on the batch of environments that the function or class of --env makes.
+
+    A process makes one batch and keeps it, because many simulators allow only one. Therefore, there
+    is no validation, and the final test uses the environments of the training.
+    """
+
+    made: list[TorchEnv] = field(default_factory=list)  # the batch of this process, if any
+
+    metrics = ()  # type: ignore[assignment]  # there is no validation
+    can_probe = False
+
+    def __post_init__(self) -> None:
+        config = self.settings.task
+        for name in UNUSED:
+            if getattr(config, name) != getattr(TaskConfig(), name):
+                raise ValueError(
+                    f"{name} has no effect on the batch that {config.env} makes: omit it"
+                )
+
+    def describe(self) -> str:
+        """Return lines with the name and arguments of the batch, and what it implies."""
+        return (
+            f"{super().describe()} (a batch)\nno validation, because a process makes one batch; "
+            "the final test steps the environments of the training"
+        )
+
+    def training_env(self, num_envs: int, env_offset: int = 0) -> TorchEnv:
+        """Make the batch of this process, or return it if it exists."""
+        if not self.made:
+            batch = make_batch(self.settings, num_envs, env_offset)
+            atexit.register(batch.close)
+            self.made.append(batch)
+        return self.made[0]
+
+    def release(self, env: TorchEnv) -> None:
+        """Keep the batch: the final test uses it, and it is closed when the process ends."""
+
+    def try_evaluation_env(self, env_offset: int) -> None:
+        """Do nothing, because evaluation makes no other environments."""
+
+    def validation(self, agent: TrainedAgent, options: EvaluationOptions) -> None:
+        """Return None: there is no validation."""
+
+    def tests(self, agents: TrainedAgents, options: EvaluationOptions) -> dict[str, Trial]:
+        """Return test episodes, one per environment at most."""
+        if options.video:
+            raise UserError("--video needs single environments, not a batch: omit it")
+        return super().tests(agents, options)
+
+    @property
+    def num_tests(self) -> int:
+        """Number of test episodes."""
+        return min([self.settings.task.eval_episodes, *(batch.num_envs for batch in self.made)])
+
+    def evaluation_env(self, num_envs: int, env_offset: int) -> TorchEnv:
+        """Return the batch of this process, with episodes that start at age 0."""
+        env = self.training_env(num_envs, env_offset)
+        if isinstance(env, TensorBatch):
+            env.spreads = False
+        return env
+
+
+def make_batch(settings: TaskSettings, num_envs: int, env_offset: int) -> TorchEnv:
+    """Make the batch that --env names, and find out how to reset it.
+
+    Raises:
+        ValueError: the batch cannot be made or used.
+    """
+    config = settings.task
+    maker = own_maker(config.env)
+    train = settings.sections.get("train")
+    entropy = np.random.SeedSequence([train.seed if train else 0, env_offset])
+    seed = int(entropy.generate_state(1)[0]) >> 1  # 31 bits
+    offered = {"device": settings.device, "seed": seed}
+    accepted = argument_names(maker)
+    arguments = {name: value for name, value in offered.items() if name in accepted}
+    settings.heartbeat()
+    with making(config.env):
+        seed_generators(seed)  # the function may draw from them
+        env: Any = maker(num_envs=num_envs, **arguments | config.kwargs())  # type: ignore[misc]
+        starts_by_mask = autoreset_mode(env, AutoresetMode.SAME_STEP) != AutoresetMode.SAME_STEP
+        form = list if getattr(env, "seeds_each", False) else None
+        batch = SameStep(env, num_envs, form, starts_by_mask)
+        obs, _ = batch.reset(seed=list(range(num_envs)))
+        first = tree_leaves(obs)[0]
+        if not isinstance(first, np.ndarray | Tensor):
+            raise TypeError(
+                f"observations are {type(first).__module__}.{type(first).__name__}, not tensors or "
+                "NumPy arrays: convert them, for example with torch.from_dlpack"
+            )
+        if len(first) != num_envs:
+            raise ValueError(f"observations have {len(first)} rows, not num_envs {num_envs}")
+
+        # seeds and resets
+        knows_mask = "options" in argument_names(env.reset)
+        if isinstance(env, VectorEnv) and isinstance(first, np.ndarray):
+            batch.seed_form = form or find_seed_form(env, num_envs)
+            knows_mask = not starts_by_mask or resets_by_mask(env)
+        if starts_by_mask and not knows_mask:
+            raise ValueError(
+                "it starts episodes a step late (autoreset mode NEXT_STEP), and its reset knows no "
+                "reset_mask: make it with SAME_STEP"
+            )
+        if not batch.seed_form:
+            log_once(
+                f"{config.env}: the environments of a rank share one seed, so results depend on "
+                "the number of ranks (docs/own_environment.md, Batches)"
+            )
+
+        # spaces
+        declared = getattr(batch, "single_observation_space", None)
+        is_space = isinstance(declared, spaces.Space)
+        batch.single_observation_space = actor_part(declared) if is_space else space_of(obs)
+        batch.single_action_space = action_space_of(batch)
+        adapter: Any = TorchVectorEnv if isinstance(first, np.ndarray) else TensorBatch
+        return adapter(
+            env=batch,
+            env_id=config.env,
+            env_offset=env_offset,
+            device=settings.device,
+            heartbeat=settings.heartbeat,
+            env_timeout=config.env_timeout,
+            end=settings.end,
+        )

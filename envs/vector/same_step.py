@@ -1,0 +1,246 @@
+"""Bring batches of environments, as users and simulators write them, into one form.
+
+Batches differ in how they are seeded, how they report the end of an episode, and when they start
+the next one. The adapters in `envs.vector` read only the form of `SameStep`.
+"""
+
+import inspect
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from envs.vector.layout import Metrics
+from envs.vector.spaces import MASK_KEY
+from rl_dist.files import log_once
+
+# Simulators return groups of observations, such as one for the policy and one for the critic.
+ACTOR_GROUPS = ("policy", "actor", "state")
+FINAL_KEYS = ("final_obs", "final_observation")
+# forms in which batches accept one seed per environment
+SeedForm = Callable[[Sequence[int]], Any]
+SEED_FORMS: tuple[SeedForm, ...] = (list, partial(np.array, dtype=np.int32))
+TRIAL_STEPS = 5
+MISSING_FINALS = (
+    "{} returns no last observations (final_obs): after a time limit, the value of the observation "
+    "before the last step stands in"
+)
+
+
+class SameStep:
+    """A batch in which the next episode starts in the step that ends an episode.
+
+    Attributes that are not defined here are those of the batch, or of the environment inside its
+    wrappers.
+    """
+
+    single_observation_space: spaces.Space
+    single_action_space: spaces.Space
+
+    def __init__(
+        self, env: Any, num_envs: int, seed_form: SeedForm | None, starts_by_mask: bool
+    ) -> None:
+        """Wrap a batch of arrays or tensors.
+
+        Args:
+            seed_form: turns a list with one seed per environment into the argument of `reset`;
+                None: the batch takes one seed or none.
+            starts_by_mask: whether `reset` must start the next episodes, in the rows of reset_mask.
+        """
+        self.env = env
+        self.num_envs = num_envs
+        self.seed_form = seed_form
+        self.starts_by_mask = starts_by_mask
+        self.reset_arguments = argument_names(getattr(env, "reset", None))
+        self.logged: Any = defaultdict(lambda: [0.0, 0])  # sum and count of each logged value
+
+    def __getattr__(self, name: str) -> Any:
+        env = self.__dict__["env"]
+        return getattr(env if hasattr(env, name) else getattr(env, "unwrapped", env), name)
+
+    def reset(self, *, seed: Sequence[int]) -> tuple[Any, dict]:
+        """Start new episodes in all environments; return their observations and {}.
+
+        A batch that does not take one seed per environment gets the first seed. Because it may draw
+        from global generators, they are seeded too.
+        """
+        if self.seed_form is None:
+            seed_generators(seed[0])
+        if not hasattr(self.env, "reset"):
+            raw = self.env.get_observations()
+        elif "seed" in self.reset_arguments:
+            raw = self.env.reset(seed=self.seed_form(seed) if self.seed_form else seed[0])
+        else:
+            raw = self.env.reset()
+        return actor_part(plain(raw[0] if isinstance(raw, tuple) else raw)), {}
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict]:
+        """Step all environments; return observations, rewards, two flags and info.
+
+        info["final_obs"], if known, has the last observations of the episodes that ended; its other
+        rows have no meaning.
+        """
+        raw, rewards, *raw_flags, info = self.env.step(actions)
+        info = info if isinstance(info, dict) else {}
+        flags = [(flag != 0).reshape(self.num_envs) for flag in raw_flags]
+        if len(flags) == 1:  # as in rsl_rl: ended episodes, some of them because of a time limit
+            timed_out = flags[0] & (as_type_of(flags[0], info.get("time_outs", False)) != 0)
+            flags = [flags[0] & ~timed_out, timed_out]
+        obs = plain(raw)
+        finals = [plain(info[key]) for key in FINAL_KEYS if key in info]
+        ended = flags[0] | flags[1]
+        if self.starts_by_mask and ended.any():
+            finals = [tree_map(copied, obs)]  # the reset may write into the arrays of `obs`
+            mask = np.asarray(ended)
+            fresh = plain(self.env.reset(options={"reset_mask": mask})[0])
+            obs = tree_map(partial(with_rows, mask), finals[0], fresh)
+        for name, value in info.get("log", {}).items():
+            with suppress(TypeError, ValueError):  # not a number
+                self.logged[name][0] += torch.as_tensor(value).double().mean()
+                self.logged[name][1] += 1
+        last = {"final_obs": actor_part(finals[0])} if finals else {}
+        return actor_part(obs), rewards, *flags, last
+
+    def take_metrics(self) -> Metrics:
+        """Return sum and count of every value in info["log"] since the last call."""
+        metrics = {name: (float(total), count) for name, (total, count) in self.logged.items()}
+        self.logged.clear()
+        return {name: pair for name, pair in metrics.items() if np.isfinite(pair[0])}
+
+
+# ---- properties of a batch
+
+
+def autoreset_mode(env: Any, default: AutoresetMode) -> AutoresetMode:
+    """Return when a batch starts the next episode; `default` if it does not say."""
+    metadata = getattr(env, "metadata", None) or {}
+    return AutoresetMode(metadata.get("autoreset_mode", default))
+
+
+def argument_names(function: Any) -> set[str]:
+    """Return the names of a function's or class's arguments; {} if they are unknown."""
+    try:
+        return set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return set()
+
+
+def find_seed_form(env: Any, num_envs: int) -> SeedForm | None:
+    """Return the form in which a batch of arrays takes one seed per environment, if any.
+
+    Environments with equal seeds must start with equal observations. The batch is reset.
+    """
+    for form in SEED_FORMS:
+        with suppress(Exception):  # a batch may refuse a form with any error
+            obs = plain(env.reset(seed=form([11] * num_envs))[0])
+            if all((np.asarray(rows) == np.asarray(rows)[:1]).all() for rows in tree_leaves(obs)):
+                return form
+    return None
+
+
+def resets_by_mask(env: Any) -> bool:
+    """Return whether a batch of arrays, which has been reset, can reset single rows."""
+    try:
+        for _ in range(TRIAL_STEPS):
+            obs = tree_map(copied, plain(env.step(env.action_space.sample())[0]))
+        mask = np.arange(env.num_envs) == 0
+        fresh = plain(env.reset(options={"reset_mask": mask})[0])
+    except Exception:  # a batch may fail with any error
+        return False
+    pairs = zip(tree_leaves(obs), tree_leaves(fresh), strict=True)
+    return all(len(new) == 1 or np.array_equal(old[1:], new[1:]) for old, new in pairs)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002, because environments may use this generator
+    torch.manual_seed(seed)
+
+
+# ---- nested arrays and tensors
+
+
+def plain(nested: Any) -> Any:
+    """Return nested observations with a dict in place of every other mapping."""
+    if hasattr(nested, "items"):
+        return {key: plain(value) for key, value in nested.items()}
+    return tuple(map(plain, nested)) if isinstance(nested, tuple) else nested
+
+
+def actor_part(obs: Any) -> Any:
+    """Return the group of observations for the actor, or everything if there are no groups.
+
+    Works on observations and on spaces.
+    """
+    groups = obs.spaces if isinstance(obs, spaces.Dict) else obs
+    if not isinstance(groups, dict):
+        return obs
+    group = next((name for name in ACTOR_GROUPS if name in groups), "")
+    kept = {name: groups[name] for name in (group, MASK_KEY) if name in groups}
+    if not group or len(kept) == len(groups):
+        return obs
+    unread = ", ".join(name for name in groups if name not in kept)
+    log_once(f"the policy reads the observations {group!r}; it never reads {unread}")
+    return spaces.Dict(kept) if isinstance(obs, spaces.Dict) else kept
+
+
+def row_of(nested: Any, row: int) -> Any:
+    """Return the values of one environment in nested observations."""
+    if isinstance(nested, dict):
+        return {key: row_of(value, row) for key, value in nested.items()}
+    return tuple(row_of(v, row) for v in nested) if isinstance(nested, tuple) else nested[row]
+
+
+def copied(values: Any) -> Any:
+    """Return a copy of an array or a tensor."""
+    return values.clone() if isinstance(values, Tensor) else np.array(values)
+
+
+def with_rows(mask: np.ndarray, old: Any, fresh: Any) -> Any:
+    """Return a copy of `old` with the rows of `mask` from `fresh`, which may have only these."""
+    new = copied(old)
+    new[mask] = fresh[mask] if len(fresh) == len(mask) else fresh
+    return new
+
+
+def as_type_of(like: Any, values: Any) -> Any:
+    """Return values as an array or, if `like` is a tensor, as a tensor on its device."""
+    if isinstance(like, Tensor):
+        return torch.as_tensor(values, device=like.device)
+    return np.asarray(values)
+
+
+def space_of(values: Any) -> spaces.Space:
+    """Return a space that contains the rows of nested observations.
+
+    Bytes of two or more dimensions are pixels.
+    """
+    if isinstance(values, dict):
+        return spaces.Dict({key: space_of(part) for key, part in values.items()})
+    if isinstance(values, tuple):
+        return spaces.Tuple(list(map(space_of, values)))
+    shape = tuple(values.shape[1:])
+    name = str(values.dtype).removeprefix("torch.")
+    if name == "uint8":
+        return spaces.Box(0, 255, shape, np.uint8)
+    # types that NumPy lacks, such as bfloat16, have no more digits than float32
+    dtype: Any = np.float64 if name in ("float64", "int64", "int32") else np.float32
+    return spaces.Box(-np.inf, np.inf, shape, dtype)
+
+
+def action_space_of(env: Any) -> spaces.Space:
+    """Return a batch's space of actions; unbounded numbers if only their count is known."""
+    space = getattr(env, "single_action_space", None)
+    if isinstance(space, spaces.Space):
+        return space
+    return spaces.Box(-np.inf, np.inf, space.shape if space else (env.num_actions,), np.float32)

@@ -1,0 +1,196 @@
+"""Adapt a batch of environments that takes and returns tensors, such as a simulator on a GPU."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from envs.vector.adapter import MAX_REWARD
+from envs.vector.batched import has_snapshots
+from envs.vector.guards import EnvironmentFaultError, HangWatch, end_process
+from envs.vector.layout import Layout, Metrics, StepResult, TorchEnv
+from envs.vector.same_step import MISSING_FINALS, SameStep
+from envs.vector.space_json import to_json
+from envs.vector.spaces import ActionDecoder, Leaf, ObservationEncoder
+from envs.vector.tensors import random_int63, seed_keys
+from rl_dist.files import log_once
+
+LAST_ROWS = "batch/last_rows"  # entry of a snapshot
+
+
+@dataclass(eq=False, kw_only=True)
+class TensorBatch(TorchEnv):
+    """Adapts a batch of tensors to the TorchEnv interface.
+
+    A step reads nothing from the device. Therefore, NaN and other unusable values are found only by
+    `check`, which the trainer calls once per rollout.
+    """
+
+    env: SameStep
+    env_id: str
+    env_offset: int = 0
+    device: Any = "cpu"
+    heartbeat: Callable[[], None] = lambda: None
+    env_timeout: float = 0.0  # applies from the second step on: the first may compile kernels
+    end: Callable[[str], None] = end_process
+    spreads: bool = True  # start the first episodes at random ages, if the batch can
+
+    def __post_init__(self) -> None:
+        env = self.env
+        self.num_envs = env.num_envs
+        self.device = torch.device(self.device)
+        self.watch = HangWatch(self.env_timeout, self.describe, self.end, self.heartbeat)
+        self.watch.is_limited = False
+        target = env.single_action_space
+        if isinstance(target, spaces.Dict | spaces.Tuple):
+            raise ValueError(f"environment {self.env_id}: a batch of tensors needs plain actions")
+        self.decoder = ActionDecoder(target, self.env_id)
+        self.encoder = ObservationEncoder(env.single_observation_space, self.env_id, self.decoder)
+        self.layout = Layout(self.encoder.parts)
+        self.single_action_space = self.decoder.space
+        self.spaces_json = to_json(env.single_observation_space, target)
+        self.can_snapshot = has_snapshots(env)
+        self.dtype = getattr(torch, np.dtype(self.encoder.dtype).name)
+        # numbers that decode actions, on the device
+        decoder = self.decoder
+        dtype = torch.float32
+        numbers = (decoder.scale, decoder.offset, *decoder.bounds)
+        if decoder.mask_size:
+            numbers = (decoder.start,)
+            dtype = torch.int64
+        self.numbers = [torch.as_tensor(v, dtype=dtype, device=self.device) for v in numbers]
+        self.is_faulty = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
+        # whether a last observation was missing although an episode had ended
+        self.misses_finals = torch.zeros((), dtype=torch.bool, device=self.device)
+
+    def describe(self, row: int | None, problem: str) -> str:
+        """Return one line that names an environment, or all of them, and its problem."""
+        first = self.env_offset
+        last = first + self.num_envs - 1
+        number = f"{first}..{last} (one of these)" if row is None else str(first + row)
+        return f"environment {self.env_id} number {number}: {problem}"
+
+    def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict]:
+        """Start all environments with new seeds; return observations [B, F] and {}."""
+        self.rows = self.watch.call(None, self._reset, seed)
+        return self.rows, {}
+
+    def _reset(self, seeds: Sequence[int]) -> Tensor:
+        obs, _ = self.env.reset(seed=seeds)
+        ages = getattr(self.env, "episode_length_buf", None)
+        if self.spreads and isinstance(ages, Tensor):
+            # Otherwise, all episodes would end in the same step: rsl_rl/runners/on_policy_runner.py
+            limit = int(torch.as_tensor(self.env.max_episode_length).max())
+            spread = random_int63(seed_keys(seeds), torch.zeros(self.num_envs).long()) % limit
+            ages.copy_(spread)
+        self.env_device = tree_leaves(obs)[0].device
+        return self._rows(obs)
+
+    def step(self, actions: Tensor) -> StepResult:
+        """Step all environments; return newly allocated tensors, see `TorchEnv.step`."""
+        return self.watch.call(None, self._step, actions)
+
+    def _step(self, actions: Tensor) -> StepResult:
+        obs, raw_rewards, terminated, truncated, info = self.env.step(self._decoded(actions))
+        self.watch.is_limited = True
+        terminated = terminated.to(self.device)
+        truncated = truncated.to(self.device)
+        ended = terminated | truncated
+        rewards = raw_rewards.reshape(-1).to(self.device, torch.float64, copy=True)
+        rows = self._rows(obs)
+        if "final_obs" in info:
+            last_rows = self._rows(info["final_obs"], is_last=True)
+        else:  # the observation before the step, as in rsl_rl/algorithms/ppo.py
+            last_rows = self.rows
+            self.misses_finals |= ended.any()
+        final_obs = torch.where(ended[:, None], last_rows, rows)
+        for values in (rows, final_obs):
+            self.is_faulty |= ~values.isfinite().all(dim=1)
+        self.is_faulty |= ~(rewards.abs() <= MAX_REWARD)
+        self.rows = rows
+        return rows, rewards, terminated, truncated, {"final_obs": final_obs}
+
+    def check(self) -> None:
+        """Raise an EnvironmentFaultError if a value since the last call was not usable."""
+        if self.is_faulty.any():
+            row = int(self.is_faulty.nonzero()[0])
+            problem = "observation or reward was NaN, infinite or outside its space"
+            if self.layout.columns("mask"):
+                problem += ", or its action_mask forbade every action"
+            raise EnvironmentFaultError(self.describe(row, f"{problem} in this iteration"))
+        if self.misses_finals:
+            log_once(MISSING_FINALS.format(self.env_id))
+
+    def take_metrics(self) -> Metrics:
+        """Return sum and count of the values that the batch has logged."""
+        return self.env.take_metrics()
+
+    def get_state(self) -> dict[str, Tensor]:
+        """Return a complete snapshot, see `TorchEnv.get_state`."""
+        state = self.env.get_state() | {LAST_ROWS: self.rows}
+        wide = {True: torch.float64, False: torch.int64}
+        return {name: v.to("cpu", wide[v.is_floating_point()]) for name, v in state.items()}
+
+    def set_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore a snapshot; the batch gets float64 and int64 tensors on the CPU."""
+        self.rows = state[LAST_ROWS].to(self.device, self.dtype)
+        self.env.set_state({name: value for name, value in state.items() if name != LAST_ROWS})
+
+    def close(self) -> None:
+        """Close the batch; log a failure instead of raising it."""
+        if hasattr(self.env, "close"):
+            self.watch.close_env(None, self.env)
+        self.watch.close()
+
+    # ---- numbers
+
+    def _rows(self, obs: Any, is_last: bool = False) -> Tensor:
+        """Return nested observations as new rows [B, F]; see `ObservationEncoder`."""
+        columns = []
+        for leaf in self.encoder.leaves:
+            values = leaf.pick(obs)
+            if values.shape != (self.num_envs, *leaf.space.shape):
+                raise ValueError(
+                    f"{leaf.part.name} has shape {tuple(values.shape)}, not "
+                    f"{(self.num_envs, *leaf.space.shape)}"
+                )
+            columns.append(self._columns(leaf, values.to(self.device), is_last).to(self.dtype))
+        return torch.cat(columns, dim=1)  # a copy, because a batch may use its tensors again
+
+    def _columns(self, leaf: Leaf, values: Tensor, is_last: bool) -> Tensor:
+        """Return the columns [B, n] of one part of the observations."""
+        if leaf.axes:
+            values = values.permute(0, *(axis + 1 for axis in leaf.axes))
+        flat = values.flatten(1) if values.ndim > 1 else values[:, None]
+        if leaf.masked:
+            if is_last:  # no action follows
+                return torch.ones_like(flat)
+            choices = flat.split(leaf.masked.sizes.tolist(), dim=1)
+            self.is_faulty |= ~torch.stack([choice.any(dim=1) for choice in choices]).all(dim=0)
+        elif len(leaf.sizes):
+            start = torch.as_tensor(leaf.start, device=self.device)
+            digits = (flat - start).unsqueeze(2)  # [B, D, 1]
+            options = [
+                digits[:, i] == torch.arange(size, device=self.device)
+                for i, size in enumerate(leaf.sizes)
+            ]
+            self.is_faulty |= ~torch.stack([chosen.any(dim=1) for chosen in options]).all(dim=0)
+            return torch.cat(options, dim=1)
+        return flat.to(self.dtype) / leaf.scale if leaf.axes else flat
+
+    def _decoded(self, actions: Tensor) -> Tensor:
+        """Return actions in the units and the shape of the batch."""
+        target = self.decoder.target
+        if self.decoder.mask_size:
+            (start,) = self.numbers
+            decoded = actions.reshape(self.num_envs, -1) + start
+        else:
+            scale, offset, low, high = self.numbers
+            dtype = getattr(torch, target.dtype.name)
+            decoded = (actions * scale + offset).clamp(low, high).to(dtype)
+        return decoded.reshape(self.num_envs, *target.shape).to(self.env_device)
