@@ -110,6 +110,11 @@ class SameStep:
         last = {"final_obs": actor_part(finals[0])} if finals else {}
         return actor_part(obs), rewards, *flags, last
 
+    def close(self) -> None:
+        """Close the batch if it can be closed."""
+        if hasattr(self.env, "close"):
+            self.env.close()
+
     def take_metrics(self) -> Metrics:
         """Return sum and count of every value in info["log"] since the last call."""
         metrics = {name: (float(total), count) for name, (total, count) in self.logged.items()}

@@ -58,11 +58,11 @@ class TensorBatch(TorchEnv):
         self.dtype = getattr(torch, np.dtype(self.encoder.dtype).name)
         # numbers that decode actions, on the device
         decoder = self.decoder
-        dtype = torch.float32
-        numbers = (decoder.scale, decoder.offset, *decoder.bounds)
         if decoder.mask_size:
-            numbers = (decoder.start,)
-            dtype = torch.int64
+            numbers: tuple[np.ndarray, ...] = (decoder.start,)
+        else:
+            numbers = (decoder.scale, decoder.offset, *decoder.bounds)
+        dtype = torch.int64 if decoder.mask_size else torch.float32
         self.numbers = [torch.as_tensor(v, dtype=dtype, device=self.device) for v in numbers]
         self.is_faulty = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
         # whether a last observation was missing although an episode had ended
@@ -143,8 +143,7 @@ class TensorBatch(TorchEnv):
 
     def close(self) -> None:
         """Close the batch; log a failure instead of raising it."""
-        if hasattr(self.env, "close"):
-            self.watch.close_env(None, self.env)
+        self.watch.close_env(None, self.env)
         self.watch.close()
 
     # ---- numbers
