@@ -4,7 +4,7 @@ import numpy as np
 
 RESAMPLES = 2000  # number of bootstrap samples
 ENDS = (0.025, 0.975)  # quantiles at the ends of a 95 % interval
-Interval = dict[str, float]  # mean, and ends of its 95 % interval: low and high
+Interval = dict[str, float]  # keys: mean, and low and high, the ends of its 95 % interval
 
 
 def mean_interval(samples: np.ndarray | list[float]) -> Interval:

@@ -53,8 +53,8 @@ class RecallVectorEnv(BatchedEnv):
     def observe(self) -> ndarray:
         """Return the observations; an observation after the query is all zeros."""
         obs = np.zeros(self.observation_space.shape or (), dtype=np.float32)
-        (fresh,) = np.nonzero(self.elapsed == 0)
-        obs[fresh, self.cue[fresh]] = 1.0
+        (starting,) = np.nonzero(self.elapsed == 0)
+        obs[starting, self.cue[starting]] = 1.0
         (running,) = np.nonzero(self.elapsed <= self.query_age)
         obs[running, self.num_cues : -1] = self.noise[running, self.elapsed[running]]
         obs[:, -1] = self.elapsed == self.query_age
@@ -74,7 +74,7 @@ class ControlEnv(BatchedEnv):
 
     state: ndarray
     state_names = ("state",)
-    observed = slice(None)  # which columns of the state the agent observes
+    observed = slice(None)  # the columns of the state that the agent observes
 
     def begin(self, rows: ndarray, draws: ndarray) -> None:
         """Start new episodes from the states in `draws`."""
@@ -95,8 +95,8 @@ class CartPoleVectorEnv(ControlEnv):
     def __init__(self, num_envs: int = 1, *, max_episode_steps: int = 500) -> None:
         self._physics = CartPoleEnv()  # used only for its constants
         space: Any = self._physics.observation_space
-        seen = spaces.Box(space.low[self.observed], space.high[self.observed])
-        super().__init__(num_envs, seen, spaces.Discrete(2))
+        observed = spaces.Box(space.low[self.observed], space.high[self.observed])
+        super().__init__(num_envs, observed, spaces.Discrete(2))
         self.max_episode_steps = max_episode_steps
         self.state = np.zeros((num_envs, 4))  # x (m), x_dot (m/s), theta (rad), theta_dot (rad/s)
 
@@ -105,7 +105,7 @@ class CartPoleVectorEnv(ControlEnv):
         return generator.uniform(-_START_BOUND, _START_BOUND, 4)
 
     def advance(self, actions: ndarray) -> Outcome:
-        """Take one Euler step, with the same order of operations as CartPoleEnv.step."""
+        """Simulate one Euler step, in the same order of operations as CartPoleEnv.step."""
         physics = self._physics
         x, x_dot, theta, theta_dot = self.state.T
         force = np.where(actions == 1, physics.force_mag, -physics.force_mag)
@@ -135,9 +135,9 @@ class CartPolePositionsVectorEnv(CartPoleVectorEnv):
 class MountainCarPositionsVectorEnv(ControlEnv):
     """MountainCarPositions-v0: sparse rewards, continuous actions, hidden velocity.
 
-    The task is MountainCarContinuous-v0 with only the position observed. Every action has a cost,
-    and only reaching the summit earns a reward. Exploration with white noise never reaches the
-    summit, so a policy that explores this way learns to stand still.
+    The task is MountainCarContinuous-v0, but observations show only the position. Every action has
+    a cost, and only reaching the summit earns a reward. Exploration with white noise never reaches
+    the summit, so a policy that explores with white noise learns to stand still.
 
     Source of the dynamics: gymnasium/envs/classic_control/continuous_mountain_car.py (Moore 1990).
     """

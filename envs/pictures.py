@@ -1,4 +1,4 @@
-"""Save plots, and a video of an episode."""
+"""Save plots, and an episode as an animated GIF."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,11 +18,11 @@ from torch import Tensor
 from rl_dist.errors import UserError
 
 MAX_FRAMES = 2000  # the video stops after this many steps
-FPS = 30  # pictures per second of a video if the environment does not name its rate
+FPS = 30  # pictures per second of a video if the environment does not specify them
 
 
 def save_plot(path: Path, watermark: str = "") -> None:
-    """Save the current plot with a text across it, and close it."""
+    """Save the current plot, with a watermark across it, and close the plot."""
     if watermark:
         plt.figtext(0.6, 0.2, watermark, fontsize=20, alpha=0.4)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ def save_plot(path: Path, watermark: str = "") -> None:
 
 
 class Filmed:
-    """An agent that also keeps the pictures of the first environment in a batch."""
+    """Wraps an agent and records pictures of the first environment of its batch."""
 
     def __init__(self, agent: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
         self.agent = agent
@@ -39,7 +39,7 @@ class Filmed:
         self.fps = FPS
 
     def __call__(self, env: Any, obs: Tensor, episode_start: Tensor) -> Tensor:
-        """Draw the environment, then act."""
+        """Record a picture of the first environment, then return the agent's actions."""
         if len(self.frames) < MAX_FRAMES:
             drawn = env.watch.call(0, env.env[0].render)
             self.frames.extend(map(picture, drawn if isinstance(drawn, list) else [drawn]))
@@ -47,18 +47,18 @@ class Filmed:
         return self.agent(env, obs, episode_start)
 
     def save(self, folder: Path) -> None:
-        """Save the pictures as a GIF, under a new name."""
+        """Save the pictures as a GIF in a folder; do not overwrite an earlier GIF."""
         folder.mkdir(parents=True, exist_ok=True)
         number = next(n for n in count() if not (folder / f"episode_{n}.gif").exists())
         path = folder / f"episode_{number}.gif"
         first, *others = self.frames
-        duration_ms = 10 * round(100 / self.fps)  # GIFs count in steps of 10 ms
+        duration_ms = 10 * round(100 / self.fps)  # GIFs store durations in units of 10 ms
         first.save(path, save_all=True, append_images=others, duration=duration_ms, loop=0)
         print(f"first episode: {path}")
 
 
 def picture(drawn: object) -> Image.Image:
-    """Convert a picture that `render` returned; floats from 0 to 1 become 0 to 255."""
+    """Convert a picture that `render` returned; scale floats in [0, 1] to [0, 255]."""
     array = np.asarray(drawn)
     with suppress(IndexError, TypeError, ValueError):
         if array.dtype.kind in "bf" and array.max() <= 1:

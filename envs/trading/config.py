@@ -1,4 +1,4 @@
-"""Define the flags of the trading task."""
+"""The flags of the trading task."""
 
 import hashlib
 from contextlib import suppress
@@ -13,7 +13,7 @@ SPAN_DATES = ("train_start", "train_end", "valid_start", "valid_end", "test_star
 
 @configuration
 class DataConfig:
-    """Choose the market data and the training, validation and test spans."""
+    """The market data and the training, validation and test spans."""
 
     data: Annotated[Text, absolute_path("simulated")] = "simulated"
     """simulated: use simulated markets; else the path of a CSV or CSV.gz file of daily bars, with
@@ -55,14 +55,15 @@ class SimulatedMarketConfig:
     num_stocks: int = Field(5, ge=2, le=50)
     """Number of stocks in each simulated market."""
     market_edge: float = Field(120.0, ge=0, le=500)
-    """Size of the planted drift, up or down, in basis points per day; 0: no drift."""
+    """Drift of a price, up or down, that follows an announcement, in basis points per day; 0: no
+    drift."""
     market_seed: int = Field(1, ge=0, le=10**9)
     """Seed of the random numbers for all simulated markets."""
     num_worlds: int = Field(128, ge=1, le=100_000)
     """Number of simulated markets to train on."""
 
 
-MAX_INITIAL_CASH_USD = 1e8  # even 80 times this amount is still exact, see features.GRID
+MAX_INITIAL_CASH_USD = 1e8  # amounts up to 80 times as large are exact, see features.GRID
 Observation = Literal["relative", "paper"]
 
 
@@ -108,7 +109,7 @@ class TradingConfig:
 
 
 def data_digest(config: DataConfig) -> str:
-    """Return a digest of the price file; it reveals whether the file has changed."""
+    """Return a digest that changes with the price file; "" for simulated prices."""
     if config.data == "simulated":
         return ""
     content = read_plain(config.data, most=None)

@@ -17,7 +17,7 @@ REWARD_SCALE = 1e-4  # reward per USD
 # names of the attributes that make up a snapshot
 STATE = ("keys", "episode", "row", "end_row", "cash", "value", "shares", "risk")
 RUIN_SHARE = 0.1  # an episode terminates if the value is below this fraction of the initial cash
-# Starts are drawn for this many later episodes in one call, which takes as long as drawing one.
+# One call draws the starts of this many later episodes. It takes as long as drawing one start.
 AHEAD = 32
 
 
@@ -32,11 +32,10 @@ def fill_orders(
     """Sell at most the shares held, then fill buys as long as the cash lasts.
 
     Buys are filled from the highest priority to the lowest; buys of equal priority are filled in
-    the order of the stocks.
-    The first buy that the cash cannot fully pay for is cut to the affordable number of whole
-    shares, and all later buys are skipped. If prices are multiples of 1 / GRID, all sums are exact:
-    rounding never makes cash negative, and a loop over the stocks would give exactly the same
-    result.
+    the order of the stocks. The first buy that costs more than the remaining cash is cut to the
+    affordable number of whole shares, and all later buys are skipped. If prices are multiples of
+    1 / GRID, all sums are exact: rounding never makes cash negative, and a loop over the stocks
+    would give exactly the same result.
 
     Returns:
         Cash after the fills [B, 1], and shares traded [B, n], negative if sold.
@@ -112,7 +111,9 @@ class TradingVectorEnv(TorchEnv):
         self.evaluation = evaluation
         self.span = span
         self.device = torch.device(device)
-        self.reads_steps = self.device.type == "cpu"  # on a GPU, the CPU would have to wait
+        self.reads_steps = (
+            self.device.type == "cpu"
+        )  # reading a value of a GPU would make the CPU wait
         self.markets = markets
         self.tickers = markets[0].tickers
         self._episode_days = self.num_days - 1 if evaluation else config.episode_days
@@ -127,12 +128,14 @@ class TradingVectorEnv(TorchEnv):
         self._turbulent = None if turbulent is None else turbulent.to(self.device)
         self._initial_usd = round(config.initial_cash_usd * GRID) / GRID
         returns = prices[:, 3] / prices[:, 0] - 1.0  # from close to close, [rows, n]
+        # reward that an equal-weight portfolio earns on each day, [rows]
         self._baseline = (REWARD_SCALE * self._initial_usd * returns.mean(1)).to(self.device)
         if config.risk_aversion and not evaluation:
             if discount >= 1.0:
                 raise ValueError(
                     f"gamma {discount:g} is too large for risk_aversion: use a --gamma below 1"
                 )
+            # multiplied by value * variance: the discounted sum of a constant risk, in rewards
             self._risk_scale = 0.5 * config.risk_aversion * REWARD_SCALE / (1.0 - discount)
             by_market = returns.unflatten(0, (-1, self.num_days))[:, :-1]  # [M, days - 1, n]
             centred = by_market - by_market.mean(1, keepdim=True)
@@ -159,7 +162,8 @@ class TradingVectorEnv(TorchEnv):
             age = random_int63(self.keys, ~self.episode) % self._episode_days
             self.end_row = self.row + 1 + age
         self.risk = self._prices.new_zeros(self.num_envs)
-        self.cash = self.value = self.risk[:, None] + self._initial_usd  # USD, at the last close
+        # USD at the last close, [B, 1]
+        self.cash = self.value = self.risk[:, None] + self._initial_usd
         self.shares = self._prices.new_zeros(self.num_envs, len(self.tickers))
         return self._features.index_select(0, self.row), {}
 
@@ -169,8 +173,8 @@ class TradingVectorEnv(TorchEnv):
         self._restarts_left = AHEAD
         num_starts = self.num_days - self._episode_days
         later = torch.arange(AHEAD + 1, device=self.device)[:, None]
-        # A draw numbers the possible starts: market * num_starts + day. The row of a start in the
-        # tables is market * num_days + day, which is larger by market * _episode_days.
+        # A draw is the number of a possible start: market * num_starts + day. The row of this start
+        # in the tables is market * num_days + day, which is larger by market * _episode_days.
         draws = random_int63(self.keys, self.episode + later) % (num_starts * len(self.markets))
         if self.evaluation:  # environment i always starts on the first day of market i
             draws[:] = torch.arange(self.num_envs, device=self.device)
@@ -202,12 +206,13 @@ class TradingVectorEnv(TorchEnv):
                 orders = torch.where(sell_all, -self.shares, orders)
             # fill the orders and value the portfolio at the next close
             self.cash, trades = fill_orders(self.cash, self.shares, orders, actions, sell, buy)
-            lost_usd = self.shares * gains  # potential now; the next potential is subtracted below
+            # Loss of potential: the potential now, minus the next potential, subtracted below.
+            lost_usd = self.shares * gains
             self.shares = self.shares + trades
             position_usd = self.shares * next_close  # [B, n]
             value_before = self.value
             self.value = self.cash + position_usd.sum(1, keepdim=True)
-            # After ruin the episode ends, so the next potential is 0.
+            # Ruin ends the episode, so the next potential is 0 then.
             solvent = self.value >= RUIN_SHARE * self._initial_usd  # [B, 1]
             lost_usd.addcmul_(self.shares * next_gains, solvent, value=-1.0)
             lost_usd = lost_usd.sum(1)
@@ -258,9 +263,9 @@ class TradingVectorEnv(TorchEnv):
     ) -> Tensor:
         """Return the training rewards [B], computed from the plain rewards.
 
-        With `risk_aversion`, a day's risk is risk_aversion / 2 * value * variance, where variance
-        is that of the portfolio's return, according to the covariance of the stocks' returns over
-        the span. A risk that stayed the same on all later days would have the discounted sum
+        With `risk_aversion`, the risk of a day is risk_aversion / 2 * value * variance. The
+        variance of the portfolio's return follows from the covariance of the stocks' returns over
+        the span. If the risk stayed the same on all later days, its discounted sum would be
         risk / (1 - discount). Each day's reward is reduced by the increase of this sum since the
         day before.
         """
@@ -272,16 +277,16 @@ class TradingVectorEnv(TorchEnv):
             rewards = plain.clone()
         if self.config.risk_aversion:
             if len(self._covariance) == 1:
-                spread = position_usd @ self._covariance[0]
+                covariance_usd = position_usd @ self._covariance[0]
             else:
                 market = self.row // self.num_days
                 covariance = self._covariance.index_select(0, market)  # [B, n, n]
-                spread = torch.bmm(position_usd.unsqueeze(1), covariance).squeeze(1)
-            before = self.risk
-            variance_usd = (spread * position_usd).sum(1) / self.value.squeeze(1)
+                covariance_usd = torch.bmm(position_usd.unsqueeze(1), covariance).squeeze(1)
+            risk_before = self.risk
+            variance_usd = (covariance_usd * position_usd).sum(1) / self.value.squeeze(1)
             self.risk = variance_usd * self._risk_scale
-            # After ruin no risk remains, so multiply by `solvent`; a product with 0 or 1 is exact.
-            rewards += torch.addcmul(before, self.risk, solvent.squeeze(1), value=-1.0)
+            # After ruin no risk remains: `solvent` is 0 then, otherwise 1, so the product is exact.
+            rewards += torch.addcmul(risk_before, self.risk, solvent.squeeze(1), value=-1.0)
         return rewards
 
     def _restart(self, ended: Tensor, final_obs: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from rl_dist.files import write_whole
 MIN_ANNUAL_DAYS = 60  # results on shorter spans are not annualised
 # The bootstrap resamples blocks of one month, because volatility is autocorrelated for that long.
 BLOCK_DAYS = 21
-NO_RISK = 1e-12  # a standard deviation below this is rounding error
+NO_RISK = 1e-12  # a standard deviation below this value is a rounding error
 EQUAL_WEIGHT = "equal weight"  # buy and hold with equal weights: the baseline
 AGAINST = "against_equal_weight"
 ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # values per day
@@ -29,9 +29,10 @@ COLUMNS = (  # columns of the printed table; simulated markets use only the firs
     "cumulative_return", "annual_return", "annual_volatility", "fees_usd",
 )  # fmt: skip
 
-# The results of one pass over M markets of D + 1 days are portfolio values in USD under "values"
-# [M, D+1], an array [M, D] per key in ACCOUNTS and, for policies, [M, D, n] per key in STOCKS for n
-# stocks.
+# The record of one pass over M markets of D + 1 days has these arrays:
+# - "values" [M, D+1]: portfolio values in USD;
+# - each key in ACCOUNTS, [M, D];
+# - each key in STOCKS, [M, D, n] for n stocks, only in records of policies, not of rules.
 
 
 # ---- one pass over markets
@@ -43,7 +44,7 @@ def run_markets(
     """Trade once through all markets; ruined portfolios keep their last value.
 
     Returns:
-        The results of these markets, as lists.
+        The record described above, with lists in place of arrays.
     """
     obs, _ = env.reset(seed=[0] * env.num_envs)
     start = torch.ones(env.num_envs, dtype=torch.bool, device=env.device)
@@ -69,7 +70,7 @@ def run_markets(
 def period_days(num_days: int, year: int) -> int:
     """Return the length, in days, of the period to which results are scaled.
 
-    The period is a year of `year` days, or the whole span if it is shorter than MIN_ANNUAL_DAYS.
+    The period is a year of `year` days; for a span shorter than MIN_ANNUAL_DAYS, it is the span.
     """
     return year if num_days >= MIN_ANNUAL_DAYS else num_days
 
@@ -117,7 +118,8 @@ def performance(record: Record, year: int = TRADING_DAYS) -> dict[str, ndarray]:
 def difference(record: Record, baseline: Record, name: str, year: int = TRADING_DAYS) -> Interval:
     """Return a statistic's difference from the baseline, with a 95 % interval.
 
-    Several markets count as independent samples. For a single market, blocks of days are resampled.
+    Several markets are treated as independent samples. For a single market, blocks of days are
+    resampled.
 
     Source: circular block bootstrap, Politis and Romano (1992).
     """
@@ -148,12 +150,12 @@ def summarize(records: Records, dates: ndarray) -> dict:
 
     # gap_closed is a trader's gain in Sharpe ratio over the equal-weight portfolio, divided by the
     # reference rule's gain. It is None unless the 95 % interval of the rule's gain lies above 0.1.
-    if best := policies.get("reference"):
-        sharpe = policies[EQUAL_WEIGHT]["sharpe"]
-        gap = best[AGAINST]["sharpe"]
+    if rule := policies.get("reference"):
+        baseline = policies[EQUAL_WEIGHT]["sharpe"]
+        rule_gain = rule[AGAINST]["sharpe"]
         for entry in policies.values():
-            gain = entry["sharpe"] - sharpe
-            entry["gap_closed"] = gain / gap["mean"] if gap["low"] > 0.1 else None
+            gain = entry["sharpe"] - baseline
+            entry["gap_closed"] = gain / rule_gain["mean"] if rule_gain["low"] > 0.1 else None
     return {
         "markets": len(records[EQUAL_WEIGHT]["values"]),
         "days": [str(dates[0]), str(dates[-1])],
@@ -168,7 +170,7 @@ def summarize(records: Records, dates: ndarray) -> dict:
 def text_table(summary: dict, simulated: bool) -> str:
     """Format the summary of a span as a table to print."""
     entries = summary["policies"]
-    # Returns on simulated markets are caused by a planted drift, so the table omits them.
+    # Returns on simulated markets depend mainly on the simulated drift, so the table omits them.
     columns = COLUMNS[:5] if simulated else COLUMNS[1:]
     table = pd.DataFrame.from_dict(entries, orient="index").reindex(columns=columns)
     form = "{mean:+.2f} [{low:+.2f}, {high:+.2f}]".format
@@ -213,7 +215,7 @@ def plot_equity(
     watermark: str,
 ) -> None:
     """For each strategy, plot the median growth of the portfolio over all markets."""
-    from envs.pictures import save_plot  # late: matplotlib takes 0.5 s
+    from envs.pictures import save_plot  # imported late: importing matplotlib takes 0.5 s
 
     medians = {
         name: np.median(record["values"] / record["values"][:, :1], axis=0)

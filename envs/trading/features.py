@@ -1,7 +1,7 @@
 """Compute tables of observations and fill prices for every day of a market.
 
-The indicators of a day use only this day and earlier days. An indicator is NaN until enough days
-are available; from then on, it is called warm. Arrays are [D, n] with one column per stock, so M
+The indicators of a day use only this day and earlier days. An indicator is NaN on days with too few
+earlier days and valid (finite) on all later days. Arrays are [D, n] with one column per stock, so M
 markets can be joined to [D, M*n].
 """
 
@@ -20,9 +20,9 @@ from envs.trading.market_data import Market, Span
 # numbers of shares, are then exact in float64 as long as a portfolio is worth less than 2**33 USD
 # (8.6 billion): 20 of float64's 53 bits hold the fraction of a dollar, 33 the whole dollars.
 GRID = 2.0**20  # steps per USD
-INDICATOR_DAYS = 30
+INDICATOR_DAYS = 30  # time period of RSI, CCI and ADX
 MEAN_DAYS = 20  # closes and log volumes are compared with their mean over this many days
-SMALLEST_VARIANCE = 1e-9  # variances below this fraction of the largest are rounding noise
+SMALLEST_VARIANCE = 1e-9  # a variance below this fraction of the largest is a rounding error
 
 
 # ---- indicators
@@ -37,11 +37,11 @@ def by_column(function: Callable[..., np.ndarray], days: int, *arrays: np.ndarra
 def turbulence(close: np.ndarray, days: int = 252) -> np.ndarray:
     """Return each day's squared Mahalanobis distance of returns from past returns.
 
-    A day's mean and covariance are computed from the returns of the `days` days before it.
+    The mean and the covariance are those of the returns on the `days` days before this day.
     Directions in which these returns do not vary are ignored. For example, a stock whose price was
     constant adds nothing.
 
-    Returns: [D], warm from day `days + 1` on. On ordinary days the value is about n for n stocks.
+    Returns: [D], valid from day `days + 1` on. On ordinary days the value is about n for n stocks.
     Source: Kritzman and Li, "Skulls, Financial Turbulence, and Risk Management" (2010), without
         their division by n.
     """
@@ -51,9 +51,9 @@ def turbulence(close: np.ndarray, days: int = 252) -> np.ndarray:
         past = returns[day - 1 - days : day - 1]
         mean = past.mean(axis=0)
         centred = past - mean
-        apart = returns[day - 1] - mean
+        deviation = returns[day - 1] - mean
         covariance = centred.T @ centred / (days - 1)
-        values[day] = apart @ np.linalg.lstsq(covariance, apart, rcond=SMALLEST_VARIANCE)[0]
+        values[day] = deviation @ np.linalg.lstsq(covariance, deviation, rcond=SMALLEST_VARIANCE)[0]
     return values
 
 
@@ -66,8 +66,8 @@ PORTFOLIO_BLOCK = {"paper": 1, "relative": 2}  # index of the block that holds t
 def feature_blocks(bars: Market, observation: str) -> list[np.ndarray]:
     """Return the blocks of an observation in order, each [D, n].
 
-    Of the four indicators, MACD (EMA of 12 days minus EMA of 26 days) is valid from day 25 on. The
-    others span 30 days and are valid from a later day on: RSI from 30, CCI from 29, ADX from 59.
+    MACD (EMA of 12 days minus EMA of 26 days) is valid from day 25 on. The other indicators have a
+    time period of 30 days: CCI is valid from day 29 on, RSI from day 30, and ADX from day 59.
     """
     portfolio = np.zeros_like(bars.close)  # filled by the environment with weights or shares
     macd = by_column(talib.EMA, 12, bars.close) - by_column(talib.EMA, 26, bars.close)
@@ -96,7 +96,7 @@ def portfolio_columns(observation: str, num_stocks: int) -> slice:
 
 
 def side_by_side(markets: Sequence[Market], num_days: int) -> Market:
-    """Join the first days of M markets into one market with arrays [num_days, M*n].
+    """Join the first `num_days` days of M markets into one market with arrays [num_days, M*n].
 
     The joined market has the name, opens, dates and tickers of the first market.
     """
@@ -110,8 +110,8 @@ def side_by_side(markets: Sequence[Market], num_days: int) -> Market:
 def feature_table(markets: Sequence[Market], observation: str, span: Span) -> np.ndarray:
     """Return a span's observations [M, days, F] float32 with an empty portfolio.
 
-    The columns for cash and portfolio are 0. Indicators also use the days before the span. On
-    days with too few earlier days, they are NaN.
+    The columns for cash and portfolio are 0. Indicators also use the days before the span.
+    Indicators are NaN on days with too few earlier days.
     """
     bars = side_by_side(markets, span.last + 1)
     shape = span.last - span.first + 1, len(markets), len(markets[0].tickers)
@@ -182,8 +182,8 @@ def market_tables(
     turbulent = None
     if config.turbulence_quantile > 0:
         values = [turbulence(market.close) for market in markets]
-        past = slice(train_span.first, train_span.last + 1)
-        limits = [np.quantile(column[past], config.turbulence_quantile) for column in values]
+        train_days = slice(train_span.first, train_span.last + 1)
+        limits = [np.quantile(column[train_days], config.turbulence_quantile) for column in values]
         rows = [column[days] > limit for column, limit in zip(values, limits, strict=True)]
         turbulent = torch.from_numpy(np.concatenate(rows))
     return torch.from_numpy(table).flatten(0, 1), torch.stack(prices, 2).flatten(0, 1), turbulent
@@ -192,6 +192,6 @@ def market_tables(
 def _tomorrow(values: Tensor) -> Tensor:
     """Return the next day's values for every day, [M, days, n].
 
-    The last day has no next day and keeps its own values; no step starts on it.
+    The last day has no next day, so its values are repeated. No step starts on the last day.
     """
     return torch.cat([values[:, 1:], values[:, -1:]], dim=1)

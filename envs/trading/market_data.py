@@ -24,13 +24,13 @@ MAX_DROPPED_SHARE = 0.05
 MAX_LOT_USD = 1024.0
 TRADING_DAYS = 252  # trading days per year of a stock exchange
 COARSE_USD = 0.05  # below this price, fees of 10 bps are rounded by more than 1 %
-# If a price becomes more than this factor larger or smaller from one open or close to the next, the
-# reason may be an error in the file or a split.
+# If a price rises or falls by more than this factor overnight or from open to close, the reason may
+# be an error in the file or a split.
 MAX_FACTOR = 1.8
 MAX_GAP_DAYS = 11  # largest accepted gap in calendar days; exchanges are rarely closed for longer
 
 MIN_SPAN_DAYS = 2  # a step needs 2 days: one to decide on orders, the next to value the result
-SPLIT_FRACTIONS = (0.60, 0.15, 0.25)  # of the days, for training, validation and test
+SPLIT_FRACTIONS = (0.60, 0.15, 0.25)  # fractions of days for training, validation and test
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Market:
     high: ndarray  # [D, n]
     low: ndarray  # [D, n]
     close: ndarray  # [D, n]
-    volume: ndarray  # [D, n] float64, shares
+    volume: ndarray  # [D, n] float64, in shares of the data file, not in lots
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ Spans = dict[str, Span]  # disjoint, in ascending order: "train", perhaps "valid
 
 
 def days_per_year(dates: ndarray) -> int:
-    """Return the days with bars per year, or TRADING_DAYS if they differ by less than 10 %."""
+    """Return the number of days with bars per year; TRADING_DAYS if it is within 10 % of that."""
     days = (dates[-1] - dates[0]).astype(int)
     per_year = round((len(dates) - 1) / days * 365.25)
     return TRADING_DAYS if abs(per_year / TRADING_DAYS - 1) < 0.1 else per_year
@@ -89,13 +89,14 @@ def split_spans(dates: ndarray, config: DataConfig, *, first_tradable: int) -> S
             days[name] = max(first_tradable, next_day - is_end)
     first = days.get("train_start", first_tradable)
     last = days.get("test_end", len(dates) - 1)
-    # a span ends on its own end date, or else before the next start date; -1: neither is given
+    # Without an end date, a span ends on the day before the next start date; -1: no date is given.
     train_end = days.get("train_end", days.get("valid_start", 0) - 1)
     valid_end = days.get("valid_end", days.get("test_start", 0) - 1)
     train, valid, test = SPLIT_FRACTIONS
     if train_end < 0:
-        end, rest = (last, 1.0) if valid_end < 0 else (valid_end, train + valid)
-        train_end = _end_of_share(first, end, train / rest)
+        # the days to divide end on the day `end`; their fractions add up to `total`
+        end, total = (last, 1.0) if valid_end < 0 else (valid_end, train + valid)
+        train_end = _end_of_share(first, end, train / total)
     valid_start = days.get("valid_start", train_end + 1)
     if valid_end < 0:
         valid_end = _end_of_share(valid_start, last, valid / (valid + test))
@@ -121,9 +122,9 @@ def split_spans(dates: ndarray, config: DataConfig, *, first_tradable: int) -> S
 
 
 def _end_of_share(first: int, last: int, share: float) -> int:
-    """Return the last day of a span that starts on day `first`.
+    """Return the last day of a span that starts on the day `first`.
 
-    The span contains the fraction `share` of the days from `first` to `last`.
+    The span has the fraction `share` of the days from `first` to `last`.
     """
     return first + round((last - first + 1) * share) - 1
 
@@ -149,10 +150,11 @@ def load_market(path: str | Path, *, missing: str = "error") -> Market:
         bars[name].to_numpy().reshape(len(dates), -1) for name in NUMBERS
     )
     factor = adjusted / close
-    # the smallest power of 2 for which a lot costs 1 USD or more on every day
+    # The size of a lot is the smallest power of 2 for which a lot costs 1 USD or more on every day,
+    # unless such a lot would cost more than MAX_LOT_USD on some day.
     doublings = np.ceil(-np.log2((low * factor).min(0)))
-    most = np.floor(np.log2(MAX_LOT_USD / (high * factor).max(0)))
-    lots = 2.0 ** np.minimum(doublings, most).clip(0)
+    max_doublings = np.floor(np.log2(MAX_LOT_USD / (high * factor).max(0)))
+    lots = 2.0 ** np.minimum(doublings, max_doublings).clip(0)
     factor = factor * lots
     tickers = tuple(bars["tic"].unique())
     if lots.max() > 1:
@@ -171,7 +173,7 @@ def load_market(path: str | Path, *, missing: str = "error") -> Market:
 
 
 def _read(path: Path) -> pd.DataFrame:
-    """Return the rows of a file as text."""
+    """Return the rows of a CSV file; all cells are text."""
     try:
         if path.exists() and not path.is_file():  # reading a pipe or device may never end
             raise ValueError("it is not a regular file")
@@ -255,25 +257,27 @@ def price_notes(market: Market, config: TradingConfig) -> list[str]:
     year = days_per_year(market.dates)
     if year != TRADING_DAYS:
         notes.append(f"annual figures use the {year} days per year of this file")
-    # one share must fit into a single order and into equal weight's part of the cash
-    part = min(1.0 / len(names), config.max_order if config.order_unit == "value" else 1.0)
-    limit_usd = config.initial_cash_usd * part
-    dear = (market.close > limit_usd).mean(0) > 0.5
-    if dear.any():
+    # An agent can buy a share only if the share costs at most the largest order. The equal-weight
+    # portfolio can buy a share only if the share costs at most 1/n of the cash.
+    fraction = min(1.0 / len(names), config.max_order if config.order_unit == "value" else 1.0)
+    limit_usd = config.initial_cash_usd * fraction
+    costly = (market.close > limit_usd).mean(0) > 0.5
+    if costly.any():
         notes.append(
             f"on most days one share costs more than {limit_usd:g} USD, the largest order or equal "
-            f"weight's part of the cash, so it is hardly ever bought: {', '.join(names[dear])}; "
+            f"weight's part of the cash, so it is hardly ever bought: {', '.join(names[costly])}; "
             "raise --initial_cash_usd or --max_order"
         )
-    # Amounts of money are multiples of 2**-20 USD.
+    # Fees are rounded to multiples of 2**-20 USD, which is a large error if a price is very low.
     coarse = market.low.min(0) < COARSE_USD
     if coarse.any():
         notes.append(
             f"prices have too wide a range: where they are lowest, fees are rounded by more than "
             f"1 %: {', '.join(names[coarse])}; drop these tickers or those days"
         )
-    path = np.stack([market.open, market.close], 1).reshape(-1, len(names))  # [2 D, n]
-    factors = np.exp(np.diff(np.log(path), axis=0))
+    # open and close of the first day, of the second day, and so on: [2 D, n]
+    prices = np.stack([market.open, market.close], 1).reshape(-1, len(names))
+    factors = np.exp(np.diff(np.log(prices), axis=0))
     moves = np.argwhere(np.abs(np.log(factors)) > np.log(MAX_FACTOR))
     if len(moves):
         step, stock = moves[0]

@@ -47,12 +47,13 @@ MOVE_DAYS = 4  # the drift lasts from day DELAY_DAYS + 1 to day DELAY_DAYS + MOV
 EVENT_SIZE = 1.4  # change of log volume: a surge has 4 times the usual volume, a drought 1/4
 VOLUME_NOISE = 0.25  # standard deviation of the daily noise in log volume
 VOLUME_WAVE = (0.99, 0.15)  # AR(1) coefficient and standard deviation of the usual log volume
-VOLUME_ON_MOVE = 0.10  # log volume added per standard deviation of a stock's own daily move
+# log volume added per standard deviation of the part of a daily move that is specific to the stock
+VOLUME_ON_MOVE = 0.10
 
 # Prices. Log volatility is the sum of a slow market wave and a slow wave per stock.
 MARKET_DRIFT = 0.0006  # per day; gives an equal-weight portfolio a Sharpe ratio of about 0.8
-ANNUAL_VOLATILITY = 0.25  # volatility of each stock without the planted drift
-MARKET_SHARE = 0.62  # fraction of a stock's variance due to the market; no planted drifts
+ANNUAL_VOLATILITY = 0.25  # volatility of each stock without the drift after announcements
+MARKET_SHARE = 0.62  # fraction of each stock's variance that moves of the whole market cause
 # AR(1) coefficient and standard deviation of each wave
 COMMON_WAVE = (0.985, 0.50)  # wave of the whole market
 OWN_WAVE = (0.95, 0.30)  # wave of one stock
@@ -65,12 +66,13 @@ SURPRISE_NOISE = 0.30  # standard deviation of (log volume - usual log volume) w
 BLUNDER = 1e-4  # added to densities, so that one unlikely volume cannot rule out a state
 VOLATILITY_MEMORY = 0.94  # decay of the exponentially weighted variance (RiskMetrics)
 FIRST_VARIANCE = 3e-4  # variance of daily returns that is assumed before the first return is known
-DIRECTIONS = np.array([[-1.0], [0.0], [1.0]])  # drought, no event, surge; or down, no move, up
+# for events: drought, no event, surge; for moves: down, no move, up
+DIRECTIONS = np.array([[-1.0], [0.0], [1.0]])
 WARM_UP_DAYS = 60  # after about 10 announcements, the filter's start state hardly matters
 BAND = 0.01  # no trade if a weight differs from its target by less than this
 OUTLOOK_DAYS = 4  # days to look ahead: reaching a target weight at 5 % per order takes days
 HURDLE = 0.30  # the reference rule holds stocks with a larger expected move, in units of the edge
-WEAK_EDGE = 15.0  # bps; up to this edge, the reference rule sells only stocks expected to fall
+WEAK_EDGE = 15.0  # bps per day; up to this edge, the rule sells only stocks expected to fall
 
 
 def world_seeds(config: SimulatedMarketConfig, purpose: str, count: int) -> list[int]:
@@ -123,13 +125,13 @@ def _draw_world(seed: int, num_stocks: int) -> dict[str, ndarray]:
 def draw_news(rng: np.random.Generator, num_stocks: int) -> tuple[ndarray, ndarray]:
     """Draw the events and moves of one world, [D, n] int8.
 
-    Events are 1 for a surge and -1 for a drought. A move is the sign of a day's
-    drift, or 0 without drift. Observations show neither events nor moves directly.
+    Events are 1 for a surge and -1 for a drought. A move is the sign of a day's drift, or 0 without
+    drift. Observations show neither events nor moves directly.
     """
-    # start some days before day 0, so that day 0 has the same statistics as all other days
-    before = DELAY_DAYS + MOVE_DAYS + GAP_DAYS[1]
-    size = ((NUM_DAYS + before) // GAP_DAYS[0] + 1, num_stocks)
-    day = np.cumsum(rng.integers(GAP_DAYS[0], GAP_DAYS[1] + 1, size), axis=0) - before
+    # Start some days before day 0, so that day 0 has the same statistics as all other days.
+    days_before = DELAY_DAYS + MOVE_DAYS + GAP_DAYS[1]
+    size = ((NUM_DAYS + days_before) // GAP_DAYS[0] + 1, num_stocks)
+    day = np.cumsum(rng.integers(GAP_DAYS[0], GAP_DAYS[1] + 1, size), axis=0) - days_before
     day -= rng.integers(0, GAP_DAYS[1], (1, num_stocks))
     kind = 2 * rng.integers(0, 2, size) - 1
     denied = rng.random(size) < DENIAL_CHANCE
@@ -163,15 +165,16 @@ def _prices(noise: dict[str, ndarray], drift: ndarray) -> tuple[ndarray, ...]:
     """Return open, high, low and close, each [M, D, n].
 
     Args:
-        drift: planted drift of each day as a simple return, [M, D, n].
+        drift: drift of each day after announcements, as a simple return, [M, D, n].
     """
-    # Daily volatility of the market part [M, D, 1] and of each stock's own part [M, D, n]. The
-    # mean square of exp(wave) is exp(2 * variance of the wave), so divide by its square root.
+    # Daily volatility of the market part of returns [M, D, 1] and of the part that is specific to
+    # each stock [M, D, n]. The mean square of exp(wave) is exp(2 * variance of the wave). Dividing
+    # by its square root keeps the mean variance at its intended value.
     common = _wave(noise["common_wave"], *COMMON_WAVE)
     stock = _wave(noise["own_wave"], *OWN_WAVE)
-    planned = ANNUAL_VOLATILITY**2 / 252.0
-    market_vol = np.sqrt(planned * MARKET_SHARE) * np.exp(common - COMMON_WAVE[1] ** 2)
-    stock_vol = np.sqrt(planned * (1.0 - MARKET_SHARE)) * np.exp(
+    daily_variance = ANNUAL_VOLATILITY**2 / 252.0
+    market_vol = np.sqrt(daily_variance * MARKET_SHARE) * np.exp(common - COMMON_WAVE[1] ** 2)
+    stock_vol = np.sqrt(daily_variance * (1.0 - MARKET_SHARE)) * np.exp(
         common + stock - COMMON_WAVE[1] ** 2 - OWN_WAVE[1] ** 2
     )
     # log returns from close to close
@@ -198,7 +201,7 @@ def _volumes(noise: dict[str, ndarray]) -> ndarray:
     """Return the traded volumes [M, D, n] as whole numbers of shares.
 
     Log volume is the sum of a slow wave, noise, the effect of events, and a term that grows with
-    the size of the stock's own price move.
+    the size of the part of the price move that is specific to the stock.
     """
     level = _wave(noise["volume_wave"], *VOLUME_WAVE)
     surprise = np.minimum(np.abs(noise["own"]), 4.0)  # a large move must not look like a surge
@@ -219,16 +222,16 @@ State = tuple[int, tuple[tuple[int, int], ...]]
 def _followers(state: State) -> dict[State, float]:
     """Return the possible states of the next day with their probabilities."""
     newest, *others = [(age + 1, kind) for age, kind in state[1]]
-    # announcements whose drift is not over yet
+    # earlier announcements whose drift has not ended
     older = [item for item in others if item[0] < DELAY_DAYS + MOVE_DAYS]
-    quiet: State = (0, (newest, *older))  # nothing happens today
+    quiet: State = (0, (newest, *older))  # the next day has no event
     age, kind = newest
     if age == DENIAL_DAYS:
         denied: State = (-kind, ((age, 0), *older))
         return {denied: DENIAL_CHANCE, quiet: 1.0 - DENIAL_CHANCE}
     if age < GAP_DAYS[0]:
         return {quiet: 1.0}
-    # probability that the next announcement comes today; gaps are uniformly distributed
+    # probability that the next day has an announcement, because gaps are uniformly distributed
     due = 1.0 / (GAP_DAYS[1] - age + 1)
     followers: dict[State, float] = {(new, ((0, new), *quiet[1])): due / 2.0 for new in (1, -1)}
     if due < 1.0:
@@ -278,7 +281,7 @@ def _return_likelihood(close: ndarray, edge: float) -> ndarray:
     smoothed = squares.ewm(alpha=1.0 - VOLATILITY_MEMORY, adjust=False).mean()
     variance = smoothed.shift(fill_value=FIRST_VARIANCE).to_numpy()  # uses only earlier days
     surprise = returns.fillna(0.0).to_numpy()[:, None] - edge * DIRECTIONS
-    # density of Student's t distribution with the trailing variance, up to a constant factor
+    # density of Student's t distribution with the variance of past returns, up to a factor
     unit = surprise**2 / (variance[:, None] * (TAIL_DEGREES - 2.0))
     return (1.0 + unit) ** (-0.5 * (TAIL_DEGREES + 1.0))
 
@@ -289,7 +292,7 @@ def planted_outlook(bars: Market, first: int, market_edge: float) -> ndarray:
     The filter uses the hidden Markov model of news_model() for each stock separately. The result
     for day d uses only closes and volumes up to day d. Only the densities are approximate: they
     assume normal noise in log volumes, and returns that follow Student's t distribution with the
-    trailing volatility.
+    volatility of past returns.
 
     Args:
         bars: daily bars of k stocks.
@@ -298,21 +301,21 @@ def planted_outlook(bars: Market, first: int, market_edge: float) -> ndarray:
     Returns:
         Expected moves [days, k, OUTLOOK_DAYS] in units of the edge, from -1 to 1.
     """
-    transition, event, move, outlook_of = news_model()
+    transition, event, move, state_outlook = news_model()
     start = max(0, first - WARM_UP_DAYS)
     close = bars.close[start:]
     # likelihood of each day's volume given each event, and of each day's return given each move
     surprise = volume_surprise(bars.volume)[start:, None]
     distance = (surprise - EVENT_SIZE * DIRECTIONS) / SURPRISE_NOISE
-    by_event = np.exp(-0.5 * distance**2) + BLUNDER  # [days, 3, k]
-    by_move = _return_likelihood(close, market_edge * 1e-4)
+    volume_likelihood = np.exp(-0.5 * distance**2) + BLUNDER  # [days, 3, k]
+    return_likelihood = _return_likelihood(close, market_edge * 1e-4)
     posterior = np.ones((len(transition), close.shape[1]))  # [S, k]
     outlook = np.empty((*close.shape, OUTLOOK_DAYS))
     for day in range(len(close)):
         posterior = transition.T @ posterior
-        posterior *= by_event[day][event + 1] * by_move[day][move + 1]
+        posterior *= volume_likelihood[day][event + 1] * return_likelihood[day][move + 1]
         posterior /= posterior.sum(0)
-        outlook[day] = posterior.T @ outlook_of
+        outlook[day] = posterior.T @ state_outlook
     return outlook[first - start :]
 
 
@@ -322,8 +325,8 @@ def planted_outlook(bars: Market, first: int, market_edge: float) -> ndarray:
 def buy_equal_weight(env: TradingVectorEnv, *_: Tensor) -> Tensor:
     """Return actions [B, n] that put 1/n of the cash in each stock on the first day."""
     num_stocks = len(env.tickers)
-    begins = (env.row % env.num_days == 0).to(torch.float64).unsqueeze(1)
-    return begins.expand(-1, num_stocks) / num_stocks
+    is_first_day = (env.row % env.num_days == 0).to(torch.float64).unsqueeze(1)
+    return is_first_day.expand(-1, num_stocks) / num_stocks
 
 
 def follow(choose: Callable[[Market, int], ndarray]) -> Callable[..., Tensor]:
@@ -364,9 +367,9 @@ def memoryless(bars: Market, first: int) -> ndarray:
     """Choose stocks by today's event only, [days, k].
 
     Every surge triggers one buy order and every drought one sell order. The holdings therefore
-    depend on past events and act as a weak memory: the rule gains about a quarter of what real
-    memory gains. Of 42 rules that use today's event and the holdings, this rule had the best Sharpe
-    ratio after costs on 16 training worlds at market_edge 120.
+    depend on past events and act as a weak memory: the rule gains about a quarter of what the
+    reference rule gains. Of 42 rules that use today's event and the holdings, this rule had the
+    best Sharpe ratio after costs on 16 training worlds at market_edge 120.
     """
     surprise = volume_surprise(bars.volume)[first:]
     return np.where(np.abs(surprise) > 0.5 * EVENT_SIZE, surprise > 0, np.nan)

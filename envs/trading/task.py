@@ -72,7 +72,7 @@ SPANS = {
 
 
 class TradingTask(Task):
-    """The markets and spans of one run.
+    """Trains on daily stock trading with real or simulated prices; scored by the Sharpe ratio.
 
     Training, validation and test use different simulated markets.
     """
@@ -88,19 +88,19 @@ class TradingTask(Task):
 
     @property
     def watermark(self) -> str:  # type: ignore[override]
-        """Return the text across pictures of results: simulated profit must not look real."""
+        """Text across plots of simulated results, because such profit must not look real."""
         return "" if self.real else "SIMULATED"
 
     @cached_property
     def real(self) -> Market | None:
-        """The market in the data file, with real prices; None if markets are simulated."""
+        """The market of the data file, with real prices; None if markets are simulated."""
         if self.data.data == "simulated":
             return None
         return load_market(self.data.data, missing=self.data.data_missing)
 
     @cached_property
     def sample(self) -> Market:
-        """The real market, or the first simulated market for training."""
+        """The real market; without one, the first simulated market for training."""
         return self.real or self.markets("train", 1)[0]
 
     @cached_property
@@ -116,7 +116,7 @@ class TradingTask(Task):
 
     @cached_property
     def test_markets(self) -> Callable[[int | None], Sequence[Market]]:
-        """Return the markets of a test, given their number; simulate them only once."""
+        """A function from a number of markets to the test markets; it simulates them once."""
         return cache(partial(self.markets, "test"))
 
     def markets(self, purpose: str, count: int | None = None) -> Sequence[Market]:
@@ -151,8 +151,8 @@ class TradingTask(Task):
     ) -> TradingVectorEnv:
         """Make one environment per market; an episode covers the whole span.
 
-        With `held`, neither the order limit nor the turbulence rule applies. This is meant for a
-        strategy that buys on the first day and then holds.
+        With `held`, the order limit and the turbulence rule do not apply. Use it for a strategy
+        that buys on the first day and does not trade afterwards.
         """
         config = self.trading
         if held:
@@ -168,7 +168,7 @@ class TradingTask(Task):
         )
 
     def digest(self) -> str:
-        """Return a digest of the price file; it reveals whether the file has changed."""
+        """Return a digest that changes with the price file; "" for simulated prices."""
         return data_digest(self.data)
 
     # ---- validation and test
@@ -176,8 +176,8 @@ class TradingTask(Task):
     def trial_runner(self, markets: Sequence[Market], span: Span) -> RunAgent:
         """Return a function that lets an agent trade once through some of the markets.
 
-        A rule is run only once on the same markets, and building environments takes longer than a
-        pass, so agents share them.
+        A rule always gets the same results on the same markets, so it runs only once on them. All
+        agents share the environments, because building them takes longer than a pass.
         """
 
         @cache
@@ -202,7 +202,10 @@ class TradingTask(Task):
         return self.trial_runner(self.validation_markets, self.spans["valid"])
 
     def validation(self, agent: TrainedAgent, options: EvaluationOptions) -> Validation | None:
-        """Return a pass over the validation span, which costs the same at any time of a run."""
+        """Return a pass over the validation span; None if there is no such span.
+
+        Every pass takes the same number of steps, so `options.within_budget` is ignored.
+        """
         if "valid" not in self.spans:
             return None
         markets = self.validation_markets
@@ -224,14 +227,16 @@ class TradingTask(Task):
         )
 
     def _tested_spans(self, options: EvaluationOptions) -> dict[str, Span]:
+        """Return the spans that `tests` evaluates, by name."""
         names = ["test"] if self.real is None or options.open_test else ["train", "valid"]
         return {name: span for name, span in self.spans.items() if name in names}
 
     def tests(self, agents: TrainedAgents, options: EvaluationOptions) -> dict[str, Trial]:
-        """Return a pass over the markets for each evaluated span.
+        """Return one trial for each evaluated span: a pass over the markets.
 
-        On real prices, the test span is evaluated only with `open_test`, and instead of the other
-        spans. If the first policy is a cascaded LSTM, it is also evaluated without memory.
+        Simulated prices are evaluated on the test span. Real prices are evaluated on the training
+        and validation spans or, with `open_test`, only on the test span. If the first policy is a
+        cascaded LSTM, it is also evaluated without memory.
         """
         if options.writes and not options.after_training:
             print(self.describe())
@@ -272,7 +277,7 @@ class TradingTask(Task):
             print(f"{name}: evaluation {number} on the test span, recorded in {path}")
 
     def report(self, results: Results, options: EvaluationOptions) -> Report:
-        """Compare the traders on every evaluated span; return a summary per span, and a text.
+        """Compare the agents on every evaluated span; return a summary per span and a text.
 
         Write the daily results of every span and the equity curves of the last span to files.
         """
@@ -305,7 +310,7 @@ class TradingTask(Task):
         return summaries, text
 
     def describe(self) -> str:
-        """Return one line each about the data, the spans and whatever is unusual in real prices."""
+        """Return lines about the data, the spans and unusual properties of real prices."""
         market = self.sample
         notes = ""
         data = f"{len(market.tickers)} stocks, {len(market.dates)} days of "
