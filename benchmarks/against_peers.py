@@ -7,7 +7,7 @@ rl-games, skrl and sb3-contrib, together with gymnasium and preferably the versi
 this project uses. If a trainer is missing, it is skipped and a line says so. All trainers do the
 same work with the same network: an iteration collects 128 steps of 64 environments and trains an
 LSTM, a tanh layer and two heads for 4 epochs of 4 minibatches. The learning rate is so low that
-policies remain random: learning would change the length of episodes, on which speed depends.
+policies remain random: learning would change the length of episodes, and thus the speed.
 
 Every trainer is a separate process. A turn is one iteration; between its turns, a trainer waits. In
 a pair of turns, our trainer and another trainer (a peer) take one turn each; the next pair is in
@@ -43,7 +43,7 @@ START_UP_S = 20.0  # part of each task's time that is reserved for start and war
 
 
 class Program:
-    """A process in its own session (setsid); killed when the context `held` exits."""
+    """A process in a new session (setsid); it is killed when the context `held` exits."""
 
     def __init__(self, held: ExitStack, command: list[str], **options: Any) -> None:
         # `held` closes this file.
@@ -110,7 +110,7 @@ def installed(python: str) -> set[str]:
 
 
 def row_of(task: str, about: dict[str, Any], turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return medians: steps per second, duration of each phase, length of episodes."""
+    """Return a row of medians: steps per second, seconds per phase, length of episodes."""
     row = {"task": task, **about, "turns": len(turns)}
     row["steps_per_s"] = round(STEPS / median(turn["seconds"] for turn in turns))
     for name in ("collect_s", "update_s", "episode_length"):

@@ -7,10 +7,10 @@ the whole process group with a signal. If a rank is killed and `--max_restarts` 
 must start the ranks again. Otherwise all processes of the run must end by themselves; if only a
 rank was killed, the run must also print exactly one error line. The same command then resumes the
 run. Every run is hit several times and then trains to the end. Its parameters, last checkpoint and
-metrics must equal the results of an undisturbed run; if they do not, all hits of the run count as
-failed. A case is a combination of number of ranks, `--max_restarts` on or off, victim and signal; a
-hit tests one case, and no case is tested twice. Most random moments fall into a rollout or an
-update, so some hits are aimed at the start-up or at the writing of a checkpoint.
+metrics must equal the results of an undisturbed run; otherwise all hits of the run have failed. A
+case is a combination of number of ranks, `--max_restarts` on or off, victim and signal; a hit tests
+one case, and no case is tested twice. Most random moments fall into a rollout or an update, so some
+hits are aimed at the start-up or at the writing of a checkpoint.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ class Run:
             )
 
     def wait_for(self, condition: Callable[[JobState], bool], patience_s: float) -> JobState | None:
-        """Return the run's state once it meets a condition, or None if it never does."""
+        """Wait until the run's state meets a condition; return the state.
+
+        Return None if the run ends or `patience_s` seconds pass before that.
+        """
         deadline_s = time.monotonic() + patience_s
         while self.job.poll() is None and time.monotonic() < deadline_s:
             state = self.run_dir.state()
@@ -134,7 +137,7 @@ class Run:
         return ""
 
     def num_left(self) -> int:
-        """Give all processes time to end; kill those still alive and return how many."""
+        """Wait for all processes to end; kill those still alive and return their number."""
         deadline_s = time.monotonic() + GONE_WITHIN_S
         while (left := self._alive()) and time.monotonic() < deadline_s:
             self.job.poll()
@@ -170,7 +173,11 @@ def undisturbed(folder: Path, ranks: int) -> tuple[Path, float]:
 def hit_and_resume(
     folder: Path, cases: list[Case], expected: Path, span_s: float, rng: random.Random
 ) -> dict[Case, str]:
-    """Hit one run once per case, let it finish; return each case's problem or ""."""
+    """Hit a run once for each case, then let it finish.
+
+    Returns:
+        For each case, a description of what went wrong, or "".
+    """
     problems: dict[Case, str] = {}
     ranks, restarting = cases[0].ranks, cases[0].restarting
     run = Run(folder, ranks, restarting)

@@ -63,10 +63,10 @@ STEP_COST = 0.1
 class PocMemoryVectorEnv(BatchedEnv):
     """PocMemory-v0: only the first steps show which end of a corridor is good.
 
-    An observation is the left sign, the position and the right sign, [B, 3]. For two steps the
-    agent stands still and sees the signs of both ends, -1 and +1; then it walks and sees only its
-    position. A step costs 0.1, the good end earns 1.6, and the bad end costs 1.6. The episode
-    terminates at either end. The best possible mean return is 1.2.
+    Each observation has the left sign, the position and the right sign, [B, 3]. For two steps, the
+    agent cannot move and sees the signs of both ends: +1 for the good end, -1 for the bad end. Then
+    the agent walks and sees only its position. A step costs 0.1, the good end earns 1.6, and the
+    bad end costs 1.6. The episode terminates at either end. The best possible mean return is 1.2.
 
     Source of the rules: MarcoMeter/recurrent-ppo-truncated-bptt, environments/poc_memory_env.py,
     with freeze=True, as in the experiments of that project.
@@ -107,9 +107,9 @@ class PocMemoryVectorEnv(BatchedEnv):
 class MemoryLengthVectorEnv(BatchedEnv):
     """MemoryLength-v0: remember one bit for some steps, as in bsuite's memory_len.
 
-    An observation is the time left, the query and the bit, [B, 3]. The first observation is shown
-    twice and holds the bit as -1 or +1; the last action of the episode earns 1 if it names the bit,
-    otherwise -1.
+    Each observation has the time left, the query and the bit, [B, 3]. The first observation is
+    shown twice and contains the bit as -1 or +1. The last action of the episode earns 1 if it names
+    the bit, otherwise -1.
 
     Source of the rules: google-deepmind/bsuite, bsuite/environments/memory_chain.py, with one bit.
     """
@@ -175,7 +175,7 @@ class Row:
 
 
 def popgym(task: str, steps: int, published: str, flags: str = "") -> Row:
-    """Return the row for a POPGym task."""
+    """Return the table row for a POPGym task."""
     return Row(task, f"popgym:popgym-{task}-v0", steps, f"{published} P", flags)
 
 
@@ -224,7 +224,10 @@ ROWS = [
 
 
 def best_window(metrics: Sequence[dict[str, Any]]) -> float | None:
-    """Cut a run into windows; return the largest mean return of a window, or None."""
+    """Divide a run into windows of WINDOW steps; return the largest mean return of a window.
+
+    Return None if no episode has ended.
+    """
     means: list[float] = []
     first_step, total, count = 0, 0.0, 0.0
     for record in metrics:

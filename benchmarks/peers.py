@@ -283,7 +283,7 @@ def sb3_solve(task: Task, args: argparse.Namespace) -> None:
 
 
 def skrl(task: Task, args: argparse.Namespace) -> None:
-    """Train with PPO_RNN and a model as in the LSTM example of skrl's documentation."""
+    """Train skrl's PPO_RNN with a model like that in the LSTM example of its documentation."""
     from skrl.agents.torch.ppo import PPO_CFG, PPO_RNN
     from skrl.envs.wrappers.torch import wrap_env
     from skrl.memories.torch import RandomMemory
@@ -329,7 +329,7 @@ def skrl(task: Task, args: argparse.Namespace) -> None:
             return self.heads[role](features), others
 
         def features(self, inputs: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
-            """Run the LSTM; in training, begin at stored states and reset at episode ends."""
+            """Run the LSTM; in training, start from stored states and reset at episode ends."""
             state, obs = inputs["rnn"], inputs["observations"]
             if not self.training:
                 outputs, after = self.lstm(obs[:, None], (state[0], state[1]))

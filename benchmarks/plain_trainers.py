@@ -46,7 +46,8 @@ DRIVER = "BENCHMARK_DRIVER"  # holds the driver's process id and output descript
 def our_turns() -> Turns:
     """Return the `Turns` object of this process.
 
-    In a rank that the driver started, this object reads and writes the driver's files.
+    If the process is a rank that the driver started, the object uses the driver's standard input
+    and output.
     """
     number, reports = map(int, os.environ[DRIVER].split())
     if number == os.getpid():
@@ -68,7 +69,7 @@ def end_of_iteration(moment: Any) -> None:
 
 
 def ours(task: Task, args: argparse.Namespace) -> None:
-    """Train with `agents.train`; with --ranks N, N processes share the work."""
+    """Train with `agents.train`; with --ranks N, N processes divide the work."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # root of the checkout
     from agents import train
 

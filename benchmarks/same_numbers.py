@@ -247,9 +247,9 @@ def result_of(run_dir: Path) -> dict[str, Any]:
 
 
 def differences(base: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return the paths of values that differ or that only one checkout has.
+    """Return the paths of values that differ or that exist in only one checkout.
 
-    Values in environment snapshots are ignored if only this checkout has them.
+    A value of an environment's snapshot is ignored if it exists only in this checkout.
     """
     return sorted(
         name

@@ -1,7 +1,7 @@
-"""Two slow environments; measure how much workers and groups speed them up.
+"""Define two slow environments; measure how much workers and groups speed them up.
 
-A step of SlowSteps-v0 computes for about 1 ms; a step of Waiting-v0 waits for 2 ms. To train on one
-of them, run train_distributed.py with `--env benchmarks.slow_env:SlowSteps-v0`. To measure the
+A step of SlowSteps-v0 computes for about 1 ms; a step of Waiting-v0 waits for 2 ms. To train on
+SlowSteps-v0, run train_distributed.py with `--env benchmarks.slow_env:SlowSteps-v0`. To measure the
 speed of both, run `python -m benchmarks.slow_env`.
 """
 
@@ -52,7 +52,7 @@ class SlowSteps(gymnasium.Env):
 
 
 class Waiting(SlowSteps):
-    """SlowSteps, but each step only waits for 2 ms, like a simulator behind a socket."""
+    """SlowSteps whose steps wait for 2 ms instead, like a simulator behind a socket."""
 
     def work(self) -> None:
         """Wait for 2 ms."""
@@ -60,7 +60,7 @@ class Waiting(SlowSteps):
 
 
 def measure(env_id: str, num_envs: int, num_steps: int, rounds: int) -> None:
-    """Print the median steps/s of rollouts for each number of workers and groups."""
+    """Print the median steps/s of rollouts for each pair of numbers of workers and groups."""
     import torch
 
     from agents.learner.network.inputs import Normalizer

@@ -1,4 +1,4 @@
-"""Measure the speed of N ranks; compare it with rl_dist.speedup's prediction.
+"""Measure the speed of N ranks; compare the speed with rl_dist.speedup's prediction.
 
     python benchmarks/speedup_accuracy.py [--ranks 2] [--jobs main slow_env]
 
@@ -7,7 +7,7 @@ that each train one rank's share of the job without communication, and one of ra
 gradients. The measured run trains on all ranks. Timings of separate processes alternate with
 measured runs, so that other work on the machine slows both down equally. Both must last many
 seconds: on a shared host, the speed of a core can change by a factor of 1.7 from one second to the
-next, and this alone caused errors of up to 40 % in runs of 2 s. The output is one JSON line per job
+next. In runs of 2 s, such changes caused errors of up to 40 %. The output is one JSON line per job
 and scaling, with the error of each round's prediction and the median error. Run nothing else on the
 machine.
 """
@@ -49,7 +49,7 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 def compare(name: str, scaling: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Predict and measure the steps/s of a job; return them and the relative errors."""
+    """Predict and measure the steps/s of a job; return both, and the relative errors."""
     job, ranks = JOBS[name], args.ranks
     divisor = ranks if scaling == "strong" else 1
     share = job | {size: job[size] // divisor for size in TOTALS} | {"strategy": "ddp"}

@@ -6,9 +6,9 @@
 authors tuned for this task; we use our defaults. The task is solved when the mean return of the
 last 100 training episodes reaches 475 and then does not fall below 475 for 100 more episodes; 475
 is Gymnasium's reward threshold for CartPole-v1. The time is measured from the start of the command,
-so start-up counts. The two runs take turns of a few seconds, with one thread each. Between its
-turns, a run and its clock are halted. If a run ends without solving the task, the table shows how
-long it trained; the ratio is then only a bound, and the median omits it.
+so it includes the start-up. The two runs take turns of a few seconds, with one thread each. Between
+its turns, a run and its clock are halted. If a run ends without solving the task, the table shows
+how long the run trained. The ratio of the two times is then only a bound, and the median omits it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Goal:
-    """Mean return that a run has to reach and then keep for a number of episodes."""
+    """A mean return that a run must reach and then not fall below for some more episodes."""
 
     mean: float
     episodes: int
@@ -109,7 +109,10 @@ def mean_of_last(moments: Sequence[Moment], episodes: int) -> float | None:
 
 
 def solved_at(moments: Sequence[Moment], goal: Goal) -> Moment | None:
-    """Return the moment at which the goal was reached and then kept, or None."""
+    """Return the moment at which a run reached the goal, or None.
+
+    The run must also keep the goal for `goal.episodes` episodes after this moment.
+    """
     reached: Moment | None = None
     after = 0  # number of episodes since `reached`
     for number, moment in enumerate(moments):

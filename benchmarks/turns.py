@@ -1,8 +1,8 @@
 """Define tasks and turns for comparing trainers; measure the machine's speed.
 
-Before each iteration a trainer calls `Turns.next`, which reports the previous iteration and waits
-for a line on standard input; the end of the input ends the process. In this way several trainers
-take turns on one machine, one iteration at a time.
+Before each iteration, a trainer calls `Turns.next`. This method reports the previous iteration and
+waits for a line on standard input; it ends the process if standard input is closed. In this way,
+several trainers take turns on one machine, one iteration at a time.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ NUM_OBS = 1 + 6 * NUM_STOCKS
 
 @dataclass(frozen=True)
 class Task:
-    """A training job and its network sizes: an LSTM, a tanh layer and two heads.
+    """The sizes of a training job whose network has an LSTM, a tanh layer and two heads.
 
-    Only the main job has a cascade of three LSTMs instead. It has the same number of steps as the
-    other jobs, but the other trainers do not run it.
+    The job "main" has a cascade of three LSTMs instead. It has the same number of steps as the
+    other jobs, but only our trainer runs it.
     """
 
     hidden_size: int
@@ -56,7 +56,7 @@ class Task:
 
     @property
     def train_flops(self) -> float:
-        """Floating-point operations per iteration: acting, and EPOCHS passes of training."""
+        """Floating-point operations of an iteration: acting, and EPOCHS passes of training."""
         size = self.hidden_size
         lstms = 2 * 4 * size * (self.num_obs + size) + self.cascade * 2 * 2 * 4 * size * 2 * size
         layers = 2 * size * size + 2 * size * (self.num_actions + 1)
@@ -160,7 +160,7 @@ def silence() -> int:
 
 
 def cpu_name() -> str:
-    """Return the processor's model from /proc/cpuinfo, or else Python's name for it."""
+    """Return the processor's model name from /proc/cpuinfo, else Python's name for it."""
     match = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
     return match[1] if match else platform.processor()
 
@@ -186,7 +186,7 @@ def median_interval(samples: Iterable[float], digits: int = 3) -> list[float]:
 
 
 def product_gflops() -> float:
-    """Return the best GFLOP/s of several runs of a fixed matrix product."""
+    """Return the speed of a fixed matrix product in GFLOP/s, the best of several runs."""
     left = torch.ones(SIDE, SIDE)
     best_s = float("inf")
     for _ in range(PRODUCTS):

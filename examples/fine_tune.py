@@ -2,10 +2,10 @@
 
     python -m examples.fine_tune
 
-Recall-v0 shows a cue and asks for it after `delay` more observations. The second run starts from
-the weights and normalisers of the first run; everything else (optimizer, counters, environments) is
-new. The third run starts from scratch, for comparison. These commands do the same as the first two
-runs:
+Recall-v0 shows a cue and asks for it after `delay` more observations. The first run trains on the
+easy task. The second run trains on the harder task. It starts from the weights and normalisers of
+the first run, but with a new optimizer, new counters and new environments. The third run trains on
+the harder task from scratch, for comparison. These commands do the same as the first two runs:
 
     python train_distributed.py --env Recall-v0 --env_kwargs '{"delay": 2}' --run_dir runs/easy
     python train_distributed.py --env Recall-v0 --env_kwargs '{"delay": 20}' --init_from runs/easy
@@ -20,7 +20,7 @@ from agents import train
 
 
 def main(total_steps=16_000):
-    """Train three times; return each run's mean test return, without action noise."""
+    """Train three times; return the mean test return of each run (no action noise)."""
     recall = partial(train, "Recall-v0", total_steps=total_steps, validate_every=0, threads=1)
     easy = recall(env_kwargs={"delay": 2})
     tuned = recall(env_kwargs={"delay": 20}, init_from=easy.run_dir)

@@ -1,4 +1,4 @@
-"""Two small memory tasks: one with images, one with nested spaces and a mask.
+"""Two small memory tasks: one with images, one with nested spaces and an action mask.
 
 Train on them with these commands:
 
@@ -53,7 +53,7 @@ class MemoryTask(gymnasium.Env):
 
 
 class PatchRecall(MemoryTask):
-    """Task: name the quarter in which the first image showed a white patch.
+    """The task is to name the quarter of the first image that contained a white patch.
 
     The first image is noise with a white patch of 3 x 3 pixels. Noise images follow. The last image
     is all white and asks for the answer.
@@ -83,7 +83,7 @@ class PatchRecall(MemoryTask):
 
 
 class Orders(MemoryTask):
-    """Task: deliver an article in the size and the colour that a customer ordered.
+    """The task is to deliver an article in the size and the colour that a customer ordered.
 
     Only the first observation shows the order. At the end, the correct size and the correct colour
     earn 0.5 each. One wrong size and one wrong colour are out of stock, so the mask forbids them.
@@ -98,7 +98,7 @@ class Orders(MemoryTask):
     action_space = spaces.MultiDiscrete(SIZES)
 
     def draw(self):
-        """Choose a random order, and one size and one colour that are out of stock."""
+        """Choose a random order, and a wrong size and a wrong colour that are out of stock."""
         order = self.np_random.integers(self.SIZES)
         missing = (order + self.np_random.integers(1, self.SIZES)) % self.SIZES
         return {"order": order, "missing": missing}

@@ -20,7 +20,7 @@ from rl_dist.errors import UserError
 def objective(trial, total_steps, **fixed):
     """Train with a trial's settings; return the mean test return (no action noise)."""
 
-    def report(moment):  # returns False to stop the training
+    def report(moment):  # if it returns False, the training stops
         trial.report(moment.metrics["valid/return"], moment.metrics["global_step"])
         return not trial.should_prune()
 

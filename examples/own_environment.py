@@ -1,4 +1,4 @@
-"""Example of a custom environment: remember a cue and name it when asked.
+"""Example of your own environment: the agent must remember a cue and name it later.
 
 Run this command in this folder, or copy this file into your own folder and run it there:
 

@@ -16,10 +16,11 @@ SCRIPT = Path(__file__).resolve().parents[1] / "train_distributed.py"
 
 
 def train_as_rank(config):
-    """Run one rank in a new process; Ray's environment variables give its rank.
+    """Run one rank in a new process; Ray's environment variables set the rank's number.
 
-    Ray has opened a process group between the processes that call this function. This group only
-    serves to send all ranks a free port, at which the training processes connect to each other.
+    Ray has opened a process group of the processes that call this function. This function uses that
+    group only to send a free port to all ranks. The training processes connect to each other at
+    this port.
     """
     import torch
     import torch.distributed as dist

@@ -111,9 +111,8 @@ class TradingVectorEnv(TorchEnv):
         self.evaluation = evaluation
         self.span = span
         self.device = torch.device(device)
-        self.reads_steps = (
-            self.device.type == "cpu"
-        )  # reading a value of a GPU would make the CPU wait
+        # Reading a value from a GPU would make the CPU wait, so `step` does it only on a CPU.
+        self.reads_steps = self.device.type == "cpu"
         self.markets = markets
         self.tickers = markets[0].tickers
         self._episode_days = self.num_days - 1 if evaluation else config.episode_days
@@ -232,8 +231,7 @@ class TradingVectorEnv(TorchEnv):
         terminated = ~solvent.squeeze(1)
         truncated = self.row == self.end_row
         ended = terminated | truncated
-        # On a CPU, skipping _restart when no episode ended saves 1/7 of a step's time. On a GPU,
-        # `reads_steps` is False, because the CPU would have to wait for the value of ended.any().
+        # On a CPU, skipping _restart when no episode ended saves 1/7 of a step's time.
         if self.reads_steps and not ended.any():
             obs = final_obs.clone()
         else:
