@@ -147,12 +147,12 @@ class EvaluationOptions:
     seeds: Seeds
     counts: Counts  # counts of the training that made the first policy
     directory: RunDir  # run directory of the first policy
-    picture: Path | None = None  # file for the picture of the results; None: the task's own choice
+    picture: Path | None = None  # file for the picture of the results; None: the task chooses
     writes: bool  # True: this rank writes the files; False: another rank does
     after_training: bool = False  # True: final test of a training; False: of saved policies
     within_budget: bool = False  # True: limit the validations, see `Task.validation`
     open_test: bool = False  # True: evaluate on the test span of real prices
-    num_worlds: int | None = None  # number of simulated markets; None: the task's own choice
+    num_worlds: int | None = None  # number of simulated markets; None: the task chooses
     video: Path | None = None  # folder for a GIF of the first episode; None: make no GIF
     # run directory and iteration of each evaluated policy, by the agent's name
     sources: Mapping[str, tuple[RunDir, int]] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class TaskSettings:
     """The settings from which a task is made."""
 
     task: TaskConfig = TaskConfig()
-    sections: Mapping[str, Any] = field(default_factory=dict)  # all settings of the run, by section
+    sections: Mapping[str, Any] = field(default_factory=dict)  # settings of the run, by section
     discount: float = 0.8  # value of the flag gamma
     device: str = "cpu"
     # Ends the process if an environment hangs and cannot be interrupted.

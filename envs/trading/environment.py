@@ -205,7 +205,7 @@ class TradingVectorEnv(TorchEnv):
                 orders = torch.where(sell_all, -self.shares, orders)
             # fill the orders and value the portfolio at the next close
             self.cash, trades = fill_orders(self.cash, self.shares, orders, actions, sell, buy)
-            # Loss of potential: the potential now, minus the next potential, subtracted below.
+            # Loss of potential: today's potential; the next potential is subtracted below.
             lost_usd = self.shares * gains
             self.shares = self.shares + trades
             position_usd = self.shares * next_close  # [B, n]

@@ -129,10 +129,10 @@ def difference(record: Record, baseline: Record, name: str, year: int = TRADING_
     days = len(record["values"][0]) - 1
     starts = np.random.default_rng(0).integers(0, days, (RESAMPLES, -(-days // BLOCK_DAYS), 1))
     index = ((starts + np.arange(BLOCK_DAYS)) % days).reshape(RESAMPLES, -1)[:, :days]
-    traded, held = (
+    draws, baseline_draws = (
         growth_figures(daily_returns(part)[0][index], year)[name] for part in (record, baseline)
     )
-    return interval(samples[0], traded - held)
+    return interval(samples[0], draws - baseline_draws)
 
 
 def summarize(records: Records, dates: ndarray) -> dict:

@@ -196,7 +196,7 @@ def _read(path: Path) -> pd.DataFrame:
 def _parse(text: pd.DataFrame) -> pd.DataFrame:
     """Convert text to dates and numbers; refuse impossible bars.
 
-    A cell without a finite number becomes NaN and counts as missing.
+    A cell without a finite number becomes NaN and is treated as missing.
     """
     bars = text.copy()
     bars["date"] = pd.to_datetime(text["date"], format="%Y-%m-%d", errors="coerce")

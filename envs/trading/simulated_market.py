@@ -55,8 +55,8 @@ MARKET_DRIFT = 0.0006  # per day; gives an equal-weight portfolio a Sharpe ratio
 ANNUAL_VOLATILITY = 0.25  # volatility of each stock without the drift after announcements
 MARKET_SHARE = 0.62  # fraction of each stock's variance that moves of the whole market cause
 # AR(1) coefficient and standard deviation of each wave
-COMMON_WAVE = (0.985, 0.50)  # wave of the whole market
-OWN_WAVE = (0.95, 0.30)  # wave of one stock
+MARKET_WAVE = (0.985, 0.50)  # wave of the whole market
+STOCK_WAVE = (0.95, 0.30)  # wave of one stock
 TAIL_DEGREES = 5.0  # degrees of freedom of Student's t distribution of returns
 OVERNIGHT_SHARE = 1.0 / 3.0  # fraction of daily variance that falls between close and next open
 
@@ -65,12 +65,12 @@ LEVEL_DAYS = 20  # the usual log volume is the median over this many earlier day
 SURPRISE_NOISE = 0.30  # standard deviation of (log volume - usual log volume) without an event
 BLUNDER = 1e-4  # added to densities, so that one unlikely volume cannot rule out a state
 VOLATILITY_MEMORY = 0.94  # decay of the exponentially weighted variance (RiskMetrics)
-FIRST_VARIANCE = 3e-4  # variance of daily returns that is assumed before the first return is known
+FIRST_VARIANCE = 3e-4  # assumed variance of daily returns before the first return is known
 # for events: drought, no event, surge; for moves: down, no move, up
 DIRECTIONS = np.array([[-1.0], [0.0], [1.0]])
 WARM_UP_DAYS = 60  # after about 10 announcements, the filter's start state hardly matters
 BAND = 0.01  # no trade if a weight differs from its target by less than this
-OUTLOOK_DAYS = 4  # days to look ahead: reaching a target weight at 5 % per order takes days
+OUTLOOK_DAYS = 4  # days to look ahead; orders of 5 % need several days to reach a target weight
 HURDLE = 0.30  # the reference rule holds stocks with a larger expected move, in units of the edge
 WEAK_EDGE = 15.0  # bps per day; up to this edge, the rule sells only stocks expected to fall
 
@@ -108,10 +108,10 @@ def _draw_world(seed: int, num_stocks: int) -> dict[str, ndarray]:
     return {
         "events": events,
         "moves": moves,
-        "common_wave": prices.standard_normal((NUM_DAYS, 1)),
-        "own_wave": prices.standard_normal(size),
+        "market_wave": prices.standard_normal((NUM_DAYS, 1)),
+        "stock_wave": prices.standard_normal(size),
         "market": prices.standard_t(TAIL_DEGREES, (NUM_DAYS, 1)),
-        "own": prices.standard_t(TAIL_DEGREES, size),
+        "stock": prices.standard_t(TAIL_DEGREES, size),
         "overnight": prices.standard_normal(size),
         "up": prices.standard_exponential(size),
         "down": prices.standard_exponential(size),
@@ -170,16 +170,16 @@ def _prices(noise: dict[str, ndarray], drift: ndarray) -> tuple[ndarray, ...]:
     # Daily volatility of the market part of returns [M, D, 1] and of the part that is specific to
     # each stock [M, D, n]. The mean square of exp(wave) is exp(2 * variance of the wave). Dividing
     # by its square root keeps the mean variance at its intended value.
-    common = _wave(noise["common_wave"], *COMMON_WAVE)
-    stock = _wave(noise["own_wave"], *OWN_WAVE)
+    market_wave = _wave(noise["market_wave"], *MARKET_WAVE)
+    stock_wave = _wave(noise["stock_wave"], *STOCK_WAVE)
     daily_variance = ANNUAL_VOLATILITY**2 / 252.0
-    market_vol = np.sqrt(daily_variance * MARKET_SHARE) * np.exp(common - COMMON_WAVE[1] ** 2)
+    market_vol = np.sqrt(daily_variance * MARKET_SHARE) * np.exp(market_wave - MARKET_WAVE[1] ** 2)
     stock_vol = np.sqrt(daily_variance * (1.0 - MARKET_SHARE)) * np.exp(
-        common + stock - COMMON_WAVE[1] ** 2 - OWN_WAVE[1] ** 2
+        market_wave + stock_wave - MARKET_WAVE[1] ** 2 - STOCK_WAVE[1] ** 2
     )
     # log returns from close to close
     unit = np.sqrt((TAIL_DEGREES - 2.0) / TAIL_DEGREES)  # scales Student's t to variance 1
-    shock = unit * (market_vol * noise["market"] + stock_vol * noise["own"])
+    shock = unit * (market_vol * noise["market"] + stock_vol * noise["stock"])
     variance = market_vol**2 + stock_vol**2
     move = np.log1p(MARKET_DRIFT + drift) - 0.5 * variance + shock
     close = noise["first_price"] * np.exp(np.cumsum(move, axis=1))
@@ -204,8 +204,9 @@ def _volumes(noise: dict[str, ndarray]) -> ndarray:
     the size of the part of the price move that is specific to the stock.
     """
     level = _wave(noise["volume_wave"], *VOLUME_WAVE)
-    surprise = np.minimum(np.abs(noise["own"]), 4.0)  # a large move must not look like a surge
-    log_volume = level + VOLUME_NOISE * noise["volume"] + VOLUME_ON_MOVE * surprise
+    # Limit the effect of a move on volume, so that a large move does not look like a surge.
+    move_size = np.minimum(np.abs(noise["stock"]), 4.0)
+    log_volume = level + VOLUME_NOISE * noise["volume"] + VOLUME_ON_MOVE * move_size
     log_volume += EVENT_SIZE * noise["events"]
     return np.rint(noise["first_volume"] * np.exp(log_volume))
 

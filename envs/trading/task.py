@@ -147,15 +147,15 @@ class TradingTask(Task):
         return self.evaluation_env(self.markets("train", 1), self.spans["train"])
 
     def evaluation_env(
-        self, markets: Sequence[Market], span: Span, *, held: bool = False
+        self, markets: Sequence[Market], span: Span, *, buy_once: bool = False
     ) -> TradingVectorEnv:
         """Make one environment per market; an episode covers the whole span.
 
-        With `held`, the order limit and the turbulence rule do not apply. Use it for a strategy
+        With `buy_once`, the order limit and the turbulence rule do not apply. Use it for a strategy
         that buys on the first day and does not trade afterwards.
         """
         config = self.trading
-        if held:
+        if buy_once:
             config = replace(config, max_order=1.0, order_unit="value", turbulence_quantile=0.0)
         return TradingVectorEnv(
             len(markets),
@@ -181,8 +181,8 @@ class TradingTask(Task):
         """
 
         @cache
-        def env_of(indices: range, held: bool) -> TradingVectorEnv:
-            return self.evaluation_env([markets[i] for i in indices], span, held=held)
+        def env_of(indices: range, buy_once: bool) -> TradingVectorEnv:
+            return self.evaluation_env([markets[i] for i in indices], span, buy_once=buy_once)
 
         @cache
         def results_of_rule(rule: Any, indices: range) -> dict[str, list]:
@@ -193,7 +193,7 @@ class TradingTask(Task):
         def run(agent: Agent, indices: range) -> dict[str, list]:
             if not isinstance(agent, TrainedAgent):
                 return results_of_rule(agent, indices)  # type: ignore[arg-type]
-            return run_markets(env_of(indices, held=False), agent, self.settings.heartbeat)
+            return run_markets(env_of(indices, buy_once=False), agent, self.settings.heartbeat)
 
         return run
 

@@ -1,1 +1,1 @@
-"""Vector environments of tensors: adapter, spaces, snapshots, guards."""
+"""Vector environments that use tensors: adapter, spaces, snapshots, guards."""

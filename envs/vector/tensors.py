@@ -10,7 +10,8 @@ from torch import Tensor
 
 from envs.vector.layout import StepResult, TorchEnv
 
-# Arrays of one step, from the largest item size to the smallest, as `to_tensors` requires.
+# Names of the arrays of one step, ordered from the largest item size to the smallest, because
+# `to_tensors` requires this order.
 STEP_FIELDS = ("rewards", "obs", "final_obs", "terminated", "truncated")
 # Fields of the record that is stored for each environment. A record survives restarts of its
 # environment and the death of a worker process.
