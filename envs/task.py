@@ -98,7 +98,10 @@ class TrainedAgent(Agent, Protocol):
     """An agent with a policy, as opposed to a rule."""
 
     def without_memory(self) -> Agent | None:
-        """Return the agent with its memory cleared in every step; None if it has no cascade."""
+        """Return the agent with its memory cleared before every step.
+
+        Return None if its policy is not a cascaded LSTM.
+        """
 
 
 TrainedAgents = Mapping[str, TrainedAgent]  # agents by name
