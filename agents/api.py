@@ -68,7 +68,7 @@ class LoadedPolicy:
         extras = agent.policy.layout.parts[len(self._encode.parts) :]
         self._extras = {part.name: part.size for part in extras}
         self._noise_seed = stream_seed(seed, PREDICTION_STREAM)
-        self._num_drawn = 0
+        self._num_drawn = 0  # calls that have used noise; the noise of the next call depends on it
 
     def predict(
         self,
@@ -98,7 +98,8 @@ class LoadedPolicy:
             ValueError: an argument has a wrong shape or value, such as a NaN in the observation.
         """
         policy = self.agent.policy
-        # encode the observation as rows
+        # Encode the observation as rows. The shape of any part shows whether the observation is a
+        # batch. An action mask may be nested, so use a mask only if there is no other part.
         leaf = min(self._encode.leaves, key=lambda leaf: leaf.part.kind == "mask")
         try:
             shape = np.shape(leaf.pick(observation))
@@ -119,10 +120,10 @@ class LoadedPolicy:
             "previous_reward": (np.full(count, reward) * ~starts)[:, None],
             MASK_KEY: self._masks(masks, count),
         }
-        row = np.concatenate([rows, *(extras[name] for name in self._extras)], axis=1)
+        inputs = np.concatenate([rows, *(extras[name] for name in self._extras)], axis=1)
 
         # choose the actions
-        like = policy.critic_head.weight
+        like = policy.critic_head.weight  # tensor with the policy's device and type
         vectors, history = (torch.as_tensor(part).to(like) for part in state[:2])
         controller = PolicyController(policy, self.agent.normalizer, state=vectors, history=history)
         scaled_noise = None
@@ -131,20 +132,20 @@ class LoadedPolicy:
             scaled_noise = policy.scale_noise(noise[0].to(like))  # [B, A]
             self._num_drawn += 1
         begins = torch.from_numpy(starts).to(like.device)
-        obs = torch.from_numpy(row.astype(rows.dtype)).to(like.device)
+        obs = torch.from_numpy(inputs.astype(rows.dtype)).to(like.device)
         chosen = controller(policy, obs, begins, scaled_noise).cpu().numpy()
-        inputs = self._decode.encode(chosen)[:, : state[2].shape[1]]
+        previous_action = self._decode.encode(chosen)[:, : state[2].shape[1]]
         actions = self._decode(chosen)
         if is_single:
             actions = next(iterate(batch_space(self.action_space, 1), actions))
         parts: Any = controller.state, controller.history
-        return actions, (*(part.cpu().numpy() for part in parts), inputs)
+        return actions, (*(part.cpu().numpy() for part in parts), previous_action)
 
     def _checked(self, state: State | None, count: int) -> State:
         """Check the state's shapes for `count` observations; replace None by zeros."""
         policy = self.agent.policy
-        inputs = torch.zeros(count, self._extras.get("previous_action", 0))
-        parts = policy.initial_state(count), policy.empty_history(count), inputs
+        no_action = torch.zeros(count, self._extras.get("previous_action", 0))
+        parts = policy.initial_state(count), policy.empty_history(count), no_action
         zeros = tuple(part.cpu().numpy() for part in parts)
         if state is None:
             return zeros
@@ -190,7 +191,8 @@ def load_policy(
 
 # ---- train
 
-_training = threading.Lock()  # held by `train`, because logs and results belong to the process
+# `train` holds this lock: logging and signal handlers exist only once in a process.
+_training = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +200,7 @@ class TrainedRun:
     """A run whose training has finished or was stopped."""
 
     run_dir: Path
-    exit_code: int  # 0, or 128 + the number of the signal that stopped the run, such as SIGTERM
+    exit_code: int  # 0; or 128 + the number of the signal, such as SIGTERM, that stopped the run
 
     @property
     def _directory(self) -> RunDir:
@@ -272,14 +274,14 @@ def train(
             "train() is already running in this process: wait until it returns, or train in "
             "another process"
         )
-    with ExitStack() as held:
-        held.callback(_training.release)
-        held.callback(close_logging)
+    with ExitStack() as cleanup:
+        cleanup.callback(_training.release)
+        cleanup.callback(close_logging)
         handlers = {signum: signal.getsignal(signum) for signum in signal.valid_signals()}
         if quiet:
             os.environ[QUIET] = "1"
-            held.callback(os.environ.pop, QUIET)
-            held.enter_context(streams(SilentStream))
+            cleanup.callback(os.environ.pop, QUIET)
+            cleanup.enter_context(streams(SilentStream))
         escape_what_the_locale_lacks()
         try:
             parsed = parse_training(as_flags({"env": env, "num_gpus": num_ranks} | settings))
@@ -296,7 +298,7 @@ def train(
                     signal.signal(signum, handler)
     code = outcome.exit_code
     if 0 < code < 128:
-        # Under torchrun, the error may have occurred on another rank, which prints it.
+        # Under torchrun, the error may have occurred on another rank. That rank prints the error.
         raise UserError(outcome.error or "training failed: see above", exit_code=code)
     run = TrainedRun(run_dir=outcome.run_dir, exit_code=code)
     if code == 128 + signal.SIGINT:
@@ -326,7 +328,7 @@ def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any)
         >>> print(train_seeds([1, 2, 3], env="CartPole-v1", total_steps=20_000))
 
     A run that already exists in `run_dir` is resumed or, if it has finished, only evaluated again.
-    For existing runs, you can change only the settings that --resume allows you to change.
+    For an existing run, only the settings that --resume may change can be changed.
 
     Args:
         run_dir: directory for all these runs; "" creates a new directory in runs/.
@@ -354,14 +356,14 @@ def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any)
 
 def train_several(parsed: ParsedFlags) -> int:
     """Train once with each seed of --seeds; return the exit code."""
-    given: dict[str, Any] = dict(parsed.given)
-    seeds = given.pop("seeds")
-    if "RANK" in os.environ or given.keys() & {"seed", "resume"}:
+    settings: dict[str, Any] = dict(parsed.given)
+    seeds = settings.pop("seeds")
+    if "RANK" in os.environ or settings.keys() & {"seed", "resume"}:
         raise UserError("--seeds starts new runs: do not combine with --seed, --resume or torchrun")
     if not seeds.replace(" ", "").isdecimal():
         raise UserError(f"seeds must be whole numbers, got {seeds!r}")
     try:
-        result = train_seeds([*map(int, seeds.split())], **given)
+        result = train_seeds([*map(int, seeds.split())], **settings)
     except KeyboardInterrupt as stopped:
         raise UserError(str(stopped), exit_code=128 + signal.SIGINT) from None
     interval = "  mean {mean:.4g}, 95 % interval [{low:.4g}, {high:.4g}]".format(**result.interval)

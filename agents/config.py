@@ -18,12 +18,13 @@ from rl_dist.flags import changed, read_sections, saved_form
 from rl_dist.launch.config import LaunchConfig
 from rl_dist.process_group.watchdog import end_rank
 
-# A network counts as small if steps per minibatch * hidden_size**2 is below this number.
+# A network is small if steps per minibatch * hidden_size**2 is below this number; see
+# `with_threads`.
 SMALL_NETWORK = 10_000_000
 
-# Defaults for each kind of task. Sizes, learning rates and epochs were tuned: see docs/LOG.md. In
-# trading, the reward follows a trade immediately, so low values of gamma and gae_lambda are
-# enough.
+# Presets replace the defaults of flags for one kind of task. Sizes, learning rates and epochs were
+# tuned: see docs/LOG.md. In trading, the reward follows a trade immediately, so low values of gamma
+# and gae_lambda are enough.
 _SMALL = {
     "total_steps": 200_000,
     "batch_size": 8,
@@ -66,8 +67,8 @@ QUICK = {  # settings of --quick, which override those of the preset
 def preset_of(kind: str, task: TaskConfig) -> str:
     """Return the name of the preset to use; `kind` is the value of --preset."""
     if kind == "auto":
-        others = "memory" if task.env in MEMORY_IDS else "small"
-        kind = "trading" if task.is_trading else others
+        gymnasium_kind = "memory" if task.env in MEMORY_IDS else "small"
+        kind = "trading" if task.is_trading else gymnasium_kind
     if (kind in ("trading", "paper")) != task.is_trading:
         raise UserError(f"preset {kind} does not fit env {task.env}: omit --preset")
     return kind
@@ -77,7 +78,7 @@ def quick_settings(task: TaskConfig) -> dict[str, Any]:
     """Return the settings of --quick for a task."""
     settings = dict(QUICK)
     if not task.is_trading:
-        del settings["validate_every"]  # its default keeps the cost of validation low
+        del settings["validate_every"]  # the default, auto, limits the cost of validation
     return settings
 
 
@@ -125,7 +126,7 @@ class RunConfig:
         is_trading = self.task.is_trading
         on_simulated_markets = is_trading and self.data.data == "simulated"
         has_shards = launch.strategy in ("hybrid", "auto") and launch.hybrid_form == "shard"
-        groups = (  # each entry: whether a group of flags has an effect, and the names of the flags
+        groups = (  # (True if these flags have an effect, names of the flags)
             (not is_trading, [name for name in vars(self.task) if name != "env"]),
             (is_trading, [*vars(self.data), *vars(self.trading)]),
             (on_simulated_markets, vars(self.market)),
@@ -171,17 +172,21 @@ class RunConfig:
 
     @property
     def validates(self) -> bool:
-        """Return whether validation and tests are wanted during training."""
+        """Return True if the policy is evaluated during training, not only at the end."""
         return bool(self.train.validate_every and self.task.eval_episodes)
 
     @property
     def trusts_best(self) -> bool:
-        """Return False for real prices, where validation is too noisy to choose a checkpoint."""
+        """Return True if validation is precise enough to choose the best checkpoint.
+
+        For real prices, the result is False, because validation is too noisy.
+        """
         return self.data.data == "simulated"
 
 
 SECTIONS: dict[str, Any] = vars(RunConfig())
 DEFAULTS = RunConfig().values
+# flag name -> name of the section that contains the flag
 OWNERS = {name: heading for heading, section in SECTIONS.items() for name in vars(section)}
 
 
@@ -199,7 +204,7 @@ def with_threads(config: RunConfig) -> RunConfig:
 
 
 def check_data(config: RunConfig, task: Task) -> None:
-    """Refuse data that is missing, or has other content than when the run began."""
+    """Raise a UserError if the price file is missing, or has changed since the run began."""
     problem = "has changed since this run began"
     try:
         if task.digest() == config.data.data_digest:
@@ -213,12 +218,13 @@ def check_data(config: RunConfig, task: Task) -> None:
 
 
 def probe(task: Task) -> TorchEnv | None:
-    """Return a small environment of a task, already closed; use only its spaces.
+    """Create and close a small environment of a task; return it, for its spaces and layout.
 
     Returns None if only ranks can make environments.
 
     Raises:
-        UserError: the space of actions has bounds that an exported policy would not know.
+        UserError: a TorchEnv has action bounds other than -1 and 1. An exported policy could not
+            apply them, because it does not contain the environment's code.
     """
     if not task.can_probe:
         return None
@@ -226,7 +232,8 @@ def probe(task: Task) -> TorchEnv | None:
     env.close()
     space = env.single_action_space
     is_box = isinstance(space, spaces.Box)
-    # If the Gymnasium spaces are known, an exported policy scales and clips actions by itself.
+    # An environment with `spaces_json` is exempt: with the Gymnasium spaces in this JSON, an
+    # exported policy scales and clips actions by itself.
     if is_box and not env.spaces_json and not ((space.low == -1) & (space.high == 1)).all():
         raise UserError(
             f"the actions of a TorchEnv must be Box(-1, 1), but are {space}: scale and clip them "

@@ -31,9 +31,9 @@ from rl_dist.telemetry import events
 from rl_dist.telemetry.loggers import named_loggers, open_logger
 from rl_dist.telemetry.metrics import MetricsWriter, NullWriter, setup_logging
 
-# Settings that may differ between hosts: hardware settings, file paths, the on_event command, which
-# only rank 0 runs, and the preset's name, because its values are compared. `data_digest` compares
-# the content of the price files.
+# Settings that may differ between hosts: hardware and file paths; on_event, because only rank 0
+# runs this command; and the name of the preset, because its values are compared. The path of the
+# price file may differ, but `data_digest` ensures that the content is the same.
 HOST_SETTINGS = {
     "num_gpus", "device", "gpu_ids", "threads", "env_workers", "data", "on_event", "chosen_on",
     "pretrained", "init_from", "chosen_preset",
@@ -128,9 +128,10 @@ def make_training(run: Run, task: Task, world: World) -> Training:
 
 
 def open_run_writer(run: Run, task: Task, training: Training) -> NullWriter:
-    """Record the start, and open the metrics writer, which does nothing on ranks other than rank 0.
+    """Record the start of the run, and open the metrics writer.
 
-    Nothing after this call refuses to start: a refused resume leaves the run unchanged.
+    On ranks other than 0, the writer does nothing. Call this after all checks that can refuse to
+    start, so that a refused resume leaves the run unchanged.
     """
     world = training.world
     settings = run.config.to_dict()
@@ -142,12 +143,12 @@ def open_run_writer(run: Run, task: Task, training: Training) -> NullWriter:
         "host": socket.gethostname(),
         "device": str(world.device),
     }
-    ranks = [RankEntry(**ready) for ready in all_gather_json(entry, world)]
+    ranks = [RankEntry(**gathered) for gathered in all_gather_json(entry, world)]
     if not world.is_main_process:
         return NullWriter()
     record(run, training.counters, ranks)
     if training.progress < 1.0:
-        remove(run.directory.summary_path)  # this file would mark the run as finished
+        remove(run.directory.summary_path)  # summary.json would mark the run as finished
     total, unit = run.config.train.budget
     writer = MetricsWriter(
         run.directory,
@@ -171,7 +172,7 @@ def open_run_writer(run: Run, task: Task, training: Training) -> NullWriter:
 
 
 class RankOffer(NamedTuple):
-    """What a rank has chosen before it met the others."""
+    """Directory and checkpoint that one rank chose before the ranks were connected."""
 
     run_dir: str
     checkpoint: str  # path; "": a new run, or the file is not on this rank's host
@@ -180,8 +181,8 @@ class RankOffer(NamedTuple):
 def agree(run: Run, world: World) -> Run:
     """Compare the settings of all ranks; agree on a run directory and a checkpoint.
 
-    Under torchrun, every rank has chosen its directory and checkpoint separately, and ranks on
-    hosts without a shared file system may have chosen different ones.
+    Under torchrun, every rank has chosen its directory and checkpoint by itself. Without a shared
+    file system, the choices may differ between hosts.
     """
     shared = {name: v for name, v in run.config.values.items() if name not in HOST_SETTINGS}
     check_settings(shared, world, module_files(run.config.named_code))

@@ -14,9 +14,10 @@ from rl_dist.errors import UserError
 
 @dataclass
 class PolicyController:
-    """Chooses a policy's most likely actions; keeps its state between calls.
+    """Chooses actions with a policy, and stores the policy's state between calls.
 
-    With `zero_state`, the state is reset before every step, to measure how much the memory helps.
+    Without noise, these are the most likely actions. With `zero_state`, the state is reset before
+    every step, to measure how much the memory helps.
     """
 
     policy: Policy
@@ -27,7 +28,7 @@ class PolicyController:
 
     def __call__(
         self,
-        env: TorchEnv | Policy,  # only its observation layout is read
+        env: TorchEnv | Policy,  # only the observation layout is read
         obs: Tensor,
         episode_start: Tensor,
         scaled_noise: Tensor | None = None,
@@ -39,25 +40,25 @@ class PolicyController:
             self.history = self.policy.empty_history(len(obs))
         start = torch.ones_like(episode_start) if self.zero_state else episode_start
         history = self.history * ~start[:, None, None]
-        seen = policy_input(self.normalizer, history, obs)
-        step = self.policy.act(seen, self.state, start, scaled_noise)
+        inputs = policy_input(self.normalizer, history, obs)
+        step = self.policy.act(inputs, self.state, start, scaled_noise)
         self.actor_outputs = step.actor_outputs
         self.state = step.state
-        self.history = shift_history(history, seen)
+        self.history = shift_history(history, inputs)
         return step.actions
 
     def without_memory(self) -> "PolicyController | None":
-        """Return a cascaded LSTM whose state is reset in every step; None for other policies."""
+        """Return a copy that resets the state before every step; None if not a cascaded LSTM."""
         if self.policy.config.policy != "clstm":
             return None
         return replace(self, zero_state=True)
 
 
-def check_readable(policy: Policy, now: Layout) -> None:
-    """Refuse observations whose parts differ from those in training."""
+def check_readable(policy: Policy, layout: Layout) -> None:
+    """Raise a UserError if observations have other parts than during training."""
     trained = policy.layout.kinds()
-    if now.kinds() != trained:
+    if layout.kinds() != trained:
         raise UserError(
             f"the policy was trained on observations with the parts {trained:.200}, not with the "
-            f"parts {now.kinds():.200}: use the same environment and version as in training"
+            f"parts {layout.kinds():.200}: use the same environment and version as in training"
         )

@@ -86,8 +86,8 @@ class Step(NamedTuple):
     actions: Tensor
     actor_outputs: Tensor
     values: Tensor
-    rewards: Tensor
-    raw_rewards: Tensor
+    rewards: Tensor  # for training
+    raw_rewards: Tensor  # for the metrics
     terminated: Tensor
     truncated: Tensor
 
@@ -96,7 +96,7 @@ Part = TypeVar("Part", Carry, Rollout)
 
 
 def joined(parts: Sequence[Part], dim: int) -> Part:
-    """Concatenate every field over all groups of environments."""
+    """Join the carries or rollouts of all groups of environments, field by field."""
     if len(parts) == 1:  # avoid a copy
         return parts[0]
     return type(parts[0])(
@@ -107,26 +107,32 @@ def joined(parts: Sequence[Part], dim: int) -> Part:
 def policy_input(normalize: Callable[[Tensor], Tensor], history: Tensor, obs: Tensor) -> Tensor:
     """Return normalised `obs` [B, F]; with a window, put `history` first: [B, n*F].
 
-    Float64 observations are normalised before they lose digits.
+    Float64 observations are normalised in float64, because rounding them to float32 before the mean
+    is subtracted would lose digits.
     """
-    wide = torch.promote_types(obs.dtype, history.dtype)
-    seen = normalize(obs.to(wide)).to(history.dtype)
-    return torch.cat([history, seen[:, None]], dim=1).flatten(1) if history.shape[1] else seen
+    wider_type = torch.promote_types(obs.dtype, history.dtype)
+    newest = normalize(obs.to(wider_type)).to(history.dtype)
+    return torch.cat([history, newest[:, None]], dim=1).flatten(1) if history.shape[1] else newest
 
 
-def shift_history(history: Tensor, seen: Tensor) -> Tensor:
-    """Return the next history [B, n-1, F] after a step with the policy input `seen`."""
-    return seen.unflatten(1, (history.shape[1] + 1, -1))[:, 1:] if history.shape[1] else history
+def shift_history(history: Tensor, inputs: Tensor) -> Tensor:
+    """Return the next history [B, n-1, F] after a step with the policy inputs [B, n*F]."""
+    return inputs.unflatten(1, (history.shape[1] + 1, -1))[:, 1:] if history.shape[1] else history
 
 
 def episode_sums(
     before: Carry, raw_rewards: Tensor, rewards: Tensor, ended: Tensor, gamma: float
 ) -> tuple[Tensor, Tensor]:
-    """Sum up each episode, given float64 rewards and flags [T, B] of steps that end an episode.
+    """Add up raw rewards, steps and discounted rewards since the start of each episode.
 
-    The three sums are the raw rewards, the steps and the discounted rewards since the start of the
-    episode. Returns them after every step, [3, T, B], and as they continue in the next rollout,
-    [3, B], where they are 0 if an episode has just ended.
+    Args:
+        before: carry that contains the three sums at the start of the rollout.
+        raw_rewards, rewards: [T, B] float64.
+        ended: [T, B] bool; True if the step ends an episode.
+
+    Returns:
+        The sums after every step, [3, T, B], and the sums at the start of the next rollout, [3, B].
+        The latter are 0 where the last step ended an episode.
     """
     increments = torch.stack([raw_rewards, torch.ones_like(rewards), rewards], 1)  # [T, 3, B]
     sums = torch.stack(
@@ -152,13 +158,13 @@ def collect(
     gamma: float,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[Rollout, Carry]:
-    """Step all environments T times with the frozen policy; return also the next carry.
+    """Step all environments T times with the frozen policy; return the rollout and the next carry.
 
     Groups of environments take turns: while the policy acts for one group, the others step.
     """
     num_steps = len(noise)
     with weights_cast_once(policy.low_precision, noise.device):
-        # each group has an actor with its rows of the carry and the noise
+        # each group of environments has an actor, with the group's rows of the carry and the noise
         actors = [
             Actor(policy, normalizer, carry.rows(rows), noise[:, rows]) for rows in env.groups
         ]
@@ -184,7 +190,7 @@ def collect(
 class Actor:
     """Chooses actions for one group of environments and records its steps."""
 
-    seen: Tensor  # input of the policy in the current step
+    inputs: Tensor  # inputs of the policy in the current step
     chosen: PolicyStep  # results of the policy in the current step
 
     def __init__(self, policy: Policy, normalizer: Normalizer, carry: Carry, noise: Tensor) -> None:
@@ -202,19 +208,19 @@ class Actor:
     def act(self) -> Tensor:
         """Choose and return the actions for the next step."""
         carry = self.carry
-        self.seen = policy_input(self.normalize, carry.history, carry.obs)
+        self.inputs = policy_input(self.normalize, carry.history, carry.obs)
         # the number of recorded steps is the index of this step
         noise = self.scaled_noise[len(self.steps)]
-        self.chosen = self.policy.act(self.seen, carry.lstm_state, carry.episode_start, noise)
+        self.chosen = self.policy.act(self.inputs, carry.lstm_state, carry.episode_start, noise)
         return self.chosen.actions
 
     def observe(self, answers: StepResult) -> None:
-        """Record a step with its results; clear the history of episodes that ended."""
+        """Record the step that `act` began, and update the carry with its results."""
         carry = self.carry
         chosen = self.chosen
         obs, rewards, terminated, truncated, info = answers
         step = Step(
-            obs=self.seen,
+            obs=self.inputs,
             raw_obs=carry.obs,
             episode_start=carry.episode_start,
             actions=chosen.actions,
@@ -227,7 +233,7 @@ class Actor:
         )
         self.steps.append(step)
         self.states.append(carry.lstm_state)
-        history = shift_history(carry.history, self.seen)
+        history = shift_history(carry.history, self.inputs)
         self.successors.append((info["final_obs"], history, chosen.state))
         ended = terminated | truncated  # [B]
         carry.obs = obs
@@ -276,13 +282,15 @@ class Actor:
     @section("policy")
     def _next_values(self, steps: Step, truncated: np.ndarray) -> Tensor:
         """Return values [T, B] of the observations after each step; 0 if terminated."""
-        # Use the value of the next step. It is missing after a truncation and after the last step.
+        # Most observations after a step are those of the next step, whose values are known. After a
+        # truncation and after the last step, the value is missing.
         next_values = steps.values.roll(-1, 0)  # the last row is replaced below
         missing = truncated.copy()  # [T, B]
         missing[-1] = True
 
         # gather the policy inputs of all missing values
-        cells = to_device(np.flatnonzero(missing), next_values.device)  # indices in [T * B]
+        # for each missing value, its index t * B + b
+        cells = to_device(np.flatnonzero(missing), next_values.device)
         columns_by_step = (cells % missing.shape[1]).split(missing.sum(1).tolist())
         inputs = [
             [tensor.index_select(0, columns) for tensor in successor]
@@ -292,8 +300,8 @@ class Actor:
         obs, history, state = (torch.cat(tensors) for tensors in zip(*inputs, strict=True))
 
         # compute the missing values in one call; discard the new recurrent states
-        seen = policy_input(self.normalize, history, obs)
+        policy_inputs = policy_input(self.normalize, history, obs)
         no_start = torch.zeros_like(cells, dtype=torch.bool)
-        values = self.policy.act(seen, state, no_start).values
+        values = self.policy.act(policy_inputs, state, no_start).values
         next_values.view(-1).index_copy_(0, cells, values)
         return next_values * ~steps.terminated

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from agents.learner.settings import AUTO_SIZE, TrainConfig
 from rl_dist.errors import UserError
 
-FARTHEST = 10_000  # proposed sizes differ from the given size by less than this number
+FARTHEST = 10_000  # a proposed size differs from the given size by less than this number
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,18 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
         raise UserError("batch_size auto is measured when training starts: give a number instead")
     sequences_per_env = config.num_steps // config.bptt_steps
     num_envs = config.num_envs or _default_num_envs(config, config.batch_size)
-    # With strong scaling, the flags are totals. With weak scaling, they are sizes per rank: the
-    # totals are these sizes times the number of ranks when the run began.
-    unit = 1 if config.scaling == "strong" else saved_num_envs // num_envs or num_ranks
-    global_num_envs = num_envs * unit
-    global_batch_size = config.sequences_per_step * unit
+    # With strong scaling, the flags are totals over all ranks. With weak scaling, the flags are
+    # sizes per rank, and the totals are larger by the number of ranks when the run began.
+    multiplier = 1 if config.scaling == "strong" else saved_num_envs // num_envs or num_ranks
+    global_num_envs = num_envs * multiplier
+    global_batch_size = config.sequences_per_step * multiplier
     if saved_num_envs not in (0, global_num_envs):
         raise UserError(
             f"the checkpoint holds {saved_num_envs} environments, not {global_num_envs}"
         )
 
     def divides(ranks: int, envs: int = num_envs) -> bool:
-        return _divides(config, unit, ranks, envs, config.batch_size)
+        return _divides(config, multiplier, ranks, envs, config.batch_size)
 
     if not divides(num_ranks):
         proposals: dict[str, list[int]] = {}
@@ -62,8 +62,9 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
             )
         flags = [f"--{name} {size}" for name, sizes in proposals.items() for size in sizes]
         raise UserError(
-            f"num_envs {global_num_envs} and batch_size {config.batch_size * unit} of all ranks, "
-            f"with num_steps {config.num_steps} and grad_accumulation {config.grad_accumulation}, "
+            f"num_envs {global_num_envs} and batch_size {config.batch_size * multiplier} of all "
+            f"ranks, with num_steps {config.num_steps} and grad_accumulation "
+            f"{config.grad_accumulation}, "
             f"do not divide into whole minibatches over {num_ranks} rank(s) (batch_size counts "
             f"sequences of {config.bptt_steps} steps, see --bptt_steps; there are "
             f"{global_num_envs * sequences_per_env} per rollout): "
@@ -72,7 +73,7 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
     # Both scaling rules hold while gradient noise dominates. Sources: linear (SGD): Goyal et al.,
     # https://arxiv.org/abs/1706.02677; square root (Adam): Malladi et al.,
     # https://arxiv.org/abs/2205.10287.
-    factors = {"none": 1.0, "sqrt": math.sqrt(unit), "linear": float(unit)}
+    factors = {"none": 1.0, "sqrt": math.sqrt(multiplier), "linear": float(multiplier)}
     return Sizes(
         num_envs=global_num_envs // num_ranks,
         env_offset=rank * (global_num_envs // num_ranks),
@@ -87,29 +88,32 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
 
 def batch_fits(config: TrainConfig, num_ranks: int, batch_size: int) -> bool:
     """Return True if this batch_size divides evenly over the ranks of a new run."""
-    unit = 1 if config.scaling == "strong" else num_ranks
+    multiplier = 1 if config.scaling == "strong" else num_ranks
     num_envs = config.num_envs or _default_num_envs(config, batch_size)
-    return _divides(config, unit, num_ranks, num_envs, batch_size)
+    return _divides(config, multiplier, num_ranks, num_envs, batch_size)
 
 
 def _divides(
-    config: TrainConfig, unit: int, num_ranks: int, num_envs: int, batch_size: int
+    config: TrainConfig, multiplier: int, num_ranks: int, num_envs: int, batch_size: int
 ) -> bool:
     """Return True if environments and minibatches divide evenly over the ranks.
 
-    If so, the strata of `agents.learner.network.noise` also divide evenly: with batch_size =
-    num_ranks * b, K sequences per environment, M minibatches and g = gcd(M, K), K / g divides b. So
-    M * b / K, the number of environments of a rank, is a multiple of the stratum size M / g.
+    `num_envs * multiplier` and `batch_size * multiplier` are the totals over all ranks.
+
+    Then the strata of `agents.learner.network.noise` also divide evenly. Proof: let a minibatch
+    have b sequences on each rank, and let there be K sequences per environment, M minibatches and
+    g = gcd(M, K). A rank has M * b / K environments. This is a whole number, so K / g divides b,
+    and the number of environments is a multiple of the stratum size M / g.
     """
     sequences = num_envs * (config.num_steps // config.bptt_steps)
     whole = sequences % (batch_size * config.grad_accumulation) == 0
-    return whole and math.gcd(num_envs * unit, batch_size * unit) % num_ranks == 0
+    return whole and math.gcd(num_envs * multiplier, batch_size * multiplier) % num_ranks == 0
 
 
 def _default_num_envs(config: TrainConfig, batch_size: int) -> int:
-    """Return the smallest number of environments for two gradient steps per epoch.
+    """Return the smallest number of environments that allows two gradient steps per epoch.
 
-    Their sequences divide into whole minibatches.
+    The sequences of these environments divide evenly into gradient steps.
     """
     sequences_per_env = config.num_steps // config.bptt_steps
     sequences = batch_size * config.grad_accumulation
@@ -121,5 +125,5 @@ def _nearest(number: int, fits: Callable[[int], bool]) -> list[int]:
     """Return the nearest smaller and the nearest larger number that fit, if any."""
     smaller = range(number - 1, max(0, number - FARTHEST), -1)
     larger = range(number + 1, number + FARTHEST)
-    near = (next(filter(fits, side), 0) for side in (smaller, larger))
-    return [size for size in near if size]
+    nearest = (next(filter(fits, sizes), 0) for sizes in (smaller, larger))  # 0: none fits
+    return [size for size in nearest if size]

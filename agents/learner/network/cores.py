@@ -20,7 +20,7 @@ SHUT = -1e4  # adding this to the input of a gate makes the gate and its gradien
 
 
 class RememberingCore(nn.RNNBase):
-    """An LSTM or GRU. Its second block of biases is for the forget or update gate."""
+    """An LSTM or GRU. The second block of its biases belongs to the forget or update gate."""
 
     @property
     def num_states(self) -> int:
@@ -29,7 +29,7 @@ class RememberingCore(nn.RNNBase):
 
     @property
     def accepts_resets(self) -> bool:
-        """Return True for an LSTM of one layer."""
+        """Return True for an LSTM of one layer; the extra input of resets reaches only layer 1."""
         return self.mode == "LSTM" and self.num_layers == 1
 
     def open_gates(self) -> None:

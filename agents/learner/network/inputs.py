@@ -1,8 +1,9 @@
 """Network inputs: statistics that normalise observations, and encoders.
 
-The statistics stay fixed during an iteration. At its end, sums over the rollout are added over all
-ranks and merged into the statistics. The sums are float64 sums of deviations from the fixed mean,
-so that neither the order of ranks nor a large offset of the observations reduces the precision.
+The statistics stay fixed during an iteration. At the end of the iteration, every rank sums up its
+rollout, the sums of all ranks are added, and the totals are merged into the statistics. A rank sums
+up deviations from the fixed mean, in float64, so that neither the order of ranks nor a large offset
+of the observations reduces the precision.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ CLIP = 10.0  # normalised values are clipped to [-CLIP, CLIP]
 class RunningMoments(nn.Module):
     """Mean and variance of F quantities over all samples merged so far.
 
-    If `columns` is given, all columns not listed there always keep mean 0 and variance 1.
+    If `columns` is given, columns that it does not list always keep mean 0 and variance 1.
     """
 
     count: Tensor
@@ -114,12 +115,15 @@ class Normalizers(nn.Module):
         self.rewards.moments.merge(sums["discounted returns"])
 
     def restart(self) -> None:
-        """Reset the sample counts; keep the means, which `sums` subtracts."""
+        """Set the sample counts to 0; keep the means, because `sums` subtracts them."""
         self.obs.moments.count.zero_()
         self.rewards.moments.count.zero_()
 
     def return_deviation(self) -> Tensor | float:
-        """Return the standard deviation of discounted returns; 1 if rewards are scaled."""
+        """Return the standard deviation of discounted returns, in the units of PPO's rewards.
+
+        Scaled rewards have been divided by this deviation, so the result is 1 for them.
+        """
         if self.rewards.enabled:
             return 1.0
         moments = self.rewards.moments
@@ -131,9 +135,10 @@ def image_encoder(shape: tuple[int, ...], num_outputs: int) -> nn.Sequential:
     channels, *sides = shape
     layers: list[nn.Module] = []
     while not layers or max(sides) > LARGEST_MAP:
-        wider = CHANNELS[min(len(layers) // 2, len(CHANNELS) - 1)]
-        layers += [nn.Conv2d(channels, wider, 3, stride=2, padding=1), nn.ReLU()]
-        channels = wider
+        # `layers` has 2 entries per convolution; all further convolutions have the last size
+        outputs = CHANNELS[min(len(layers) // 2, len(CHANNELS) - 1)]
+        layers += [nn.Conv2d(channels, outputs, 3, stride=2, padding=1), nn.ReLU()]
+        channels = outputs
         sides = [(side + 1) // 2 for side in sides]
     size = channels * sides[0] * sides[1]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(size, num_outputs), nn.Tanh())

@@ -21,7 +21,7 @@ MASK = 2**32 - 1
 FACTORS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 # largest number of counters per call, chosen for the cache of a CPU core and for GPU memory
-CELLS = {"cpu": 2**15, "cuda": 2**22}
+MOST_COUNTERS = {"cpu": 2**15, "cuda": 2**22}
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[int]) -> tuple[Tensor, ...]:
@@ -59,24 +59,25 @@ def action_noise(
     Box actions get standard normal noise (Box-Muller), `colored` over time. Discrete choices get
     standard Gumbel noise, because the argmax of logits + noise is an exact sample of the softmax.
     """
-    # Each step of each environment has C counters of its own, and each counter gives 2 pairs of
-    # words; all counters: [T, B, C].
+    # Each step of each environment uses C counters, and each counter gives 2 pairs of words. The
+    # counters of all steps have the shape [T, B, C].
     is_box = isinstance(space, spaces.Box)
     num_actions = spaces.utils.flatdim(space)  # dimensions of a Box, or number of choices
-    num_words = (num_actions + 1) // 2 if is_box else num_actions
-    numbers = torch.arange((num_words + 1) // 2, device=device)
+    # one pair of words gives two normal numbers, or one Gumbel number
+    num_pairs = (num_actions + 1) // 2 if is_box else num_actions
+    indices = torch.arange((num_pairs + 1) // 2, device=device)  # [C]
     envs = torch.arange(env_offset, env_offset + num_envs, device=device)[:, None]
     steps = torch.arange(first_step, first_step + num_steps, device=device)[:, None, None]
 
     # compute a few steps at a time, so that intermediate results fit into the cache
     key = stream_key(seed, NOISE_STREAM)
     draw = normal if is_box else gumbel
-    size = max(1, CELLS[numbers.device.type] // (num_envs * len(numbers)))
+    size = max(1, MOST_COUNTERS[indices.device.type] // (num_envs * len(indices)))
     parts = []
     for part in steps.split(size):
-        words = philox((numbers, envs, part & MASK, part >> 32), key)
-        pairs = (words[:2], words[2:])
-        high, low = (torch.stack(pair, -1).flatten(-2)[..., :num_words] for pair in pairs)
+        words = philox((indices, envs, part & MASK, part >> 32), key)
+        halves = (words[:2], words[2:])
+        high, low = (torch.stack(half, -1).flatten(-2)[..., :num_pairs] for half in halves)
         parts.append(draw(high, low)[..., :num_actions])
     noise = torch.cat(parts)
     return colored(noise, color) if is_box else noise
@@ -111,11 +112,11 @@ def colored(white: Tensor, exponent: float) -> Tensor:
     frequencies = torch.fft.rfftfreq(num_steps, dtype=white.dtype, device=white.device)
     frequencies[0] = frequencies[1]  # give the mean the amplitude of the slowest wave
     gain = frequencies ** (-exponent / 2)
-    weight = torch.full_like(gain, 2.0)  # each wave counts as 2 terms of the full transform
-    weight[0] = 1.0  # the mean counts as 1 term
+    weight = torch.full_like(gain, 2.0)  # each wave is 2 terms of the full Fourier transform
+    weight[0] = 1.0  # the mean is only 1 term
     if num_steps % 2 == 0:
-        weight[-1] = 1.0  # the fastest wave counts as 1 term
-    gain /= ((weight * gain.square()).sum() / num_steps).sqrt()
+        weight[-1] = 1.0  # the fastest wave is only 1 term
+    gain /= ((weight * gain.square()).sum() / num_steps).sqrt()  # the variance remains 1
     waves = torch.fft.rfft(white, dim=0) * gain[:, None, None]
     return torch.fft.irfft(waves, num_steps, dim=0)
 
@@ -130,10 +131,10 @@ def sequence_orders(
 ) -> np.ndarray:
     """Shuffle this rank's sequences into minibatches, for every epoch.
 
-    Returns indices [epochs, minibatches, sequences]; k * B + b stands for sequence k of environment
-    b. Random keys sort the sequences within strata, which are groups of neighbouring environments.
-    Each stratum contributes the same number of sequences to every minibatch, so the global
-    minibatch does not depend on the number of ranks.
+    Returns indices [epochs, minibatches, sequences]; index k * B + b is sequence k of environment
+    b. The environments are divided into strata, which are groups of neighbouring environments. The
+    sequences of each stratum are sorted by random keys. Each stratum contributes the same number of
+    sequences to every minibatch, so the global minibatch does not depend on the number of ranks.
     """
     # number of environments in a stratum
     size = num_minibatches // math.gcd(num_minibatches, sequences_per_env)

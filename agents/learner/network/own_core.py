@@ -14,7 +14,7 @@ CONTRACT = "docs/own_environment.md describes what a core must do"
 
 
 def make_core(name: str, *sizes: int) -> nn.Module:
-    """Import `module:Class` and create it with num_inputs, hidden_size, num_layers."""
+    """Import `module:Class`; create a core with `sizes`: num_inputs, hidden_size, num_layers."""
     core_class = import_own("core", name)
     try:
         core = core_class(*sizes)
@@ -50,7 +50,8 @@ def _problem(core: Any, num_inputs: int, size: int) -> str:
     if shapes != expected:
         return f"returns shapes {shapes}, not {expected}"
 
-    # Run single steps. Omitting the last sequence reveals a core that mixes sequences.
+    # Run single steps without the last sequence. If the core mixes sequences, the outputs of the
+    # other sequences change.
     outputs = []
     after = state[:, :-1]
     for step in inputs[:, :-1]:

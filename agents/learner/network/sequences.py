@@ -36,7 +36,7 @@ RecurrentNetwork = Callable[..., NetworkResult]
 
 @dataclass(frozen=True)
 class Plan:
-    """Dense calls for N sequences of T steps; `calls` is empty if no cut is needed.
+    """Dense calls for N sequences of T steps; `calls` is empty if no episode starts inside them.
 
     A cell is one step of one sequence. The blocks of all calls are stored one after the other. All
     tensors are int64, on the device of the sequences.
@@ -53,13 +53,13 @@ class Plan:
 def plan_pieces(
     episode_start: np.ndarray,  # [T, N] bool
     device: torch.device,  # device of the sequences
-    call_steps: float = 0.0,  # a call's overhead takes as long as this many steps of one row
-    resets_inside: bool = False,  # the network accepts resets: pack pieces if that is faster
+    call_steps: float = 0.0,  # overhead of a network call, measured in steps of one row
+    resets_inside: bool = False,  # True: the network accepts resets, so pack pieces if faster
 ) -> Plan:
     """Cut sequences at episode starts; group the pieces by length, or pack them.
 
     The length of a piece determines its level: 0 for whole sequences, 1 for lengths in (T/2, T),
-    2 for (T/4, T/2], and so on, so that less than half of a level's cells are padding. Neighbouring
+    2 for (T/4, T/2], and so on. So less than half of a level's cells are padding. Neighbouring
     levels are joined into one group if that saves time.
     """
     # cut the sequences into pieces, and sort the pieces by level
@@ -78,15 +78,16 @@ def plan_pieces(
 
     # join levels into groups; each group has a block with one row per piece
     counts = np.bincount(level)
-    counts = counts[counts > 0]
-    longest = np.maximum.reduceat(lengths, np.cumsum(counts) - counts)
+    counts = counts[counts > 0]  # number of pieces in each level that has pieces
+    longest = np.maximum.reduceat(lengths, np.cumsum(counts) - counts)  # longest piece per level
     splits = cheapest_splits(counts.tolist(), longest.tolist(), call_steps)
     num_rows = np.add.reduceat(counts, splits)  # rows of each block
     block_steps = longest[splits]
     row = np.arange(len(order))  # row of each piece
     begin = np.zeros_like(row)  # position in this row of the piece's first step
 
-    # pack the pieces into one block if that takes less time
+    # Pack the pieces into one block if that takes less time. This is so if the block has at most
+    # `most_cells` cells.
     packed = False
     most_cells = (block_steps @ num_rows + call_steps * (len(splits) - 1)) / PACKING
     if resets_inside and begins.size <= most_cells:
@@ -124,7 +125,7 @@ def plan_pieces(
 
 
 def overhead_steps(cores: Sequence[nn.Module], num_layers: int) -> float:
-    """Return how many steps of one row take as long as the overhead of a call of all cores."""
+    """Return the overhead of calling all cores once, measured in steps of one row."""
     num_weights = sum(p.numel() for core in cores for p in core.parameters())
     return CALL_WEIGHTS * num_layers * len(cores) / max(num_weights, 1)
 
@@ -133,12 +134,11 @@ def cheapest_splits(counts: list[int], longest: list[int], call_steps: float) ->
     """Group neighbouring levels to minimise time; return each group's first level.
 
     Args:
-        counts: how many pieces each level has; levels are ordered by decreasing length of their
-            pieces.
+        counts: number of pieces in each level; the first level has the longest pieces.
         longest: length of the longest piece in each level.
-        call_steps: the fixed overhead of a call takes as long as this many steps of one row.
+        call_steps: fixed overhead of a call, measured in steps of one row.
     """
-    # entry n: the least time for the first n levels, and the first level of each group
+    # entry n: the shortest time for the first n levels, and the first level of each group
     best: list[tuple[float, list[int]]] = [(0.0, [])]
     for end in range(1, len(counts) + 1):
         best.append(
@@ -153,35 +153,35 @@ def cheapest_splits(counts: list[int], longest: list[int], call_steps: float) ->
 def best_fit(lengths: np.ndarray, stateful: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Pack pieces into rows as long as the longest piece, with gaps between pieces.
 
-    Every stateful piece is the first of a row. The other pieces are placed in order of decreasing
-    length; among the rows with enough free room for a piece, the row with the least free room is
-    used. Returns the row of each piece and the position of the piece's first step in this row.
+    Every stateful piece begins a row. Then the other pieces are placed, the longest first. Each
+    piece goes into the row with the least free room among those with enough room for the piece.
+    Returns the row of each piece and the position of the piece's first step in this row.
     """
     row = np.zeros_like(lengths)
     begin = np.zeros_like(lengths)
     num_rows = int(stateful.sum())
     row[stateful] = np.arange(num_rows)
-    # A piece needs room for its steps and, as a gap, for 1 reset step before them. The first piece
-    # of a row needs no reset step, so the room of an empty row is counted as 1 step larger.
-    whole = int(lengths.max()) + 1
+    # A piece needs room for its steps and, as a gap, for 1 reset step before them. Only the first
+    # piece of a row needs no reset step, so the room of an empty row is set 1 step larger.
+    empty_room = int(lengths.max()) + 1
     rows_by_room: dict[int, list[int]] = defaultdict(list)
     for number, length in enumerate(lengths[stateful].tolist()):
-        rows_by_room[whole - length - 1].append(number)
+        rows_by_room[empty_room - length - 1].append(number)
     for length in np.unique(lengths[~stateful])[::-1].tolist():
         pieces = np.flatnonzero(~stateful & (lengths == length))
         while len(pieces):
             room = min((n for n, rows in rows_by_room.items() if n > length and rows), default=0)
             if not room:  # add as many rows as these pieces need
-                room = whole
-                new_rows = math.ceil(len(pieces) / (whole // (length + 1)))
-                rows_by_room[whole] = list(range(num_rows, num_rows + new_rows))
+                room = empty_room
+                new_rows = math.ceil(len(pieces) / (empty_room // (length + 1)))
+                rows_by_room[empty_room] = list(range(num_rows, num_rows + new_rows))
                 num_rows += new_rows
             rows = rows_by_room[room][: len(pieces)]
             del rows_by_room[room][: len(rows)]
             rows_by_room[room - length - 1] += rows
             placed = pieces[: len(rows)]
             row[placed] = rows
-            begin[placed] = whole - room
+            begin[placed] = empty_room - room
             pieces = pieces[len(rows) :]
     return row, begin
 
@@ -191,7 +191,7 @@ def run_sequence(
     obs: Tensor,  # [T, N, F]
     state: Tensor,  # [N, S, H] before the first step
     episode_start: Tensor,  # [T, N] bool: obs is the first observation of its episode
-    plan: Plan | None = None,  # from `plan_pieces`; None: made here, after a wait for the GPU
+    plan: Plan | None = None,  # from `plan_pieces`; None: plan here, which waits for the GPU
 ) -> tuple[Tensor, ...]:
     """Run a recurrent network over [T, N] steps; reset it at every episode start.
 
@@ -248,7 +248,7 @@ def state_after(
         resets[:-1, :, 0] = episode_start[1:].to(obs.dtype)
         obs = obs.masked_fill(resets > 0.5, 0.0)  # zero inputs, as in `run_sequence`
         return network(obs, state * ~episode_start[0][:, None, None], resets).state
-    # Cut all sequences at every step at which one of them begins its last episode.
+    # Cut all sequences at each step at which the last episode of some sequence begins.
     last = (np.arange(len(obs))[:, None] * starts).max(0)  # [N] step of the last episode start
     cuts = sorted({0, *last.tolist()})
     for begin, end in zip(cuts, [*cuts[1:], len(obs)], strict=True):
