@@ -22,8 +22,8 @@ def make_batch(
 ) -> Batch:
     """Compute the advantages and returns of a rollout, and cut it into sequences.
 
-    Every rank must call this, because one all-reduce adds the sums of all ranks: those over
-    advantages, over observations and over rewards.
+    Every rank must call this, because one all-reduce adds up the sums of all ranks, which are
+    needed to normalise advantages, observations and rewards.
     """
     # compute advantages and returns [T, B] from scaled rewards
     values = rollout.values
@@ -77,25 +77,25 @@ def gae(
     deltas = rewards + gamma * next_values - values
     decay = gamma * gae_lambda * (~episode_end).to(deltas.dtype)
     advantages = torch.empty_like(deltas)
-    following = torch.zeros_like(deltas[0])
+    advantage = torch.zeros_like(deltas[0])
     for t in range(len(deltas) - 1, -1, -1):
-        following = torch.addcmul(deltas[t], decay[t], following)
-        advantages[t] = following
+        advantage = torch.addcmul(deltas[t], decay[t], advantage)
+        advantages[t] = advantage
     return advantages, advantages + values
 
 
 def rollout_sums(advantages: Tensor, values: Tensor, returns: Tensor) -> dict[str, Tensor]:
     """Return this rank's sums of advantages, of returns and of the critic's errors.
 
-    Each result is a tensor [3]: the number of steps, the sum, and the sum of squares.
-    `normalize_advantages` and `explained_variance` need these sums, added over all ranks.
+    Each result is a tensor [3]: the number of steps, the sum, and the sum of squares. When the
+    sums of all ranks have been added, `normalize_advantages` and `explained_variance` use them.
     """
     sums = {}
     samples = {"advantages": advantages, "returns": returns, "errors": returns - values}
     for name, tensor in samples.items():  # [T, B]
-        wide = tensor.double()
-        count = wide.new_full((), wide.numel())
-        sums[name] = torch.stack([count, wide.sum(), wide.square().sum()])
+        numbers = tensor.double()
+        count = numbers.new_full((), numbers.numel())
+        sums[name] = torch.stack([count, numbers.sum(), numbers.square().sum()])
     return sums
 
 

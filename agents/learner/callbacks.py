@@ -25,7 +25,7 @@ class Moment:
     """Argument that a callback receives. Its metrics are the same on all ranks."""
 
     kind: str  # iteration, evaluation or checkpoint
-    metrics: Mapping[str, Any]  # this iteration's record, as in metrics.jsonl
+    metrics: Mapping[str, Any]  # metrics of this iteration, as in metrics.jsonl
     run_dir: Path
     checkpoint: Path | None  # the saved file if kind is checkpoint, else None
     policy: Policy  # this rank's copy; its weights are equal on all ranks
@@ -86,11 +86,11 @@ class UserCallbacks:
         )
         self.world.set_phase(f"{kind} callback")
         try:
-            with streams(lambda stream: getattr(stream, "silenced", stream)):  # even if quiet
+            # With quiet=True, the output of callbacks is still shown.
+            with streams(lambda stream: getattr(stream, "silenced", stream)):
                 answer = callback(moment)
-        except BaseException as error:  # our handlers turn Ctrl-C into a flag
-            # A broken connection is not the callback's fault: another rank has ended, and that
-            # rank reports the cause.
+        except BaseException as error:  # even SystemExit; Ctrl-C only sets a flag
+            # If the connection broke, another rank has ended. That rank reports the cause.
             if isinstance(error, UserError) or connection_broke(error):
                 raise
             log = self.directory.log_of(self.world.rank)

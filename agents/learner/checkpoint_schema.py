@@ -1,4 +1,4 @@
-"""Name the entries of a training run's checkpoints, with their types and ranges."""
+"""Define the entries of a training run's checkpoints, with their types and ranges."""
 
 from typing import Literal
 
@@ -12,7 +12,7 @@ class RunSchema(Schema):
     """State of a run of the training script."""
 
     program = "train_distributed.py"
-    marks = ("carry", "global_step")
+    marks = ("carry", "global_step")  # entries that no other program's checkpoints have
     may_be_infinite = ("environments/",)  # an environment may use NaN and inf in its state
 
     iteration: Count

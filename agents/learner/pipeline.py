@@ -75,7 +75,7 @@ class StageStrategy(Strategy):
 
         If the norm is not finite, no rank takes the step.
         """
-        # after a save or a resume, this rank also holds the other stage's optimizer state: free it
+        # Free the optimizer state of the other stage, which a save or a resume leaves on this rank.
         for parameter in self.stages[1 - self.stage]:
             optimizer.state.pop(parameter, None)
         grad_norm = self.agreed_norm(self.grad_norm)
@@ -137,8 +137,9 @@ class PipelinePPO(PPO):
         """
         strategy = self.strategy
         stage = strategy.stage
-        theirs = self._exchange(minibatch)
-        pair = (minibatch, theirs) if stage == FEATURES else (theirs, minibatch)
+        received = self._exchange(minibatch)
+        # both stages process the minibatch of the first rank first
+        pair = (minibatch, received) if stage == FEATURES else (received, minibatch)
         parts = [part for half in pair for part in half.into_microbatches(self.num_microbatches)]
         with self.world.reduction_context("pipeline"):
             run_stage = self._train_features if stage == FEATURES else self._train_decisions
@@ -151,19 +152,20 @@ class PipelinePPO(PPO):
             dist.all_reduce(flat, group=strategy.replicas)
             copy_from(flat / strategy.num_pairs, gradients)
 
-            # exchange the gradient norms of both stages and the loss terms
+            # Add up the squared gradient norms of both stages. The second stage sends its loss
+            # terms, to which the first stage adds zeros.
             square = get_total_norm(gradients).double().square()
             shared = torch.cat([square[None], terms.double().flatten()])
             dist.all_reduce(shared, group=strategy.pair)
         strategy.grad_norm = shared[0].sqrt()
         self.clock.mark("backward")
         terms = shared[1:].unflatten(0, (STAGES, self.num_microbatches, -1))
-        return LossParts(*terms[stage].mean(0))
+        return LossParts(*terms[stage].mean(0))  # losses of this rank's minibatch
 
     def _exchange(self, minibatch: Minibatch) -> Minibatch:
         """Exchange minibatches with the partner; return the fields that this stage needs.
 
-        The other fields of the result are those of this rank's minibatch, and are not used.
+        The result also has the other fields of this rank's minibatch, but they are not used.
         """
         stage = self.strategy.stage
         received = {name: torch.empty_like(getattr(minibatch, name)) for name in NEEDED[stage]}
@@ -223,12 +225,13 @@ class PipelinePPO(PPO):
     def _run(
         self, half: Callable[..., Any], inputs: Tensor, state: Tensor, episode_start: Tensor
     ) -> tuple[Tensor, ...]:
-        """Run `half` over inputs [L, N, ...].
+        """Run half of the policy over inputs [L, N, ...], with resets at episode starts.
 
-        `half` is Policy.decisions, or Policy.features with its result as a tuple of one output.
+        Args:
+            half: Policy.decisions, or Policy.features with its output in a tuple.
         """
         self.world.heartbeat()
-        if not self.policy.config.memory:  # the state is zeroed before every step
+        if not self.policy.config.memory:  # zero the state before every step
             episode_start = torch.ones_like(episode_start)
         return run_sequence(
             lambda block, before: NetworkResult(*half(block, before.transpose(0, 1).contiguous())),

@@ -58,7 +58,7 @@ class PolicyStep(NamedTuple):
 
 
 class Policy(nn.Module):
-    """Actor and critic with recurrent cores; callers keep the recurrent state.
+    """Actor and critic with recurrent cores; the caller stores the recurrent state.
 
         row -> encoder -> feature core -> tanh layer -> actor core -> actions
                                                      -> critic core -> value
@@ -78,7 +78,8 @@ class Policy(nn.Module):
     critic_core: Any
     feature_mlp: nn.Module
     low_precision: torch.dtype | None = None
-    BATCH_AXES = (1, 1, 0, 1)  # sequence axis of each input of `forward`; for outputs, it is 1
+    # Axis of the sequences in each input of `forward`. In the outputs, this axis is 1.
+    BATCH_AXES = (1, 1, 0, 1)
 
     def __init__(self, config: PolicyConfig, layout: Layout, action_space: spaces.Space) -> None:
         super().__init__()
@@ -110,7 +111,9 @@ class Policy(nn.Module):
         self.critic_head = nn.Linear(size, 1)
         self._initialise()
 
-        self.call_steps = 0.0  # a call's overhead takes as long as this many steps of one row
+        # Overhead of calling the cores, measured in steps of one row. With a window or images, a
+        # step takes so long that the overhead does not matter.
+        self.call_steps = 0.0
         if not (config.feature_window or self.feature_encoder.images):
             cores = [core for core in self.cores if core.num_states]
             self.call_steps = overhead_steps(cores, config.num_layers)
@@ -145,7 +148,7 @@ class Policy(nn.Module):
     def _initialise(self) -> None:
         """Set orthogonal weights, zero biases, and gate biases that make cores remember.
 
-        A user's core initialises itself.
+        The weights of a user's core are not changed.
         """
         for module in self.children():
             if self.config.core and module in self.cores:
@@ -173,7 +176,7 @@ class Policy(nn.Module):
 
     @property
     def num_decision_states(self) -> int:
-        """Number of actor and critic vectors; they are the first vectors of the state."""
+        """Number of state vectors of actor and critic, which precede those of the feature core."""
         return int(self.actor_core.num_states + self.critic_core.num_states)
 
     def plan(self, starts: np.ndarray) -> Plan | None:
@@ -186,7 +189,7 @@ class Policy(nn.Module):
 
     @property
     def resets_inside(self) -> bool:
-        """Return True if all cores accept resets; they are used only on a CPU."""
+        """Return True if all cores accept resets and run on a CPU; a GPU does not use resets."""
         on_cpu = self.critic_head.weight.device.type == "cpu"
         return on_cpu and all(getattr(core, "accepts_resets", False) for core in self.cores)
 
@@ -197,15 +200,16 @@ class Policy(nn.Module):
         return self.critic_head.weight.new_zeros(num_envs, num_states, self.config.hidden_size)
 
     def empty_history(self, num_envs: int) -> Tensor:
-        """Return zeros [num_envs, n-1, F]: the history of an episode that begins."""
+        """Return zeros [num_envs, n-1, F], the history at the start of an episode."""
         window = max(self.config.feature_window - 1, 0)
         return self.critic_head.weight.new_zeros(num_envs, window, self.num_obs)
 
     def network(self, obs: Tensor, state: Tensor, *resets: Tensor) -> NetworkResult:
-        """Run L steps of N sequences, each within one episode unless resets split it.
+        """Run L steps of N sequences.
 
         Takes obs [L, N, F], the state [N, S, H] before the first step, and optionally resets
-        [L, N, 1]. The outputs of the result are `Heads`.
+        [L, N, 1]. Without resets, each sequence must belong to a single episode. The outputs of the
+        result are `Heads`.
         """
         before = state.permute(1, 0, 2).contiguous()  # [S, N, H]
         split = self.num_decision_states
@@ -344,12 +348,15 @@ class Policy(nn.Module):
 
 
 def tanh_layer(size: int) -> nn.Sequential:
-    """Return a layer of `size` inputs and outputs."""
+    """Return a linear layer with `size` inputs and outputs, followed by tanh."""
     return nn.Sequential(nn.Linear(size, size), nn.Tanh())
 
 
 def split_choices(logits: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Split logits [..., A] into one row per action [..., D, K]; pad with FORBIDDEN."""
+    """Split logits [..., A] into one row per action, [..., D, K]; K is the largest of `sizes`.
+
+    Shorter rows are padded with FORBIDDEN.
+    """
     rows = logits.split(sizes, -1)
     padded = [
         nn.functional.pad(row, (0, max(sizes) - row.shape[-1]), value=FORBIDDEN) for row in rows

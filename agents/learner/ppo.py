@@ -21,7 +21,8 @@ from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry import events
 
 logger = logging.getLogger(__name__)
-Plans = list[Plan | None]  # one per microbatch, None without memory; empty in a pipeline
+# One plan per microbatch, None for a policy without memory. In a pipeline, the list is empty.
+Plans = list[Plan | None]
 
 
 @dataclass
@@ -97,8 +98,8 @@ def ppo_loss(evaluation: Evaluation, minibatch: Minibatch, config: PPOConfig) ->
 class StepRecord(NamedTuple):
     """Metrics and flags of one gradient step, or their sums over several steps.
 
-    All values are scalars on the device, so that no step waits for the device. The names of the
-    metrics are those of the fields, with a slash instead of the first underscore.
+    All values are scalars on the device, so that no step waits for the device. A metric has the
+    name of its field, with a slash instead of the first underscore.
     """
 
     loss_policy: Tensor
@@ -119,22 +120,26 @@ class StepRecord(NamedTuple):
 
 
 def stacked(records: list[StepRecord]) -> Tensor:
-    """Return float64 rows [steps, fields of StepRecord]."""
+    """Stack the records of all steps as float64 rows [steps, fields of StepRecord]."""
     values = [value for record in records for value in record]
     return torch.stack(values).double().view(len(records), -1)
 
 
 def sums_of_taken(steps: Tensor) -> Tensor:
-    """Sum the rows of `stacked` over the steps that were taken, in the order of the steps."""
+    """Add up the rows of `stacked` for all steps that were taken, in the order of the steps."""
     taken = StepRecord(*steps.unbind(1)).taken[:, None] > 0
     return torch.where(taken, steps, 0.0).cumsum(0)[-1]
 
 
 def check_bad_steps(bad: list[float], taken: list[float], in_a_row: int, limit: int) -> int:
-    """Raise a UserError if more than `limit` bad steps follow one another.
+    """Raise a UserError if more than `limit` steps in a row were bad.
 
-    `bad` and `taken` contain a flag, 0 or 1, of every step. `in_a_row` is the number of bad steps
-    since the last step taken, before these steps; the result is this number after them.
+    Args:
+        bad, taken: flags (0 or 1) of each gradient step of an update.
+        in_a_row: number of bad steps in a row at the start of the update.
+
+    Returns:
+        The number of bad steps in a row at the end of the update.
     """
     for is_bad, was_taken in zip(bad, taken, strict=True):
         in_a_row = 0 if was_taken else in_a_row + int(is_bad)
@@ -152,7 +157,7 @@ class Batch:
     """Sequences of this rank's rollout."""
 
     sequences: Minibatch  # [L, K * B, ...]
-    starts: np.ndarray  # [L, K * B] episode starts, on the CPU
+    starts: np.ndarray  # [L, K * B] copy of the sequences' episode_start on the CPU
     num_envs: int  # number B of environments on this rank
     explained_variance: Tensor  # [] fraction of the returns' variance that the critic explains
     sums: dict[str, Tensor]  # sums over all ranks, for updating the normalisers
@@ -161,7 +166,8 @@ class Batch:
 def refreshed_states(policy: Policy, batch: Batch) -> Tensor:
     """Recompute the initial states [K * B, S, H] of all sequences with the policy.
 
-    The first sequence of each environment keeps its initial state from the previous rollout.
+    The first sequence of each environment keeps its recorded initial state, because the steps
+    before this sequence belong to the previous rollout.
     """
     sequences = batch.sequences
     num_envs = batch.num_envs
@@ -226,7 +232,7 @@ class PPO:
         Args:
             batch: this rank's sequences.
             order: indices [epochs, minibatches, sequences], see `network.noise.sequence_orders`.
-            iteration: number that a warning about skipped steps contains.
+            iteration: number of the iteration, for a warning about skipped steps.
 
         Returns:
             The means of losses and diagnostics over all ranks and gradient steps.
@@ -239,11 +245,11 @@ class PPO:
                 self.strategy.share_parameters()
                 sequences = replace(sequences, lstm_state=refreshed_states(self.policy, batch))
 
-            # First plan which pieces of sequences each network call processes, for all minibatches
-            # of the epoch. On a CPU, planning between gradient steps takes almost three times as
-            # long, probably because they displace its code and data from the caches.
+            # Plan all network calls of the epoch before its first gradient step. On a CPU, planning
+            # between gradient steps would take almost three times as long, probably because the
+            # gradient steps displace the planner's code and data from the caches.
             plans = [self.plans(batch.starts[:, numbers]) for numbers in minibatches]
-            self.clock.mark("")  # the time since the last step belongs to no phase of the next step
+            self.clock.mark("")  # do not add the time of planning to the next gradient step
 
             # one gradient step per minibatch
             for numbers, step_plans in zip(minibatches, plans, strict=True):
@@ -265,8 +271,8 @@ class PPO:
     def step(self, minibatch: Minibatch, plans: Plans) -> StepRecord:
         """Take one gradient step; clip the gradient after its reduction over ranks.
 
-        If the loss or the gradient of any rank is not finite, all ranks skip the step. The norm in
-        the result is that of the reduced gradient before clipping.
+        If the loss or the gradient of any rank is not finite, all ranks skip the step. The result
+        contains the gradient norm after the reduction and before clipping.
         """
         self.optimizer.zero_grad(set_to_none=True)
         num_waits = len(self.world.gradient_waits)
@@ -287,7 +293,7 @@ class PPO:
         )
 
     def gradients(self, minibatch: Minibatch, plans: Plans) -> LossParts:
-        """Run forward and backward passes of all microbatches; return the local losses.
+        """Run forward and backward passes of all microbatches; return the losses of this rank.
 
         The last backward pass also reduces the gradients over ranks.
         """
@@ -324,6 +330,7 @@ class PPO:
         means = StepRecord(*sums.pop("steps")).means() | sums
         means["ppo/explained_variance"] = batch.explained_variance
         if self.strategy.scaler.is_enabled():
+            # scaling 1 returns the loss scale as a tensor, without waiting for the GPU
             one = torch.ones_like(batch.explained_variance)
             means["optim/loss_scale"] = self.strategy.scaler.scale(one)
 

@@ -24,7 +24,7 @@ class Recorder:
         self.world = world
         self.clock = clock  # measures the phases of gradient steps
         self.stragglers = Stragglers()
-        self.restarts_seen = 0  # environment restarts already counted in earlier records
+        self.restarts_seen = 0  # number of environment restarts in earlier records
         self.started = 0.0
         self.seconds: dict[str, float] = {}  # seconds per part of the iteration
 
@@ -44,14 +44,15 @@ class Recorder:
         """Combine episodes, times and machine load of all ranks into one record.
 
         Every rank must call this. Counts are sums over ranks; times are maxima over ranks, except
-        time/reduction_s, which is the minimum. "signum" is the number of the stop signal, or 0
-        if no rank received one; if ranks received different signals, it is the highest number.
+        time/reduction_s, which is the minimum. "signum" is the highest number of a stop signal that
+        a rank has received, or 0 if no rank has received one.
         """
         restarts = sum(env.restarts)
+        # number, total return and total length of the episodes that ended
         ended, returns, lengths = rollout.episodes.sum(1).tolist()
         collect = self.seconds["collect"]
         update = self.seconds["update"]
-        # ranks do not wait for each other during the rollout
+        # All waiting is part of the update: during the rollout, ranks do not wait for each other.
         waited = self.world.sync_seconds + self.world.gradient_seconds
         times = {
             "time/collect_s": collect,
@@ -99,9 +100,9 @@ class Recorder:
 
 
 def means(ranks: list[dict[str, tuple[float, float]]]) -> dict[str, float | None]:
-    """Return the mean of each metric from the (sum, count) pairs of all ranks."""
+    """Return the mean of each metric, given the (sum, count) pairs of each rank by name."""
     sums: dict = {}
-    for rank in ranks:
-        for name, pair in rank.items():
+    for pairs in ranks:
+        for name, pair in pairs.items():
             sums[name] = sums.get(name, 0.0) + np.array(pair)
     return {name: float(total / count) if count else None for name, (total, count) in sums.items()}

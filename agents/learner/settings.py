@@ -1,4 +1,4 @@
-"""The sections of settings that the learner owns, and what it reads of a run."""
+"""Settings of the learner, and the attributes of a run that the learner reads."""
 
 from typing import Annotated, Any, Literal, Protocol
 
@@ -8,8 +8,9 @@ from rl_dist.run_dir import RunDir
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.telemetry.loggers import named_loggers
 
-AUTO_SIZE = 0  # value of batch_size: measure the fastest size when the run starts
-AUTO_INTERVAL = -1  # value of validate_every: keep the cost of validation low
+# values that stand for auto
+AUTO_SIZE = 0  # batch_size: measure the fastest size when the run starts
+AUTO_INTERVAL = -1  # validate_every: keep the cost of validation low
 
 
 @configuration
@@ -24,8 +25,8 @@ class TrainConfig:
     """Number of sequences per minibatch; 128 sequences with bptt_steps 32 are 4,096 steps; auto or
     0: when the run starts, time sizes that fit into memory, and use the fastest."""
     grad_accumulation: int = Field(1, ge=1, le=10**6)
-    """Number of minibatches whose gradients are added up before each optimizer step. This has the
-    effect of a batch_size that is this many times larger, but needs less memory."""
+    """Number of minibatches whose gradients are averaged for each optimizer step. With n
+    minibatches, training is the same as with n times the batch_size, but needs less memory."""
     num_envs: int = Field(0, ge=0, le=10**7)
     """Number of environments that run in parallel; 0: enough for two optimizer steps per epoch,
     which is 2 * batch_size * grad_accumulation * bptt_steps / num_steps or slightly more."""
@@ -42,9 +43,9 @@ class TrainConfig:
     pretrained: PathText = ""
     """Start from the feature LSTM that python -m agents.pretrain wrote to this directory."""
     init_from: PathText = ""
-    """Start from the weights and normalisers of an earlier run or checkpoint. Inputs must
-    have the same shapes in both runs, and so must outputs. Optimizer, counters and environments
-    start anew."""
+    """Start from the weights and normalisers of an earlier run or checkpoint. The inputs and
+    outputs of the policy must have the same shapes in both runs. The optimizer, the counters and
+    the environments start from the beginning."""
     seed: int = Field(1, ge=0, le=2**63 - 1)
     """Seed for the policy, the environments, the action noise and the shuffling of sequences."""
     normalize_obs: bool = True
@@ -61,8 +62,8 @@ class TrainConfig:
     """Number of iterations between checkpoints. A checkpoint is also saved after the first
     iteration, at the end of training and after a stop signal."""
     stop_at: Text = Field("", json_schema_extra={"nargs": "+"})
-    """Metric and value, such as valid/return 475. Training stops after the iteration in which the
-    metric reaches the value; valid/ metrics are computed only every validate_every iterations."""
+    """Metric and value, such as valid/return 475. Training stops after the first iteration in which
+    the metric reaches the value; valid/ metrics exist only every validate_every iterations."""
     callback: Text = ""
     """Function to call on every rank after each iteration, evaluation and checkpoint, given as
     module:function. If it returns False, training stops."""
@@ -76,15 +77,15 @@ class TrainConfig:
     """What to do if a checkpoint cannot be written, for example because the disk is full: end the
     run, or continue without this checkpoint."""
     sync_check_every: int = Field(5, ge=0, le=10**9)
-    """Number of iterations between comparisons of the parameters, which must be equal on all ranks.
-    They are also compared before every checkpoint; 0: compare only before checkpoints."""
+    """Number of iterations between checks that all ranks have equal parameters. Every checkpoint is
+    also preceded by this check; 0: check only before checkpoints."""
     collective_timeout: float = Field(600.0, ge=1, le=80_000)
-    """End the run if a rank makes no progress for this many seconds. The limit applies to the
-    time for which other ranks wait for this rank, to each call of an environment, callback, core
-    or logger, and to writing a checkpoint. The error names the rank and what it was doing."""
+    """End the run if a rank makes no progress for this many seconds. The limit applies to waiting
+    for another rank, to each call of an environment, callback, core or logger, and to writing a
+    checkpoint. The error names the rank that makes no progress and its last activity."""
     startup_timeout: float = Field(600.0, ge=1, le=80_000)
-    """Timeout in seconds that replaces collective_timeout until the first rollout begins, while the
-    ranks connect to each other and build their environments."""
+    """Timeout in seconds while the ranks connect to each other and build their environments; from
+    the first rollout on, collective_timeout applies."""
     loggers: Text = ""
     """Loggers to use in addition to TensorBoard, separated by commas: wandb, mlflow (install them
     with pip install 'clstm-ppo[wandb]'). Their environment variables, such as WANDB_MODE and
@@ -123,7 +124,10 @@ class TrainConfig:
 
     @property
     def validation_interval(self) -> int:
-        """Return the number of iterations between possible validations; 0: never validate."""
+        """Return the number of iterations between validations; 0: never validate.
+
+        With auto, the task may skip some of these validations.
+        """
         return 20 if self.validate_every == AUTO_INTERVAL else self.validate_every
 
     @property
@@ -143,7 +147,10 @@ class TrainConfig:
         return {flag: name for flag, name in named.items() if name not in ("", "auto", "off")}
 
     def best_metrics(self, scored_by: str) -> tuple[str, ...]:
-        """Return the metric that chooses best.pt, for auto `scored_by`; (): no best.pt."""
+        """Return a tuple of the metric that chooses best.pt; () if best.pt is not written.
+
+        With --keep_best auto, `scored_by` is this metric.
+        """
         return {"auto": (scored_by,), "off": ()}.get(self.keep_best, (self.keep_best,))
 
 
@@ -180,14 +187,14 @@ class PPOConfig:
     vf_coef: float = Field(0.5, ge=0, le=100)
     """Weight of the value loss."""
     max_grad_norm: float = Field(0.5, ge=1e-6, le=1e6)
-    """Largest allowed norm of the gradient, which is averaged over all ranks; a gradient with a
-    larger norm is scaled down to this norm."""
+    """Largest allowed norm of the gradient. If the gradient, averaged over all ranks, has a larger
+    norm, it is scaled down to this norm."""
     target_kl: float = Field(0.0, ge=0, le=100)
-    """Skip the remaining epochs of an update once the estimated KL divergence exceeds this;
+    """Skip the remaining epochs of an update once the estimated KL divergence exceeds this value;
     0: off."""
     max_bad_steps: int = Field(10, ge=0, le=10**9)
-    """Optimizer steps are skipped if the loss or the gradient is NaN or inf. If more than this many
-    steps in a row were skipped, the run stops after the update."""
+    """Largest number of optimizer steps in a row that may be skipped because the loss or the
+    gradient is NaN or inf. After more skipped steps, the run stops at the end of the update."""
 
 
 @configuration
@@ -258,7 +265,7 @@ class Settings(Protocol):
 
 
 class LearnerRun(Protocol):
-    """What the learner reads of a run; see `agents.run.start.Run`."""
+    """The attributes of a run that the learner reads; see `agents.run.start.Run`."""
 
     @property
     def directory(self) -> RunDir:
@@ -270,4 +277,4 @@ class LearnerRun(Protocol):
 
     @property
     def strategy(self) -> StrategyConfig:
-        """How the ranks share the work."""
+        """Settings of the strategy by which the ranks share the work."""

@@ -45,7 +45,7 @@ from rl_dist.telemetry.monitor import Monitor, sources_of
 from rl_dist.telemetry.profiler import NullProfiler, Profiler
 
 logger = logging.getLogger(__name__)
-COUNTERS = ("iteration", "global_step", "episodes")  # of a training, and in its checkpoints
+COUNTERS = ("iteration", "global_step", "episodes")  # attributes of Training, saved in checkpoints
 MakeEnv = Callable[[int, int], TorchEnv]  # arguments: num_envs, env_offset
 Validate = Callable[["Training"], dict[str, float]]  # every rank must call this
 
@@ -111,7 +111,7 @@ class Training:
         self.iteration = 0
         self.global_step = 0
         self.episodes = 0
-        # environment steps of all validations, and the length of their longest episode
+        # for all validations so far: number of environment steps, and length of the longest episode
         self.validated = {"steps": 0, "longest": 0}
         self.carry = self._reset()
         self.monitor = Monitor(sources_of(world.device), train.monitor_every)
@@ -134,7 +134,7 @@ class Training:
 
     @property
     def done(self) -> int:
-        """Number of steps done so far, or of episodes if the budget counts episodes."""
+        """Number of environment steps or episodes so far, in the unit of the budget."""
         return self.global_step if self.run.config.train.total_steps else self.episodes
 
     @property
@@ -174,7 +174,7 @@ class Training:
             train.seed,
             self.sizes.env_offset,
             self.sizes.num_envs,
-            self.iteration * train.num_steps,  # the warm-up is iteration 0
+            self.iteration * train.num_steps,  # first step; the warm-up is iteration 0
             train.num_steps,
             self.world.device,
             self.run.config.policy.noise_color,
@@ -225,7 +225,7 @@ class Training:
         }
 
     def checked_state(self) -> dict:
-        """Check that all ranks have the same shared state; return that state.
+        """Return the state that all ranks share; raise an error if it differs between ranks.
 
         Every rank must call this.
         """
@@ -249,8 +249,8 @@ class Training:
         """
         shared = self.checked_state()
         carry = gather_dicts(vars(self.carry), self.world)
-        snapshot = self.env.can_snapshot
-        environments = gather_dicts(self.env.get_state(), self.world) if snapshot else None
+        can_save = self.env.can_snapshot
+        environments = gather_dicts(self.env.get_state(), self.world) if can_save else None
         if not self.world.is_main_process:
             return None
         return {
@@ -288,6 +288,7 @@ class Training:
             raise UserError(
                 f"the checkpoint is damaged: cannot restore environments: {one_line(error)}"
             ) from error
+        # restarts before the checkpoint are already in earlier records
         self.recorder.restarts_seen = sum(self.env.restarts)
 
 
@@ -302,7 +303,7 @@ def train(
     """Train until the budget is used up or the run must stop early; then save.
 
     Args:
-        validate: computes metrics named valid/...; every rank calls it.
+        validate: function that computes metrics named valid/...; every rank calls this function.
         scored_by: metric that chooses best.pt if --keep_best is auto.
 
     Returns the number of the signal that ended the run, or 0.
@@ -354,7 +355,7 @@ def train(
             training.checked_state()
     if reason:
         writer.say(f"stopped at iteration {training.iteration}: {reason}")
-    # a signal that arrives now causes no other save, so its notice must not announce one
+    # A signal that arrives from here on causes no save, so no notice of a save may be printed.
     stop.notice = ""
     # a signal may have arrived during the last save
     return signum or all_reduce_max(stop.signum, world)
