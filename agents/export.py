@@ -49,7 +49,7 @@ class ExportedStep(nn.Module):
     """One step of the actor without noise, from raw observations to bounded actions.
 
     The state is a row of D numbers: the recurrent state of the cores, followed by the earlier
-    observations of the window. All of them are zero before the first step.
+    observations of the window. The state is zero before the first step.
     """
 
     def __init__(self, agent: LoadedAgent) -> None:
@@ -71,8 +71,8 @@ class ExportedStep(nn.Module):
         if policy.discrete:
             self.offset = torch.as_tensor(decoder.start)  # [D] int64: smallest value per action
             return
-        # Scale actions, then clip them to scaled bounds. Training clips first and scales then; the
-        # result is the same.
+        # Scale actions, then clip them to scaled bounds. Training first clips and then scales, with
+        # the same result.
         self.stretch, self.offset, self.low, self.high = (
             torch.as_tensor(values, dtype=torch.float32)  # [A]
             for values in (
@@ -90,8 +90,9 @@ class ExportedStep(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return actions [B, ...] and the next state [B, D]."""
         batch = obs.shape[0]  # the exporter would turn len(obs) into a constant
-        # Split `state` into the recurrent state and the history of observations. A part that this
-        # policy does not store has no columns in `state` and always has its initial value.
+        # Split `state` into the recurrent state and the history of observations. A policy without
+        # memory or without a window has no columns for the part in `state`. Then the initial value
+        # is used in every step.
         initial = self.policy.initial_state(batch), self.policy.empty_history(batch)
         recurrent, history = (
             columns.reshape(start.shape) if columns.shape[1] else start
@@ -177,10 +178,10 @@ def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> f
                 rows = [(decoder.encode(c) * logits).sum(1, keepdims=True) for c in chosen]
             exported.append(rows[0])
             expected.append(rows[1])
-    wanted = np.concatenate(expected)
-    smallest = 1.0 if policy.discrete else decoder.scale
-    scale = np.maximum(smallest, np.abs(wanted).max(axis=0))
-    differences = np.abs(np.concatenate(exported) - wanted) / scale
+    expected_values = np.concatenate(expected)
+    half_range = 1.0 if policy.discrete else decoder.scale
+    scale = np.maximum(half_range, np.abs(expected_values).max(axis=0))
+    differences = np.abs(np.concatenate(exported) - expected_values) / scale
     return float(np.nan_to_num(differences, nan=np.inf).max())
 
 
@@ -191,7 +192,7 @@ def sample_rows(
     moments, masks = agent.normalizer.moments, agent.policy.mask_columns
     mean, variance = moments.mean.numpy(), moments.variance.numpy()
     rows = mean + 6.0 * np.sqrt(variance) * generator.standard_normal((batch, len(mean)))
-    if masks:
+    if masks:  # mask random choices, but allow the last choice of every action
         rows[:, masks] = rows[:, masks] > 0
         rows[:, np.array(masks)[np.cumsum(step.decoder.sizes) - 1]] = 1.0
     return rows.astype(step.encoder.dtype)
@@ -255,8 +256,11 @@ def _parts(step: ExportedStep) -> list[dict]:
 def export(agent: LoadedAgent, folder: Path) -> tuple[Path, dict]:
     """Write a policy and its contract; check the written model in ONNX Runtime.
 
-    Return the model's path and the contract. If the actions of the model differ from those of the
-    policy, delete the model and raise a UserError.
+    Returns the model's path and the contract. If the actions of the model differ from those of the
+    policy, the model is deleted.
+
+    Raises:
+        UserError: a package is missing, or the model differs from the policy.
     """
     for name in ("onnx", "onnxscript", "onnxruntime"):
         if not find_spec(name):

@@ -150,7 +150,7 @@ def make_windows(
             f"window {days} and the {VOLATILITY_DAYS} days after it do not fit into a span of "
             f"{num_days} days: make --window smaller or the span longer"
         )
-    # The discount affects only prices that are not used here.
+    # `discount` affects only the gains in `prices`, which are not used here.
     features, prices, _ = market_tables(markets, span, config, train_span=span, discount=0.0)
     close = prices[:, 0].unflatten(0, (len(markets), num_days))  # [M, D, n]
     features = features.unflatten(0, (len(markets), num_days))  # [M, D, F]
@@ -160,32 +160,34 @@ def make_windows(
     volatility.sub_(mean).div_(deviation)
 
     def windows(values: Tensor) -> Tensor:
-        cut = values[:, : num_days - VOLATILITY_DAYS].unfold(1, days, stride)  # [M, W, ..., days]
-        return cut.movedim(-1, 2).flatten(0, 1).contiguous()  # [N, days, ...]
+        """Cut tables [M, D, ...] of days into windows [N, days, ...]."""
+        # The last days have no targets.
+        parts = values[:, : num_days - VOLATILITY_DAYS].unfold(1, days, stride)  # [M, W, ..., days]
+        return parts.movedim(-1, 2).flatten(0, 1).contiguous()
 
     inputs = windows(features)
-    cash, held = _portfolios(windows(close)[:, 0], config, seed)
+    cash, holdings = _portfolios(windows(close)[:, 0], config, seed)
     inputs[:, :, 0] = cash
-    inputs[:, :, portfolio_columns(config.observation, close.shape[2])] = held.unsqueeze(1)
+    inputs[:, :, portfolio_columns(config.observation, close.shape[2])] = holdings.unsqueeze(1)
     return TensorDataset(inputs, windows(targets)), (mean, deviation)
 
 
 def _targets(close: Tensor) -> Tensor:
     """Compute targets [M, D - VOLATILITY_DAYS, 2, n]; the last days have no targets."""
     log_returns = close.log().diff(dim=1)  # [M, D-1, n], from each day to the next
-    coming = log_returns.unfold(1, VOLATILITY_DAYS, 1)  # [M, D-VOLATILITY_DAYS, n, VOLATILITY_DAYS]
-    volatility = (coming.square().mean(-1).sqrt() + SMALLEST_MOVE).log()
-    return torch.stack([(coming[..., 0] > 0).to(volatility.dtype), volatility], dim=2).float()
+    future = log_returns.unfold(1, VOLATILITY_DAYS, 1)  # [M, D-VOLATILITY_DAYS, n, VOLATILITY_DAYS]
+    volatility = (future.square().mean(-1).sqrt() + SMALLEST_MOVE).log()
+    return torch.stack([(future[..., 0] > 0).to(volatility.dtype), volatility], dim=2).float()
 
 
 def _portfolios(close: Tensor, config: TradingConfig, seed: int) -> tuple[Tensor, Tensor]:
     """Draw random cash [N, 1] and holdings [N, n], in the units of observations."""
     generator = torch.Generator().manual_seed(seed)
-    parts = torch.empty(len(close), close.shape[1] + 1).exponential_(generator=generator)
-    parts /= parts.sum(1, keepdim=True)  # uniform over all possible portfolios
+    shares = torch.empty(len(close), close.shape[1] + 1).exponential_(generator=generator)
+    shares /= shares.sum(1, keepdim=True)  # now uniform over all possible portfolios
     if config.observation == "relative":
-        return parts[:, :1], parts[:, 1:]
-    usd = parts * config.initial_cash_usd
+        return shares[:, :1], shares[:, 1:]
+    usd = shares * config.initial_cash_usd
     return usd[:, :1], (usd[:, 1:] / close).floor().float()
 
 
@@ -212,13 +214,13 @@ class FeatureTraining(nn.Module):
         """Take the feature LSTM of a new policy; compute the normaliser from `inputs`."""
         super().__init__()
         torch.manual_seed(config.fit.seed)
-        shape = PolicyConfig(hidden_size=config.pretrain.hidden_size)
+        policy_config = PolicyConfig(hidden_size=config.pretrain.hidden_size)
         layout = Layout.vector(inputs.shape[2])
-        policy = Policy(shape, layout, spaces.Box(-1.0, 1.0, (num_stocks,)))
+        policy = Policy(policy_config, layout, spaces.Box(-1.0, 1.0, (num_stocks,)))
         self.feature_core = policy.feature_core
         self.feature_mlp = policy.feature_mlp
-        self.head = nn.Linear(shape.hidden_size, 2 * num_stocks)
-        self.to(config.launch.dtype)  # the normaliser must stay float64, so it is added afterwards
+        self.head = nn.Linear(policy_config.hidden_size, 2 * num_stocks)
+        self.to(config.launch.dtype)  # before the normaliser is added, which must stay float64
         self.normalizer = Normalizer(policy.num_obs)
 
         # The first pass computes the mean of the observations. The second pass sums deviations
@@ -231,10 +233,10 @@ class FeatureTraining(nn.Module):
 
     def forward(self, obs: Tensor) -> Tensor:
         """Return the predictions [N, days, 2, n] that the class docstring describes."""
-        normal = self.normalizer(obs).to(self.head.weight.dtype).transpose(0, 1)
+        inputs = self.normalizer(obs).to(self.head.weight.dtype).transpose(0, 1)
         core = self.feature_core
-        state = normal.new_zeros(core.num_states, normal.shape[1], core.hidden_size)
-        features = self.feature_mlp(core(normal.contiguous(), state)[0])
+        state = inputs.new_zeros(core.num_states, inputs.shape[1], core.hidden_size)
+        features = self.feature_mlp(core(inputs.contiguous(), state)[0])
         return self.head(features).transpose(0, 1).unflatten(2, (2, -1))
 
 
@@ -323,19 +325,20 @@ def main() -> int:
     configs = parse(sections).configs
     flags = configs.pop("run")
     run = RunDir(flags.resume or flags.run_dir or RUNS)
-    if flags.resume:  # use the saved settings as defaults; `fit` refuses some changes
+    # A resumed run uses its saved settings as defaults. Later, `fit` refuses some changes.
+    if flags.resume:
         configs = parse(sections | read_sections(SECTIONS, run.config())).configs
         configs.pop("run")
     config = PretrainRunConfig(**configs)
     config = replace(config, data=replace(config.data, data_digest=data_digest(config.data)))
     chosen, resolved, note = resolve_launch(config.launch)
     config = replace(config, launch=chosen)
-    with ExitStack() as held:
+    with ExitStack() as cleanup:
         if is_first():
             print(f"{note or resolved.message}\n{config.prepare_task().describe()}")
             if not (flags.resume or flags.run_dir):
                 run = RunDir.fresh(RUNS)
-            held.enter_context(run.hold() if flags.resume else run.hold_new())
+            cleanup.enter_context(run.hold() if flags.resume else run.hold_new())
             print(f"run directory: {run.path}", flush=True)
             run.write_config(saved_form(config))
         code = 1

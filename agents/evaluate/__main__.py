@@ -1,7 +1,7 @@
 """Run as `python -m agents.evaluate`.
 
-The command is in command.py and not in this file, because new rank processes import its functions
-by module name.
+The command is in command.py, because new rank processes import the functions of the command by
+module name. The module of this file is always named `__main__`.
 """
 
 import sys

@@ -64,13 +64,14 @@ class EvaluateConfig:
     num_gpus: int = Field(1, ge=1, le=1024)
     """Number of CPU processes that share the work."""
     data: PathText = ""
-    """Price file of the run, if it is in another place than during training."""
+    """Price file of the run; needed only if its path has changed since training."""
     plot: PathText = ""
     """PNG file for the equity curves; by default, RUN_DIR/plots/evaluation.png."""
     video: PathText = ""
-    """Folder for a GIF of the first episode, which overwrites no file; not available in trading."""
+    """Folder for a GIF of the first episode; existing files are not overwritten; not available in
+    trading."""
     json: PathText = ""
-    """JSON file to write all results to."""
+    """JSON file for all results."""
 
 
 def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
@@ -122,7 +123,7 @@ def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
 def run_tests(
     task: Task, agents: dict[str, PolicyController], options: EvaluationOptions, world: World
 ) -> Report:
-    """Run all trials of an evaluation on all ranks; return a summary, and a text to print."""
+    """Run all trials of an evaluation on all ranks; return a summary and a text to print."""
     trials = task.tests(agents, options)
     results = {name: run_trial(trial, world) for name, trial in trials.items()}
     return task.report(results, options)
@@ -146,8 +147,8 @@ def run_rank(paths: list[str], options: EvaluateConfig) -> int:
 def add_paths(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for the paths of the policies to evaluate."""
     parser.add_argument("path", metavar="RUN_DIR_OR_CHECKPOINT")
-    more = "other policies to compare the first one with"
-    parser.add_argument("--compare", nargs="+", default=[], metavar="RUN_DIR", help=more)
+    text = "other policies to compare the first one with"
+    parser.add_argument("--compare", nargs="+", default=[], metavar="RUN_DIR", help=text)
 
 
 @explains_errors
@@ -170,7 +171,7 @@ def main() -> int:
 def evaluate_and_finish(run: Run, task: Task, training: Training) -> int:
     """Evaluate the trained policy, write the results, and return the exit code.
 
-    Training is already saved, so a stop signal ends the evaluation immediately.
+    A stop signal ends the evaluation immediately, because training is already saved.
     """
     config = run.config
     world = training.world
@@ -192,7 +193,7 @@ def evaluate_and_finish(run: Run, task: Task, training: Training) -> int:
 
 
 def best_agent(run: Run, training: Training) -> PolicyController | None:
-    """Load best.pt; return None if there is none, or if it is from the last iteration.
+    """Load best.pt; return None if there is none, or if it equals the final policy.
 
     Every rank must call this.
     """
@@ -223,7 +224,7 @@ def finish(run: Run, task: Task, training: Training, summary: dict, text: str) -
         from agents.evaluate.pictures import plot_learning_curve
 
         plot_learning_curve(directory, title, task)
-    except Exception as error:  # a picture must not cost the result
+    except Exception as error:  # the result must be written even if the picture fails
         print(f"the learning curve cannot be drawn: {one_line(error)}", flush=True)
 
     summary = training.counters | {"parameter_sha256": parameter_hash(training.policy)} | summary

@@ -30,7 +30,7 @@ def plot_learning_curve(directory: RunDir, title: str, task: Task) -> None:
     window = max(1, len(records) // 20)  # iterations
     for name, (axes,) in zip(names, rows, strict=True):
         steps, values = curve(name)
-        # lines connect the measurements, which dots show: most iterations have no validation
+        # If there are few values, show each as a dot: most iterations have no validation.
         axes.plot(
             steps,
             values,

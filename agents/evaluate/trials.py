@@ -26,23 +26,23 @@ class Stopped(Interruption):
 
 def _stop(signum: int, frame: object) -> None:
     stop_flag.replace(signal.SIG_DFL)
-    stop_flag.signum = signum  # shows the launcher that the signal reached this host
+    stop_flag.signum = signum  # shows the launcher that the signal has reached this host
     raise Stopped(signum)
 
 
 def until_stopped(evaluate: Callable[[], None], world: World, run_dir: Path | None = None) -> int:
     """Call `evaluate`, and end it if a stop signal arrives; return the exit code.
 
-    With several ranks, a signal ends each process immediately, because a rank may be waiting for
-    others in code that Python signal handlers cannot interrupt. In this case, the launcher reports
-    the stop.
+    With several ranks, a signal ends each process immediately, and the launcher reports the stop.
+    Python signal handlers would not work there, because they cannot interrupt a rank that is
+    waiting for other ranks.
 
     Args:
         run_dir: run directory, for the evaluation at the end of training; otherwise None.
     """
     stop_flag.replace(_stop if world.size == 1 else signal.SIG_DFL)
     try:
-        # A signal may have arrived before the handler was replaced above.
+        # A signal may have arrived before the line above replaced the handler.
         if signum := all_reduce_max(stop_flag.signum, world):
             raise Stopped(signum)
         evaluate()
@@ -52,7 +52,7 @@ def until_stopped(evaluate: Callable[[], None], world: World, run_dir: Path | No
             print(stopped_in_evaluation(signum, run_dir))
         return 128 + signum
     finally:
-        stop_flag.replace(signal.SIG_DFL)  # no state to save, so signals may end the process
+        stop_flag.replace(signal.SIG_DFL)  # nothing is left to save: a signal may end the process
     return 0
 
 
@@ -64,10 +64,11 @@ def run_trial(trial: Trial, world: World) -> dict[str, Record]:
     Returns:
         The results of each agent in the order of the episodes or markets, the same on every rank.
     """
-    first, end = (trial.count * rank // world.size for rank in (world.rank, world.rank + 1))
+    first = trial.count * world.rank // world.size
+    end = trial.count * (world.rank + 1) // world.size
     records: dict[str, Record] = {}
     for name, agent in trial.agents.items():
-        # a copy, because the state of an agent fits only one number of environments
+        # Use a copy, because the state in an agent fits only the number of environments of one run.
         local = trial.run(copy.copy(agent), range(first, end)) if first < end else {}
         parts = [part for part in all_gather_json(local, world) if part]
         records[name] = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
@@ -75,7 +76,7 @@ def run_trial(trial: Trial, world: World) -> dict[str, Record]:
 
 
 def validate(task: Task, training: Training) -> dict[str, float]:
-    """Return the metrics of a validation, named valid/...; {} if there is nothing to validate on.
+    """Validate the policy; return metrics named valid/..., or {} if the task has no validation now.
 
     Every rank must call this.
     """
@@ -88,7 +89,7 @@ def validate(task: Task, training: Training) -> dict[str, float]:
 
 
 def options_of(training: Training, stream: int, **options: Any) -> EvaluationOptions:
-    """Return options for evaluating a training's policy; `stream` is that of the seeds."""
+    """Return options to evaluate the policy in training; `stream` selects the episodes' seeds."""
     train = training.run.config.train
     return EvaluationOptions(
         seeds=partial(stream_seeds, train.seed, stream),

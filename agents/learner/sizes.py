@@ -64,10 +64,9 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
         raise UserError(
             f"num_envs {global_num_envs} and batch_size {config.batch_size * multiplier} of all "
             f"ranks, with num_steps {config.num_steps} and grad_accumulation "
-            f"{config.grad_accumulation}, "
-            f"do not divide into whole minibatches over {num_ranks} rank(s) (batch_size counts "
-            f"sequences of {config.bptt_steps} steps, see --bptt_steps; there are "
-            f"{global_num_envs * sequences_per_env} per rollout): "
+            f"{config.grad_accumulation}, do not divide into whole minibatches over {num_ranks} "
+            f"rank(s) (batch_size counts sequences of {config.bptt_steps} steps, see --bptt_steps; "
+            f"there are {global_num_envs * sequences_per_env} per rollout): "
             f"try {' or '.join(flags) or f'multiples of {num_ranks} for both'}"
         )
     # Both scaling rules hold while gradient noise dominates. Sources: linear (SGD): Goyal et al.,

@@ -43,15 +43,15 @@ def rollout_bytes(config: RunConfig, num_envs: int, policy: Policy | None = None
     # state
     numbers = 6 + config.policy.hidden_size * (not config.policy.stateless)
     if policy:
-        seen = policy.num_obs * (1 + max(config.policy.feature_window, 1))
-        numbers = seen + policy.num_actions + 3 + policy.initial_state(1).numel()
+        num_observed = policy.num_obs * (1 + max(config.policy.feature_window, 1))
+        numbers = num_observed + policy.num_actions + 3 + policy.initial_state(1).numel()
     # other bytes stored per step: reward, return and length of the episode, three flags
     others = 27
     return num_envs * config.train.num_steps * (config.launch.dtype.itemsize * numbers + others)
 
 
 def check_rollouts(config: RunConfig, world: World) -> None:
-    """Refuse rollouts that cannot fit into memory.
+    """Raise a UserError if rollouts cannot fit into memory.
 
     Call this before creating environments.
     """
@@ -69,7 +69,7 @@ def check_rollouts(config: RunConfig, world: World) -> None:
 
 
 def undecided(config: RunConfig) -> dict[str, bool]:
-    """For each flag that can be auto, return True if its value is not measured yet."""
+    """Return, for each flag that can be auto, True if its best value is not measured yet."""
     return {
         "batch_size": config.train.batch_size == AUTO_SIZE,
         "precision": config.launch.precision == "auto",
@@ -91,9 +91,9 @@ def choose(run: Run, world: World) -> Run:
         if not run.resume_from:
             run.directory.update_state(phase="dry_run")
         saved = run.directory.config() if restart_count() else run.config.to_dict()
-    known = RunConfig.from_dict(all_gather_json(saved, world)[0]).values
+    values_of_rank_0 = RunConfig.from_dict(all_gather_json(saved, world)[0]).values
     names = (*undecided(run.config), "chosen_on")
-    config = run.config.changed({name: known[name] for name in names})
+    config = run.config.changed({name: values_of_rank_0[name] for name in names})
 
     cores = max(1, available_cores() // world.local_size)
     values: dict[str, Iterable[Any]] = {
@@ -117,8 +117,8 @@ def allowed_batch_sizes(train: TrainConfig, num_ranks: int) -> Iterator[int]:
     """Yield, in ascending order, each batch_size that divides evenly over the ranks."""
     ranks = num_ranks if train.scaling == "strong" else 1
     sequences_per_env = train.num_steps // train.bptt_steps
-    most = train.num_envs * sequences_per_env // train.grad_accumulation or LARGEST * ranks
-    sizes = range(min(SMALLEST * ranks, most), most + 1)
+    largest = train.num_envs * sequences_per_env // train.grad_accumulation or LARGEST * ranks
+    sizes = range(min(SMALLEST * ranks, largest), largest + 1)
     return (size for size in sizes if batch_fits(train, num_ranks, size))
 
 
@@ -131,12 +131,12 @@ def strategy_modes(num_ranks: int, num_devices: int) -> tuple[str, ...]:
 
 @dataclass
 class Trials:
-    """Finds the fastest value of a flag by timing the same steps as in training."""
+    """Finds the fastest value of a flag, by timing the steps that training would take."""
 
     task: Task
     gpu_ids: tuple[int, ...]
     world: World
-    bytes_per_sequence: float = 0.0  # peak memory in the last trial
+    bytes_per_sequence: float = 0.0  # peak memory per sequence in the last trial
 
     def __post_init__(self) -> None:
         env = probe(self.task)
@@ -173,10 +173,10 @@ class Trials:
     def steps(self, config: RunConfig) -> Iterator[None]:
         """Take gradient steps on dummy data and yield after each one.
 
-        Before the first yield, only test the memory: allocate as much as a rollout needs, and run
-        the forward and backward passes of a minibatch that is larger than the real one. Gradients
-        are reduced over all ranks only when strategies are compared; otherwise, each rank takes
-        its steps alone.
+        The part before the first yield is only a test of the memory. It allocates as much as a
+        rollout needs, and runs the forward and backward passes of a minibatch that is larger than
+        the real one. Gradients are reduced over all ranks only when strategies are compared;
+        otherwise, each rank takes its steps alone.
         """
         train = config.train
         world = self.world
@@ -199,7 +199,7 @@ class Trials:
             raise MemoryError(  # otherwise, Linux would kill the process
                 f"{needed / GIB:.2g} GiB are needed, only {self.free_bytes / GIB:.2g} GiB are free"
             )
-        _held = torch.empty(rollout, dtype=torch.uint8, device=device)  # as large as a rollout
+        _rollout = torch.empty(rollout, dtype=torch.uint8, device=device)  # as large as a rollout
         minibatch = dummy_minibatch(policy, train.bptt_steps, sequences)
         ppo.gradients(minibatch, ppo.plans(minibatch.episode_start.cpu().numpy()))
         policy.zero_grad()
@@ -249,7 +249,7 @@ def dummy_minibatch(policy: Policy, length: int, sequences: int) -> Minibatch:
     start = torch.rand(length, sequences, device=obs.device) < 1.0 / length
     state = policy.initial_state(sequences)
     step = policy.act(obs[0], state, start[0])
-    # The numbers do not matter, only their shapes: all these fields hold the first step's values.
+    # Only the shapes of these fields matter, so the values of the first step fill all of them.
     names = ("logprobs", "values", "advantages", "returns")
     placeholders = dict.fromkeys(names, torch.stack([step.values] * length))  # each [L, N]
     return Minibatch(

@@ -67,8 +67,9 @@ CHANGEABLE = {
     "stop_at", "callback",
     "on_event", "sync_check_every", "monitor_every", "profile",
 }  # fmt: skip
-# If a run is resumed with one of these values, it keeps the value measured when it began.
+# A resumed run ignores these values: it keeps the values that were measured when it began.
 KEPT_CHOICES = (("batch_size", "auto"), ("precision", "auto"))
+# Other settings that may change during a run, so config.json and a checkpoint may differ in them.
 ADJUSTED = {"batch_size", "grad_accumulation", "chosen_strategy", "chosen_on"}
 OMIT = "omit these flags, or start a new run"
 # For each section: the field that names a module to import, and the fields passed to that module.
@@ -128,15 +129,15 @@ class ChosenRun(NamedTuple):
     """Configuration, directory and checkpoint of the run to start."""
 
     config: RunConfig
-    directory: RunDir | None  # locked if it already holds a run; None: new folder in runs/
+    directory: RunDir | None  # locked if it already contains a run; None: a new folder in runs/
     checkpoint: LoadedCheckpoint | None  # checkpoint to resume from; None: a new run
 
 
-def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
+def choose_run(parsed: ParsedFlags, cleanup: ExitStack) -> ChosenRun:
     """Find the directory, the checkpoint and the configuration of the run to start.
 
-    A directory that already holds a run is locked before its checkpoint is chosen, so that no other
-    process can save a newer checkpoint in between. Closing `held` releases the lock.
+    A directory that already contains a run is locked before its checkpoint is chosen, so that no
+    other process can save a newer checkpoint in between. Closing `cleanup` releases the lock.
     """
     flags: RunFlags = parsed.configs["run"]
     resume = flags.resume
@@ -154,9 +155,9 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
     directory = RunDir(path) if path else None
     checkpoint: LoadedCheckpoint | None = None
     if directory and resume:
-        holds_run = directory.config_path.exists() or directory.checkpoints.is_dir()
-        if is_first() and holds_run:
-            held.enter_context(directory.hold())
+        contains_run = directory.config_path.exists() or directory.checkpoints.is_dir()
+        if is_first() and contains_run:
+            cleanup.enter_context(directory.hold())
         checkpoint = load_newest(directory.checkpoints)
         if not checkpoint and resume != "auto":
             raise UserError(
@@ -173,12 +174,12 @@ def choose_run(parsed: ParsedFlags, held: ExitStack) -> ChosenRun:
         config = config_to_resume(checkpoint, directory, parsed.given)
         train = config.train
         sizes = {"num_envs", "batch_size"} - parsed.given.keys()
-        differs = {
+        conflicts = {  # flag -> True if its value does not fit the run to resume
             "--run_dir": resume != "auto" and absolute(flags.run_dir or resume) != directory.path,
             "--preset": flags.preset not in ("auto", train.chosen_preset),
             "--quick": flags.quick and any(getattr(train, name) != QUICK[name] for name in sizes),
         }
-        _refuse([flag for flag in differs if differs[flag]], OMIT)
+        _refuse([flag for flag in conflicts if conflicts[flag]], OMIT)
     else:
         config = fresh_config(parsed)
     idle = ", ".join(f"--{name}" for name in config.idle_flags() if name in parsed.given)
@@ -223,16 +224,17 @@ def config_to_resume(
     """Return the configuration saved in a checkpoint, with the given flags applied."""
     saved = RunConfig.from_dict(json.loads(checkpoint.state["config"]))
     config = resumed_config(saved, given)
-    # --env_restarts replaces a batch of environments by single ones, which cannot load its state
+    # With --env_restarts, environments are created one by one. They cannot load the state of a
+    # batch of environments, which has no entry LAST_ROW.
     state = checkpoint.state["environments"] or {LAST_ROW}
     if config.task.env_restarts and LAST_ROW not in state:
         _refuse(["--env_restarts"], OMIT)
-    # The run directory may come from another user, so its config.json alone must not decide which
-    # modules are imported.
+    # Check that the user trusts the modules that the run names, because the run directory may come
+    # from another user.
     values = config.values
     for section, names in NAMED_MODULES.items():
-        own = {name: values[name] for name in names}
-        check_named(directory.path, section, own, given.get(names[0]))
+        named_values = {name: values[name] for name in names}
+        check_named(directory.path, section, named_values, given.get(names[0]))
     check_data(config, config.prepare_task())
     recorded = saved
     with suppress(OSError, ValueError):  # config.json may be missing or damaged
@@ -258,7 +260,7 @@ def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
         for name in new.keys() & given.keys()
         if new[name] != old[name] and (name, given[name]) not in KEPT_CHOICES
     }
-    # Reset values that were valid only for the old devices, ranks or strategy.
+    # Reset settings whose values fitted only the old devices, ranks or strategy.
     reset: dict = {}
     if changes.keys() & {"num_gpus", "device", "gpu_ids"}:
         reset = {"gpu_ids": "", "threads": 0}
@@ -278,7 +280,7 @@ def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
 
 
 def check_resumable(state: dict, config: RunConfig, policy: Policy) -> None:
-    """Refuse a checkpoint that does not fit the environment's current spaces."""
+    """Raise a UserError if the spaces of the environment differ from those in the checkpoint."""
     check_shapes(state, config)
     now = policy.shapes()
     before = {name: state[name] for name in now}
@@ -298,8 +300,8 @@ def _refuse(differing: list[str], fix: str) -> None:
 def ask_user(parsed: ParsedFlags, words: list[str]) -> ParsedFlags:
     """Ask for the main flags in the terminal; then print the equivalent command.
 
-    Each answer is appended to the command line as a flag. The command line is then parsed again, so
-    answers get the same checks and error messages as flags. No files are written.
+    Each answer is appended to the command line as a flag. Then the command line is parsed again, so
+    that answers get the same checks and error messages as flags. No files are written.
 
     Args:
         words: the command line from which `parsed` was read.

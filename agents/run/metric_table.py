@@ -17,9 +17,8 @@ class Metric(NamedTuple):
 
     unit: str
     when: str  # kind of run that writes this metric; "": every run
-    # record: the record of an iteration has one value for all ranks
-    # ranks: each entry of the record's list `ranks` has a value for its rank
-    # both: both
+    # record: one value for all ranks; ranks: one value per rank, in the record's list `ranks`;
+    # both: a value for all ranks and one per rank
     place: str
     meaning: str
 
@@ -29,18 +28,20 @@ METRIC_TABLE = {name: Metric(*fields) for name, *fields in csv.reader(_LINES[1:]
 
 
 def check_metric(flag: str, name: str, validated: Sequence[str], precision: str) -> None:
-    """Refuse a metric that this run will not record.
+    """Raise a UserError if this run will not record a metric.
 
-    Names that start with env/ are accepted: environments define these metrics during training.
+    All names that start with env/ are accepted, because environments define these metrics during
+    training.
 
     Args:
         validated: names of the metrics of the task's validation.
     """
-    others = {"StockTrading-v0", "other environments", "fp16"} - {precision}
+    # Omit the metrics of validation, which are added below, and those of fp16 for other precisions.
+    omitted = {"StockTrading-v0", "other environments", "fp16"} - {precision}
     known = [
         key
         for key, metric in METRIC_TABLE.items()
-        if metric.place != "ranks" and metric.when not in others
+        if metric.place != "ranks" and metric.when not in omitted
     ]
     known.remove("ranks")
     known += [f"valid/{metric}" for metric in validated]

@@ -52,9 +52,10 @@ Which = Literal["last", "best", ""]  # checkpoint of a run; "": see `load_saved`
 def load_saved(
     path: str | Path, which: Which = "last", schema: type[Schema] = RunSchema
 ) -> LoadedCheckpoint:
-    """Load a checkpoint from its file or a run directory; refuse other paths.
+    """Load a checkpoint from its file or from a run directory.
 
     Args:
+        path: the file or the run directory; a UserError refuses other paths.
         which: checkpoint to load from a run directory: best is best.pt, last is the newest valid
             checkpoint, and "" is best.pt if it exists, otherwise the newest valid checkpoint.
         schema: schema of the program that must have written the checkpoint.
@@ -88,10 +89,10 @@ def load_newest(run_dir: Path) -> LoadedCheckpoint | None:
 
 
 def share_checkpoint(directory: RunDir, offers: list[str], world: World) -> str:
-    """Choose the newest checkpoint of all ranks; copy it to hosts that lack it.
+    """Choose the newest checkpoint that a rank offers; copy this file to hosts that do not have it.
 
-    Every rank must call this. If rank 0 has a file but does not offer it, its copy is damaged.
-    Therefore, a checkpoint offered by another rank counts only if rank 0 has no file of that name.
+    Every rank must call this. If rank 0 has a file but does not offer it, the file of rank 0 is
+    damaged. Therefore, an offer of another rank is valid only if rank 0 has no file of this name.
 
     Args:
         offers: for each rank, the path of the checkpoint that it would load; "" if it has none.
@@ -102,9 +103,9 @@ def share_checkpoint(directory: RunDir, offers: list[str], world: World) -> str:
 
     def newness(rank: int) -> int:
         path = Path(offers[rank])
-        counts = path.parent == directory.checkpoints and (rank == 0 or not path.exists())
-        # -2 excludes a checkpoint. best.pt, which has no iteration in its name, counts as -1.
-        return iteration_in_name(path) if counts else -2
+        is_valid = path.parent == directory.checkpoints and (rank == 0 or not path.exists())
+        # best.pt gets -1, because its name contains no iteration. An invalid offer gets even less.
+        return iteration_in_name(path) if is_valid else -2
 
     # Ranks may see different files, so all ranks use the choice of rank 0.
     owner = all_gather_json(max(range(world.size), key=newness), world)[0]
@@ -113,7 +114,7 @@ def share_checkpoint(directory: RunDir, offers: list[str], world: World) -> str:
         data = broadcast_bytes(path.read_bytes() if world.rank == owner else b"", owner, world)
         if world.local_rank == 0 and not path.exists():
             write_atomically(path, data)
-        all_gather_json("written", world)  # a barrier: every host has the file from here on
+        all_gather_json("written", world)  # wait until every host has the file
     return offers[owner]
 
 
@@ -197,8 +198,8 @@ def load_agent(
 def initial_weights(config: TrainConfig) -> InitialWeights | None:
     """Read the weights of --init_from or --pretrained; None if neither is given.
 
-    For a run directory, its best checkpoint is read. A pre-trained LSTM comes with a mean and a
-    variance but no sample count, so the new run uses the sample count of its own warm-up.
+    In a run directory, the best checkpoint is read. The statistics of a pre-trained LSTM contain no
+    sample count, so the new run keeps the sample count of its warm-up.
     """
     if config.init_from:
         _, state = load_saved(config.init_from, "")
@@ -217,7 +218,7 @@ def initial_weights(config: TrainConfig) -> InitialWeights | None:
 
 
 def check_initial(config: TrainConfig, policy: Policy) -> None:
-    """Refuse --init_from or --pretrained weights and statistics that do not fit the run."""
+    """Raise a UserError if weights or statistics of --init_from or --pretrained do not fit."""
     if initial := initial_weights(config):
         weights = policy.state_dict()
         others = {name: weights[name] for name in weights if not name.startswith(initial.parts)}
@@ -236,22 +237,25 @@ def check_initial(config: TrainConfig, policy: Policy) -> None:
 
 
 def differences(now: Mapping[str, object], before: Mapping[str, object]) -> list[str]:
-    """Describe each value that differs from the checkpoint; None means missing."""
-    pairs = [(name, now.get(name), before.get(name)) for name in sorted({*now, *before})]
-    return [f"{name} {new} (the checkpoint has {old})" for name, new, old in pairs if new != old]
+    """Describe each value in `now` that differs from the checkpoint's value in `before`.
+
+    A missing value is described as None.
+    """
+    values = [(name, now.get(name), before.get(name)) for name in sorted({*now, *before})]
+    return [f"{name} {new} (the checkpoint has {old})" for name, new, old in values if new != old]
 
 
 def spaces_of(state: State) -> tuple[Layout, spaces.Space]:
     """Return the observation layout and the action space stored in a checkpoint."""
     layout = Layout.from_json(state["layout"])
-    number = state["num_actions"]
+    size = state["num_actions"]
     if sizes := state["action_sizes"]:
         return layout, spaces.MultiDiscrete(sizes)
-    return layout, spaces.Discrete(number) if state["discrete"] else spaces.Box(-1, 1, (number,))
+    return layout, spaces.Discrete(size) if state["discrete"] else spaces.Box(-1, 1, (size,))
 
 
 def check_shapes(state: dict, config: RunConfig) -> None:
-    """Refuse a checkpoint whose tensors do not fit its own configuration."""
+    """Raise a UserError if tensors of a checkpoint do not fit its configuration."""
     try:
         layout, action_space = spaces_of(state)
         policy = empty_policy(config, layout, action_space)
@@ -274,12 +278,12 @@ def check_shapes(state: dict, config: RunConfig) -> None:
         saved = {name: state[name] for name in expected}
     except (AttributeError, LookupError, RuntimeError, TypeError) as error:
         raise UserError(f"the checkpoint is damaged: {one_line(error)}") from error
-    if listed := differences(_forms(expected), _forms(saved)):
-        raise UserError(f"the checkpoint is damaged: {listed[0]}")
+    if problems := differences(_shapes_and_types(expected), _shapes_and_types(saved)):
+        raise UserError(f"the checkpoint is damaged: {problems[0]}")
 
 
-def _forms(parts: dict) -> dict[str, str]:
+def _shapes_and_types(state: dict) -> dict[str, str]:
     """Return the shape and type of each tensor in nested dicts, by path."""
     return {
-        name: f"{list(value.shape)} of {value.dtype}" for name, value in tensors_in(parts).items()
+        path: f"{list(value.shape)} of {value.dtype}" for path, value in tensors_in(state).items()
     }

@@ -57,7 +57,7 @@ class Run:
 
     @property
     def strategy(self) -> StrategyConfig:
-        """Return how the ranks share the work, on the devices of this host."""
+        """Return the settings of the strategy, with the devices of this host."""
         return replace(self.config.launch.strategy_config, device_ids=self.resolved.gpu_ids)
 
 
@@ -72,7 +72,7 @@ class Outcome(NamedTuple):
 def start(parsed: ParsedFlags, run_rank: Callable[..., int], *arguments: object) -> Outcome:
     """Start the run that the flags describe; return how it ended.
 
-    The directory of a new run that fails during its first iteration is removed.
+    If a new run fails during its first iteration, its directory is removed.
 
     Args:
         run_rank: called as `run_rank(run, *arguments)` on every rank.
@@ -80,8 +80,8 @@ def start(parsed: ParsedFlags, run_rank: Callable[..., int], *arguments: object)
     Raises:
         ValueError, OSError: the run cannot start.
     """
-    with ExitStack() as held:
-        run = prepare(parsed, held)
+    with ExitStack() as cleanup:
+        run = prepare(parsed, cleanup)
         code = 1
         try:
             report = run_ranks(
@@ -100,13 +100,13 @@ def start(parsed: ParsedFlags, run_rank: Callable[..., int], *arguments: object)
         return Outcome(code, report.summary if report.failed else "", run.path)
 
 
-def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
-    """Choose the run that the flags describe, and check it; write what a new run starts with.
+def prepare(parsed: ParsedFlags, cleanup: ExitStack) -> Run:
+    """Choose and check the run that the flags describe; write the first files of a new run.
 
-    Closing `held` releases the lock on the run directory.
+    Closing `cleanup` releases the lock on the run directory.
     """
     runs = absolute(RUNS)
-    config, directory, checkpoint = choose_run(parsed, held)
+    config, directory, checkpoint = choose_run(parsed, cleanup)
     chosen_launch, resolved, note = resolve_launch(with_threads(config).launch)
     config = replace(config, launch=replace(chosen_launch, threads=resolved.threads))
     if is_first():
@@ -115,9 +115,9 @@ def prepare(parsed: ParsedFlags, held: ExitStack) -> Run:
         check_and_announce(config, resolved, checkpoint)
         if not (directory and directory.lock):
             directory = directory or RunDir.fresh(runs)
-            held.enter_context(directory.hold_new())
+            cleanup.enter_context(directory.hold_new())
         events.configure(config.launch.on_event, directory.path)
-    # Under torchrun, other ranks receive the real directory later, in `agents.rank.agree`.
+    # Under torchrun, the other ranks receive the path of rank 0 later, in `agents.rank.agree`.
     directory = directory or RunDir(RUNS)
     run = Run(
         directory=directory,
@@ -184,7 +184,7 @@ def check_policy(config: RunConfig, env: TorchEnv, state: dict | None) -> None:
 
 
 def announce_length(state: dict, config: RunConfig) -> None:
-    """Say how a finished run is extended, or how another length changes the learning rate."""
+    """Print how to extend a finished run, or how a new length changes the learning rate."""
     saved = RunConfig.from_dict(json.loads(state["config"]))
     before, now = (
         config.ppo.learning_rate * (1 - min(1, done / train.budget[0]))
@@ -204,7 +204,7 @@ def announce_length(state: dict, config: RunConfig) -> None:
 def record(run: Run, counters: Mapping[str, int], ranks: Sequence[RankEntry] = ()) -> None:
     """Write configuration and state; delete metrics newer than the checkpoint.
 
-    For a resumed run, call this only after everything that can refuse the start: a refused resume
+    For a resumed run, call this after all checks that can refuse to start, so that a refused resume
     changes no file.
 
     Args:
@@ -240,7 +240,7 @@ def faults_as_user_errors(directory: RunDir, world: World) -> Iterator[None]:
         yield
     except EnvironmentFaultError as fault:
         where = ""
-        if fault.__cause__:  # raised in this process, so its log has a traceback
+        if fault.__cause__:  # raised in this process, so the log of this rank has a traceback
             where = f"; traceback in {directory.log_of(world.rank)}"
         raise UserError(f"rank {world.rank}: {fault}{where}", exit_code=1) from fault
     except (RuntimeError, MemoryError, OSError) as error:
