@@ -39,7 +39,7 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
     sequences_per_env = config.num_steps // config.bptt_steps
     num_envs = config.num_envs or _default_num_envs(config, config.batch_size)
     # With strong scaling, the flags are totals over all ranks. With weak scaling, the flags are
-    # sizes per rank, and the totals are larger by the number of ranks when the run began.
+    # sizes per rank; multiply them by the number of ranks when the run began to get the totals.
     multiplier = 1 if config.scaling == "strong" else saved_num_envs // num_envs or num_ranks
     global_num_envs = num_envs * multiplier
     global_batch_size = config.sequences_per_step * multiplier

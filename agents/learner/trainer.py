@@ -195,20 +195,17 @@ class Training:
     def update(self, rollout: Rollout) -> dict[str, float]:
         """Train on a rollout, then merge its statistics into the normalisers."""
         self.world.set_phase("update")
+        config = self.run.config
         order = sequence_orders(
-            (self.run.config.train.seed, self.iteration),
-            self.run.config.ppo.update_epochs,
+            (config.train.seed, self.iteration),
+            config.ppo.update_epochs,
             self.sizes.env_offset,
             self.sizes.num_envs,
             self.sizes.sequences_per_env,
             self.sizes.num_minibatches,
         )
         batch = make_batch(
-            rollout,
-            self.run.config.train.bptt_steps,
-            self.normalizers,
-            self.world,
-            self.run.config.ppo,
+            rollout, config.train.bptt_steps, self.normalizers, self.world, config.ppo
         )
         losses = self.ppo.update(batch, order, self.iteration)
         self.normalizers.merge(batch.sums)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from agents.config import RunConfig, empty_policy, probe, with_threads
 from agents.learner.network.own_core import make_core, try_core
-from agents.learner.settings import AUTO_SIZE
+from agents.learner.settings import AUTO_SIZE, TrainConfig
 from agents.learner.sizes import shard_sizes
 from agents.learner.trainer import COUNTERS
 from agents.run.choice import RUNS, check_resumable, choose_run
@@ -186,11 +186,14 @@ def check_policy(config: RunConfig, env: TorchEnv, state: dict | None) -> None:
 def announce_length(state: dict, config: RunConfig) -> None:
     """Print how to extend a finished run, or how a new length changes the learning rate."""
     saved = RunConfig.from_dict(json.loads(state["config"]))
-    before, now = (
-        config.ppo.learning_rate * (1 - min(1, done / train.budget[0]))
-        for train in (saved.train, config.train)
-        for done in [state["global_step" if train.total_steps else "episodes"]]
-    )
+
+    def rate(train: TrainConfig) -> float:
+        """Return the learning rate at the checkpoint, for a run of the length in `train`."""
+        done = state["global_step" if train.total_steps else "episodes"]
+        return config.ppo.learning_rate * (1 - min(1, done / train.budget[0]))
+
+    before = rate(saved.train)
+    now = rate(config.train)
     flag = "total_steps" if config.train.total_steps else "num_episodes"
     if not now:
         print(f"this run has reached its end: to continue training, pass a larger --{flag}")
