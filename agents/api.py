@@ -124,8 +124,8 @@ class LoadedPolicy:
 
         # choose the actions
         like = policy.critic_head.weight  # tensor with the policy's device and type
-        vectors, history = (torch.as_tensor(part).to(like) for part in state[:2])
-        controller = PolicyController(policy, self.agent.normalizer, state=vectors, history=history)
+        memory, history = (torch.as_tensor(part).to(like) for part in state[:2])
+        controller = PolicyController(policy, self.agent.normalizer, state=memory, history=history)
         scaled_noise = None
         if not deterministic:
             noise = action_noise(self._decode.space, self._noise_seed, 0, count, self._num_drawn, 1)
@@ -290,10 +290,10 @@ def train(
             message, code = message_and_code(error)
             print_error_once(f"error: {message}")
             raise UserError(message, exit_code=code) from error
-        except SystemExit as leaving:  # the parser has already printed the reason
-            raise leaving.__cause__ or UserError("the settings are invalid") from None
+        except SystemExit as error:  # the parser has already printed the reason
+            raise error.__cause__ or UserError("the settings are invalid") from None
         finally:
-            for signum, handler in handlers.items():
+            for signum, handler in handlers.items():  # restore handlers that training replaced
                 if signal.getsignal(signum) != handler:
                     signal.signal(signum, handler)
     code = outcome.exit_code

@@ -187,6 +187,7 @@ def agree(run: Run, world: World) -> Run:
     shared = {name: v for name, v in run.config.values.items() if name not in HOST_SETTINGS}
     check_settings(shared, world, module_files(run.config.named_code))
     resume_from = run.resume_from
+    # After a restart, there may be a newer checkpoint than the one that was chosen at the start.
     if world.is_main_process and restart_count():
         newest = load_newest(run.path)
         resume_from = str(newest.path) if newest else ""

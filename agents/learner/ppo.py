@@ -319,7 +319,7 @@ class PPO:
         return LossParts(*(torch.stack(terms).mean() for terms in zip(*losses, strict=True)))
 
     def _results(self, records: list[StepRecord], batch: Batch, iteration: int) -> dict[str, float]:
-        """Return means over ranks and steps; stop the run after too many bad steps in a row."""
+        """Return means over ranks and steps; raise an error after too many bad steps in a row."""
         # average everything over ranks
         steps = stacked(records)
         sums = {"steps": sums_of_taken(steps)}
@@ -341,7 +341,7 @@ class PPO:
         bad = numbers[len(means) : -len(records)]
         taken = numbers[-len(records) :]
 
-        # stop the run after too many bad steps in a row; after fewer, only warn
+        # raise an error after too many bad steps in a row; after fewer bad steps, only warn
         limit = self.config.max_bad_steps
         self.bad_in_a_row = check_bad_steps(bad, taken, self.bad_in_a_row, limit)
         if skipped := int(sum(bad)):

@@ -24,12 +24,12 @@ class Carry:
     """
 
     obs: Tensor  # [B, F] as returned by the environment
-    history: Tensor  # [B, n-1, F] normalised earlier observations; zeros before the episode
+    history: Tensor  # [B, n-1, F] normalised earlier observations; zeros before the episode's start
     episode_start: Tensor  # [B] bool: obs is the first observation of its episode
     lstm_state: Tensor  # [B, S, H]
     episode_return: Tensor  # [B] float64, sum of the episode's raw rewards so far
     episode_length: Tensor  # [B] int64
-    discounted_return: Tensor  # [B] float64, discounted sum of training rewards so far
+    discounted_return: Tensor  # [B] float64, discounted sum of the episode's rewards so far
 
     def rows(self, rows: slice) -> "Carry":
         """Return the carry of the environments in a slice."""

@@ -55,9 +55,9 @@ class TrainConfig:
     validate_every: Annotated[int, or_auto(AUTO_INTERVAL)] = Field(
         AUTO_INTERVAL, ge=AUTO_INTERVAL, le=10**9
     )
-    """Number of iterations between evaluations on the validation data; 0: never evaluate; auto:
-    every 20 iterations, but with fewer episodes or more rarely, so that all evaluations together
-    take at most a tenth as many environment steps as training (in trading: every 20)."""
+    """Number of iterations between evaluations on the validation data; 0: never evaluate; auto: 20.
+    In tasks other than trading, auto also limits all evaluations together to a tenth as many
+    environment steps as training: if necessary, it evaluates fewer episodes, or less often."""
     checkpoint_every: int = Field(20, ge=1, le=10**9)
     """Number of iterations between checkpoints. A checkpoint is also saved after the first
     iteration, at the end of training and after a stop signal."""

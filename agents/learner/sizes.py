@@ -31,8 +31,8 @@ def shard_sizes(config: TrainConfig, rank: int, num_ranks: int, saved_num_envs: 
 
     Args:
         saved_num_envs: total number of environments in the run to resume; 0 for a new run.
-            With weak scaling, the number of ranks at the start of the run fixed the totals;
-            `saved_num_envs` recovers that number.
+            With weak scaling, the totals depend on the number of ranks when the run began, which is
+            computed from `saved_num_envs`.
     """
     if config.batch_size == AUTO_SIZE:
         raise UserError("batch_size auto is measured when training starts: give a number instead")
