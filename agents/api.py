@@ -68,7 +68,7 @@ class LoadedPolicy:
         extras = agent.policy.layout.parts[len(self._encode.parts) :]
         self._extras = {part.name: part.size for part in extras}
         self._noise_seed = stream_seed(seed, PREDICTION_STREAM)
-        self._num_drawn = 0  # calls that have used noise; the noise of the next call depends on it
+        self._num_drawn = 0  # number of calls that used noise; selects the noise of the next call
 
     def predict(
         self,

@@ -56,7 +56,9 @@ class ExportedStep(nn.Module):
         super().__init__()
         self.policy = policy = float_copy(agent)
         policy.critic_core = NoCore()
-        policy.critic_head.forward = lambda rows: rows  # keep the head: the policy reads its dtype
+        # The model does not return the critic's value. Keep the critic's head, because the policy
+        # reads the type of its weights, but let the head return its input.
+        policy.critic_head.forward = lambda rows: rows
         recurrent_size = 0 if policy.config.stateless else policy.initial_state(1).numel()
         self.sizes = [recurrent_size, policy.empty_history(1).numel()]
         self.state_size = sum(self.sizes)

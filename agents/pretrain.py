@@ -220,7 +220,7 @@ class FeatureTraining(nn.Module):
         self.feature_core = policy.feature_core
         self.feature_mlp = policy.feature_mlp
         self.head = nn.Linear(policy_config.hidden_size, 2 * num_stocks)
-        self.to(config.launch.dtype)  # before the normaliser is added, which must stay float64
+        self.to(config.launch.dtype)  # must precede the next line: the normaliser stays float64
         self.normalizer = Normalizer(policy.num_obs)
 
         # The first pass computes the mean of the observations. The second pass sums deviations

@@ -55,7 +55,7 @@ def load_saved(
     """Load a checkpoint from its file or from a run directory.
 
     Args:
-        path: the file or the run directory; a UserError refuses other paths.
+        path: the file or the run directory; any other path raises a UserError.
         which: checkpoint to load from a run directory: best is best.pt, last is the newest valid
             checkpoint, and "" is best.pt if it exists, otherwise the newest valid checkpoint.
         schema: schema of the program that must have written the checkpoint.

@@ -127,7 +127,8 @@ class Normalizers(nn.Module):
         if self.rewards.enabled:
             return 1.0
         moments = self.rewards.moments
-        return torch.where(moments.count > 0, moments.variance[0].sqrt(), 0.0)  # 0 without samples
+        # before the first sample, return 0
+        return torch.where(moments.count > 0, moments.variance[0].sqrt(), 0.0)
 
 
 def image_encoder(shape: tuple[int, ...], num_outputs: int) -> nn.Sequential:

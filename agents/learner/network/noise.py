@@ -144,7 +144,7 @@ def sequence_orders(
     counter = (torch.arange(sequences_per_env), envs, torch.tensor(iteration), epochs)
     high, low, *_ = philox(counter, stream_key(seed, SHUFFLE_STREAM))  # [epochs, B, K]
     keys = (high << 31 | low >> 1).numpy().reshape(num_epochs, num_envs // size, -1)
-    # indices b * K + k, where b counts the environments of a stratum
+    # indices b * K + k, where b is the index of an environment in its stratum
     order = keys.argsort(axis=-1, kind="stable")
     env, k = np.divmod(order, sequences_per_env)
     columns = k * num_envs + env + np.arange(0, num_envs, size)[:, None]
