@@ -328,7 +328,7 @@ def train_seeds(seeds: Sequence[int], run_dir: str | Path = "", **settings: Any)
         >>> print(train_seeds([1, 2, 3], env="CartPole-v1", total_steps=20_000))
 
     A run that already exists in `run_dir` is resumed or, if it has finished, only evaluated again.
-    For an existing run, only the settings that --resume may change can be changed.
+    For an existing run, `settings` may change only what --resume may change.
 
     Args:
         run_dir: directory for all these runs; "" creates a new directory in runs/.

@@ -34,8 +34,8 @@ def until_stopped(evaluate: Callable[[], None], world: World, run_dir: Path | No
     """Call `evaluate`, and end it if a stop signal arrives; return the exit code.
 
     With several ranks, a signal ends each process immediately, and the launcher reports the stop.
-    Python signal handlers would not work there, because they cannot interrupt a rank that is
-    waiting for other ranks.
+    A Python signal handler would not help, because it cannot interrupt a rank that is waiting for
+    other ranks.
 
     Args:
         run_dir: run directory, for the evaluation at the end of training; otherwise None.

@@ -20,7 +20,7 @@ def make_batch(
     world: World,
     config: PPOConfig,
 ) -> Batch:
-    """Compute the advantages and returns of a rollout, and cut it into sequences.
+    """Compute the advantages and returns of a rollout, and cut the rollout into sequences.
 
     Every rank must call this, because one all-reduce adds up the sums of all ranks, which are
     needed to normalise advantages, observations and rewards.

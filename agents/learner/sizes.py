@@ -99,10 +99,10 @@ def _divides(
 
     `num_envs * multiplier` and `batch_size * multiplier` are the totals over all ranks.
 
-    Then the strata of `agents.learner.network.noise` also divide evenly. Proof: let a minibatch
-    have b sequences on each rank, and let there be K sequences per environment, M minibatches and
-    g = gcd(M, K). A rank has M * b / K environments. This is a whole number, so K / g divides b,
-    and the number of environments is a multiple of the stratum size M / g.
+    If they divide evenly, so do the strata of `agents.learner.network.noise`. Proof: let a
+    minibatch have b sequences on each rank, and let there be K sequences per environment, M
+    minibatches and g = gcd(M, K). A rank has M * b / K environments. This is a whole number, so
+    K / g divides b, and the number of environments is a multiple of the stratum size M / g.
     """
     sequences = num_envs * (config.num_steps // config.bptt_steps)
     whole = sequences % (batch_size * config.grad_accumulation) == 0

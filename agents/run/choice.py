@@ -252,7 +252,7 @@ def config_to_resume(
 
 
 def resumed_config(saved: RunConfig, given: Mapping[str, str]) -> RunConfig:
-    """Apply flags to a saved configuration; refuse those that must not change."""
+    """Apply flags to a saved configuration; raise a UserError for flags that must not change."""
     old = saved.values
     new = RunConfig().changed(given).values
     changes = {
