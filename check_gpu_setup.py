@@ -1,4 +1,4 @@
-"""Check if this machine can train with given flags; estimate the training time.
+"""Check whether this machine can train with the given flags; estimate the time.
 
 Run it as `python check_gpu_setup.py [flags of train_distributed.py]`.
 """
@@ -41,24 +41,24 @@ def main() -> int:
     sections = {"check": CheckFlags(), **ALL_SECTIONS}
     parsed = parse_flags(sections, description=DESCRIPTION, epilog=EPILOG)
     options: CheckFlags = parsed.configs["check"]
-    run = parsed.configs["run"]
-    if run.resume or run.interactive:
+    run_config = parsed.configs["run"]
+    if run_config.resume or run_config.interactive:
         raise UserError("--resume and --interactive cannot be checked: give the flags of a new run")
-    flags = [word for word in sys.argv[1:] if word not in ("--json", "--strict")]
+    training_flags = [word for word in sys.argv[1:] if word not in ("--json", "--strict")]
     checks: list[Check] = []
-    figures: dict[str, Any] = {}
-    with ExitStack() as held:
-        if options.json:
-            held.enter_context(redirect_stdout(sys.stderr))
-        chosen = choose_run(parsed, held)
+    figures: dict[str, Any] = {}  # facts and measurements, for --json
+    with ExitStack() as exit_stack:
+        if options.json:  # print the lines below on stderr; stdout gets only the JSON object
+            exit_stack.enter_context(redirect_stdout(sys.stderr))
+        chosen = choose_run(parsed, exit_stack)
         budget = chosen.config.train.budget
         run_dir = chosen.directory.path if chosen.directory else RUNS
-        for check in check_setup(chosen.config.launch, flags, run_dir, budget, figures):
+        for check in check_setup(chosen.config.launch, training_flags, run_dir, budget, figures):
             checks.append(check)
             print(f"{check.verdict:<8} {check.name:<12} {check.measured}", flush=True)
             if check.fix:
                 print(f"{'':<21} -> {check.fix}")
-    command = shlex.join(["python", str(SCRIPT), *flags])
+    command = shlex.join(["python", str(SCRIPT), *training_flags])
     verdict = max((check.verdict for check in checks), key=VERDICTS.index)
     code = int(verdict == PROBLEM or (verdict == WARNING and options.strict))
     if options.json:

@@ -28,7 +28,8 @@ def main() -> None:
 
     This file must not import torch, because `train` starts its supervisor before it imports torch.
     """
-    # A folder on the user's PYTHONPATH may have the name of one of our packages. Import ours.
+    # A folder on the user's PYTHONPATH may have the same name as one of our packages. The line
+    # below makes Python search the folder of this file first.
     sys.path.insert(0, str(Path(__file__).absolute().parent))
     from agents import __version__
     from rl_dist.errors import CommandParser
@@ -39,6 +40,8 @@ def main() -> None:
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
     command = parser.parse_args(sys.argv[1:2] or ["--help"]).command
     module = COMMANDS[command]
+    # Help texts mention the module, for example `python -m rl_dist.status`. Show the command that
+    # the user has typed instead, for example `clstm-ppo status`.
     pattern = rf"(python )?(-m )?(?<!/){module}(\.py)?"
     CommandParser.renamed = pattern, f"clstm-ppo {command}"
     del sys.argv[1]

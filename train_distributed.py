@@ -4,7 +4,7 @@ Run it as `python train_distributed.py --num_gpus N`. `train` in agents/learner/
 the training loop; `PPO.update` in agents/learner/ppo.py contains the gradient step.
 """
 
-if __name__ == "__main__":  # start the supervisor before the slow imports
+if __name__ == "__main__":  # fork the supervisor first: it needs none of the slow imports
     from rl_dist.launch.supervisor import supervise
 
     supervise()
@@ -21,7 +21,7 @@ from rl_dist.process_group.process_ends import report
 
 @explains_errors
 def main() -> int:
-    """Start the run, or one run per seed with --seeds; return the exit code."""
+    """Start one run, or one run per seed if --seeds is given; return the exit code."""
     parsed = parse_training()
     if parsed.configs["run"].interactive:
         parsed = ask_user(parsed, sys.argv[1:])

@@ -14,36 +14,39 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-ROOT = str(Path(__file__).absolute().parents[1])  # the folder of this program's packages
-PACKAGES = ("agents", "envs", "examples", "rl_dist")  # users have folders of these names, too
-_claimed: list[str] = []  # names of packages that are always imported from ROOT
+ROOT = str(Path(__file__).absolute().parents[1])  # the folder that contains our packages
+PACKAGES = ("agents", "envs", "examples", "rl_dist")  # users may have folders with the same names
+_claimed: list[str] = []  # packages that `import` must always load from ROOT
 
 
 def users_folders(package: str) -> list[str]:
-    """Return the folders in which the user may have modules of one of our packages.
+    """Return the folders in which users may keep modules under the name of our package.
 
-    The result is empty for a package that is not ours.
+    For example, `envs` gives a folder `envs` in each entry of sys.path. The result is empty if the
+    package is not ours.
     """
-    parts = package.split(".")
-    return [str(Path(entry, *parts)) for entry in sys.path if parts[0] in PACKAGES]
+    path_parts = package.split(".")
+    return [str(Path(entry, *path_parts)) for entry in sys.path if path_parts[0] in PACKAGES]
 
 
 class _Finder:
-    """Finds modules of the user in folders that have the names of our packages.
+    """Finds a user's module in a folder that has the name of one of our packages.
 
-    Example: the user's `envs.my_env`, although `envs` is a package of this program.
+    For example, a user can import `envs.my_env` from a folder `envs`, although `envs` is also a
+    package of this program.
     """
 
     @staticmethod
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: object = None
     ) -> ModuleSpec | None:
-        """Find a claimed package, or a user's module in a package of ours.
+        """Find a package in `_claimed`, or a user's module under the name of our package.
 
-        Return None for all other names, which Python's own finders find.
+        Return None for all other names, so that Python's own finders search for them.
         """
         package = name.rpartition(".")[0]
         folders = [ROOT] if name in _claimed else users_folders(package)
+        # If our package has a module of this name, it wins: Python's own finders find this module.
         if not folders or (package and PathFinder.find_spec(name, path)):
             return None
         return PathFinder.find_spec(name, folders)
@@ -53,17 +56,17 @@ sys.meta_path.insert(0, _Finder)
 
 
 def claim(name: str) -> None:
-    """Make `import name` find our package, even if sys.path has the user's package first.
+    """Make `import name` load our package, even if the user's package is first in sys.path.
 
     Raises:
         ImportError: the user's package of this name is already imported.
     """
     _claimed.append(name)
     home = f"{ROOT}/{name}/"
-    place = getattr(sys.modules.get(name), "__file__", home)
-    if not place.startswith(home):
+    loaded_file = getattr(sys.modules.get(name), "__file__", home)
+    if not loaded_file.startswith(home):
         raise ImportError(
-            f"{place} hides this program's package {home}: rename it, or import agents first"
+            f"{loaded_file} hides this program's package {home}: rename it, or import agents first"
         )
 
 
@@ -75,6 +78,7 @@ SPIN_COUNT = "1000"  # number of spins before a waiting thread sleeps: a few mic
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # neither variable is set
     os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": SPIN_COUNT}
 
+# public name -> module of this package that defines this name
 _HOMES = {
     "get_gpu_info": "machine",
     "print_gpu_info": "machine",

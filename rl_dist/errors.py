@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 
 # Environment variable with the path of the file to which a child process writes its result.
 RESULT_FILE = "RL_DIST_RESULT_FILE"
-QUIET = "RL_DIST_QUIET"  # environment variable: the ranks print nothing
-# Errors after which the user can free disk space and resume
+QUIET = "RL_DIST_QUIET"  # environment variable: if it is set, the ranks print nothing
+# Error numbers that mean "no space left": the user can free some space and resume the run.
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# Error numbers that mean "writing is not allowed"
 CLOSED_DISK = {errno.EACCES, errno.EPERM, errno.EROFS}
 # Exceptions that the user's code may raise. SystemExit is included, because user code could
 # otherwise end a failed job with exit code 0.
@@ -66,7 +67,7 @@ class SilentStream(_OutlivingStream):
 
 @contextmanager
 def streams(replacement: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace stdout and stderr of this process; restore them in the end."""
+    """Replace stdout and stderr by `replacement(stream)` inside the `with` block."""
     with redirect_stdout(replacement(sys.stdout)), redirect_stderr(replacement(sys.stderr)):
         yield
 
@@ -83,16 +84,16 @@ def outlive_readers() -> None:
 
 
 def use_utf8() -> None:
-    """Start this program again in UTF-8 mode if the locale cannot hold the names of all files."""
+    """Restart this program in UTF-8 mode if the locale cannot represent all file names."""
     if sys.getfilesystemencoding() != "utf-8" and not sys.flags.ignore_environment:
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, sys.orig_argv)
 
 
 def escape_what_the_locale_lacks() -> None:
-    """Print characters that the encoding of stdout or stderr lacks as escapes like \\xe8."""
+    """Make stdout and stderr print escapes such as \\xe8 for characters they cannot encode."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # None, no file, or closed
+        with suppress(AttributeError, OSError, ValueError):  # None, closed or not a file
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
 
 
@@ -102,13 +103,13 @@ def escape_what_the_locale_lacks() -> None:
 def printable(text: Any) -> str:
     """Return text with line ends and control characters escaped.
 
-    A run directory may come from someone else, and text in it must not control the terminal.
+    A run directory may come from someone else. Its text must not send commands to the terminal.
     """
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(text))
 
 
 def text_of(error: BaseException) -> str:
-    """Return str(error), or "" if the `__str__` of a user's exception raises an error itself."""
+    """Return str(error), or "" if a user's exception has a `__str__` that raises an error."""
     with suppress(*FOREIGN_ERRORS):
         return str(error)
     return ""
@@ -134,7 +135,7 @@ def message_and_code(error: ValueError | OSError) -> tuple[str, int]:
         message = f"{error.object!r:.200} is not UTF-8 text: use another name"
     if isinstance(error, OSError):
         exit_code = 1
-        if error.filename and error.errno not in FULL_DISK:  # another path may avoid the error
+        if error.filename and error.errno not in FULL_DISK:  # the user may choose another path
             message = f"{error.filename}: {error.strerror}; check the path, or use another one"
             exit_code = 2
     return printable(" ".join(message.split())), exit_code
@@ -142,16 +143,16 @@ def message_and_code(error: ValueError | OSError) -> tuple[str, int]:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a question that suggests similar names, or "" if there are none."""
-    near = difflib.get_close_matches(name, list(known), n=3, cutoff=0.75)
-    return f"did you mean {' or '.join(near)}?" if near else ""
+    similar = difflib.get_close_matches(name, list(known), n=3, cutoff=0.75)
+    return f"did you mean {' or '.join(similar)}?" if similar else ""
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Format rows of text as a Markdown table."""
-    cells = [header, *rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    cells.insert(1, ["-" * width for width in widths])
-    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in cells)
+    all_rows = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*all_rows, strict=True)]
+    all_rows.insert(1, ["-" * width for width in widths])
+    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in all_rows)
 
 
 # ---- errors
@@ -166,7 +167,7 @@ class UserError(ValueError):
 
 
 def unwritable(what: str, error: OSError) -> UserError:
-    """Return a UserError that says what cannot be written, and why."""
+    """Return a UserError which says that `what` cannot be written, and why."""
     message = f"{what} cannot be written: {error.strerror or error}"
     if error.errno not in FULL_DISK:
         return UserError(message)
@@ -179,7 +180,7 @@ def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(main)
     def command(*args: Any, **options: Any) -> int:
         if vars(sys.modules["__main__"]).get("main") is command:
-            use_utf8()
+            use_utf8()  # a restart is possible, because this process runs only this command
         escape_what_the_locale_lacks()
         try:
             return main(*args, **options)
@@ -192,11 +193,15 @@ def explains_errors(main: Callable[..., int]) -> Callable[..., int]:
 
 
 def report_to_caller(**facts: str) -> None:
-    """Pass facts, such as `run_dir` or `error`, to a parent process that asks for them."""
+    """Write facts, such as `run_dir` or `error`, to the file that RESULT_FILE names.
+
+    A parent process sets this environment variable and reads the file. If it is not set, do
+    nothing.
+    """
     if path := os.environ.get(RESULT_FILE):
         with suppress(OSError, ValueError):
-            known = json.loads(Path(path).read_text())
-            Path(path).write_text(json.dumps(known | facts))
+            earlier_facts = json.loads(Path(path).read_text())
+            Path(path).write_text(json.dumps(earlier_facts | facts))
 
 
 def print_error_once(line: str) -> None:
@@ -206,8 +211,8 @@ def print_error_once(line: str) -> None:
     marker file and prints the error. The other ranks find the file and print nothing.
     """
     try:
-        if mark := _mark(f"printed_{hashlib.sha256(line.encode()).hexdigest()}"):
-            mark.touch(exist_ok=False)
+        if marker := _mark(f"printed_{hashlib.sha256(line.encode()).hexdigest()}"):
+            marker.touch(exist_ok=False)
     except FileExistsError:
         return
     except OSError:  # the disk is full, for example; every rank then prints the error
@@ -218,20 +223,20 @@ def print_error_once(line: str) -> None:
 
 
 def refuse_restarts() -> None:
-    """Prevent restarts, because a restart would only repeat the error.
+    """Make restarted ranks exit immediately, because a restart would only repeat the error.
 
     torchrun restarts failed ranks, regardless of their exit code. This function creates a marker
-    file; restarted ranks find this file and exit.
+    file. Restarted ranks find this file and exit.
     """
-    if mark := _mark("refused", every_start=True):
+    if marker := _mark("refused", every_start=True):
         with suppress(OSError):
-            mark.touch()
+            marker.touch()
 
 
 def restarts_refused() -> bool:
     """Return True if a rank on this machine has already called `refuse_restarts`."""
-    mark = _mark("refused", every_start=True)
-    return mark is not None and mark.exists()
+    marker = _mark("refused", every_start=True)
+    return marker is not None and marker.exists()
 
 
 def _mark(name: str, *, every_start: bool = False) -> Path | None:
@@ -240,16 +245,17 @@ def _mark(name: str, *, every_start: bool = False) -> Path | None:
     Without torchrun, return None. By default, restarted ranks use a new marker file; with
     `every_start`, they use the same file as before.
     """
-    start = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
-    if not start.name.startswith("attempt_"):
+    attempt_dir = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+    if not attempt_dir.name.startswith("attempt_"):
         return None
-    return (start.parent if every_start else start) / name
+    return (attempt_dir.parent if every_start else attempt_dir) / name
 
 
 class CommandParser(argparse.ArgumentParser):
     """An argument parser that prints errors on one line and exits with code 2."""
 
-    # Pattern of the commands in help texts to replace, and the words that the user has typed
+    # Help texts mention commands. Every match of the first pattern is replaced by the second text,
+    # which is the command as the user has typed it. By default, nothing matches.
     renamed: tuple[str, str] = "$^", ""
 
     def __init__(self, **options: Any) -> None:
@@ -259,15 +265,15 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the command line; refuse arguments that are not valid UTF-8."""
         for word in sys.argv if args is None else args:
-            word.encode()
+            word.encode()  # raises UnicodeEncodeError if the argument is not UTF-8
         return super().parse_known_args(args, namespace)
 
     def format_help(self) -> str:
-        """Return the help text, with the words with which the user has started the command."""
+        """Return the help text, in which commands look as the user has typed them."""
         return re.sub(*self.renamed, super().format_help())
 
     def error(self, message: str) -> NoReturn:
-        """Print the message, exit with code 2, and make restarted ranks exit, too."""
+        """Print the message and exit with code 2; ranks that torchrun restarts exit, too."""
         print_error_once("error: " + " ".join(message.split()))
         refuse_restarts()
         raise SystemExit(2) from UserError(message)

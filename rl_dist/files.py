@@ -41,7 +41,10 @@ Record = dict[str, Any]
 
 
 def check_layout(run_dir: Path) -> None:
-    """Refuse a run directory if training would write to a link or a special file."""
+    """Refuse a run directory that has a link or a special file where training writes.
+
+    A file in place of a folder, or a folder in place of a file, is refused, too.
+    """
     for pattern in (*FOLDERS, *FILES):
         for path in run_dir.glob(pattern):
             is_folder = path_to_write(run_dir, path.relative_to(run_dir)).is_dir()
@@ -52,7 +55,7 @@ def check_layout(run_dir: Path) -> None:
 
 
 def absolute(path: str | Path) -> Path:
-    """Return an absolute path, which holds even if an environment changes the directory."""
+    """Return an absolute path: it stays valid if an environment changes the directory."""
     return Path(path).expanduser().absolute()
 
 
@@ -90,14 +93,14 @@ def read_plain(path: str | Path, most: int | None = SMALL) -> bytes:
     """Return the content of a regular file.
 
     Args:
-        most: largest allowed size in bytes. None allows half of the free memory; the other half
-            is needed to parse the content.
+        most: largest allowed size in bytes. None allows half of the free memory, because
+            parsing the content needs the other half.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or is too large.
     """
     if most is None:
-        from rl_dist.machine import host_memory  # late, because this import loads torch (2 s)
+        from rl_dist.machine import host_memory  # import late: this loads torch (2 s)
 
         most = host_memory().available // 2
     with open(path, "rb", opener=plain_file) as file:
@@ -133,8 +136,8 @@ def read_object(path: Path) -> Record:
 def parse_record(line: bytes) -> Record | None:
     """Parse a line of metrics.jsonl; return None if it is not a record.
 
-    "iteration" and "global_step" must be integers. Any other value that is not a number becomes
-    None; this also applies to the values in each entry of "ranks".
+    A record must have integers as "iteration" and "global_step". Any other value that is not a
+    number becomes None, also inside the entries of "ranks".
     """
     try:
         values = json.loads(line)
@@ -149,7 +152,7 @@ def parse_record(line: bytes) -> Record | None:
 
 
 def _numbers(values: Mapping[str, Any]) -> Record:
-    """Return a copy in which values that are too large or not numbers are None."""
+    """Return a copy in which a value is None if it is not a number or is too large."""
     return {
         name: value if type(value) in (int, float) and abs(value) < LARGE else None
         for name, value in values.items()
@@ -169,8 +172,8 @@ def replace_file(path: Path, data: bytes, *, sync: bool = False, part: str = "")
 
     Args:
         sync: wait until the data is on the disk.
-        part: name of the temporary file, which is left behind if the process is killed. The
-            default is the file's name with .tmp added.
+        part: name of the temporary file; by default, the file's name with .tmp added. If the
+            process is killed, the temporary file remains.
 
     Raises:
         OSError: the file cannot be written.

@@ -6,8 +6,8 @@
         '''Sequences per minibatch.'''
 
 The string below a field is the help text of its flag. A field without such a string has no flag:
-the program itself sets this field, in order to record a fact about the run. A field with
-`exclude=True` is not written to files.
+the program itself sets the field, to record a fact about the run. A field with `exclude=True` is
+not written to files.
 """
 
 import argparse
@@ -44,13 +44,14 @@ _RULES = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstring
 
 def or_auto(value: int) -> BeforeValidator:
     """Return a validator that replaces the text "auto" with `value`."""
-    return BeforeValidator(lambda given: value if given == "auto" else given)
+    return BeforeValidator(lambda raw: value if raw == "auto" else raw)
 
 
 def absolute_path(*words: str) -> AfterValidator:
-    """Return a validator that makes a path absolute at once, but keeps `words` and "".
+    """Return a validator that makes a path absolute; `words` and "" stay unchanged.
 
-    Later, an environment may have changed the current directory.
+    The path becomes absolute when flags are parsed, because an environment may later change the
+    current directory.
     """
     return AfterValidator(lambda text: text if text in ("", *words) else str(absolute(text)))
 
@@ -72,7 +73,7 @@ def configuration(cls: type[T]) -> type[T]:
         for name, field in built.__pydantic_fields__.items():
             number = re.fullmatch(r"\d*\.?\d+[eE]\+?\d+", str(values.get(name)))
             if field.annotation is int and number:
-                values[name] = float(number[0])  # such as 1e5; pydantic accepts it if it is whole
+                values[name] = float(number[0])  # 1e5, for example; pydantic accepts whole floats
         try:
             checked_init(self, **values)
         except ValidationError as error:
@@ -101,7 +102,7 @@ def fields_of(section: Any) -> dict[str, FieldInfo]:
 
 
 def changed(sections: Mapping[str, Any], values: Mapping[str, object]) -> dict[str, Any]:
-    """Return copies of the sections, with the fields in `values` set to these values."""
+    """Return copies of the sections in which the fields named in `values` are changed."""
     return {
         heading: dataclasses.replace(
             section, **{name: values[name] for name in values.keys() & vars(section).keys()}
@@ -112,8 +113,13 @@ def changed(sections: Mapping[str, Any], values: Mapping[str, object]) -> dict[s
 
 def allowed(field: FieldInfo) -> str:
     """Describe the values that a field accepts."""
-    sides = "ge", "le"
-    limits = [getattr(m, side) for m in field.metadata for side in sides if hasattr(m, side)]
+    bounds = "ge", "le"
+    limits = [
+        getattr(constraint, side)
+        for constraint in field.metadata
+        for side in bounds
+        if hasattr(constraint, side)
+    ]
     choices = ["on or off"] if field.annotation is bool else typing.get_args(field.annotation)
     return ", ".join(choices) or "..".join(map(str, limits)) or "text"
 
@@ -169,7 +175,7 @@ def parse_flags(
                 options = {"nargs": "?", "const": "true"}
             group.add_argument(
                 f"--{name}",
-                default=argparse.SUPPRESS,  # leave out flags that are not given
+                default=argparse.SUPPRESS,  # omit a flag that is not on the command line
                 help=text if shows_all or name in main else argparse.SUPPRESS,
                 metavar="X",
                 **options,
@@ -179,7 +185,7 @@ def parse_flags(
         name: text if isinstance(text := values.pop(name), str) else " ".join(text)
         for name in flags
         if name in values
-    }
+    }  # a flag with several values has a list, which is joined to one text
     try:
         configs = changed(sections, given)
     except ValueError as error:
@@ -188,7 +194,8 @@ def parse_flags(
 
 
 def _parse_known(parser: CommandParser, argv: list[str]) -> argparse.Namespace:
-    parser._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # -1e-3 is not a flag
+    """Parse a command line; on an unknown flag, print similar flags and exit."""
+    parser._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")  # -1e-3 is no flag
     flags = parser._option_string_actions
     namespace, unknown = parser.parse_known_args([_canonical(word, flags) for word in argv])
     if unknown:
@@ -209,7 +216,7 @@ def _canonical(word: str, flags: Mapping[str, object]) -> str:
 
 
 def saved_form(config: Any) -> dict[str, dict[str, Any]]:
-    """Return a configuration's values by section, as they are written to files."""
+    """Return a configuration's values by section and name, to be written to a file."""
     return {
         heading: pydantic.TypeAdapter(type(section)).dump_python(section)
         for heading, section in vars(config).items()

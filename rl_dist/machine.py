@@ -20,17 +20,17 @@ import torch
 from rl_dist.errors import one_line
 
 GIB = 2**30
-ROOT = Path("/")  # the folder of Linux's proc and sys
-# A RuntimeError whose text (in lower case) matches this pattern means out of memory. The texts are
-# from CUDA and NCCL, torch's host memory allocator, Linux, cuBLAS and cuDNN, and C++ libraries. If
-# oneDNN has no memory for its code, its message ends after "primitive"; the longer message "could
-# not create a primitive descriptor ..." has other causes.
+ROOT = Path("/")  # the folder that contains proc and sys; tests change it
+# If the text of a RuntimeError, in lower case, matches this pattern, memory has run out. The texts
+# are from CUDA and NCCL, torch's host memory allocator, Linux, cuBLAS and cuDNN, and C++ libraries.
+# If oneDNN has no memory for its code, its message ends after "primitive"; the longer message
+# "could not create a primitive descriptor ..." has other causes.
 OUT_OF_MEMORY = re.compile(
     r"out[ _]of[ _]memory|not enough memory|can(no|')t allocate memory|alloc_failed|bad_alloc"
     r"|^could not create a primitive$"
 )
-# Controller in /proc/self/cgroup -> the file with the memory limit, the file with the used memory,
-# and the entry of memory.stat with the size of cached files
+# Memory controller in /proc/self/cgroup -> the file with the memory limit, the file with the used
+# memory, and the entry of memory.stat that contains the size of cached files
 CGROUPS = {
     "": ("memory.max", "memory.current", "inactive_file"),  # cgroup version 2
     "memory": (
@@ -87,30 +87,30 @@ def read_gpu(index: int) -> Gpu:
     """
     errors: list[str] = []
 
-    def ask(question: Callable[[int], Any]) -> Any:
+    def try_to_read(read: Callable[[int], Any]) -> Any:
         try:
-            return question(index)
+            return read(index)
         except Exception as error:  # torch and NVML raise many types of errors
             errors.append(one_line(error, 200, named=False))
 
-    properties = ask(torch.cuda.get_device_properties)
-    used = ask(torch.cuda.device_memory_used)
-    power_mw = ask(torch.cuda.power_draw)
-    total = getattr(properties, "total_memory", None)
-    free = None if total is None or used is None else total - used
-    held = torch.cuda.memory_stats(index) if torch.cuda.is_initialized() else {}
-    if held.get("reserved_bytes.all.current"):  # this process has already opened the GPU
-        free = torch.cuda.mem_get_info(index)[0]
+    properties = try_to_read(torch.cuda.get_device_properties)
+    used_bytes = try_to_read(torch.cuda.device_memory_used)
+    power_mw = try_to_read(torch.cuda.power_draw)
+    total_bytes = getattr(properties, "total_memory", None)
+    free_bytes = None if total_bytes is None or used_bytes is None else total_bytes - used_bytes
+    torch_memory = torch.cuda.memory_stats(index) if torch.cuda.is_initialized() else {}
+    if torch_memory.get("reserved_bytes.all.current"):  # this process already uses the GPU
+        free_bytes = torch.cuda.mem_get_info(index)[0]
     return Gpu(
         index=index,
         name=getattr(properties, "name", ""),
-        utilization_percent=ask(torch.cuda.utilization),
-        memory_allocated_gib=held.get("allocated_bytes.all.current", 0) / GIB,
-        memory_reserved_gib=held.get("reserved_bytes.all.current", 0) / GIB,
-        memory_peak_gib=held.get("allocated_bytes.all.peak", 0) / GIB,
-        memory_free_gib=None if free is None else free / GIB,
-        memory_total_gib=None if total is None else total / GIB,
-        temperature_c=ask(torch.cuda.temperature),
+        utilization_percent=try_to_read(torch.cuda.utilization),
+        memory_allocated_gib=torch_memory.get("allocated_bytes.all.current", 0) / GIB,
+        memory_reserved_gib=torch_memory.get("reserved_bytes.all.current", 0) / GIB,
+        memory_peak_gib=torch_memory.get("allocated_bytes.all.peak", 0) / GIB,
+        memory_free_gib=None if free_bytes is None else free_bytes / GIB,
+        memory_total_gib=None if total_bytes is None else total_bytes / GIB,
+        temperature_c=try_to_read(torch.cuda.temperature),
         power_w=None if power_mw is None else power_mw / 1000,
         error=errors[0] if errors else "",
     )
@@ -210,7 +210,7 @@ def host_memory() -> HostMemory:
         _, controller, path = line.split(":", 2)
         if controller not in CGROUPS:
             continue
-        limit_file, use_file, cache = CGROUPS[controller]
+        limit_file, use_file, cache_entry = CGROUPS[controller]
         group = ROOT / "sys/fs/cgroup" / controller / path.lstrip("/")
         # The limits of all parent groups apply, too. Inside a container, the group itself may be
         # mounted at the top of the tree.
@@ -219,21 +219,21 @@ def host_memory() -> HostMemory:
                 limit, used = (int((folder / name).read_text()) for name in (limit_file, use_file))
                 if limit < installed:
                     lines = read_text(folder / "memory.stat").splitlines()
-                    cached = int(dict(line.split() for line in lines).get(cache, 0))
+                    cached = int(dict(line.split() for line in lines).get(cache_entry, 0))
                     total = min(total, limit)
                     available = min(available, max(0, limit - max(0, used - cached)))
     return HostMemory(total, available)
 
 
 def read_text(name: str | Path) -> str:
-    """Return the content of a file of Linux below ROOT, or "" if there is no such file."""
+    """Return the content of a file below ROOT, or "" if it cannot be read."""
     with suppress(OSError):
         return (ROOT / name).read_text()
     return ""
 
 
 def available_cores() -> int:
-    """Return how many CPU cores this process may use, given its affinity and quota."""
+    """Return the number of CPU cores that this process's affinity and quota allow."""
     cores = len(os.sched_getaffinity(0))
     with suppress(ValueError):  # there is no quota
         quota, period = map(int, read_text("sys/fs/cgroup/cpu.max").split())
@@ -256,8 +256,8 @@ def free_memory_bytes(device: torch.device, sharers: int = 1) -> int:
     On a GPU, this includes memory that torch has reserved but that no tensor uses.
 
     Args:
-        sharers: number of processes that share the free memory of this machine. The limit on
-            this process's address space is not divided among them.
+        sharers: number of processes that share the free memory of this machine. They do not share
+            the limit on this process's address space, so this limit is not divided.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
