@@ -28,8 +28,9 @@ from rl_dist.run_dir import RunDir
 # Flags that keep the runs small; the user's flags override them. Validation is turned off, because
 # it does not affect the result.
 SMALL = ("--bptt_steps=8", "--batch_size=8", "--validate_every=0", "--eval_episodes=2")
-TOLERANCE = 1e-4  # for runs on different numbers of ranks, which round sums differently
-# A metric is not compared if its name, split at slashes, contains one of these words.
+TOLERANCE = 1e-4  # used if the numbers of ranks differ, because sums are then rounded differently
+# If a part of a metric's name, between slashes, is one of these words, the metric depends on the
+# machine and is not compared.
 MACHINE_FACTS = {"time", "host", "gpu", "cpu", "ram"}
 DESCRIPTION = (
     "Train 2K iterations twice, once without a break and once with a SIGKILL and a resume "
@@ -57,10 +58,10 @@ def differences(left: Any, right: Any, tolerance: float = 0.0) -> list[str]:
     left = dict(flatten(left))
     right = dict(flatten(right))
     lines = [f"{name} exists in only one run" for name in sorted(left.keys() ^ right.keys())]
-    shared = [name for name in left if name in right]
+    shared_names = [name for name in left if name in right]
     return lines + [
         f"{name}: {_shown(left[name])} and {_shown(right[name])}"
-        for name in shared
+        for name in shared_names
         if not _is_equal(left[name], right[name], tolerance)
     ]
 
@@ -86,10 +87,10 @@ def _shown(value: object) -> str:
 
 
 def result_of(run_dir: Path) -> dict[str, object]:
-    """Return the metrics of a run and the values in its last checkpoint, by name.
+    """Return the metrics of a run and the values in its newest checkpoint, by name.
 
-    The configuration, the times and the per-rank metrics are omitted, because they may differ
-    between two equal runs.
+    The configuration, the metrics of the machine and the metrics of single ranks are omitted,
+    because they may differ between two equal runs.
     """
     newest = load_latest(run_dir)
     if newest is None:
@@ -116,8 +117,8 @@ def train(
     Raises:
         UserError: the training run failed.
     """
-    words = [SCRIPT, *flags, f"--num_gpus={num_gpus}"]
-    with Child(words, folder) as child:
+    arguments = [SCRIPT, *flags, f"--num_gpus={num_gpus}"]
+    with Child(arguments, folder) as child:
         while (code := child.job.poll()) is None and not until():
             time.sleep(0.002)
     if code:
@@ -132,9 +133,9 @@ def check(args: Namespace, folder: Path) -> bool:
     print(f"uninterrupted: iterations 1..{2 * k} ...", flush=True)
     train([*args.flags, f"--run_dir={straight.path}"], args.num_gpus, folder)
     print(f"killed: iterations 1..{k}, a checkpoint, then SIGKILL ...", flush=True)
-    saved = killed.checkpoints / f"iteration_{k:08d}.pt"
-    train([*args.flags, f"--run_dir={killed.path}"], args.num_gpus, folder, saved.exists)
-    if latest_checkpoint(killed.path) != saved or killed.summary_path.exists():
+    checkpoint = killed.checkpoints / f"iteration_{k:08d}.pt"
+    train([*args.flags, f"--run_dir={killed.path}"], args.num_gpus, folder, checkpoint.exists)
+    if latest_checkpoint(killed.path) != checkpoint or killed.summary_path.exists():
         fix = f"set --iterations above {k}, or make iterations longer (--num_steps)"
         raise UserError(f"the run ended before it could be killed: {fix}", exit_code=1)
     print(f"resumed: iterations {k + 1}..{2 * k} ...", flush=True)
@@ -144,13 +145,14 @@ def check(args: Namespace, folder: Path) -> bool:
 
 
 def compare(straight: Path, resumed: Path, tolerance: float) -> bool:
-    """Print and return whether two runs are equal; compare bits if `tolerance` is 0."""
+    """Return True if two runs are equal, and print the result; `tolerance` 0: compare bits."""
     left = result_of(straight)
     right = result_of(resumed)
     lines = differences(left, right, tolerance)
     limit = f" within {tolerance:g}" if tolerance else ""
     if lines:
         print(f"different{limit}: {lines[0]} ({len(lines)} values differ)")
+        # A checkpoint contains None as "environments" if the environment cannot be saved.
         if left.get("environments", 0) is None:
             print("the environment has no get_state and set_state: a resume starts new episodes")
     else:
@@ -163,29 +165,29 @@ def compare(straight: Path, resumed: Path, tolerance: float) -> bool:
 
 
 def parse(argv: Sequence[str] | None) -> Namespace:
-    """Parse the options; collect the flags of the training runs in `args.flags`."""
+    """Parse the command line; `flags` in the result are the flags of both training runs."""
     parser = CommandParser(
         prog="python -m rl_dist.resume_check",
         usage="%(prog)s [--iterations K] [--num_gpus N] [--resume_on M] [training flags]",
         description=DESCRIPTION,
         epilog=EPILOG,
     )
-    for name, default, letter, text in (
+    for name, default, placeholder, text in (
         ("iterations", 5, "K", "K iterations run before the kill, and K after it (default: 5)"),
         ("num_gpus", -1, "N", "number of ranks; -1: choose it as in training (default: -1)"),
         ("resume_on", None, "M", "number of ranks in the resumed run (default: N)"),
         ("num_envs", 8, "", SUPPRESS),
         ("num_steps", 32, "", SUPPRESS),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, metavar=letter, help=text)
-    args, others = parser.parse_known_args(argv)
+        parser.add_argument(f"--{name}", type=int, default=default, metavar=placeholder, help=text)
+    args, training_flags = parser.parse_known_args(argv)
     if args.iterations < 1:
         raise UserError(f"--iterations {args.iterations} must be at least 1")
     if args.resume_on is None:
         args.resume_on = args.num_gpus
     args.flags = [
         *SMALL,
-        *others,
+        *training_flags,
         f"--num_envs={args.num_envs}",
         f"--num_steps={args.num_steps}",
         f"--total_steps={2 * args.iterations * args.num_envs * args.num_steps}",

@@ -1,10 +1,11 @@
 """Read, write and lock the files in a run directory.
 
-config.json is overwritten in place, because the lock is on this file. state.json and summary.json
-are replaced completely, so that no reader sees a half-written file; only on a full disk, state.json
-is overwritten in place. `rl_dist.telemetry.metrics`
-appends to metrics.jsonl. A file may be incomplete, or another program may have written it: readers
-skip invalid lines or refuse the file with a one-line error.
+config.json is overwritten in place, because a run holds its lock on this file. state.json and
+summary.json are replaced completely, so that no reader sees a half-written file; only on a full
+disk, state.json is overwritten in place. `rl_dist.telemetry.metrics` appends to metrics.jsonl.
+
+A file may be incomplete, or another program may have written it. Readers skip its invalid lines, or
+refuse the file with a one-line error.
 """
 
 import fcntl
@@ -41,14 +42,14 @@ from rl_dist.files import (
 STATE_FILE = "state.json"
 CHECKPOINT_DIR = "checkpoints"
 BEST_FILE = "best.pt"
-PATIENCE_S = 25.0  # longest wait for the lock: the ranks of a killed run may still be saving
+PATIENCE_S = 25.0  # longest wait for the lock: after a kill of the launcher, its ranks still save
 LONGEST_ERROR = 2000  # in characters
 WORKING = ("dry_run", "warm_up", "training", "validation", "saving", "evaluation")
 ENDED = ("done", "stopped", "failed")
 PHASES = ("starting", "restarting", *WORKING, *ENDED)
 
-# `status` prints state.json, which may come from someone else. The types below refuse control
-# characters and numbers that are too large.
+# The command `status` prints the values in state.json, which may come from someone else. The types
+# below refuse control characters and numbers that are too large.
 Count = Annotated[int, Field(ge=0, lt=10**18)]
 Real = Annotated[float, Field(ge=0, lt=1e18)]
 Text = Annotated[str, Field(pattern=r"^[^\p{C}]*$")]
@@ -121,7 +122,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         self.best = self.checkpoints / BEST_FILE
         self.logs = self.path / "logs"
         self.evaluation = self.path / "evaluation"
-        self.test_looks = self.path / "test_looks.jsonl"  # list of evaluations on the test span
+        self.test_looks = self.path / "test_looks.jsonl"  # one line per evaluation on test data
         self.lock: IO[bytes] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -129,6 +130,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         return vars(self) | {"lock": self.lock and reduction.DupFd(self.lock.fileno())}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore pickled attributes, and open the duplicate of the lock file."""
         vars(self).update(state)
         if state["lock"]:
             self.lock = os.fdopen(state["lock"].detach(), "r+b")
@@ -138,7 +140,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         return self.logs / f"rank_{rank}.log"
 
     def picture(self, name: str) -> Path:
-        """Return the path of a plot; see `writable`."""
+        """Return the path of a plot after checking that it is safe to write."""
         return self.writable(self.path / "plots" / f"{name}.png")
 
     def writable(self, path: Path) -> Path:
@@ -192,6 +194,7 @@ class RunDir(AbstractContextManager["RunDir"]):
         return self
 
     def _try_to_hold(self) -> bool:
+        """Try once to take the lock; return True if this process now holds it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             # on NFS, only a file that is open for writing can be locked
@@ -221,24 +224,29 @@ class RunDir(AbstractContextManager["RunDir"]):
         try:
             with open(self.config_path, "rb", opener=plain_file) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                return False  # `with` unlocks the file; a run that found it locked tries again
+                # Leaving `with` closes the file and frees this shared lock. A run that waits for
+                # the lock tries again.
+                return False
         except BlockingIOError:
             return True
         except OSError:
             return False
 
     def is_in_place(self) -> bool:
-        """Return False if the locked directory was deleted or replaced."""
+        """Return False if this run holds a lock, but its directory was deleted or replaced."""
         return self.lock is None or leads_to(self.config_path, self.lock)
 
     def is_unused(self) -> bool:
-        """Return True if the directory is missing or holds only logs and config.json."""
+        """Return True if the directory is missing or contains only logs and config.json."""
         return not self.path.exists() or set(self.path.iterdir()) <= {self.logs, self.config_path}
 
     def discard_unstarted(self, exit_code: int) -> None:
-        """Delete the run if it finished no iteration; keep its logs if exit_code is 1."""
-        held = self.lock and self.is_in_place()
-        if not held or self.checkpoints.exists() or self.records(last=1):
+        """Delete the files of this run if it finished no iteration.
+
+        If `exit_code` is 1, keep the logs. If this process does not hold the lock, do nothing.
+        """
+        has_lock = self.lock and self.is_in_place()
+        if not has_lock or self.checkpoints.exists() or self.records(last=1):
             return
         logs = self.logs.glob("rank_*.log") if exit_code != 1 else ()
         events = self.path.glob("events.out.tfevents.*")
@@ -257,12 +265,12 @@ class RunDir(AbstractContextManager["RunDir"]):
 
     def write_config(self, content: Mapping[str, Any]) -> None:
         """Overwrite the locked config.json in place; restore its old content on an error."""
-        before = read_plain(self.config_path)
+        old_content = read_plain(self.config_path)
         try:
             self._overwrite_config(json.dumps(content, indent=2).encode() + b"\n")
         except OSError as error:
             with suppress(OSError):
-                self._overwrite_config(before)
+                self._overwrite_config(old_content)
             raise unwritable(str(self.config_path), error) from None
 
     def _overwrite_config(self, data: bytes) -> None:
@@ -275,13 +283,13 @@ class RunDir(AbstractContextManager["RunDir"]):
         return read_object(self.summary_path) if self.summary_path.exists() else {}
 
     def write_summary(self, content: Mapping[str, Any]) -> None:
-        """Write summary.json; call this last: a run with this file counts as finished."""
+        """Write summary.json; call this last, because this file marks a finished run."""
         write_whole(self.summary_path, json.dumps(content, indent=2) + "\n")
 
     # ---- metrics.jsonl
 
     def records(self, last: int | None = None) -> list[Record]:
-        """Return the valid records of metrics.jsonl: all, or the newest `last` of them."""
+        """Return the valid records of metrics.jsonl; with `last`, only the newest ones."""
         try:
             content = read_tail(self.metrics_path) if last else read_plain(self.metrics_path, None)
         except OSError:
@@ -297,14 +305,14 @@ class RunDir(AbstractContextManager["RunDir"]):
         """
         if not self.metrics_path.exists():
             return
-        before = read_plain(self.metrics_path, None)
-        kept = [
+        old_content = read_plain(self.metrics_path, None)
+        kept_lines = [
             line + b"\n"
-            for line in before.splitlines()
+            for line in old_content.splitlines()
             if (record := parse_record(line)) and record["iteration"] <= iteration
         ]
-        if (text := b"".join(kept)) != before:
-            write_whole(self.metrics_path, text.decode())
+        if (new_content := b"".join(kept_lines)) != old_content:
+            write_whole(self.metrics_path, new_content.decode())
 
     def write_records(self, records: Sequence[Record]) -> None:
         """Replace the content of metrics.jsonl with these records."""
@@ -359,25 +367,26 @@ class RunDir(AbstractContextManager["RunDir"]):
             state = self.state()
             if not state or state.launcher_pid != pid or state.exit:
                 return
-            # after a signal has ended the launcher, its ranks may still have saved and stopped
+            # If a signal killed the launcher, its ranks may nevertheless have saved and stopped.
             stopped = code > 128 or (signum and state.phase == "stopped")
             phase = "stopped" if stopped else "failed" if code else "done"
             signum = max(signum, code - 128)
-            ended = RunExit(
+            run_exit = RunExit(
                 code=code,
                 signal=signal.Signals(signum).name if signum in {*signal.Signals} else None,
                 error=one_line(ValueError(error), LONGEST_ERROR, named=False)
                 if code and error
                 else "",
             )
-            self._write_state(state, exit=ended, phase="restarting" if may_restart else phase)
+            self._write_state(state, exit=run_exit, phase="restarting" if may_restart else phase)
 
     def _write_state(self, state: JobState, **changes: Any) -> None:
         state = state.model_copy(update=changes | {"updated": time.time()})
         data = state.model_dump_json().encode()
         try:
             replace_file(self.state_path, data)
-        except OSError:  # a full disk still has the blocks of the old content
+        except OSError:
+            # The disk may be full. Overwrite the old content if its blocks have enough space.
             with open(self.state_path, "r+b", opener=plain_file) as file:
                 if len(data) <= os.fstat(file.fileno()).st_blocks * 512:
                     file.write(data.ljust(os.fstat(file.fileno()).st_size))

@@ -42,12 +42,13 @@ from rl_dist.machine import (
 from rl_dist.speedup.model import steps_per_episode
 
 VERDICTS = OK, WARNING, PROBLEM = "ok", "warning", "problem"  # from best to worst
-BUSY_PERCENT = 10
-LITTLE_DISK_GIB = 1.0
+BUSY_PERCENT = 10  # a GPU with a higher utilization is used by another program
+LITTLE_DISK_GIB = 1.0  # warn if less disk space is free
 SHM_GIB = 1 / 16  # shared memory that NCCL needs for each rank
+# sizes of the gradients whose reduction is timed
 REDUCED_BYTES = (2**10, 2**20, 2**26)
 SHORT_RUN_S = 180.0  # time limit of the short run, including its start
-TIGHT_SHARE = 0.1  # fraction of the memory that should remain free
+TIGHT_SHARE = 0.1  # warn if a smaller fraction of the memory remains free
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,12 @@ class Check:
 
 
 def check(name: str, measured: str, *rules: tuple[object, str]) -> Check:
-    """Apply rules to a measurement; return a warning if one is broken.
+    """Apply rules to a measurement; the verdict is a warning if a rule is broken.
 
     Args:
         measured: the measurement as text.
-        rules: one tuple per rule: a value that is true if the rule is broken, and a text that says
-            how to fix the problem.
+        rules: tuples of two elements: a value that is true if the rule is broken, and a text that
+            says how to fix the problem. The first broken rule decides.
     """
     fix = next((fix for is_broken, fix in rules if is_broken), "")
     return Check(name, WARNING if fix else OK, measured, fix)
@@ -79,7 +80,7 @@ def check_setup(
     budget: tuple[int, str],
     figures: Record,
 ) -> Iterator[Check]:
-    """Yield the result of each check of a planned run as soon as it is available.
+    """Check whether this machine can train with `flags`; yield each result immediately.
 
     Args:
         flags: all flags of the training run, including the flags in `launch`.
@@ -100,7 +101,7 @@ def check_setup(
     yield from check_facts(facts, plan)
 
     # measure reductions between ranks, then a short run
-    step = "reductions"
+    check_name = "reductions"
     try:
         if plan.num_ranks > 1:
             seconds = time_reductions(
@@ -108,16 +109,16 @@ def check_setup(
             )
             figures["reductions_s"] = seconds
             times = [f"{size // 2**10:,} KiB in {1e3 * s:.3g} ms" for size, s in seconds.items()]
-            yield check(step, f"all sums are correct: {', '.join(times)}")
-        step = "short run"
+            yield check(check_name, f"all sums are correct: {', '.join(times)}")
+        check_name = "short run"
         print("checking: training briefly with these flags", file=sys.stderr)
         (records,) = measure_short_runs(
             [[*flags, "--monitor_every=0.2"]], timeout_s=SHORT_RUN_S
         ).records
     except ChildError as error:
-        only_slow = step == "short run" and isinstance(error, ChildTimeoutError)
+        only_slow = check_name == "short run" and isinstance(error, ChildTimeoutError)
         fix = "choose smaller sizes, or read the lines above; NCCL_DEBUG=INFO prints more details"
-        yield Check(step, WARNING if only_slow else PROBLEM, str(error), fix)
+        yield Check(check_name, WARNING if only_slow else PROBLEM, str(error), fix)
         return
     yield from check_run(records, facts, budget, figures)
 
@@ -130,7 +131,7 @@ class Facts:
     """Facts about this machine that are known without a measurement."""
 
     gpu: GpuInfo
-    torch: str  # version of torch, and of its CUDA
+    torch: str  # version of torch, and of the CUDA for which it was built
     driver: str  # version of the NVIDIA driver; "" if there is none
     nccl: str  # version of NCCL; "" if torch sees no GPU
     cores: int  # number of cores that this process may use
@@ -172,8 +173,8 @@ def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
     info = facts.gpu
     ranks = plan.num_ranks
     on_gpu = plan.device_type == "cuda"
-    why = info.error or "these flags choose the CPU"
-    backend = f"NCCL {facts.nccl}" if on_gpu else f"gloo, because {why}"
+    reason = info.error or "these flags choose the CPU"
+    backend = f"NCCL {facts.nccl}" if on_gpu else f"gloo, because {reason}"
     driver = facts.driver or "none"
     yield check("torch", f"{facts.torch}; NVIDIA driver: {driver}; ranks connect over {backend}")
     for gpu in info.gpus:
@@ -192,17 +193,17 @@ def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
         yield check("/dev/shm", free, (facts.shm_free_gib < ranks * SHM_GIB, fix))
 
     # cores and disk
-    few = facts.cores < ranks
-    busy = facts.load > 0.5 * facts.cores
+    too_few_cores = facts.cores < ranks
+    cores_are_busy = facts.load > 0.5 * facts.cores
     yield check(
         "cores",
         f"{facts.cores} for {ranks} rank(s), load {facts.load:.1f}",
-        (few, f"start at most one rank per core: --num_gpus {facts.cores}"),
-        (busy, "other programs will slow down the short run: stop them and check again"),
+        (too_few_cores, f"start at most one rank per core: --num_gpus {facts.cores}"),
+        (cores_are_busy, "other programs will slow down the short run: stop them and check again"),
     )
-    full = facts.disk_free_gib < LITTLE_DISK_GIB
+    is_full = facts.disk_free_gib < LITTLE_DISK_GIB
     free = f"{facts.folder}: {facts.disk_free_gib:.3g} GiB free"
-    disk = check("disk", free, (full, "free some space, or choose another disk with --run_dir"))
+    disk = check("disk", free, (is_full, "free some space, or choose another disk with --run_dir"))
     if facts.disk_error:
         problem = f"{facts.folder}: {facts.disk_error}"
         disk = Check("disk", PROBLEM, problem, "choose a writable directory with --run_dir")
@@ -219,23 +220,23 @@ def check_run(
     figures: Record,
 ) -> Iterator[Check]:
     """Check the memory use and the speed of a short run; add them to `figures`."""
-    # memory: the highest use by a single rank, and the smallest amount that remained free
-    ranks = [rank for record in records for rank in record["ranks"]]
+    # memory: the highest use by a single rank, and the lowest amount of free memory
+    rank_records = [rank for record in records for rank in record["ranks"]]
     gpu_totals = [gpu.memory_total_gib for gpu in facts.gpu.gpus if gpu.memory_total_gib]
     memory_gib = {}
-    for place, use_name, free_name, total in (
+    for memory, use_name, free_name, total in (
         ("memory", "ram/used_gib", "ram/free_gib", facts.memory_total_gib),
         ("GPU memory", "gpu/memory_peak_gib", "gpu/memory_free_gib", min(gpu_totals, default=0.0)),
     ):
-        if sampled := [rank for rank in ranks if rank.get(use_name) and rank.get(free_name)]:
+        if sampled := [rank for rank in rank_records if rank.get(use_name) and rank.get(free_name)]:
             used = max(rank[use_name] for rank in sampled)
             free = min(rank[free_name] for rank in sampled)
-            memory_gib[place] = used, free
+            memory_gib[memory] = used, free
             text = f"highest use by one rank: {used:.3g} GiB; lowest free memory: {free:.3g} GiB"
             fix = "long episodes or other programs may need more memory: choose smaller sizes"
-            yield check(place, text, (free < TIGHT_SHARE * total, fix))
+            yield check(memory, text, (free < TIGHT_SHARE * total, fix))
 
-    # speed and duration of the training run; a range if the speed is not steady
+    # speed and duration of the training run; the duration is a range if the speed is not steady
     rates = round_rates(records)
     length, unit = budget
     steps_per_s = median(record["time/sps"] for record in records)  # summed over all ranks
@@ -243,7 +244,7 @@ def check_run(
     problem = unsteady(rates)
     pace = problem or f"{steps_per_s:,.0f} steps/s in {len(records)} iterations"
     yield check("pace", pace, (problem, "stop other programs and check again"))
-    # without start-up and evaluations
+    # durations at the median, highest and lowest speed; start-up and evaluations are not included
     total_s, *range_s = (total_steps / rate for rate in (steps_per_s, max(rates), min(rates)))
     hours = " to ".join(f"{seconds / 3600:.3g}" for seconds in (range_s if problem else [total_s]))
     unknown = math.isnan(total_steps)

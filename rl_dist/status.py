@@ -23,10 +23,14 @@ from rl_dist.run_dir import ENDED, STATE_FILE, JobState, RunDir
 RUNS = Path("runs")
 EVERY_S = 2.0  # seconds between two updates of --follow
 RECENT = 20  # number of newest iterations from which metrics are read
-LINE = ("state", "progress", "speed", "returns", "checkpoint")  # rows that --follow prints
+# names of the rows that --follow prints on one line
+LINE = ("state", "progress", "speed", "returns", "checkpoint")
+# states of a run that has ended
 OVER = ("finished", "stopped", "failed", "dead")
+# prefixes of metrics in the row "returns"
 RETURNS = ("episode/return", "valid/return", "valid/sharpe")
-USE = ("cpu/", "ram/", "gpu/", "time/idle_share")  # prefixes of metrics shown for each rank
+# prefixes of metrics in the row of each rank
+USE = ("cpu/", "ram/", "gpu/", "time/idle_share")
 EPILOG = """examples:
   python -m rl_dist.status                          the newest run below runs/
   python -m rl_dist.status runs/my_run --follow     one line per change, until the run ends
@@ -44,7 +48,7 @@ Status = dict[str, Any]
 
 
 def read_status(run_dir: Path) -> Status:
-    """Return a run's status from its files and lock; an unknown value is None.
+    """Read the status of a run from its files and its lock; an unknown value is None.
 
     Raises:
         UserError: the folder contains no run, or state.json is incomplete or another program wrote
@@ -55,7 +59,7 @@ def read_status(run_dir: Path) -> Status:
     if job is None:
         raise UserError(f"{run_dir} has no {STATE_FILE}: give a run directory")
     records = run.records(last=RECENT)
-    entries = [entry for record in records for entry in record.get("ranks", ())]
+    rank_metrics = [entry for record in records for entry in record.get("ranks", ())]
     speeds = [speed for record in records if (speed := record.get("time/sps") or 0) > 1e-9]
     steps_per_s = median(speeds) if speeds else None
     done = job.global_step if job.unit == "steps" else job.episodes
@@ -68,7 +72,7 @@ def read_status(run_dir: Path) -> Status:
         "returns": _latest(records, RETURNS),
     }
     for rank in status["ranks"]:
-        rank |= _latest((entry for entry in entries if entry.get("rank") == rank["rank"]), USE)
+        rank |= _latest((entry for entry in rank_metrics if entry.get("rank") == rank["rank"]), USE)
     if steps_per_s and done:
         status["eta_s"] = job.global_step / steps_per_s * max(0.0, job.target / done - 1.0)
     with suppress(OSError, UserError, LookupError, TypeError):
@@ -78,7 +82,7 @@ def read_status(run_dir: Path) -> Status:
 
 
 def _latest(records: Iterable[Record], names: tuple[str, ...]) -> Record:
-    """Return the newest value of each metric whose name begins with one of `names`."""
+    """Return the newest value of each metric whose name begins with an element of `names`."""
     items = (item for record in records for item in record.items())
     return {name: value for name, value in items if name.startswith(names) and value is not None}
 
@@ -107,7 +111,7 @@ def _state_of(run: RunDir, job: JobState) -> tuple[str, str]:
 
 
 def describe(run: Status) -> dict[str, str]:
-    """Return the rows to print, as a mapping from the name of a row to its text."""
+    """Format a status as rows: name of the row -> text."""
     done = f"{run['done']:,} of {run['target']:,} {run['unit']}"
     reason = f": {run['reason']}" if run["reason"] else ""
     rows = {
@@ -117,9 +121,9 @@ def describe(run: Status) -> dict[str, str]:
         "progress": f"iteration {run['iteration']:,}, {done}",
     }
     if run["eta_s"] is not None:
-        left = timedelta(seconds=min(round(run["eta_s"]), 10**10))
-        pace = f"{run['steps_per_s']:,.1f} steps/s"
-        rows["speed"] = f"{pace}, {left} left, not counting validation and checkpoints"
+        time_left = timedelta(seconds=min(round(run["eta_s"]), 10**10))
+        speed = f"{run['steps_per_s']:,.1f} steps/s"
+        rows["speed"] = f"{speed}, {time_left} left, not counting validation and checkpoints"
     rows["returns"] = _listed(run["returns"])
     rows["checkpoint"] = run["checkpoint"]["path"] if run["checkpoint"] else "none"
     for rank in run["ranks"]:
@@ -129,7 +133,7 @@ def describe(run: Status) -> dict[str, str]:
 
 
 def _listed(metrics: Record) -> str:
-    """Format metrics as text; their names contain the units."""
+    """Format the metrics as one text; values whose name has no slash are not metrics."""
     return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if "/" in name)
 
 
@@ -157,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(argv)
     run_dir = args.run_dir or newest_run(RUNS)
-    shown = ""
+    last_text = ""
     while True:
         run = read_status(run_dir)
         rows = describe(run)
@@ -167,11 +171,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = " | ".join(text for name, text in rows.items() if name in LINE)
         else:
             text = "\n".join(f"{name:<11} {text}" for name, text in rows.items())
-        if text != shown:
+        if text != last_text:
             print(text, flush=True)
         if not args.follow or run["state"] in OVER:
             return 1 if run["state"] in ("failed", "dead") else 0
-        shown = text
+        last_text = text
         time.sleep(EVERY_S)
 
 

@@ -26,7 +26,7 @@ exit codes: 0 success, 1 a file is damaged, 2 bad usage"""
 
 def show_list(files: Sequence[Path]) -> bool:
     """Print one line per file, newest first; return True if no file is damaged."""
-    all_whole = True
+    all_valid = True
     rows = []
     for file in reversed(files):
         iteration = "?"
@@ -38,10 +38,10 @@ def show_list(files: Sequence[Path]) -> bool:
                 verdict += f", {name} {value:.6g}"
         except CheckpointError as error:
             verdict = f"damaged: {error}"
-            all_whole = False
+            all_valid = False
         rows.append([*map(printable, (iteration, file.name, verdict))])
     print(table(("iteration", "file", "state"), rows))
-    return all_whole
+    return all_valid
 
 
 def inspect(file: Path, as_json: bool) -> None:

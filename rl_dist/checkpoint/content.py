@@ -1,7 +1,7 @@
 """Check the content of a checkpoint: the type, shape and range of every entry.
 
-The checksum detects damaged files. These checks detect values that someone has changed, or that
-became invalid during training, before any of them is used.
+The checksum of a file detects damage. The checks in this module detect values that someone has
+changed, or that became invalid during training. All checks are made before a value is used.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, Json, TypeAdapter, Validation
 from torch import Tensor
 
 MEASURED = "measured"  # entry with the name and value of the metric that selects best.pt
-FORMS = "forms"  # entry with the type and shape of every other value, by path
+FORMS = "forms"  # entry with the result of `forms_of` at the time of saving
 _PLAIN_TYPES = (str, int, float, bool, type(None))
 _NOT_FINITE = ", not finite"
 State = dict[str, Any]  # the content of a checkpoint
@@ -49,8 +49,9 @@ class Schema(_Entries):
     """
 
     program: ClassVar[str] = ""  # program that writes these checkpoints, for messages
-    marks: ClassVar[tuple[str, ...]] = ()  # entries that no other program writes
-    # A tensor may be saved with NaN or inf if its path begins with one of these; "": any tensor.
+    # names of entries that only this program writes; they identify the program
+    marks: ClassVar[tuple[str, ...]] = ()
+    # A tensor may contain NaN or inf if its path begins with one of these texts; "": any tensor.
     may_be_infinite: ClassVar[tuple[str, ...]] = ("",)
 
     measured: dict[str, float] = {}
@@ -59,7 +60,7 @@ class Schema(_Entries):
 
     @classmethod
     def describes(cls, state: State) -> bool:
-        """Return True if the program of this schema has written the state."""
+        """Return True if the program of this schema wrote the state."""
         return any(name in state for name in cls.marks)
 
 
@@ -89,7 +90,8 @@ _COUNTS = TypeAdapter(dict[str, Count])
 def flatten(value: Any, place: str = "") -> Iterator[tuple[str, object]]:
     """Yield (path, value) for each value in nested dicts, lists and tuples.
 
-    An empty container counts as a value. Dict keys that a checkpoint cannot store are yielded, too.
+    An empty dict, list or tuple is yielded as a value. A dict key that a checkpoint cannot store is
+    yielded, too.
     """
     if type(value) in (list, tuple):
         value = dict(enumerate(value)) or value
@@ -97,10 +99,10 @@ def flatten(value: Any, place: str = "") -> Iterator[tuple[str, object]]:
         yield place, value
         return
     for key, entry in value.items():
-        inner = f"{place}/{key}" if place else str(key)
+        path = f"{place}/{key}" if place else str(key)
         if type(key) not in _PLAIN_TYPES:
-            yield f"{inner} (the key)", key
-        yield from flatten(entry, inner)
+            yield f"{path} (the key)", key
+        yield from flatten(entry, path)
 
 
 def tensors_in(state: object) -> dict[str, Tensor]:
@@ -111,6 +113,7 @@ def tensors_in(state: object) -> dict[str, Tensor]:
 def check_plain(state: object) -> None:
     """Refuse a value that `torch.load(weights_only=True)` would not return unchanged."""
     for place, value in flatten(state):
+        # `flatten` yields a container only if it is empty
         is_empty = isinstance(value, dict) or type(value) in (list, tuple)
         if not is_empty and type(value) not in _PLAIN_TYPES and not isinstance(value, Tensor):
             kind = type(value).__name__
@@ -121,8 +124,8 @@ def check_state(state: object, schema: type[Schema] = Schema) -> None:
     """Refuse a state whose entries are missing, of a wrong type, out of range or NaN.
 
     Args:
-        schema: schema of the program that should have written the state. If another program has
-            written it, only the rules for checkpoints of any program are checked.
+        schema: schema of the program that should have written the state. If another program wrote
+            it, only the rules that hold for every program are checked.
     """
     if not isinstance(state, dict):
         raise CheckpointError(f"it contains a {type(state).__name__}, not a dict")
@@ -130,7 +133,7 @@ def check_state(state: object, schema: type[Schema] = Schema) -> None:
         schema = Schema
     try:
         schema.model_validate(state)
-        # every integer at the top level counts something
+        # every integer at the top level is a count, so it must not be negative or too large
         numbers = {name: value for name, value in state.items() if type(value) is int}
         _COUNTS.validate_python(numbers, strict=True)
     except ValidationError as error:
@@ -141,22 +144,23 @@ def check_state(state: object, schema: type[Schema] = Schema) -> None:
         # An expanded tensor has more elements than it stores; reading it could use all memory.
         if tensor.is_sparse or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
             raise CheckpointError(f"{name!r:.80} is not a plain tensor")
-    now = forms_of(state)
-    saved = state.get(FORMS, now)  # older versions wrote none
-    for name in now | saved:
-        form = now.get(name, "missing")
-        before = saved.get(name, "missing")
-        may_be = _NOT_FINITE in before and name.startswith(schema.may_be_infinite)
+    current_forms = forms_of(state)
+    saved_forms = state.get(FORMS, current_forms)  # older versions saved no forms
+    for name in current_forms | saved_forms:
+        form = current_forms.get(name, "missing")
+        saved_form = saved_forms.get(name, "missing")
+        may_be = _NOT_FINITE in saved_form and name.startswith(schema.may_be_infinite)
         if _NOT_FINITE in form and not may_be:
             raise CheckpointError(f"{name!r:.80} is not finite: NaN or inf")
-        if form != before:
-            raise CheckpointError(f"{name!r:.80} is {form:.60}, but {before:.60} was saved")
+        if form != saved_form:
+            raise CheckpointError(f"{name!r:.80} is {form:.60}, but {saved_form:.60} was saved")
 
 
 def forms_of(state: State) -> dict[str, str]:
-    """Return the type of each value by path; of a tensor, also its shape and whether it is finite.
+    """Describe the type of each value, by path; for a tensor, also its shape and finiteness.
 
-    Saved with the values, they show that an entry was changed or is missing.
+    A checkpoint contains these descriptions. When it is loaded, a different description shows that
+    an entry was changed, added or removed.
     """
     forms = {}
     for name, value in flatten({key: state[key] for key in state.keys() - {MEASURED, FORMS}}):

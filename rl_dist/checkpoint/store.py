@@ -5,8 +5,8 @@ torch.save writes, and `torch.load` can read it. The file ends with a zip commen
 
     rl_dist checkpoint, format 4, torch 2.13.0, sha256:<64 hexadecimal digits>
 
-The digits are the SHA-256 of all bytes before the word sha256. They are checked first, so torch
-never reads a file in which a byte has changed.
+The digits are the SHA-256 of all bytes before the word sha256. `load_checkpoint` compares them
+before torch reads the file, so torch never reads a damaged file.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import BEST_FILE, CHECKPOINT_DIR
 
-FORMAT_VERSION = 4  # increased when the program can no longer resume older checkpoints
+FORMAT_VERSION = 4  # increased if new code cannot read older checkpoints
 LAST_READER = "0.5.0"  # the last program version that reads formats before FORMAT_VERSION
 _DIGEST_BYTES = len("sha256:") + 64
 _COMMENT = re.compile(
@@ -62,14 +62,14 @@ class LoadedCheckpoint(NamedTuple):
 
 
 def load_checkpoint(path: str | Path, schema: type[Schema] = Schema) -> State:
-    """Load tensors and plain values to the CPU; never run code from the file.
+    """Load a state of tensors and plain values to the CPU; never run code from the file.
 
     Args:
         schema: schema of the program that should have written the checkpoint; see `check_state`.
     """
     try:
         with open(path, "rb", opener=plain_file) as file:
-            is_archive = file.read(4) == b"PK\x03\x04"  # do not read a huge file of another type
+            is_archive = file.read(4) == b"PK\x03\x04"  # else, do not read it: it may be huge
         data = read_plain(path, None) if is_archive else b""
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from None
@@ -86,7 +86,7 @@ def load_checkpoint(path: str | Path, schema: type[Schema] = Schema) -> State:
             f"{FORMAT_VERSION}: use {reader} of the program"
         )
     try:
-        with warnings.catch_warnings(action="ignore"):  # each problem raises an error below
+        with warnings.catch_warnings(action="ignore"):  # the checks below raise errors instead
             state = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
         check_plain(state)
         check_state(state, schema)
@@ -144,21 +144,22 @@ def save_checkpoint(
     """Write a file such as iteration_00000120.pt, and remove old checkpoints.
 
     Args:
-        iteration: number for the file's name. Checkpoints with higher numbers are removed: they
-            were left behind when the run was resumed from an earlier iteration.
+        iteration: number in the file's name. Checkpoints with higher numbers are removed, because
+            they are from before the run was resumed at an earlier iteration.
         keep: number of newest checkpoints to keep, at least 1.
-        best: also write best.pt, which does not count towards `keep`.
+        best: also write best.pt, in addition to the `keep` newest checkpoints.
 
     Raises:
         CheckpointError: `load_checkpoint` would refuse a value, or a file cannot be written.
     """
     path = Path(directory, f"iteration_{iteration:08d}.pt")
     data = pack(state)
-    # Write best.pt first. If the run is killed between the two writes, it repeats this iteration
-    # after a resume, and best.pt already contains the result of the iteration.
+    # Write best.pt first. If the run is killed between the two writes, a resumed run repeats this
+    # iteration; best.pt then already contains its result.
     if best:
         write_atomically(path.with_name(BEST_FILE), data)
     write_atomically(path, data)
+    # keep the newest `keep` files, but none with a higher number than this checkpoint
     numbered = [file for file in checkpoint_files(path.parent) if file.name != BEST_FILE]
     kept = numbered[: numbered.index(path) + 1][-keep:]
     for file in numbered:
@@ -207,7 +208,7 @@ def save_agreed(
 def load_latest(run_dir: str | Path, schema: type[Schema] = Schema) -> LoadedCheckpoint | None:
     """Load the newest valid checkpoint of a run or folder; log each skipped file.
 
-    best.pt is tried last; it may be the only file that is left after a cleanup.
+    best.pt is tried last. It may be the only file if the user has deleted the others.
 
     Raises:
         OtherFormatError: the newest undamaged file has another format version. Loading an older
@@ -243,7 +244,7 @@ def checkpoint_folder(path: str | Path) -> Path:
 
 
 def checkpoint_files(path: str | Path) -> list[Path]:
-    """List the checkpoints of a run or folder: best.pt first, then by iteration.
+    """List the checkpoints of a run or folder: first best.pt, then the others by iteration.
 
     Subfolders are skipped, even if they have the name of a checkpoint.
     """
@@ -253,21 +254,21 @@ def checkpoint_files(path: str | Path) -> list[Path]:
 
 
 def iteration_in_name(path: Path) -> int:
-    """Return the iteration in a checkpoint's file name, or -1 if it has none."""
+    """Return the iteration in a checkpoint's file name, or -1 if the name has no iteration."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else -1
 
 
 class Best:
-    """Best value so far of the metric that selects best.pt; the same on all ranks.
+    """Remembers the best value of the metric that selects best.pt, equally on all ranks.
 
-    Higher values are better. best.pt stores the value, so that a resumed run does not replace the
-    file with a worse checkpoint. If best.pt is damaged or was selected by another metric, the next
-    checkpoint replaces it.
+    Higher values are better. best.pt also contains the value, so that a resumed run does not
+    replace the file with a worse checkpoint. If best.pt is damaged or was selected by another
+    metric, the next checkpoint replaces it.
 
     Args:
-        names: names of metrics; the first one that the run reports is used. If empty, no best.pt
-            is written.
+        names: names of metrics. The first one that the run reports is used. If there are no names,
+            no best.pt is written.
     """
 
     def __init__(self, names: Sequence[str], directory: Path, world: World) -> None:
@@ -286,8 +287,9 @@ class Best:
         value: Any = all_gather_json(metrics[name], self.world)[0] if name else None
         # the metric is None if, for example, no episode has ended
         is_known = value is not None and math.isfinite(value)
-        self.measured = {name: float(value)} if is_known else {}  # value in this iteration
-        # of equal validations, the last one follows the longest training
+        # the value in this iteration
+        self.measured = {name: float(value)} if is_known else {}
+        # If two validations are equal, prefer the later one: it follows a longer training.
         is_tie = value == self.value and name.startswith("valid/")
         self.improved = is_known and (value > self.value or is_tie)
         return self.improved

@@ -1,8 +1,8 @@
 """Check that the modules that a run uses are trusted, before they are imported.
 
-A run directory may come from someone else, and no code in it is ever executed. A module that the
-run uses is imported only if the current user has named it on the command line, or owns the
-config.json that names it.
+A run directory may come from someone else, so no code in it is ever executed. A module that a run
+uses is imported only in two cases: the user has named the module on the command line, or the user
+owns the config.json that names it.
 """
 
 import importlib
@@ -25,8 +25,9 @@ from rl_dist.files import plain_file
 def import_from_here(*values: str) -> None:
     """Append the current directory to sys.path if a value has the form `module:name`.
 
-    When Python runs a script, it adds only the script's folder to sys.path. Ranks inherit sys.path.
-    An entry "" of sys.path is not enough, because an environment may change the directory.
+    This is needed because Python adds only the folder of a script to sys.path. Ranks inherit
+    sys.path. An entry "" of sys.path is not enough, because an environment may change the current
+    directory.
     """
     here = str(Path.cwd())
     if any(":" in value for value in values) and here not in sys.path:
@@ -34,7 +35,10 @@ def import_from_here(*values: str) -> None:
 
 
 def import_own(field: str, value: str) -> Any:
-    """Import the class or function that is given as `module:name`.
+    """Import the user's class or function that `value` names in the form `module:name`.
+
+    Args:
+        field: name of the flag, for error messages.
 
     Raises:
         UserError: the module does not exist, raises an error during import, or does not contain
@@ -42,18 +46,18 @@ def import_own(field: str, value: str) -> Any:
     """
     module, _, name = value.partition(":")
     try:
-        imported = importlib.import_module(module)
+        imported_module = importlib.import_module(module)
     except FOREIGN_ERRORS as error:
         raise UserError(f"{field} {value!r}: the import raised {one_line(error)}") from error
-    named = getattr(imported, name, None)
-    if not callable(named):
-        problem = f"({imported.__file__}) has no function or class {name}"
+    imported_object = getattr(imported_module, name, None)
+    if not callable(imported_object):
+        problem = f"({imported_module.__file__}) has no function or class {name}"
         raise UserError(f"{field} {value!r}: {module} {problem}")
-    return named
+    return imported_object
 
 
 def module_files(names: Sequence[str]) -> dict[str, list[Path]]:
-    """Find the files of the module in each `module:name`, without importing it."""
+    """Find the files of the module in each `module:name`, without importing the module."""
     modules = {module for name in names if (module := name.rpartition(":")[0])}
     return {module: [*filter(Path.is_file, map(Path, _places(module)))] for module in modules}
 
@@ -71,8 +75,8 @@ def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: st
         given: the `module:name` on the command line, or None.
 
     Raises:
-        UserError: the module is in the run directory; or neither the command line nor a config.json
-            that `_is_own` accepts names the module.
+        UserError: the module is in the run directory; or the module is named neither on the command
+            line nor in a config.json of this user (see `_is_own`).
     """
     run_dir = run_dir.absolute()
     field, value = next(iter(saved.items()))
@@ -93,16 +97,16 @@ def check_named(run_dir: Path, section: str, saved: Mapping[str, str], given: st
 
 
 def _is_own(path: Path, section: str, saved: Mapping[str, str]) -> bool:
-    """Return True if config.json belongs to this user and holds the values.
+    """Return True if config.json belongs to this user and contains the values.
 
     A file that every user may write is not accepted.
     """
     try:
         with open(path, "rb", opener=plain_file) as file:
-            about = os.fstat(file.fileno())
+            file_status = os.fstat(file.fileno())
             config = json.loads(file.read(2**20))
-            mine = about.st_uid == os.getuid() and not about.st_mode & stat.S_IWOTH
-            return mine and saved.items() <= config[section].items()
+            is_mine = file_status.st_uid == os.getuid() and not file_status.st_mode & stat.S_IWOTH
+            return is_mine and saved.items() <= config[section].items()
     except Exception:  # a hostile file can cause many types of errors
         return False
 
@@ -118,7 +122,7 @@ def _places(module: str) -> list[str]:
         except (ImportError, ValueError):
             spec = None
         if spec is None:
-            return places  # the later import will report this problem
+            return places  # importing the module will report this problem
         path = list(spec.submodule_search_locations or [])
         places += [*path, *([spec.origin] if spec.has_location and spec.origin else [])]
         path += users_folders(".".join(parts[:depth]))
@@ -126,8 +130,9 @@ def _places(module: str) -> list[str]:
 
 
 def _inside(place: str | Path, folder: Path) -> bool:
-    """Return True if a path is in a folder, before or after links are followed."""
-    # normpath resolves ".." without following links
+    """Return True if a path is in a folder, either as written or after following links."""
+    # Each set contains a path as written and the same path after following links. normpath resolves
+    # ".." without following links.
     places, folders = (
         {Path(os.path.normpath(Path.cwd() / path)), Path(path).resolve()}
         for path in (place, folder)
