@@ -3,10 +3,10 @@
     time_reductions(2, [1024, 2**20])[1024]  # 0.0002
 
 The ranks start, join and reduce as in real training, but in a subprocess, so that the caller
-survives a hang or an abort inside NCCL. Each rank computes for some milliseconds before every
-reduction: in a tight loop, threads would be awake and caches warm, and reductions would be faster
-than in training. The time of a reduction is the shortest wait of any rank, because the last rank to
-arrive waits only for the transfer.
+survives a hang or an abort inside NCCL. Before every reduction, each rank computes for some
+milliseconds. Without this work, threads would be awake and caches warm, and reductions would be
+faster than in training. The time of a reduction is the shortest wait of any rank, because the last
+rank to arrive waits only for the transfer.
 """
 
 import json
@@ -27,10 +27,11 @@ from rl_dist.process_group.world import World, close_world, open_world
 from rl_dist.strategies.config import StrategyConfig
 from rl_dist.strategies.strategy import Strategy
 
-WORK_S = 0.004
-WARM_UP = 3
-REPEATS = 12
+WORK_S = 0.004  # each rank computes for this time before every reduction
+WARM_UP = 3  # number of reductions that are not timed
+REPEATS = 12  # number of timed reductions
 TIMEOUT_S = 180.0  # limit for one measurement, including the start of the ranks
+# program of the child process, which launches the ranks
 RUN = """import json, sys
 from rl_dist.launch.bench import run_rank
 from rl_dist.launch.ranks import launch
@@ -52,7 +53,7 @@ def time_reductions(
         gpu_ids: GPU of each rank; if empty, rank i uses GPU i.
 
     Returns:
-        Size in bytes -> seconds for which the last rank to arrive waits (median of repetitions).
+        Size in bytes -> seconds of a reduction after all ranks have arrived (median).
 
     Raises:
         UserError: there are fewer GPUs than ranks.
@@ -63,7 +64,7 @@ def time_reductions(
     job = num_ranks, device_type, [*gpu_ids], [*sizes_bytes]
     with (
         tempfile.TemporaryDirectory(prefix="all_reduce_") as folder,
-        # -P: no module in the current directory wins the import of ours
+        # -P omits the current directory from sys.path: a module there could replace one of ours
         Child(["-P", "-c", RUN, json.dumps(job)], Path(folder)) as child,
     ):
         try:
@@ -90,9 +91,10 @@ def run_rank(device_type: str, gpu_ids: Sequence[int], sizes_bytes: Sequence[int
 
 
 def _last_arrival_s(num_bytes: int, world: World) -> float:
-    """Return the median time that a reduction takes once all ranks have arrived.
+    """Return the median time in seconds of a reduction after all ranks have arrived.
 
-    In each reduction, this is the shortest wait of any rank: the last rank to arrive waits least.
+    In each reduction, this time is the shortest wait of any rank, because the last rank to arrive
+    waits only for the transfer.
     """
     module = nn.Linear(max(1, num_bytes // 4), 1, bias=False, device=world.device)
     wrapped = Strategy(StrategyConfig(mode="ddp"), world).wrap(module)

@@ -25,17 +25,18 @@ from rl_dist.run_dir import RunDir
 
 # The script that trains, unless the caller names another one.
 SCRIPT = Path(__file__).resolve().parents[2] / "train_distributed.py"
-POLL_S = 0.1
-KILL_PATIENCE_S = 5.0
-# Environment variable of a short run. If it is set, the script saves nothing, evaluates nothing and
-# trains until it is killed, whatever its flags say.
+POLL_S = 0.1  # time between two reads of the metrics of short runs
+KILL_PATIENCE_S = 5.0  # longest time to kill the processes of a child
+# Environment variable that marks a short run. If it is set, the script saves nothing, evaluates
+# nothing and trains until it is killed, regardless of its flags.
 SHORT_RUN = "RL_DIST_SHORT_RUN"
 WARM_UP = 3  # the first WARM_UP iterations are not measured
 # To check that the speed is steady, the measured iterations are split into 3 equally long parts
 # (rounds). The measurement takes at least 3 iterations and 3 seconds.
 ROUNDS = 3
 ROUNDS_S = 3.0
-# After this many seconds, 1 iteration of warm-up and 2 measured iterations are enough.
+# If iterations are slow: after this many seconds, 1 iteration of warm-up and 2 measured iterations
+# are enough.
 ENOUGH_S = 12.0
 # The speed is steady if the fastest round is at most this many times as fast as the slowest one.
 MAX_SPREAD = 1.5
@@ -50,7 +51,7 @@ class ChildTimeoutError(ChildError):
 
 
 def leave_at_signals() -> None:
-    """Make SIGINT and SIGTERM raise SystemExit, so that each `Child` context is left."""
+    """Make SIGINT and SIGTERM raise SystemExit, so that each `Child` context kills its child."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda number, frame: sys.exit(128 + number))
 
@@ -106,7 +107,7 @@ class Child(AbstractContextManager["Child"]):
     def __exit__(self, *exc_info: object) -> None:
         """Kill all processes of the child's session, and wait until they have ended."""
         deadline_s = time.monotonic() + KILL_PATIENCE_S
-        with suppress(ProcessLookupError, PermissionError):  # no process is left
+        with suppress(ProcessLookupError, PermissionError):  # all processes have ended
             while time.monotonic() < deadline_s:
                 os.killpg(self.job.pid, signal.SIGKILL)
                 self.job.poll()
@@ -120,7 +121,7 @@ class Child(AbstractContextManager["Child"]):
     def error(self) -> ChildError | UserError:
         """Return the error that the child reported, or the last lines of its stderr.
 
-        It is a UserError if the child rejected its arguments, otherwise a ChildError.
+        The error is a UserError if the child rejected its arguments, otherwise a ChildError.
         """
         facts = self.facts()
         code = self.job.returncode
@@ -141,11 +142,11 @@ class TrainingResult:
     """The result of a training run."""
 
     success: bool
-    exit_code: int  # -n: signal n killed the script
+    exit_code: int  # -n means that signal n killed the script
     iterations: int  # iterations of the whole run, including iterations before a resume
     final_losses: dict[str, float]  # losses of the last iteration
     seconds: float
-    run_dir: Path | None  # absolute path; None: training did not start
+    run_dir: Path | None  # absolute path; None if training did not start
     error: str  # one line; "" after success
 
 
@@ -161,8 +162,8 @@ def launch_distributed_training(
         ... else:
         ...     print(result.exit_code, result.error)
 
-    After Ctrl-C, the script saves and stops; then this function raises KeyboardInterrupt. A second
-    Ctrl-C ends the script immediately.
+    After Ctrl-C, the script saves a checkpoint and stops; then this function raises
+    KeyboardInterrupt. A second Ctrl-C ends the script immediately.
 
     Args:
         flags: flags of the script, as on its command line.
@@ -218,7 +219,7 @@ def as_flags(named: Mapping[str, object]) -> list[str]:
 
 @dataclass(frozen=True)
 class ShortRuns:
-    """Measurements of several copies of a run, which trained at the same time."""
+    """Measurements of several copies of a run that trained at the same time."""
 
     records: list[list[Record]]  # for each copy, the metrics of its measured iterations
     config: dict[str, Any]  # settings of the first copy, by section
@@ -228,14 +229,14 @@ class ShortRuns:
 def measure_short_runs(copies: Sequence[Sequence[str]], timeout_s: float = 600.0) -> ShortRuns:
     """Train independent copies of a run at the same time, and return their metrics.
 
-    If each copy has the resources of one rank (its GPU or its number of threads), the metrics show
+    If each copy has the resources of one rank (one GPU or a number of threads), the metrics show
     how much the ranks of one machine slow each other down by sharing cores, caches and memory.
     Unlike ranks, the copies never wait for each other. All copies are killed at the end, or when
     the caller dies.
+
     This function overrides the flags for run directory and seed, and makes each copy a short run
-    (see SHORT_RUN).
-    While all copies train, it measures at least ROUNDS iterations of each copy, or only 2 if the
-    iterations are very slow.
+    (see SHORT_RUN). It measures at least ROUNDS iterations of each copy, or only 2 if the
+    iterations are very slow; during the measurement, all copies train.
 
     Args:
         copies: flags of the training script for each copy.
@@ -249,32 +250,32 @@ def measure_short_runs(copies: Sequence[Sequence[str]], timeout_s: float = 600.0
     if any(flag.startswith("--resume") for flags in copies for flag in flags):
         raise UserError("--resume does not work for short runs; pass the flags of the run instead")
     started_s = time.monotonic()
-    with ExitStack() as held:
-        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="short_run_")))
+    with ExitStack() as exit_stack:
+        folder = Path(exit_stack.enter_context(tempfile.TemporaryDirectory(prefix="short_run_")))
         runs = []
         children = []
         for number, flags in enumerate(copies, 1):
             run = RunDir(folder / str(number) / "run")
             run.path.parent.mkdir()
             # With equal seeds, the episodes of all copies would end at the same time.
-            words = [SCRIPT, *flags, f"--seed={number}", f"--run_dir={run.path}"]
-            child = Child(words, run.path.parent, short_run=True)
-            children.append(held.enter_context(child))
+            arguments = [SCRIPT, *flags, f"--seed={number}", f"--run_dir={run.path}"]
+            child = Child(arguments, run.path.parent, short_run=True)
+            children.append(exit_stack.enter_context(child))
             runs.append(run)
 
-        began_s = math.inf  # time when all copies had finished their warm-up
-        warm_up: list[int] = []  # iterations that each copy had finished at time `began_s`
+        warm_s = math.inf  # time when all copies had finished their warm-up
+        warm_up: list[int] = []  # iterations that each copy had finished at time `warm_s`
         while True:
             time.sleep(POLL_S)
             now_s = time.monotonic()
             is_late = now_s - started_s > ENOUGH_S
             records = [run.records() for run in runs]
             if not warm_up and min(map(len, records)) >= (1 if is_late else WARM_UP):
-                began_s = now_s
+                warm_s = now_s
                 warm_up = [*map(len, records)]
-            measured = [r[skip:] for r, skip in zip(records, warm_up, strict=False)]
+            measured = [copy[skip:] for copy, skip in zip(records, warm_up, strict=False)]
             fewest = min(map(len, measured), default=0)
-            if (fewest >= ROUNDS and now_s >= began_s + ROUNDS_S) or (is_late and fewest >= 2):
+            if (fewest >= ROUNDS and now_s >= warm_s + ROUNDS_S) or (is_late and fewest >= 2):
                 state = runs[0].state()
                 gradient_bytes = state.gradient_bytes if state else 0
                 return ShortRuns(measured, runs[0].config(), gradient_bytes)
@@ -286,7 +287,7 @@ def measure_short_runs(copies: Sequence[Sequence[str]], timeout_s: float = 600.0
 
 
 def round_rates(records: Sequence[Record]) -> list[float]:
-    """Split iterations into equally long parts; return the steps/s of each part."""
+    """Split iterations into up to ROUNDS equally long parts; return the steps/s of each part."""
     rates = [record["time/sps"] for record in records]
     size = max(1, len(rates) // ROUNDS)
     starts = range(0, min(len(rates), ROUNDS * size), size)

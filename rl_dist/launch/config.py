@@ -24,7 +24,7 @@ from rl_dist.strategies.config import (
 )
 from rl_dist.strategies.precision import Precision, parameter_dtype
 
-PROBE_BYTES = 4096  # size of the gradient that the ranks reduce in a trial run
+PROBE_BYTES = 4096  # size of the gradient that the ranks reduce to test a strategy
 
 
 @configuration
@@ -71,7 +71,8 @@ class LaunchConfig:
     The command is not stored: pass it again with --resume."""
 
     chosen_strategy: Literal[Mode, ""] = ""  # the strategy that auto or fallback selected
-    chosen_on: Text = ""  # value of `ResolvedLaunch.place` when the strategy was selected
+    # number of ranks and their device when the strategy was selected; see `ResolvedLaunch.place`
+    chosen_on: Text = ""
 
     @property
     def strategy_config(self) -> StrategyConfig:
@@ -123,9 +124,10 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
             "use --device cpu"
         )
     on_gpu = config.device != "cpu" and gpus > 0 and config.num_gpus != 0
+    # the user has not chosen the CPU, but torch sees no GPU
     misses_gpus = config.device == "auto" and config.num_gpus != 0 and gpus == 0
-    are_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if misses_gpus and not are_hidden and (driver := nvidia_driver()):
+    gpus_are_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if misses_gpus and not gpus_are_hidden and (driver := nvidia_driver()):
         raise ValueError(
             f"this machine has the NVIDIA driver {driver}, but torch {torch_build()} sees no GPU "
             f"({get_gpu_info().error}): install the build of torch for this driver "
@@ -137,29 +139,29 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     gpu_ids = parse_gpu_ids(config.gpu_ids, gpus if on_gpu else 0)
     mode = config.strategy_config.mode
     # choose the number of ranks
-    usable = len(gpu_ids) or gpus
-    num_ranks = usable if on_gpu and config.num_gpus == -1 else max(1, config.num_gpus)
+    num_usable = len(gpu_ids) or gpus
+    num_ranks = num_usable if on_gpu and config.num_gpus == -1 else max(1, config.num_gpus)
     if ranks_exist:
         if config.max_restarts:
             raise ValueError("max_restarts has no effect here: pass --max-restarts to torchrun")
         num_ranks = int(os.environ["WORLD_SIZE"])
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-    choices: Collection[int] = [config.num_gpus]
+    allowed_numbers: Collection[int] = [config.num_gpus]
     if ranks_exist:
-        choices = {num_ranks, local_ranks}
+        allowed_numbers = {num_ranks, local_ranks}
     elif on_gpu:
-        choices = [usable] if gpu_ids else range(1, gpus + 1)
-    if config.num_gpus not in (-1, *choices):
-        listed = " or ".join(map(str, choices))
+        allowed_numbers = [num_usable] if gpu_ids else range(1, gpus + 1)
+    if config.num_gpus not in (-1, *allowed_numbers):
+        listed = " or ".join(map(str, allowed_numbers))
         raise ValueError(f"num_gpus is {config.num_gpus}, but can only be {listed}: omit it")
-    several_each = mode in ("dp", "auto") and local_ranks == 1
-    if ranks_exist and gpu_ids and len(gpu_ids) != local_ranks and not several_each:
+    may_use_several = mode in ("dp", "auto") and local_ranks == 1
+    if ranks_exist and gpu_ids and len(gpu_ids) != local_ranks and not may_use_several:
         raise ValueError(
             f"gpu_ids names {len(gpu_ids)} GPU(s), but the launcher started {local_ranks} rank(s) "
             "on this machine: name one GPU for each rank"
         )
     if mode == "dp":
-        # Strategy dp has a single rank, which uses num_gpus GPUs, or all GPUs under torchrun.
+        # Strategy dp uses a single rank for several GPUs: num_gpus of them, or all under torchrun.
         gpu_ids = gpu_ids or tuple(range(gpus if ranks_exist else num_ranks))
         if not ranks_exist:
             num_ranks = local_ranks = 1
@@ -197,12 +199,12 @@ def parse_gpu_ids(text: str, num_visible: int) -> tuple[int, ...]:
 
 
 def resolve_launch(config: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch, str]:
-    """Return a configuration that works here, the ranks, and a note on any fallback.
+    """Return a configuration that works on this machine, its ranks, and a note on a fallback.
 
     If a strategy was chosen earlier in this run, it is used again, unless the number of ranks or
-    their device has changed. With --fallback, the ranks are first started briefly as a test. If
-    they fail, simpler strategies are tried: after "hybrid", first "ddp" and then "none"; after any
-    other strategy, only "none". Strategy "none" uses a single rank.
+    their device has changed. With --fallback, this function first starts the ranks briefly as a
+    test. If the test fails, it tries simpler strategies: after "hybrid", first "ddp" and then
+    "none"; after any other strategy, only "none". Strategy "none" uses a single rank.
     """
     if config.chosen_strategy:
         with suppress(ValueError):

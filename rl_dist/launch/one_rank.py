@@ -33,7 +33,8 @@ class RankReport:
     failed: bool = False  # the rank raised or died instead of returning an exit code
     summary: str = ""  # one line for the user
     traceback: str = ""  # "" for a user error
-    # 0: this rank is the cause; 1: it names another rank as the cause; 2: it lost a connection
+    # 0: this rank caused the failure; 1: this rank ended because it waited for another rank;
+    # 2: this rank lost its connection to another rank
     consequence: int = 0
 
 
@@ -62,19 +63,19 @@ def run_as_rank(
     page: ReportPage,
     parent_pid: int,
 ) -> None:
-    """Run `fn` in a rank's new process, which starts with stop signals blocked."""
+    """Run `fn` in the new process of a rank; stop signals are blocked at its start."""
     os.environ.update(variables)
     outlive_readers()
-    # This rank was started by the method "spawn", and would use it for its own children, such as a
-    # DataLoader's workers. The method takes seconds for each child and needs picklable arguments.
-    # Restore Python's default start method.
+    # This rank was started with the start method "spawn". Restore Python's default method for its
+    # children, such as a DataLoader's workers: "spawn" takes seconds for each child and needs
+    # picklable arguments.
     multiprocessing.set_start_method(None, force=True)
     stop_flag.install()  # a second signal is handled by the launcher, not by this process
-    # At exit, ignore signals: Python's shutdown would restore the default handlers, and a further
-    # signal would kill the process.
+    # Ignore stop signals at exit: Python's shutdown restores the default handlers, and another
+    # signal would then kill the process.
     atexit.register(stop_flag.replace, signal.SIG_IGN)
-    # If the launcher dies now, kill this rank: it has nothing to save yet, and would otherwise wait
-    # forever for the store of the dead launcher.
+    # If the launcher dies now, let Linux kill this rank, which has nothing to save yet. Otherwise,
+    # it would wait forever for the store of the dead launcher.
     process_ends.die_with_parent(parent_pid, signal.SIGKILL)
     process_ends.report_to(page)
     report = run_guarded(fn, args)

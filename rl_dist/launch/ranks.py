@@ -1,9 +1,9 @@
 """Start the ranks in this process, in new ones or under torchrun, and watch them.
 
-If the launcher, any rank or all of them together (as after Ctrl-C) receive a SIGINT, SIGTERM,
-SIGUSR1 or SIGHUP, all ranks finish their iteration, save and leave. A second SIGINT or SIGTERM
-ends everything immediately. If the launcher is killed, its ranks receive SIGTERM; ranks that have
-not yet joined the other ranks receive SIGKILL.
+SIGINT, SIGTERM, SIGUSR1 and SIGHUP stop the job. The launcher or any rank may receive the signal;
+after Ctrl-C, all of them receive it. Then all ranks finish their iteration, save a checkpoint and
+exit. A second SIGINT or SIGTERM ends everything immediately. If the launcher is killed, its ranks
+receive SIGTERM; ranks that have not yet joined the other ranks receive SIGKILL.
 
 An error in a rank ends the job. A ValueError, such as a UserError, is meant for the user: its
 message is printed once (under torchrun once on each machine) as `error: ...`, and the exit code is
@@ -54,7 +54,8 @@ from rl_dist.process_group.world import close_world, stop_flag, threads_per_rank
 from rl_dist.run_dir import RunDir, launcher_pid
 from rl_dist.telemetry import events
 
-AGENT_PATIENCE_S = 10.0  # longest wait for a signal from torchrun, which checks ranks every 0.1 s
+# longest wait for a signal from torchrun, whose agent checks the ranks every 0.1 s
+AGENT_PATIENCE_S = 10.0
 POLL_S = 0.05
 DEATH_GRACE_S = 5.0  # longest wait for the reports of other ranks after a rank has failed
 
@@ -79,15 +80,15 @@ class LocalJob:
     stop: StopFlag  # the stop flag of the launcher
     processes: list[BaseProcess] = field(default_factory=list)  # in rank order
     pages: list[ReportPage] = field(default_factory=list)  # in rank order
-    # the first ranks that died without a report
+    # the ranks that `_wait` first noticed to have died without a report; later ones are not added
     silent: list[int] = field(default_factory=list)
 
     def run(self, restarts: int) -> RankReport:
         """Start all ranks, wait for them and return one report for the whole job."""
         store = os.memfd_create("store")
         with tempfile.TemporaryDirectory(prefix="rl_dist_") as job_dir:
-            # Keep the store in memory: on a full disk, a record could be written only in part, and
-            # torch's FileStore would wait forever for the rest of the record.
+            # Keep the file of the store in memory: on a full disk, only a part of a record might be
+            # written, and torch's FileStore would wait forever for the rest of the record.
             Path(job_dir, f"store_{restarts}").symlink_to(f"/proc/{os.getpid()}/fd/{store}")
             variables = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(self.num_ranks))
             variables |= {JOB_DIR_VARIABLE: job_dir, RESTART_COUNT: str(restarts)}
@@ -114,22 +115,23 @@ class LocalJob:
             self.processes.append(process)
 
     def _wait(self) -> None:
-        """Wait until all ranks end or a deadline passes; pass on the first stop signal."""
+        """Wait until all ranks have ended or a deadline has passed; pass on a stop signal once."""
         passed_on = False
         deadline_s = math.inf
         while time.monotonic() < deadline_s and not self.stop.insists:
             time.sleep(POLL_S)
             ended = {rank for rank, p in enumerate(self.processes) if p.exitcode is not None}
             reports = self._reports()
-            # normally, a rank sends its report before it ends
+            # a rank that ends in order sends its report first
             self.silent = self.silent or sorted(ended - reports.keys())
             if len(ended) == self.num_ranks:
                 return
             if not passed_on and (signum := self._stop_signal()):
                 passed_on = True
                 self._kill(signum)
-            # The first failure, or the report of the last rank, sets the deadline. If a rank only
-            # lost its connection, another rank is the cause; on a busy machine, it reports late.
+            # A failure, or the report of the last rank, sets the deadline. If ranks have only lost
+            # their connection, another rank is the cause. On a busy machine, the report of that
+            # rank may come late, so wait longer.
             failed = [reports[rank] for rank in ended & reports.keys() if reports[rank].failed]
             patience_s = math.inf
             if self.silent or any(report.consequence < 2 for report in failed):
@@ -148,9 +150,9 @@ class LocalJob:
     def _outcome(self) -> RankReport:
         """Return one report for the whole job.
 
-        If a rank reports itself as the cause of the failure, return its report. Otherwise the cause
-        is a rank that died without a report: the other ranks failed only because they lost their
-        connection to this rank.
+        If a rank reports itself as the cause of a failure, return its report. Otherwise, if a rank
+        died without a report, this rank is the cause: the other ranks failed only because they lost
+        their connection to it.
         """
         signum = self._stop_signal()
         if self.stop.insists:
@@ -175,8 +177,8 @@ class LocalJob:
     def _stop_signal(self) -> int:
         """Return the stop signal that the launcher received or that killed a rank, or 0.
 
-        Until everything is saved, ranks handle stop signals themselves. During the final
-        evaluation, a stop signal kills the rank.
+        While they train, ranks handle stop signals themselves. During the final evaluation,
+        everything is already saved, so a stop signal kills the rank.
         """
         codes = {-process.exitcode for process in self.processes if process.exitcode}
         return self.stop.signum or next((s for s in STOP_SIGNALS if s in codes), 0)
@@ -193,8 +195,8 @@ def _announce_restart(
     message = f"{report.summary}: restart {restarts} of {max_restarts}"
     facts = {"restart": restarts, "rank": report.rank}
     if directory is not None:
-        newest = latest_checkpoint(directory.path)
-        facts["iteration"] = iteration_in_name(newest) if newest else 0
+        checkpoint = latest_checkpoint(directory.path)
+        facts["iteration"] = iteration_in_name(checkpoint) if checkpoint else 0
         message += f", continuing from iteration {facts['iteration']}"
         directory.update_state(phase="restarting", restarts=restarts)
     print(message, file=sys.stderr, flush=True)
@@ -204,16 +206,16 @@ def _announce_restart(
 @contextmanager
 def _prepared_for_starts(threads: int) -> Iterator[None]:
     """Block stop signals and set OMP_NUM_THREADS while processes are started."""
-    resource_tracker.ensure_running()  # a later start of this tracker would unblock the signals
+    resource_tracker.ensure_running()  # starting the tracker later would unblock the signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    limit = os.environ.get("OMP_NUM_THREADS")
+    user_value = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(threads)
     try:
         yield
     finally:
         del os.environ["OMP_NUM_THREADS"]
-        if limit is not None:
-            os.environ["OMP_NUM_THREADS"] = limit
+        if user_value is not None:
+            os.environ["OMP_NUM_THREADS"] = user_value
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
@@ -238,7 +240,7 @@ def run_ranks(
     directory: RunDir | None = None,
     threads: int = 0,
 ) -> RankReport:
-    """Run `fn(*args)` on every rank; return the report of the rank that decides how it ended.
+    """Run `fn(*args)` on every rank; return one report for the whole job.
 
     Under torchrun, or with a single rank and no restarts, `fn` runs in this process. Otherwise each
     rank is a new process; `fn` must be importable and `args` picklable.
@@ -287,15 +289,16 @@ def run_ranks(
 
 
 def _run_here(fn: RankFunction, args: tuple[object, ...]) -> RankReport:
+    """Run `fn(*args)` in this process, which is a rank."""
     stop_flag.install(second_ends=True)
     report = run_guarded(fn, args)
     if not report.failed:
         close_world()
     if may_start_again(signal.SIGTERM) and report.exit_code - 128 in STOP_SIGNALS:
-        # When a host joins or leaves, the torchrun of another host may notice this first and stop
-        # its ranks; this rank then stops together with them. Wait until the torchrun of this host
-        # sends the signal, too. If the rank exited earlier, torchrun would treat this as a failure,
-        # and use up a restart or end the job.
+        # When a host joins or leaves, the torchrun of another host may notice the change first and
+        # stop its ranks; this rank then stops together with them. Wait until the torchrun of this
+        # host sends the signal, too. If the rank exited earlier, torchrun would count the exit as a
+        # failure, and would use up a restart or end the job.
         deadline_s = time.monotonic() + AGENT_PATIENCE_S
         while not stop_flag.signum and time.monotonic() < deadline_s:
             time.sleep(POLL_S)

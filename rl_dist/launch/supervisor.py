@@ -1,8 +1,8 @@
 """Supervise the training process, and print an error if it dies silently.
 
-`supervise` forks before torch is imported. The child trains or starts the ranks. The parent passes
-stop signals on and waits for the child. If the child dies without printing an error, the parent
-prints how it died. The parent needs only the standard library.
+`supervise` forks before torch is imported. The child trains or starts the ranks. The parent, which
+is called the supervisor, passes stop signals on and waits for the child. If the child dies without
+printing an error, the parent prints how the child died. The parent needs only the standard library.
 """
 
 import atexit
@@ -31,7 +31,7 @@ from rl_dist.telemetry import events
 
 POLL_S = 0.02
 SI_KERNEL = 0x80  # si_code of a signal from the kernel: linux/asm-generic/siginfo.h
-LAST_WORD_S = 3.0  # after a second signal, longest wait for the child to exit by itself
+LAST_WORD_S = 3.0  # after a second signal, kill the child if it has not exited within this time
 
 
 def supervise() -> None:
@@ -43,15 +43,15 @@ def supervise() -> None:
     if restarts_refused():
         sys.exit(2)
     use_utf8()
-    # A shell starts the command before `&` with SIGINT ignored. Obey it nevertheless, also before
-    # the handlers of the training are installed.
+    # If a command ends with `&`, the shell starts it with SIGINT ignored. Restore the default
+    # actions, so that stop signals work even before training installs its handlers.
     for signum in awaited_signals():
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if "RANK" in os.environ:
         return
-    # Make sure that descriptors 0 to 2 are open. If stdout were closed, the next file to be opened
-    # would become stdout.
+    # Open the descriptors 0 to 2 if they are closed. If stdout stayed closed, the next file to be
+    # opened would get its descriptor, and lines for the user would be written to this file.
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(spare)
@@ -64,7 +64,7 @@ def supervise() -> None:
     die_with_parent(supervisor, signal.SIGKILL)  # killing the supervisor also kills the training
     sys.excepthook = _quiet_interrupt
     report_to(page)
-    # The parent trusts the exit code only if it has received this report.
+    # Without this report, the parent treats any exit code as a failure.
     atexit.register(report, ended_in_order=True)
 
 
@@ -77,7 +77,7 @@ def imports_done() -> None:
 
 
 def _quiet_interrupt(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Print the traceback, unless Ctrl-C was pressed before training began."""
+    """Print the traceback of an error, but print none after Ctrl-C."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
 
@@ -94,15 +94,15 @@ def _watch(child: int, page: ReportPage) -> int:
     deadline_s = math.inf
     # Wait for any process: in a container, the supervisor may be the process with id 1, which
     # inherits all orphans.
-    while (ended := os.waitpid(-1, os.WNOHANG))[0] != child:
+    while (pid_and_status := os.waitpid(-1, os.WNOHANG))[0] != child:
         if deadline_s == math.inf and "exit_code" in page.read():
             deadline_s = time.monotonic() + TEARDOWN_S
         if time.monotonic() > deadline_s:
             pass_on(signal.SIGKILL)
-        time.sleep(0 if ended[0] else POLL_S)
-        # The awaited signals were blocked before the fork. Call sigtimedwait with a timeout of 0:
-        # if the process is suspended and continued during a longer wait, sigtimedwait returns an
-        # arbitrary signal number.
+        time.sleep(0 if pid_and_status[0] else POLL_S)
+        # The awaited signals are blocked since before the fork, so read them with sigtimedwait. Its
+        # timeout is 0, because it returns an arbitrary signal number if the process is suspended
+        # and continued during a longer wait.
         if arrived := signal.sigtimedwait(awaited, 0):
             stop.count(arrived.si_signo)
             # A signal from the terminal, such as Ctrl-C, also reaches the child directly.
@@ -110,18 +110,18 @@ def _watch(child: int, page: ReportPage) -> int:
                 pass_on(arrived.si_signo)
             if stop.insists:
                 deadline_s = min(deadline_s, time.monotonic() + LAST_WORD_S)
-    return _conclude(child, page.read(), os.waitstatus_to_exitcode(ended[1]), stop)
+    return _conclude(child, page.read(), os.waitstatus_to_exitcode(pid_and_status[1]), stop)
 
 
 def _conclude(child: int, facts: dict[str, Any], code: int, stop: StopFlag) -> int:
-    """Report the end of the child, unless the child has already done so.
+    """Return the exit code; report how the child ended, unless the child itself did so.
 
-    Print how the child died, complete state.json and send the event `failed`.
+    The report consists of a line on stderr, an entry in state.json and the event `failed`.
     """
     run_dir = facts.get("run_dir", "")
     error = ""
     signum = max(0, -code)
-    if "exit_code" in facts:  # ignore failures after this report
+    if "exit_code" in facts:  # ignore failures after the child has reported this
         code = facts["exit_code"]
         signum = 0
         error = facts.get("summary", "")  # the child has already printed this error

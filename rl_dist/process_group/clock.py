@@ -6,7 +6,7 @@
     @section("update")
     def update(...): ...
 
-A section takes one or two microseconds if there is no listener. It never affects results.
+Without a listener, a section costs one or two microseconds. A section never affects results.
 """
 
 import time
@@ -23,8 +23,9 @@ _listener: Listener | None = None
 Mark = float | torch.cuda.Event
 
 # In each phase, the time of a rank is compared with the median time of the other ranks. The rank is
-# slow if its time is more than STRAGGLER_FACTOR times this median, and also exceeds it by more than
-# STRAGGLER_EXCESS_S seconds. After IN_A_ROW slow iterations in a row, a warning names the rank.
+# slow if its time is more than STRAGGLER_FACTOR times this median, and also exceeds the median by
+# more than STRAGGLER_EXCESS_S seconds. After IN_A_ROW slow iterations in a row, a warning names the
+# rank.
 STRAGGLER_FACTOR = 3.0
 STRAGGLER_EXCESS_S = 0.02
 IN_A_ROW = 3
@@ -52,7 +53,7 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._marks: list[tuple[str, Mark]] = []
-        # one entry per step: the (begin, end) marks of the waits for other ranks
+        # for each step, the (begin, end) marks of all waits for other ranks
         self._waited: list[Sequence[tuple[Mark, Mark]]] = []
 
     def start(self) -> None:
@@ -62,7 +63,7 @@ class StepClock:
         self.mark("")
 
     def mark(self, phase: str) -> None:
-        """Add the time since the last mark to `phase`; with "", discard this time."""
+        """Record that a phase, which began at the last mark, ends now; "": it was no phase."""
         self._marks.append((phase, mark(self._device)))
 
     def waited(self, waits: Sequence[tuple[Mark, Mark]]) -> None:
@@ -70,37 +71,37 @@ class StepClock:
         self._waited.append(waits)
 
     def read(self) -> dict[str, float]:
-        """Return the seconds spent in each phase since `start`; may wait for the GPU.
+        """Return the time of each phase since `start`, in seconds; may wait for the GPU.
 
         Returns:
-            time/forward_s, time/backward_s and time/optimizer_s: seconds in each phase, without
-            the waits for other ranks; time/gradient_wait_s: sum of these waits; time/reduction_s:
-            the shortest wait of all steps (in that step, this rank probably arrived last and waited
-            only for the transfer); time/step_spread_s: standard deviation of the time of a step,
+            time/forward_s, time/backward_s and time/optimizer_s: time of each phase, without waits
+            for other ranks; time/gradient_wait_s: sum of these waits; time/reduction_s: the
+            shortest wait in a step (in that step, this rank probably arrived last and waited only
+            for the transfer); time/step_spread_s: standard deviation of the times of the steps,
             without waits.
         """
         totals = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        steps = [0.0]
+        steps_s = [0.0]
         for (_, begun), (phase, ended) in pairwise(self._marks):
             if phase:
                 seconds = between(begun, ended)
                 totals[phase] += seconds
-                steps[-1] += seconds
+                steps_s[-1] += seconds
             if phase == "optimizer":
-                steps.append(0.0)
-        waits = [sum(between(*marks) for marks in step) for step in self._waited]
-        own_s = [step - wait for step, wait in zip(steps, waits, strict=False)]
-        totals["backward"] = max(0.0, totals["backward"] - sum(waits))
+                steps_s.append(0.0)
+        waits_s = [sum(between(*marks) for marks in step) for step in self._waited]
+        work_s = [step - wait for step, wait in zip(steps_s, waits_s, strict=False)]
+        totals["backward"] = max(0.0, totals["backward"] - sum(waits_s))
         return {
             **{f"time/{phase}_s": seconds for phase, seconds in totals.items()},
-            "time/gradient_wait_s": sum(waits),
-            "time/reduction_s": min(waits, default=0.0),
-            "time/step_spread_s": stdev(own_s) if len(own_s) > 1 else 0.0,
+            "time/gradient_wait_s": sum(waits_s),
+            "time/reduction_s": min(waits_s, default=0.0),
+            "time/step_spread_s": stdev(work_s) if len(work_s) > 1 else 0.0,
         }
 
 
 def mark(device: torch.device) -> Mark:
-    """Return the current time; on a GPU, return an event in the GPU's queue instead."""
+    """Return the current time; on a GPU, return an event that the GPU will record."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -109,7 +110,7 @@ def mark(device: torch.device) -> Mark:
 
 
 def between(begun: Mark, ended: Mark) -> float:
-    """Wait until the GPU has reached two marks; return the seconds between them."""
+    """Return the seconds between two marks, after waiting until the GPU has reached both."""
     if isinstance(begun, float) and isinstance(ended, float):
         return ended - begun
     ended.synchronize()  # type: ignore[union-attr]
@@ -133,7 +134,7 @@ class Stragglers:
         self._in_a_row: Counter[tuple[str, int]] = Counter()
 
     def observe(self, entries: Sequence[Mapping[str, float]]) -> list[str]:
-        """Record one iteration, given the metrics of every rank.
+        """Record one iteration; `entries` are the metrics of all ranks, in rank order.
 
         Returns:
             A warning for each rank that has just completed IN_A_ROW slow iterations in a row.
@@ -141,15 +142,15 @@ class Stragglers:
         lines = []
         for phase, name in self.KEYS.items():
             seconds = [entry[name] for entry in entries]
-            for rank, own_s in enumerate(seconds):
-                other_s = median(seconds[:rank] + seconds[rank + 1 :] or [own_s])
-                is_slow = own_s > max(STRAGGLER_FACTOR * other_s, other_s + STRAGGLER_EXCESS_S)
+            for rank, rank_s in enumerate(seconds):
+                others_s = median(seconds[:rank] + seconds[rank + 1 :] or [rank_s])
+                is_slow = rank_s > max(STRAGGLER_FACTOR * others_s, others_s + STRAGGLER_EXCESS_S)
                 key = phase, rank
                 self._in_a_row[key] = self._in_a_row[key] + 1 if is_slow else 0
                 if self._in_a_row[key] == IN_A_ROW:
                     lines.append(
-                        f"straggler: rank {rank} is slow in {phase}: {own_s:.3g} s per iteration, "
-                        f"waits excluded, while the other ranks need {other_s:.3g} s (median); "
+                        f"straggler: rank {rank} is slow in {phase}: {rank_s:.3g} s per iteration, "
+                        f"waits excluded, while the other ranks need {others_s:.3g} s (median); "
                         f"it has been slow for {IN_A_ROW} iterations in a row"
                     )
         return lines

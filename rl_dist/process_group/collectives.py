@@ -1,11 +1,9 @@
 """Exchange numbers, tensors and JSON between ranks, and check that ranks agree.
 
-Nothing is ever pickled.
-
 Every rank must make the same calls in the same order. All functions work with gloo and NCCL:
 tensors are sent from `world.device`, and each function documents the device of its result. With
 only one rank, a call sends nothing and does not wait for the GPU. The time spent in the calls is
-added to `world.sync_seconds`.
+added to `world.sync_seconds`. No function uses pickle.
 """
 
 import hashlib
@@ -54,10 +52,10 @@ def all_reduce_sum(values: Mapping[str, float | Tensor], world: World) -> dict[s
         raise UserError(
             f"rank {world.rank} sums {listed}; names or shapes of another rank differ", exit_code=1
         )
-    parts = packed[1:].split([tensor.numel() for tensor in flat])
+    sums = packed[1:].split([tensor.numel() for tensor in flat])
     return {
         name: part.reshape(tensor.shape).to(tensor.device)
-        for (name, tensor), part in zip(tensors.items(), parts, strict=True)
+        for (name, tensor), part in zip(tensors.items(), sums, strict=True)
     }
 
 
@@ -73,16 +71,16 @@ def gather_dicts(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tenso
     """
     layout = {name: [str(tensor.dtype), *tensor.shape[1:]] for name, tensor in tensors.items()}
     lengths = {name: len(tensor) for name, tensor in tensors.items()}
-    ranks = all_gather_json([layout, lengths], world)
-    for rank, (other, _) in enumerate(ranks):
-        if other != ranks[0][0]:
-            message = f"rank {rank} gathers {other}, but rank 0 gathers {ranks[0][0]}"
+    layouts = all_gather_json([layout, lengths], world)
+    for rank, (rank_layout, _) in enumerate(layouts):
+        if rank_layout != layouts[0][0]:
+            message = f"rank {rank} gathers {rank_layout}, but rank 0 gathers {layouts[0][0]}"
             raise UserError(message, exit_code=1)
     joined = {}
     for name in sorted(tensors):
         tensor = tensors[name]
         parts = _gather_bytes(as_bytes(tensor), world)
-        total = sum(lengths_there[name] for _, lengths_there in ranks)
+        total = sum(lengths_there[name] for _, lengths_there in layouts)
         joined[name] = torch.cat(parts).view(tensor.dtype).reshape(total, *tensor.shape[1:])
     return joined if world.is_main_process else None
 
@@ -117,17 +115,17 @@ def broadcast_bytes(data: bytes, source: int, world: World) -> bytes:
 def broadcast_from_rank0(tensor: Tensor) -> None:
     """Overwrite a tensor with its value on rank 0; every rank must call this."""
     local = tensor.detach()
-    # Send a contiguous copy: NCCL does not send a tensor with gaps in memory, and gloo sends the
-    # gaps, too.
+    # Send a contiguous copy: NCCL cannot send a tensor that has gaps in memory, and gloo would send
+    # the gaps, too.
     dense = local.contiguous()
     dist.broadcast(dense, src=0)
-    # If the values are equal, skip the write: an expanded tensor is not writable.
+    # Write only if the values differ: an expanded tensor cannot be written.
     if not torch.equal(dense, local):
         local.copy_(dense)
 
 
 def all_reduce_max(value: int, world: World) -> int:
-    """Return the maximum over all ranks, so that all ranks make the same decision."""
+    """Return the maximum of `value` over all ranks; with it, all ranks decide equally."""
     return max(all_gather_json(value, world))
 
 
@@ -141,12 +139,12 @@ def check_in_sync(tensors: Mapping[str, Tensor], world: World) -> None:
     if world.size == 1:
         return
     hashes = all_gather_json({name: tensor_hash(t)[:16] for name, t in tensors.items()}, world)
-    usual = max(hashes, key=hashes.count)  # in a tie, the hashes of the lowest rank
-    if hashes.count(usual) == world.size:
+    majority = max(hashes, key=hashes.count)  # in a tie, those of the lowest rank
+    if hashes.count(majority) == world.size:
         return
     differences = []
     for rank, local in enumerate(hashes):
-        names = [name for name in usual | local if local.get(name) != usual.get(name)]
+        names = [name for name in majority | local if local.get(name) != majority.get(name)]
         if names:
             differences.append(f"rank {rank} differs in {', '.join(names[:3])}")
     message = f"the ranks drifted apart: {'; '.join(differences)}; this state is not saved"
@@ -167,7 +165,7 @@ def tensor_hash(*tensors: Tensor) -> str:
     """Return the SHA-256 of the concatenated bytes of tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
-        # Hash a copy: a numpy view would keep the memory of the tensor in use after FSDP frees it.
+        # Hash a copy: FSDP could not free the memory of a tensor that has a numpy view.
         digest.update(as_bytes(tensor.detach().to("cpu", copy=True)).numpy().data)
     return digest.hexdigest()
 
@@ -211,7 +209,7 @@ def check_settings(
 
 
 def software(modules: Mapping[str, Sequence[Path]]) -> dict[str, str]:
-    """Return this rank's versions of Python, torch, numpy and the code, by name."""
+    """Return the versions of Python, torch, numpy, this project and `modules`, by name."""
     our_files = [path for name in PACKAGES for path in (CODE / name).rglob("*.py")]
     our_files += CODE.glob("train_distributed.py")
     hashes = {f"module {name}, version": short_hash(files) for name, files in modules.items()}
@@ -232,7 +230,7 @@ def short_hash(paths: Sequence[Path]) -> str:
 
 
 def devices_differ(world: World) -> bool:
-    """Return True if ranks use different device models; these may round differently."""
+    """Return True if ranks use different GPU or CPU models, which may round differently."""
     if world.device.type == "cuda":
         name = torch.cuda.get_device_name(world.device)
     else:

@@ -13,12 +13,13 @@ import torch.distributed as dist
 
 from rl_dist.errors import one_line
 
-# Environment variable for the private directory of a job that our launcher started
+# Environment variable with the path of a job's private directory; only our launcher sets it
 JOB_DIR_VARIABLE = "RL_DIST_JOB_DIR"
 RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
 HOW_TO_START = "start with torchrun, which sets all variables, or unset RANK and give --num_gpus"
-# Patterns of the environment variables in which launchers store how many copies of a command they
-# have started, and the number of this copy: Kubernetes, MPI, Flux, jsrun, Horovod, PALS, ALPS
+# Many launchers start several copies of a command and describe the copies in environment variables.
+# COUNTS matches variables with the number of copies, and NUMBERS those with the index of this copy:
+# Kubernetes, MPI, Flux, jsrun, Horovod, PALS, ALPS.
 COUNTS = (
     r"PET_NNODES|(\w+_)?WORLD_SIZE|(PMIX?|FLUX_JOB|JSM_NAMESPACE|HOROVOD|PALS)_SIZE"
     r"|MPI_LOCALNRANKS|SLURM_STEP_NUM_TASKS"
@@ -32,15 +33,15 @@ RANK_VARIABLES = (
     rf"{COUNTS}|{NUMBERS}|(LOCAL_)?RANK|MASTER_(ADDR|PORT)|{JOB_DIR_VARIABLE}|\w*TORCHELASTIC\w*"
     r"|SLURM_(NTASKS|PROCID|STEP_?ID)"
 )
-GREETING_EVERY_S = 0.05
+GREETING_EVERY_S = 0.05  # time between two attempts of the ranks to agree on a name
 
 
 def check_variables() -> None:
     """Check the environment variables that make this process a rank.
 
     Raises:
-        ValueError: a variable is missing or wrong, or its host name has no address; or several
-            copies of this command were started without RANK, and each copy would train alone.
+        ValueError: a variable is missing or wrong, or its host name has no address; or a launcher
+            started several copies of this command without RANK, so that each would train alone.
     """
     if "LOCAL_WORLD_SIZE" in os.environ:
         _number("LOCAL_WORLD_SIZE")
@@ -69,18 +70,20 @@ def check_variables() -> None:
 
 
 def _sign_of_copies() -> str:
-    """Return a variable that shows that a launcher started several copies, or ""."""
+    """Return a variable which shows that this process is one of several copies, or ""."""
     counts = [name for name in os.environ if re.fullmatch(COUNTS, name)]
-    # SLURM also sets SLURM_NTASKS in the shell of an allocation, which is not a step of srun.
+    # SLURM sets SLURM_NTASKS also in the shell of an allocation, which is no copy, so do not use it
+    # there. A SLURM_PROCID above 0 is always the index of a copy.
     if os.environ.get("SLURM_PROCID", "0") != "0":
         return "SLURM_PROCID"
-    # Older versions of SLURM do not store the number of tasks of a step.
+    # In a step, older versions of SLURM do not set SLURM_STEP_NUM_TASKS, so use other variables.
     if os.environ.keys() & {"SLURM_STEP_ID", "SLURM_STEPID"} and not counts:
         counts = [name for name in ("SLURM_NTASKS", "SLURM_NPROCS") if name in os.environ]
-    # PET_NNODES may be a range such as 1:4. Some launchers do not store the number of copies.
+    # A number of copies above 1 is a sign. PET_NNODES may be a range such as 1:4; use its end.
     signs = [name for name in counts if os.environ[name].split(":")[-1] not in ("", "0", "1")]
-    numbers = [name for name in os.environ if re.fullmatch(NUMBERS, name)]
-    signs += [name for name in numbers if not counts or os.environ[name] != "0"]
+    indices = [name for name in os.environ if re.fullmatch(NUMBERS, name)]
+    # The index of this copy is a sign if it is above 0, or if the number of copies is unknown.
+    signs += [name for name in indices if not counts or os.environ[name] != "0"]
     return next(iter(signs), "")
 
 
@@ -91,7 +94,7 @@ def check_interface() -> None:
         ValueError: an interface does not exist or has no IP address.
     """
     value = os.environ.get("GLOO_SOCKET_IFNAME")
-    # psutil lists IP addresses first
+    # An interface has an IP address if its first address is one: psutil lists IP addresses first.
     interfaces = psutil.net_if_addrs().items()
     usable = {name for name, (first, *_) in interfaces if first.family != psutil.AF_LINK}
     if value and not usable.issuperset(value.split(",")):
@@ -120,6 +123,7 @@ def may_start_again(signum: int) -> bool:
 
 
 def _number(name: str) -> int:
+    """Return the whole number in an environment variable, or raise a ValueError."""
     text = os.environ.get(name, "")
     if text.isdecimal():
         return int(text)
@@ -141,7 +145,7 @@ def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
     if size == 1:
         return dist.HashStore()
     timeout = timedelta(seconds=timeout_s)
-    # a file in a private directory is enough: no port needs to be opened
+    # With our launcher, a file in its private directory is enough, and no port must be open.
     if job_dir := os.environ.get(JOB_DIR_VARIABLE):
         store: dist.Store = dist.FileStore(f"{job_dir}/store_{elastic_count(RESTART_COUNT)}", size)
         store.set_timeout(timeout)
@@ -186,9 +190,9 @@ def _wait_for_listener(host: str, port: int, deadline_s: float) -> None:
 def part_of_this_start(store: dist.Store, rank: int, size: int, deadline_s: float) -> dist.Store:
     """Return a part of the store that only the ranks of the current start use.
 
-    torchrun's store outlives the ranks, and restarted ranks must not read what dead ranks wrote. No
-    environment variable reliably contains the number of the start: a node that rejoins keeps its
-    TORCHELASTIC_RESTART_COUNT. Therefore the ranks of a start agree on a random name:
+    torchrun's store exists longer than the ranks, and restarted ranks must not read what dead ranks
+    wrote. No environment variable reliably contains the number of the start, because a node that
+    rejoins keeps its TORCHELASTIC_RESTART_COUNT. Therefore the ranks agree on a random name:
 
     1. Every rank writes a random greeting to the store.
     2. Rank 0 answers every other rank with two greetings: its own, and the one from that rank.

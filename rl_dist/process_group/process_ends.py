@@ -24,7 +24,7 @@ SAME_KEYPRESS_S = 0.5
 TEARDOWN_S = 20.0  # longest teardown of a process after it has reported its exit code
 ORPHAN_GRACE_S = 20.0  # longest time for ranks to save after their launcher has died
 PAGE_BYTES = 2**19
-# Exit code of a spawned rank that imports the user's script and thereby calls train() again.
+# Exit code of a spawned rank in which importing the user's script calls train() again
 SCRIPT_RAN_AGAIN = 79
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # Load libc now: loading it between fork and exec can deadlock a process with several threads.
@@ -34,10 +34,10 @@ _prctl = ctypes.CDLL(None).prctl
 class StopFlag:
     """Remembers stop signals; several signals from one key press count as one.
 
-    `signum` is the first signal, or 0. A rank must not act on it alone: first, all ranks agree
-    (`all_reduce_max(stop_flag.signum, world)`), then they save and leave together with exit code
-    128 + signum. `insists` is True after a second SIGINT or SIGTERM. For `insists`, SIGUSR1 and
-    SIGHUP do not count, because schedulers send them as a warning before SIGTERM.
+    `signum` is the number of the first signal, or 0. A rank must not react to a signal alone:
+    first, all ranks agree (`all_reduce_max(stop_flag.signum, world)`), then they save and exit
+    together with code 128 + signum. `insists` is True after a second SIGINT or SIGTERM. Other stop
+    signals do not change `insists`, because schedulers send them as a warning before SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -46,11 +46,11 @@ class StopFlag:
     def _forget(self) -> None:
         """Forget all signals, and the handlers that `install` replaced."""
         self.signum = 0
-        self.notice = ""  # printed when the first signal arrives
+        self.notice = ""  # text to print when the first signal arrives
         self._second_ends = False
         self._demands = 0  # number of SIGINT and SIGTERM signals counted so far
-        # Time of the last *counted* signal: if every signal reset this time, a series of rapid key
-        # presses would count only once.
+        # Time of the last *counted* signal. Other signals do not change this time; otherwise, many
+        # rapid key presses would count only once.
         self._counted_s = -SAME_KEYPRESS_S
         self._previous: dict[int, Any] = {}  # signal -> handler that `install` replaced
 
@@ -60,7 +60,7 @@ class StopFlag:
         return self._demands > 1
 
     def install(self, *, second_ends: bool = False) -> None:
-        """Set the handlers, then unblock the stop signals.
+        """Install handlers for the stop signals, then unblock these signals.
 
         Outside the main thread, do nothing: Python can set signal handlers only in the main thread.
 
@@ -121,7 +121,10 @@ def die_with_parent(parent_pid: int, signum: int = signal.SIGTERM) -> None:
 
 
 def leave_with_parent(parent_pid: int) -> None:
-    """Receive SIGTERM when the parent dies; exit within ORPHAN_GRACE_S seconds."""
+    """Make this process receive SIGTERM when its parent dies, and exit soon afterwards.
+
+    The process has ORPHAN_GRACE_S seconds to save a checkpoint.
+    """
 
     def leave_when_orphaned() -> None:
         while os.getppid() == parent_pid:
@@ -148,7 +151,7 @@ class ReportPage:
         self._text.value = json.dumps(self.read() | facts).encode()
 
     def read(self) -> dict[str, Any]:
-        """Return the facts in the shared memory, or {} if it is empty or half written."""
+        """Return the facts in the shared memory; {} if there are none or they are half written."""
         try:
             return json.loads(self._text.value or b"{}")
         except ValueError:
@@ -156,7 +159,7 @@ class ReportPage:
 
 
 _page: ReportPage | None = None  # None: no process watches this process
-_owner = 0  # id of the process that reports; its forked children must not write reports
+_owner = 0  # id of the process that may report; its forked children must not report
 
 
 def report_to(page: ReportPage) -> None:

@@ -4,12 +4,13 @@ The timeout of torch's process group cannot distinguish a slow rank from a dead 
 which rank is missing. Therefore every rank writes its status to the store every few seconds and
 reads the statuses of the others. A rank that waits in a collective call is ended in two cases:
 
-- Another rank has neither arrived in that call nor made progress for `timeout_s` (during start-up:
-  `startup_timeout_s`). A rank that is slow but makes progress is no reason to end.
+- For `timeout_s` (during start-up: `startup_timeout_s`), another rank has neither arrived in that
+  call nor made progress. If a rank is slow but makes progress, no rank is ended.
 - The store has not answered during this timeout.
 
 With `watches_work`, a rank also ends if its own work outside collective calls makes no progress
-during this timeout. Time for which the process is suspended, for example by Ctrl-Z, does not count.
+during this timeout. The time does not include pauses in which the process is suspended, for
+example by Ctrl-Z.
 """
 
 import json
@@ -32,7 +33,7 @@ from rl_dist.process_group.process_ends import flush_and_leave, report
 logger = logging.getLogger(__name__)
 
 STARTUP = "start-up"
-# Value of `RankStatus.place` after a rank has opened the store, while it connects to other ranks.
+# Value of `RankStatus.place` while a rank, which has opened the store, connects to the other ranks
 CONNECTION = "connection of the ranks"
 STARTUP_TIMEOUT_S = 600.0
 PERIOD_S = 5.0  # longest time between two status messages of a rank
@@ -45,7 +46,7 @@ class RankStatus:
 
     phase: str = STARTUP
     progress: int = 0  # a counter that increases while the rank works
-    place: str = ""  # name of the collective call in which the rank is; "": none
+    place: str = ""  # name of the collective call in which the rank is now; "": no call
     calls: int = 0  # number of collective calls so far
 
     @property
@@ -67,7 +68,7 @@ def end_rank(message: str, *, consequence: int = 0) -> None:
     # this logger writes to log files only
     logging.getLogger("rl_dist.launch.ranks").error("error: %s", summary)
     report(rank=rank, failed=True, consequence=consequence, summary=summary, exit_code=1)
-    # our launcher, if there is one, prints the reported error; otherwise, print it now
+    # If our launcher started this rank, the launcher prints the reported error.
     if JOB_DIR_VARIABLE not in os.environ:
         sys.stderr.write(f"error: {summary}\n")
     flush_and_leave(1)
@@ -85,8 +86,8 @@ class Verdicts:
     _own: RankStatus | None = None
     _since_s: float = 0.0  # time when this rank's status last changed
     _heard_s: float = 0.0  # time when the store last answered
-    # number of calls of `look` since this rank's status last changed; there are no calls while the
-    # process is suspended
+    # number of calls of `look` since this rank's status last changed. It is used to measure time:
+    # `look` is not called while the process is suspended.
     _looks: int = 0
     # (rank, its status) -> time when `look` first read this status; cleared when this process
     # changes its own status
@@ -115,24 +116,25 @@ class Verdicts:
             self._heard_s = now_s
             self._seen = {item: self._seen.get(item, now_s) for item in messages.items()}
         limit_s = self.timeout_s
-        limit = f"(--collective_timeout {limit_s:g})"
+        flag = f"(--collective_timeout {limit_s:g})"
         if own.phase == STARTUP:
             limit_s = self.startup_timeout_s
-            limit = f"(--startup_timeout {limit_s:g})"
+            flag = f"(--startup_timeout {limit_s:g})"
         if own.place:
-            return self._waits_for_nothing(own, now_s, limit_s, limit)
+            return self._waits_for_nothing(own, now_s, limit_s, flag)
         worked_s = (self._looks - 1) * self.period_s
         if self.watches_work and worked_s >= limit_s:
-            return f"made no progress for {worked_s:.0f} s {own.where} {limit}"
+            return f"made no progress for {worked_s:.0f} s {own.where} {flag}"
         return ""
 
     def _waits_for_nothing(self, own: RankStatus, now_s: float, limit_s: float, limit: str) -> str:
+        """Return the reason why this rank, which is in a collective call, must end, or ""."""
         waited_s = now_s - self._since_s
         waited = f"waited {waited_s:.0f} s {own.where}"
         if now_s - self._heard_s >= limit_s:
             return f"{waited}, and the store does not answer: the machine that hosts it may be lost"
         missing = {rank: "never came" for rank in range(self.size) if rank != self.rank}
-        # if a rank's status has changed after this time, the rank is slow but makes progress
+        # A rank whose status has changed after this time is slow, but makes progress.
         progress_s = now_s - limit_s + 2 * self.period_s
         is_slow = waited_s < limit_s
         for (rank, message), since_s in self._seen.items():
@@ -178,9 +180,9 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """Stop both threads; safe to call twice."""
+        """Stop both threads; a second call does nothing."""
         self._closed.set()
-        # A thread that is still in a store call when the process exits would abort the process.
+        # Wait for the thread: if it were in a store call at exit, it would abort the process.
         self._exchange.join(LAST_CALL_S)
 
     def _exchange_statuses(self) -> None:

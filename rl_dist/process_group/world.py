@@ -34,10 +34,10 @@ from rl_dist.process_group.watchdog import (
     Watchdog,
 )
 
-# Data is gathered in chunks of this size. Gloo copies received data in a thread. If a copy has more
-# than 32,768 elements (ATen's grain size), this thread creates a second OpenMP team and keeps it.
-# From then on, libgomp no longer spins between the parallel regions of the training. Without
-# chunks, this doubled the time of an iteration.
+# Data is gathered in chunks of this size. Gloo copies received data in a thread. If a copy had more
+# than 32,768 elements (ATen's grain size), this thread would create a second OpenMP team and keep
+# it. Then libgomp would no longer spin between the parallel regions of the training, and iterations
+# would take twice as long.
 CHUNK_BYTES = 32_768
 # The first chunk is shorter than the others, because most messages are short. The first bytes of a
 # message contain its length.
@@ -45,8 +45,8 @@ FIRST_BYTES, LENGTH_BYTES = 4096, 8
 GROUP_TIMEOUT = timedelta(days=1)  # never reached, because the watchdog ends a rank much earlier
 _mesh_numbers = itertools.count()
 
-stop_flag = StopFlag()  # one per process, because signal handlers belong to the process
-_left_groups: deque[object] = deque(maxlen=8)  # groups to free later, see `destroy_group`
+stop_flag = StopFlag()  # only one, because signal handlers belong to the whole process
+_left_groups: deque[object] = deque(maxlen=8)  # `destroy_group` frees their memory later
 atexit.register(_left_groups.clear)
 
 
@@ -74,12 +74,13 @@ class World:
     sync_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
     # begin and end of each wait for the gradients of other ranks
     gradient_waits: list[tuple[Mark, Mark]] = field(default_factory=list)
-    doing: RankStatus = field(default_factory=RankStatus)  # the watchdogs of all ranks read it
+    # what this rank is doing; the watchdogs of all ranks read it
+    doing: RankStatus = field(default_factory=RankStatus)
     _gradients_ready: Mark | None = None
 
     @property
     def is_main_process(self) -> bool:
-        """True on the rank that writes files and prints for the user."""
+        """True on rank 0, which writes the files and prints for the user."""
         return self.rank == 0
 
     def set_phase(self, phase: str) -> None:
@@ -93,7 +94,7 @@ class World:
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
-        """Enclose a collective call; its duration is added to `sync_seconds`.
+        """Enclose a collective call; add its duration to `sync_seconds`.
 
         Args:
             place: name of the call in messages.
@@ -107,11 +108,11 @@ class World:
 
     @contextmanager
     def reduction_context(self, place: str = "") -> Iterator[None]:
-        """Enclose a backward pass; count the time after `gradients_ready` as waiting.
+        """Enclose a backward pass; add the time after `gradients_ready` to `gradient_seconds`.
 
         Args:
-            place: name of the backward pass in messages; "" if the ranks exchange no data before
-                `gradients_ready`.
+            place: name of the backward pass in messages, if ranks exchange data before
+                `gradients_ready`; otherwise "".
         """
         self._gradients_ready = None
         with self._in_collective(place):
@@ -126,12 +127,12 @@ class World:
 
     @property
     def sync_seconds(self) -> float:
-        """Seconds spent in collective calls; reading this property waits for the GPU."""
+        """Seconds spent in collective calls; to read this, the process waits for the GPU."""
         return sum(between(*marks) for marks in self.sync_waits)
 
     @property
     def gradient_seconds(self) -> float:
-        """Seconds of waiting for other ranks' gradients; reading this waits for the GPU."""
+        """Seconds of waiting for gradients; to read this, the process waits for the GPU."""
         return sum(between(*marks) for marks in self.gradient_waits)
 
     def forget_waits(self) -> None:
@@ -141,6 +142,7 @@ class World:
 
     @contextmanager
     def _in_collective(self, place: str) -> Iterator[None]:
+        """Announce a collective call; if the connection breaks, say in which call."""
         try:
             if place:
                 self._announce(place)
@@ -157,15 +159,16 @@ class World:
             self.heartbeat()
 
     def _announce(self, place: str) -> None:
-        """Check that all ranks enter the same collective.
+        """Record that this rank enters a collective call; check that all ranks enter the same one.
 
-        Without this check, gloo would abort, wait forever or mix up numbers if the calls differ.
+        If different calls met, gloo would abort, wait forever or mix up numbers.
         """
         self.doing.place = place
         self.doing.calls += 1
         if self.backend != "gloo" or self.size == 1:
             return
         checksum = zlib.crc32(f"{place} {self.doing.calls}".encode())
+        # The maximum of -x is the negative minimum of x, so one reduction gives both extremes.
         extremes = torch.tensor([checksum, -checksum])
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         highest, lowest = extremes.tolist()
@@ -196,14 +199,14 @@ class World:
         return [row[LENGTH_BYTES:end] for row, end in zip(rows, ends, strict=True)]
 
 
-_leaving = ExitStack()  # calls that undo what `open_world` did
+_leaving = ExitStack()  # calls with which `close_world` undoes `open_world`
 
 
 def threads_per_rank(local_ranks: int) -> int:
     """Return the number of threads for each of `local_ranks` ranks on this machine.
 
-    OMP_NUM_THREADS is an upper limit. It is ignored if another launcher started the ranks, because
-    torchrun sets it to 1 by default.
+    The variable OMP_NUM_THREADS sets an upper limit. It is ignored if another launcher, such as
+    torchrun, started the ranks: torchrun sets OMP_NUM_THREADS to 1 by default.
     """
     share = max(1, available_cores() // local_ranks)
     limit = os.environ.get("OMP_NUM_THREADS", "")
@@ -230,8 +233,8 @@ def open_world(
             only GPU that the launcher lets the rank see.
         threads: number of threads of this rank; 0: `threads_per_rank` decides.
         startup_timeout_s: replaces `timeout_s` until the first phase begins.
-        watches_work: also end this rank if its own work makes no progress for `timeout_s`. The
-            work must then call `heartbeat` regularly.
+        watches_work: also end this rank if its own work makes no progress for `timeout_s`. If
+            True, the work must call `heartbeat` regularly.
 
     Raises:
         UserError: there is no CUDA device for this rank.
@@ -246,7 +249,7 @@ def open_world(
     if started_elsewhere():
         leave_with_parent(os.getppid())  # stop the training if torchrun is killed
     _leaving.callback(torch.set_num_threads, torch.get_num_threads())
-    _leaving.callback(setattr, sys, "excepthook", sys.excepthook)  # torch replaces it
+    _leaving.callback(setattr, sys, "excepthook", sys.excepthook)  # torch will replace it
     torch.set_num_threads(threads or threads_per_rank(local_size))
     torch_device = torch.device("cpu")
     backend = "gloo"
@@ -265,12 +268,12 @@ def open_world(
         # Let the ranks communicate over loopback, unless the user has chosen another interface.
         for variable in {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - os.environ.keys():
             os.environ[variable] = "lo"
-            # `close_world` unsets it again: later child processes may need other interfaces.
+            # `close_world` unsets the variable, because later children may need other interfaces.
             _leaving.callback(os.environ.pop, variable, None)
     if backend == "gloo":
         check_interface()
-    # All ranks have reached the store, but connecting them to each other can still fail. In that
-    # case, the watchdog ends this rank, and its message contains the value of `place`.
+    # All ranks have reached the store, but they may fail to connect to each other. In that case,
+    # the watchdog ends this rank with a message that contains the value of `place`.
     world.doing.place = CONNECTION
     dist.init_process_group(
         backend,
@@ -289,7 +292,7 @@ def open_world(
 
 
 def _own_gpu(local_rank: int, gpu_ids: Sequence[int]) -> torch.device:
-    """Return the GPU for the rank with index `local_rank` on this machine."""
+    """Return the GPU of this rank, whose index on this machine is `local_rank`."""
     count = torch.cuda.device_count()
     gpu = gpu_ids[local_rank] if gpu_ids else local_rank
     # Some launchers let each rank see only 1 GPU, for example SLURM with --gpus-per-task.
@@ -304,7 +307,7 @@ def _own_gpu(local_rank: int, gpu_ids: Sequence[int]) -> torch.device:
 
 
 def close_world() -> None:
-    """Leave the process group; safe to call twice.
+    """Leave the process group and undo `open_world`; a second call does nothing.
 
     If a process exits without leaving the group, gloo's threads can abort the process.
     """
