@@ -83,7 +83,7 @@ class Verdicts:
     timeout_s: float
     startup_timeout_s: float = STARTUP_TIMEOUT_S
     watches_work: bool = False
-    _own: RankStatus | None = None
+    _local: RankStatus | None = None  # the status of this rank at the last call of `look`
     _since_s: float = 0.0  # time when this rank's status last changed
     _heard_s: float = 0.0  # time when the store last answered
     # number of calls of `look` since this rank's status last changed. It is used to measure time:
@@ -98,16 +98,16 @@ class Verdicts:
         """Seconds between two calls of `look`."""
         return min(PERIOD_S, self.timeout_s / 10, self.startup_timeout_s / 10)
 
-    def look(self, own: RankStatus, messages: Mapping[int, bytes] | None, now_s: float) -> str:
+    def look(self, local: RankStatus, messages: Mapping[int, bytes] | None, now_s: float) -> str:
         """Return the reason why this rank must end, or "".
 
         Args:
-            own: the status of this rank.
+            local: the status of this rank.
             messages: statuses of all ranks as JSON; None: the store did not answer.
             now_s: the current time. The caller must call this method every `period_s` seconds.
         """
-        if own != self._own:
-            self._own = own
+        if local != self._local:
+            self._local = local
             self._since_s = self._heard_s = now_s
             self._looks = 0
             self._seen.clear()
@@ -117,20 +117,20 @@ class Verdicts:
             self._seen = {item: self._seen.get(item, now_s) for item in messages.items()}
         limit_s = self.timeout_s
         flag = f"(--collective_timeout {limit_s:g})"
-        if own.phase == STARTUP:
+        if local.phase == STARTUP:
             limit_s = self.startup_timeout_s
             flag = f"(--startup_timeout {limit_s:g})"
-        if own.place:
-            return self._waits_for_nothing(own, now_s, limit_s, flag)
+        if local.place:
+            return self._waits_for_nothing(local, now_s, limit_s, flag)
         worked_s = (self._looks - 1) * self.period_s
         if self.watches_work and worked_s >= limit_s:
-            return f"made no progress for {worked_s:.0f} s {own.where} {flag}"
+            return f"made no progress for {worked_s:.0f} s {local.where} {flag}"
         return ""
 
-    def _waits_for_nothing(self, own: RankStatus, now_s: float, limit_s: float, limit: str) -> str:
+    def _waits_for_nothing(self, local: RankStatus, now_s: float, limit_s: float, flag: str) -> str:
         """Return the reason why this rank, which is in a collective call, must end, or ""."""
         waited_s = now_s - self._since_s
-        waited = f"waited {waited_s:.0f} s {own.where}"
+        waited = f"waited {waited_s:.0f} s {local.where}"
         if now_s - self._heard_s >= limit_s:
             return f"{waited}, and the store does not answer: the machine that hosts it may be lost"
         missing = {rank: "never came" for rank in range(self.size) if rank != self.rank}
@@ -139,7 +139,7 @@ class Verdicts:
         is_slow = waited_s < limit_s
         for (rank, message), since_s in self._seen.items():
             status = RankStatus(**json.loads(message))
-            if (status.place, status.calls) == (own.place, own.calls):
+            if (status.place, status.calls) == (local.place, local.calls):
                 missing.pop(rank, None)
             elif rank != self.rank:
                 missing[rank] = f"made no progress {status.where}"
@@ -148,7 +148,7 @@ class Verdicts:
             return ""
         if missing:
             listed = [f"rank {rank}, which {reason}" for rank, reason in missing.items()]
-            return f"{waited} for {' and '.join(listed)} {limit}"
+            return f"{waited} for {' and '.join(listed)} {flag}"
         return (
             f"{waited}, as all other ranks do: they cannot reach each other; check firewalls and "
             "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME on their machines"
@@ -196,13 +196,13 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closed.wait(self._verdicts.period_s):
-            own = replace(self.doing)
+            local = replace(self.doing)
             messages, self._messages = self._messages, None
-            problem = self._verdicts.look(own, messages, time.monotonic())
+            problem = self._verdicts.look(local, messages, time.monotonic())
             if not problem or self._closed.is_set():
                 continue
             frame = sys._current_frames()[self._main_thread]
             logger.info("the main thread is at\n%s", "".join(traceback.format_stack(frame)))
-            if not own.place:
+            if not local.place:
                 problem += f", at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            end_rank(problem, consequence=1 if own.place else 0)
+            end_rank(problem, consequence=1 if local.place else 0)

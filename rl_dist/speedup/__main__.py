@@ -34,7 +34,7 @@ from rl_dist.speedup.measure import Share, measure_job
 from rl_dist.speedup.model import CARDS, Prediction, bottleneck, predict, steps_per_episode
 from rl_dist.telemetry.metrics import without_nan
 
-LEAST_EFFICIENCY = 0.6  # the advice uses no more ranks than work with this efficiency
+LEAST_EFFICIENCY = 0.6  # the advice is a number of ranks with at least this efficiency
 CARD_ESTIMATE = (
     "this estimate uses data sheets and the lowest list price of 2026-11 in US dollars. It uses "
     "rollout times from this machine, scales the other times by peak fp32 rates, and assumes 8 "
@@ -51,12 +51,12 @@ class SpeedupOptions:
     """Options of `estimate_training_speedup`."""
 
     gpus: tuple[Annotated[int, Field(ge=1)], ...] = (1, 2)
-    """Numbers of GPUs (ranks) to predict the speed for."""
+    """Numbers of GPUs (ranks) for which to predict the speed."""
     scaling: Literal["strong", "weak", "both"] = "both"
     """strong: num_envs and batch_size are totals over all ranks; weak: they are per rank; both:
     predict both."""
     gpu: Literal["", *CARDS] = ""  # type: ignore[valid-type]
-    """GPU model to predict the speed for; without it, predict the speed of this machine."""
+    """GPU model for which to predict the speed; without it, predict the speed of this machine."""
     sps: float = Field(0.0, ge=0)
     """Steps/s of an earlier run on one rank, on this machine or on `gpu`; 0: measure them now."""
     num_episodes: int = Field(5000, ge=1)
@@ -71,10 +71,10 @@ class SpeedupOptions:
 
 @dataclass(frozen=True)
 class SpeedupReport:
-    """The predictions of one call, as JSON values; an unknown value is None."""
+    """The result of `estimate_training_speedup`, as JSON values; an unknown value is None."""
 
     title: str  # name of the job and of the device
-    rows: list[Record]
+    rows: list[Record]  # one for each scaling and number of ranks
     notes: list[str]
     advice: str  # one sentence
 
@@ -94,7 +94,7 @@ def estimate_training_speedup(flags: Sequence[str] = (), **options: Any) -> Spee
         UserError: wrong arguments, or flags that training refuses.
         ChildError: a short run failed, or its speed kept changing.
     """
-    load = os.getloadavg()[0]  # before the short runs add to it
+    load = os.getloadavg()[0]  # read it now, because the short runs will increase it
     cores = available_cores()
     chosen = SpeedupOptions(**options)
     device = chosen.device
@@ -141,13 +141,14 @@ def _rows(
     """
     rows = []
     baseline: Prediction | None = None  # the first prediction, which is for one rank
-    slower = 1.0  # time per step computed from `sps`, divided by the measured time
+    # time per step according to `sps`, divided by the measured time per step
+    sps_factor = 1.0
     for share in shares:
         if options.sps and not baseline:
-            slower = share.work.env_steps / options.sps / share.work.seconds
-        factor = share.crowding * slower
+            sps_factor = share.work.env_steps / options.sps / share.work.seconds
+        slowdown = share.crowding * sps_factor
         communication_s = share.communication_s * share.crowding
-        prediction = predict(share.work.scaled(factor, factor), share.ranks, communication_s)
+        prediction = predict(share.work.scaled(slowdown, slowdown), share.ranks, communication_s)
         baseline = baseline or prediction
         speedup = prediction.steps_per_s / baseline.steps_per_s
         # if the rate is unknown (NaN), time and cost become NaN, too
@@ -171,9 +172,9 @@ def _rows(
 
 
 def _advice(rows: list[Record], is_busy: bool) -> str:
-    """Return one sentence that names the best of the numbers of ranks."""
-    efficient = [row for row in rows if row["efficiency"] >= LEAST_EFFICIENCY]
-    best = max(efficient, key=lambda row: row["speedup"])
+    """Return one sentence that recommends a number of ranks."""
+    efficient_rows = [row for row in rows if row["efficiency"] >= LEAST_EFFICIENCY]
+    best = max(efficient_rows, key=lambda row: row["speedup"])
     ending = "; measure again without other programs" if is_busy else ""
     if best["gpus"] == 1:
         return f"advice: train on one rank, because more ranks would lose too much time{ending}"
@@ -186,9 +187,9 @@ def _advice(rows: list[Record], is_busy: bool) -> str:
 def as_text(report: SpeedupReport) -> str:
     """Format a report: title, table, notes and advice; omit columns without values."""
     names = [name for name, value in report.rows[0].items() if value is not None]
-    cells = [[_shown(row[name]) for name in names] for row in report.rows]
+    shown_rows = [[_shown(row[name]) for name in names] for row in report.rows]
     notes = [f"note: {note}" for note in report.notes]
-    return "\n".join([report.title, "", table(names, cells), "", *notes, report.advice])
+    return "\n".join([report.title, "", table(names, shown_rows), "", *notes, report.advice])
 
 
 def _shown(value: object) -> str:

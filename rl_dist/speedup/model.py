@@ -3,11 +3,11 @@
     iteration = rollouts + update + reductions of gradients + small collectives
                 + expected wait for the slowest rank
 
-Ranks synchronise after the rollout and in every gradient step; each time, they wait for the slowest
-rank. The times of a rank are measured means. They are measured with the same sizes, the same number
-of threads and the same number of processes on the machine as in a run on N ranks. The model assumes
-that the times are normally distributed and independent between ranks. It computes the time of a
-reduction from latency and bandwidth.
+Ranks synchronise after the rollout and in every gradient step. Each time, they wait for the slowest
+rank. The times of a rank are means, which were measured with the same sizes, number of threads and
+number of processes on the machine as in a run on N ranks. The model assumes that the times are
+normally distributed and independent between ranks. It computes the time of a reduction from latency
+and bandwidth.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from statistics import NormalDist, fmean, harmonic_mean, median, stdev
 from rl_dist.files import Record
 
 SMALL_COLLECTIVES = 3  # number of collectives per iteration that do not reduce gradients
-WARM_UP = 2  # number of iterations that an audit skips at the start of a run
+WARM_UP = 2  # number of iterations that `audit` skips at the start of a run
 
 
 # ---- the work of one rank
@@ -33,13 +33,13 @@ class RankCost:
 
     env_steps: int  # environment steps of this rank
     gradient_steps: int
-    # seconds: mean and standard deviation over iterations and ranks
+    # mean and standard deviation over iterations and ranks, in seconds
     collect: NormalDist
     update: NormalDist  # all work after the rollout
 
     @property
     def seconds(self) -> float:
-        """Return the mean time of an iteration in seconds, without waits for other ranks."""
+        """The mean time of an iteration, without waits for other ranks."""
         return self.collect.mean + self.update.mean
 
     def scaled(self, collect: float, update: float) -> RankCost:
@@ -48,10 +48,10 @@ class RankCost:
 
 
 def rank_cost(records: Sequence[Record]) -> RankCost:
-    """Return the cost of one rank as means over iterations and ranks.
+    """Compute the cost of one rank; the times are means over iterations and ranks.
 
     Medians would be wrong: the cores of a shared host alternate between two speeds, and a median
-    shows only one of them.
+    shows only one of these speeds.
 
     Args:
         records: lines of metrics.jsonl from one or more training runs with the same sizes.
@@ -71,6 +71,7 @@ def rank_cost(records: Sequence[Record]) -> RankCost:
 
 
 def _spread(values: Sequence[float]) -> float:
+    """Return the standard deviation, or 0 if there is only one value."""
     return stdev(values) if len(values) > 1 else 0.0
 
 
@@ -82,8 +83,8 @@ def steps_per_iteration(records: Sequence[Record]) -> float:
 def steps_per_episode(records: Sequence[Record]) -> float:
     """Return the environment steps divided by the number of episodes that ended.
 
-    The result is NaN if no episode ended. It is not the mean length of the episodes that ended:
-    that mean would be too small, because long episodes are still running.
+    The result is NaN if no episode ended. This function does not use the lengths of the episodes
+    that ended: their mean would be too small, because long episodes are still running.
     """
     episodes = sum(record["episode/count"] for record in records)
     return len(records) * steps_per_iteration(records) / episodes if episodes else math.nan
@@ -123,9 +124,9 @@ def fit_link(ranks: int, measured_s: Mapping[int, float]) -> Link:
     """
     small = min(measured_s)
     large = max(measured_s)
-    # prevent negative values of slope and latency, which measurement noise can cause
+    # Measurement noise can cause a negative slope or latency. Set a lower bound.
     byte_s = max(1e-15, (measured_s[large] - measured_s[small]) / (large - small))
-    # assume that the small all-reduce used the tree algorithm, see `all_reduce_s`
+    # assume that the small all-reduce used the tree algorithm (see `all_reduce_s`)
     latency_s = max(0.0, measured_s[small] - small * byte_s)
     hop_s = latency_s / (2 * math.ceil(math.log2(ranks)))
     return Link(hop_s=hop_s, bytes_per_s=2.0 * (ranks - 1) / ranks / byte_s)
@@ -145,17 +146,17 @@ class Network:
 
     inside: Link  # between ranks in the same machine
     ranks_per_machine: int = 8
-    between: Link = NETWORK  # between machines; each rank has its own link
+    between: Link = NETWORK  # between machines; one for each rank
 
     def all_reduce_s(self, num_bytes: float, ranks: int) -> float:
-        """Return the time of an all-reduce inside each machine, then between machines."""
+        """Return the time of an all-reduce first inside each machine, then between machines."""
         local_ranks = min(ranks, self.ranks_per_machine)
         machines = math.ceil(ranks / self.ranks_per_machine)
         inside_s = self.inside.all_reduce_s(num_bytes, local_ranks)
         return inside_s + self.between.all_reduce_s(num_bytes / local_ranks, machines)
 
     def iteration_s(self, gradient_steps: int, gradient_bytes: int, ranks: int) -> float:
-        """Return an iteration's communication time, without waits for slow ranks."""
+        """Return the communication time of an iteration, without waits for slow ranks."""
         gradients_s = gradient_steps * self.all_reduce_s(gradient_bytes, ranks)
         return gradients_s + SMALL_COLLECTIVES * self.all_reduce_s(64, ranks)
 
@@ -169,11 +170,12 @@ class Card:
 
     fp32_tflops: float  # peak rate without sparsity
     network: Network
-    usd_per_hour: float  # lowest list price found
+    usd_per_hour: float  # lowest list price of several cloud providers
 
 
-# Rates with a source were checked against it in November 2026; rates without a source are from
-# memory. Prices are from the web pages of cloud providers, August to November 2026.
+# If a rate has a source, it was checked against the source in November 2026. Rates without a source
+# were written from memory. Prices are from the web pages of cloud providers, August to November
+# 2026.
 CARDS = {
     # NVLink 3, 600 GB/s in both directions together;
     # https://hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200
@@ -201,12 +203,12 @@ class Prediction:
 
     @property
     def iteration_s(self) -> float:
-        """Return the duration of the whole iteration in seconds."""
+        """The duration of the whole iteration."""
         return sum(self.parts_s.values())
 
     @property
     def steps_per_s(self) -> float:
-        """Return the environment steps per second of all ranks together."""
+        """The environment steps per second of all ranks together."""
         return self.env_steps / self.iteration_s
 
 
@@ -235,10 +237,10 @@ def expected_maximum(count: int) -> float:
 
 
 def bottleneck(baseline: Prediction, many: Prediction) -> str:
-    """Return which part of an iteration takes the most extra time, and how much.
+    """Name the part of an iteration with the most extra time, and this time in percent.
 
-    The extra time is the time in `many` minus the time that `baseline` takes for as many steps per
-    rank. It is given in percent of an iteration of `many`.
+    The extra time is the time in `many` minus the time in `baseline`, after scaling `baseline` to
+    the same number of steps per rank. The percentage is relative to an iteration of `many`.
     """
     # environment steps of one rank, as a fraction of the steps of the baseline
     share = many.env_steps / many.ranks / baseline.env_steps
@@ -251,29 +253,29 @@ def bottleneck(baseline: Prediction, many: Prediction) -> str:
 
 
 def audit(records: Sequence[Record]) -> Record | None:
-    """Compare measured steps/s with the steps/s that the model predicts.
+    """Compare the measured steps/s of a run with the steps/s that the model predicts.
 
     The prediction uses measurements of the same run: the times of its ranks, the variation of these
-    times, and the duration of a reduction after all ranks have arrived. The difference between
-    predicted and measured steps/s is the error of the model. Return None if the run has only 1 rank
-    or too few iterations.
+    times, and the duration of a reduction after all ranks have arrived. Therefore, the difference
+    between predicted and measured steps/s is the error of the model. Return None if the run has
+    only 1 rank or too few iterations.
     """
     # Records that another program wrote may lack some values.
     with suppress(LookupError, TypeError, ValueError, ArithmeticError):
         ranks = len(records[-1]["ranks"])
-        same = [record for record in records if len(record["ranks"]) == ranks][WARM_UP:]
-        work = rank_cost(same)
-        # The last rank to arrive at a reduction has the shortest wait: it waits for the transfer
-        # only. Therefore use the minimum over the ranks.
-        reductions_s = [min(rank["time/reduction_s"] for rank in r["ranks"]) for r in same]
+        used_records = [record for record in records if len(record["ranks"]) == ranks][WARM_UP:]
+        work = rank_cost(used_records)
+        # The rank that arrives last at a reduction waits only for the transfer, so the shortest
+        # wait of all ranks is the duration of the transfer.
+        reductions_s = [min(rank["time/reduction_s"] for rank in r["ranks"]) for r in used_records]
         gradients_s = work.gradient_steps * median(reductions_s)
-        small_s = min(record["time/sync_s"] for record in same)
+        small_s = min(record["time/sync_s"] for record in used_records)
         predicted = predict(work, ranks, gradients_s + small_s).steps_per_s
-        measured = harmonic_mean([record["time/sps"] for record in same])
+        measured = harmonic_mean([record["time/sps"] for record in used_records])
         if ranks > 1:
             return {
                 "ranks": ranks,
-                "iterations": len(same),
+                "iterations": len(used_records),
                 "measured_steps_per_s": measured,
                 "predicted_steps_per_s": predicted,
                 "error": predicted / measured - 1.0,

@@ -1,4 +1,4 @@
-"""Run Adam without loading torch.compile; skip a step if a flag tensor is False."""
+"""Run Adam without loading torch.compile, and skip steps without waiting for the GPU."""
 
 import inspect
 from typing import Any
@@ -11,8 +11,8 @@ class EagerAdam(torch.optim.Adam):
     """Adam that does not load torch.compile, to start faster.
 
     Loading torch.compile takes as long as loading torch itself. In torch's Adam, the methods below
-    have wrappers that exclude them from compilation, and these wrappers load the compiler. The
-    results are the same without the wrappers.
+    have wrappers that exclude them from compilation. These wrappers load the compiler. Without the
+    wrappers, the results are the same.
     """
 
     add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
@@ -25,7 +25,7 @@ class EagerAdam(torch.optim.Adam):
 def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Step the optimizer if the scalar tensor `finite` is True.
 
-    Torch's fused optimizers read the flag on the GPU, so the CPU does not wait for it.
+    Torch's fused optimizers read `finite` on the GPU, so the CPU does not wait for the GPU.
     """
     fused: Any = optimizer
     if finite.device.type == "cuda" and getattr(fused, "_step_supports_amp_scaling", False):
@@ -39,7 +39,7 @@ def step_if(finite: Tensor, optimizer: torch.optim.Optimizer) -> None:
 
 
 def keep_options(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the saved `state`, but with the current options of `optimizer`.
+    """Return the saved `state` of an optimizer, but with the current options of `optimizer`.
 
     Options are, for example, the learning rate and `eps`.
     """

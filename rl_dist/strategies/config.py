@@ -23,7 +23,7 @@ class StrategyConfig:
     device_ids: tuple[int, ...] = ()
     """GPUs that mode dp uses; the first one must be `world.device`."""
     find_unused_parameters: bool = False
-    """Allow steps that do not use all parameters; finding the unused ones takes time."""
+    """Allow steps that do not use all parameters; finding the unused parameters takes time."""
     hybrid_form: HybridForm = "shard"
     """How mode hybrid splits a module; shard: each rank holds a shard of the parameters; pipeline:
     each pair of ranks runs two stages, one stage per rank."""
@@ -33,18 +33,18 @@ class StrategyConfig:
     gradient_compression: Compression = "none"
     """bf16: halve the bytes sent for gradients, by rounding to 8 significant bits; ddp only."""
     precision: Precision = "auto"
-    """Precision of matrix products; forward passes must be inside `Strategy.autocast`."""
+    """Precision of matrix products; run forward passes inside `Strategy.autocast`."""
 
     @property
     def pipelined(self) -> bool:
-        """Return True if ranks train in pairs and each rank of a pair runs one stage."""
+        """True if ranks train in pairs and each rank of a pair runs one stage."""
         return self.mode == "hybrid" and self.hybrid_form == "pipeline"
 
 
 def check_strategy(
     config: StrategyConfig, ranks: int, device_type: str = "cpu", num_devices: int = 0
 ) -> str:
-    """Return the mode, with "default" resolved; raise UserError if it cannot work.
+    """Return the mode, where "default" is resolved; raise UserError if it cannot work.
 
     Args:
         ranks: number of ranks.
@@ -54,7 +54,7 @@ def check_strategy(
     mode = config.mode
     if mode == "default":
         mode = "ddp" if ranks > 1 else "none"
-    # a rule consists of three parts: whether the rule is broken, the problem, how to fix it
+    # a rule consists of a value that is true if it is broken, the problem, and how to fix it
     rules = (
         (mode in ("none", "dp") and ranks > 1,
          f"strategy {mode} works in one process, got {ranks} ranks", "use --strategy ddp"),

@@ -23,11 +23,11 @@ from rl_dist.process_group.world import CollectiveError, World
 
 STEPS = 8  # number of timed steps for each candidate
 USABLE_SHARE = 0.9  # a batch may use at most this fraction of the memory
-# Choose the first setting whose time is at most TOLERANCE times the shortest time: later settings
-# need more memory or cores, or are less precise.
+# The first setting whose time is at most TOLERANCE times the shortest time is chosen, because later
+# settings need more memory or cores, or are less precise.
 TOLERANCE = 1.1
-PATIENCE = 2  # stop after this many larger sizes without a gain in speed
-LONGEST_STEP_S = 10.0  # if a step takes longer than this, try no larger sizes
+PATIENCE = 2  # try no larger sizes after this many sizes in a row were not faster
+LONGEST_STEP_S = 10.0  # try no larger sizes after a step took longer than this
 logger = logging.getLogger(__name__)
 
 
@@ -35,19 +35,19 @@ logger = logging.getLogger(__name__)
 class Candidate:
     """A setting to try, and a function that returns an iterator over training steps.
 
-    The first `next` runs the part of a step that this rank can do alone; it raises an error if the
+    The first `next` runs the part of a step that this rank can do alone. It raises an error if the
     setting does not work or needs too much memory. Each later `next` runs a step together with the
     other ranks. Closing the iterator frees its memory.
     """
 
     name: str
     steps: Callable[[], Iterator[None]]
-    samples: float = 1.0  # number of samples in a step; the time per sample is compared
+    samples: float = 1.0  # number of samples in a step; candidates are compared by time per sample
 
 
 @dataclass(frozen=True)
 class Result:
-    """The measured time of a candidate, or why it failed; equal on all ranks."""
+    """The measured time of a candidate, or the reason why it failed; equal on all ranks."""
 
     name: str
     seconds: float = math.inf  # time per sample on the slowest rank
@@ -60,14 +60,15 @@ class Result:
 def fastest(
     candidates: Iterable[Candidate], world: World, *, growing: bool = False
 ) -> tuple[Result | None, list[Result]]:
-    """Return the first candidate that is about as fast as the fastest one.
+    """Return the first candidate that is about as fast as the fastest candidate.
 
     Every rank must call this. Candidates run one after another, so each one can use all of the
     memory. Afterwards, the state of torch's random generators is restored.
 
     Args:
-        growing: True if the candidates are sizes in ascending order. Stop at the first size that
-            fails or takes too long, or when PATIENCE sizes in a row are not faster.
+        growing: True if the candidates are sizes in ascending order. This function then stops at
+            the first size that fails or takes too long, or when PATIENCE sizes in a row are not
+            faster.
 
     Returns:
         The result of the chosen candidate, or None if no candidate works on all ranks; and the
@@ -88,21 +89,21 @@ def fastest(
 
 
 def _pays_to_grow(results: list[Result], samples: float) -> bool:
-    """Return True if sizes above the last tried size may need less time per sample."""
+    """Return True if larger sizes than the last one may need less time per sample."""
     last = results[-1]
     if last.problem or last.seconds * samples > LONGEST_STEP_S:
         return False
     seconds = [result.seconds for result in results]
-    before = seconds[:-PATIENCE]
+    earlier = seconds[:-PATIENCE]
     recent = seconds[-PATIENCE:]
-    return not before or TOLERANCE * min(recent) <= min(before)
+    return not earlier or TOLERANCE * min(recent) <= min(earlier)
 
 
 def measure(candidate: Candidate, world: World) -> Result:
     """Time a candidate on all ranks together, then free its memory.
 
-    If a step fails on one rank while the other ranks wait for that rank inside the step, the other
-    ranks wait until the watchdog ends the job.
+    If a step fails on one rank while the other ranks wait for this rank, they wait until the
+    watchdog ends the job.
 
     Raises:
         CollectiveError: the ranks lost their connection, so they cannot agree on a result.
@@ -131,7 +132,7 @@ def measure(candidate: Candidate, world: World) -> Result:
         problem = next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), "")
         if problem:
             break
-    steps = iter(())  # release the steps: the next candidate needs their memory
+    steps = iter(())  # close the iterator: the next candidate needs its memory
     clear_gpu_memory()
     if problem:
         return Result(candidate.name, problem=problem)
@@ -143,7 +144,7 @@ def measure(candidate: Candidate, world: World) -> Result:
 
 
 def doublings(sizes: Iterable[int]) -> Iterator[int]:
-    """Yield the first size, then each size that is at least twice the last result."""
+    """Yield the first size, then each size that is at least twice the last yielded size."""
     last = 0
     for size in sizes:
         if size >= 2 * last:
@@ -154,7 +155,7 @@ def doublings(sizes: Iterable[int]) -> Iterator[int]:
 def fastest_batch_size(
     try_step: Callable[[int], object], sizes: Iterable[int], world: World | None = None
 ) -> int:
-    """Return the smallest batch size that is about as fast as the fastest one.
+    """Return the smallest batch size whose speed is about the highest.
 
         def try_step(size):  # forward, backward, optimizer on `size` samples; no collective calls
             optimizer.zero_grad()
@@ -164,10 +165,10 @@ def fastest_batch_size(
         size = fastest_batch_size(try_step, range(8, 65_537, 8))
 
     This function doubles the size until a batch would leave less than a tenth of the memory free,
-    or until larger batches are no faster. With a `world`, every rank must call this function, and
-    all ranks get the same result: the time of the slowest rank counts, and a batch must fit into
-    the memory of every rank. `try_step` changes the model, so let it use a copy that is not wrapped
-    for distributed training.
+    or until larger batches are no faster. With a `world`, every rank must call this function. All
+    ranks get the same result: the slowest rank determines the time of a size, and a batch must fit
+    into the memory of every rank. `try_step` changes the model, so give it a copy of the model that
+    is not wrapped for distributed training.
 
     Args:
         try_step: takes one training step with the given number of samples, without collective
@@ -183,6 +184,7 @@ def fastest_batch_size(
         world = World(0, 0, 1, device, "gloo", 1)
 
     def steps(size: int) -> Iterator[None]:
+        # a batch of this size shows that enough memory would remain free
         try_step(math.ceil(size / USABLE_SHARE))
         yield
         while True:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-# auto means fp32, unless training has timed bf16 and found it faster
+# auto: bf16 if training has measured that bf16 is faster, otherwise fp32
 Precision = Literal["auto", "fp32", "fp64", "tf32", "bf16", "fp16"]
 
 
@@ -22,7 +22,7 @@ def parameter_dtype(precision: str) -> torch.dtype:
 
 
 def autocast_dtype(precision: str) -> torch.dtype | None:
-    """Return the dtype of matrix products; None means the parameters' dtype."""
+    """Return the dtype of matrix products, or None if it is the dtype of the parameters."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
 
@@ -39,7 +39,7 @@ def set_tf32(precision: str) -> None:
 def autocast(dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
     """Use `dtype` for matrix products inside the `with` block; None: change nothing.
 
-    If oneDNN has no LSTM for this dtype and this CPU, the block uses torch's own, slower LSTM.
+    If oneDNN's LSTM does not work with this dtype on this CPU, torch's slower LSTM is used.
     """
     if dtype is None:
         yield
@@ -60,9 +60,9 @@ def weights_cast_once(
 ) -> AbstractContextManager[object]:
     """Cast each weight only once for all `autocast` blocks inside this context.
 
-    The weights must not change inside the context. Torch caches cast weights until the outermost
-    autocast context ends. This function returns an outermost context that keeps the cache alive but
-    casts nothing itself.
+    The weights must not change inside the context. Torch keeps cast weights in a cache until the
+    outermost autocast context ends. The context that this function returns is this outermost
+    context; it casts nothing itself.
     """
     return nullcontext() if dtype is None else torch.autocast(device.type, enabled=False)
 
@@ -71,7 +71,7 @@ def weights_cast_once(
 def _onednn_has_lstm(dtype: torch.dtype) -> bool:
     """Return True if oneDNN's LSTM works with this dtype on this CPU.
 
-    Torch calls oneDNN's LSTM on every CPU, even on those on which the call raises an error.
+    Torch calls oneDNN's LSTM on every CPU, although the call raises an error on some CPUs.
     """
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", dtype=dtype):
         try:

@@ -35,7 +35,7 @@ class OrderedDDP(TorchDDP):
     Torch's class orders the buckets only after the first step. The position of a gradient in its
     bucket determines the order in which gloo's ring adds the values of the ranks. With three or
     more ranks, the first step after a resume would therefore be rounded differently from the same
-    step of an uninterrupted run.
+    step of an uninterrupted run. This class avoids the difference.
     """
 
     # torch's method without its wrapper, because the wrapper would load torch.compile
@@ -44,7 +44,7 @@ class OrderedDDP(TorchDDP):
     def __init__(self, module: nn.Module, **options: Any) -> None:
         with _compiler_settings():
             super().__init__(module, **options)
-        # torch itself makes these two calls only once, after the first step
+        # Torch itself would make these two calls after the first step. It orders buckets only once.
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
 
@@ -54,7 +54,7 @@ class OrderedDDP(TorchDDP):
         This is the reverse of their order in the module.
         """
         parameters, sparse = super()._build_params_for_reducer()
-        # With find_unused_parameters, torch reverses the order itself and keeps its first buckets.
+        # With find_unused_parameters, torch itself reverses the order and keeps its first buckets.
         step = 1 if self.find_unused_parameters else -1
         return parameters[::step], sparse[::step]
 
@@ -95,7 +95,7 @@ def with_ddp(module: nn.Module, num_bytes: int, config: StrategyConfig, world: W
         )
     hook: Any = HOOKS[config.gradient_compression]
 
-    # This function has no annotations: torch would compare them with its own types and refuse them.
+    # This function has no annotations: torch would refuse them, because they differ from its types.
     def reduce(state, bucket):  # type: ignore[no-untyped-def]
         world.gradients_ready()
         return hook(None, bucket)
@@ -107,7 +107,7 @@ def with_ddp(module: nn.Module, num_bytes: int, config: StrategyConfig, world: W
 class DataParallel(nn.DataParallel):
     """DataParallel for modules whose inputs have different batch axes.
 
-    torch.nn.DataParallel splits every input along the same axis, but the inputs of a recurrent
+    torch.nn.DataParallel splits every input along the same axis. But the inputs of a recurrent
     module have different batch axes: sequences are [L, N, ...], states are [N, S, H]. The module's
     class constant BATCH_AXES lists the batch axis of each input. Outputs are concatenated along the
     first axis in this list. `forward` takes tensors and returns a tensor or a tuple of tensors.
@@ -120,15 +120,15 @@ class DataParallel(nn.DataParallel):
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         """Return one tuple of inputs and one empty dict of keyword arguments per GPU."""
         axes = self.axes or (0,) * len(inputs)
-        parts = [
+        scattered = [
             scatter(tensor, device_ids, axis) for tensor, axis in zip(inputs, axes, strict=True)
         ]
-        return [*zip(*parts, strict=True)], [{}] * len(parts[0])
+        return [*zip(*scattered, strict=True)], [{}] * len(scattered[0])
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
-        """Run the replicas in threads with the autocast dtype of this thread.
+        """Run each replica in a thread, with the autocast dtype of this thread.
 
-        Torch itself does not pass this dtype on to the threads.
+        Torch itself does not set this dtype in the new threads.
         """
         enabled = torch.is_autocast_enabled("cuda")
         dtype = torch.get_autocast_dtype("cuda")

@@ -1,10 +1,10 @@
 """Shard gradients and optimizer state over groups of ranks (FSDP2).
 
-FSDP runs collectives in every forward call of one of its units, so all ranks must make the same
-calls. Ranks with different episodes call the parts of a policy different numbers of times.
-Therefore, the whole module is a single unit. Between steps, every rank holds all parameters in
-full, so acting, evaluating and hashing can use the unwrapped module, as in other modes. Gradients
-and optimizer state are always sharded.
+FSDP splits a module into units and runs collectives in every forward call of a unit, so all ranks
+must make the same calls. But ranks with different episodes call the parts of a policy different
+numbers of times. Therefore, the whole module is a single unit. Between steps, every rank has all
+parameters in full, so acting, evaluating and hashing can use the unwrapped module, as in other
+modes. Gradients and optimizer state are always sharded.
 
 Source: Zhao et al., "PyTorch FSDP", https://arxiv.org/abs/2304.11277 (hybrid sharding).
 """
@@ -25,7 +25,7 @@ from rl_dist.process_group.world import World, make_mesh
 from rl_dist.strategies.config import resolve_shard_size
 
 SHARD = 1  # mesh axis along which parameters are split; along axis 0, they are replicated
-# Newer torch has renamed this function and warns about the old name.
+# Newer torch has renamed reduce_scatter_tensor and warns about the old name.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # A policy's outputs are views of its network's outputs. FSDP2 warns about them, but no code
 # changes them in place.
@@ -50,15 +50,15 @@ class Shards:
             self.mesh = make_mesh(world, (world.size // shard_size, shard_size))
         self.module = module
         self._unit = fully_shard(module, mesh=self.mesh, reshard_after_forward=False)
-        # gloo cannot reduce to a mean, so let FSDP sum and divide
+        # gloo cannot compute means, so let FSDP sum the gradients and divide the sums
         self._unit.set_force_sum_reduction_for_comms(True)
-        # torch's base class of this object is private
+        # mypy reports an error, because torch's base class of this object is private
         self._unit.set_custom_reduce_scatter(_AnnouncedReduceScatter(world))  # type: ignore[arg-type]
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.unshard()
 
     def unshard(self) -> None:
-        """Gather all parameters from their shards, unless this has already been done."""
+        """Gather all parameters from their shards, unless they are already gathered."""
         with self.world.waiting("gather of parameters"):
             self._unit.unshard()
 
@@ -79,7 +79,7 @@ class Shards:
     def module_state(self) -> dict[str, Tensor]:
         """Gather the module's whole `state_dict` on the CPU of every rank."""
         with self.world.waiting("gather of weights"):
-            # `state_dict` leaves each rank with only its shards, so they are gathered again below.
+            # Afterwards, each rank has only its shards, so gather the parameters again below.
             state = _whole(self.module.state_dict())
         self.unshard()
         return state
@@ -112,8 +112,8 @@ class Shards:
 class _AnnouncedReduceScatter:
     """Reduces and scatters gradients for FSDP.
 
-    Each call first records, in `world`, that this rank's gradients are ready. The time from then on
-    counts as waiting for other ranks.
+    Each call first records in `world` that this rank's gradients are ready. `world` measures the
+    time after this moment as waiting for other ranks.
     """
 
     def __init__(self, world: World) -> None:
@@ -135,8 +135,8 @@ def _whole(state: Any) -> Any:
 def _shard_of(value: Any, like: Tensor) -> Any:
     """Return this rank's shard of a tensor, split like the sharded tensor `like`.
 
-    Every rank must pass the whole tensor. A value whose shape differs from `like`, such as a step
-    count, is returned unchanged.
+    Every rank must pass the whole tensor. If the shape of a value differs from the shape of `like`,
+    the value is returned unchanged; an example is a step count.
     """
     if not isinstance(like, DTensor) or getattr(value, "shape", None) != like.shape:
         return value

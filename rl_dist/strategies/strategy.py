@@ -2,7 +2,7 @@
 
     strategy = Strategy(StrategyConfig(mode="ddp"), world)
     module = strategy.wrap(module.to(world.device))
-    for part, last in parts:  # the gradients of a step's parts are summed
+    for part, last in parts:  # parts of one step, whose gradients are summed
         with strategy.accumulating(last):
             strategy.backward(loss_of(module(part)))
     grad_norm, stepped = strategy.step(optimizer, max_grad_norm=0.5)
@@ -53,7 +53,8 @@ class Strategy:
             raise UserError("strategy auto works only in train_distributed.py: set another mode")
         if device_type == "cuda":
             set_tf32(config.precision)
-        # scales losses up so that fp16 gradients do not become zero; disabled for other precisions
+        # It scales losses up, so that fp16 gradients do not become zero. It is disabled for other
+        # precisions.
         self.scaler = torch.amp.GradScaler(device_type, enabled=config.precision == "fp16")
         # True if the last step was skipped, possibly only because the loss scale was too large
         self.overflowed = torch.tensor(False)
@@ -62,7 +63,7 @@ class Strategy:
         self.module: Any = None  # the wrapped module
         # the parameters that the optimizer trains; in mode hybrid, only this rank's shards
         self.parameters: list[nn.Parameter] = []
-        self.gradient_bytes = 0  # size in bytes of the gradients that each step reduces
+        self.gradient_bytes = 0  # size of the gradients that are reduced in each step
         self.unequal_devices = False  # True if ranks have different GPU or CPU models
         self.shards: Shards | None = None
         self.mesh: DeviceMesh | None = None  # only in mode hybrid
@@ -70,7 +71,7 @@ class Strategy:
     def wrap(self, module: nn.Module) -> nn.Module:
         """Wrap a module, which must be on world.device, for the strategy's mode.
 
-        Compute losses with the returned module. With the original module, gradients are not
+        Compute losses with the returned module. If you use the original module, gradients are not
         reduced, and the weights of the ranks drift apart without any error.
         """
         if self.config.pipelined:
@@ -91,10 +92,10 @@ class Strategy:
         return self.module  # type: ignore[no-any-return]
 
     def _keep(self, module: nn.Module, reduced: list[nn.Parameter]) -> None:
-        """Store a module that is not wrapped yet.
+        """Store a module that is not wrapped yet, and facts about it.
 
         Args:
-            reduced: those parameters whose gradients are reduced over ranks.
+            reduced: parameters whose gradients are reduced over ranks.
         """
         self.module = self.bare = module
         self.parameters = reduced
@@ -119,8 +120,9 @@ class Strategy:
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a loss to the `grad` attributes of the parameters.
 
-        The last part of a step also reduces the summed gradients over ranks. If the loss is NaN or
-        infinite on one rank, the reduced gradient is NaN on all ranks, so all ranks skip the step.
+        In the last part of a step, also reduce the summed gradients over ranks. If the loss is NaN
+        or infinite on one rank, the reduced gradient is NaN on all ranks, so all ranks skip the
+        step.
         """
         factor = loss.detach() * 0.0 + 1.0  # 1, or NaN if the loss is not finite
         with section("backward"), self.world.reduction_context():
@@ -130,7 +132,7 @@ class Strategy:
     def step(
         self, optimizer: torch.optim.Optimizer, max_grad_norm: float = math.inf
     ) -> tuple[Tensor, Tensor]:
-        """Clip the mean gradient over all ranks; take a step unless it is not finite.
+        """Clip the mean gradient over all ranks; take a step if the gradient is finite.
 
         Either all ranks take the step or none of them does. With torch's fused optimizers, this
         method never waits for a GPU.
@@ -141,8 +143,8 @@ class Strategy:
         Raises:
             UserError: the optimizer holds parameters that are not in `parameters`.
         """
-        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        if self.mode in ("ddp", "hybrid") and not held <= {*self.parameters}:
+        optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if self.mode in ("ddp", "hybrid") and not optimized <= {*self.parameters}:
             raise UserError(
                 "the optimizer holds parameters that were missing or frozen when the module was "
                 "wrapped: create the optimizer from strategy.parameters, after `wrap`"
@@ -157,7 +159,7 @@ class Strategy:
         grad_norm = self.agreed_norm(grad_norm)
         clip_grads_with_norm_(self.parameters, max_grad_norm, grad_norm)
 
-        # take the step
+        # take the step, or skip it
         stepped = torch.isfinite(grad_norm)  # equal on all ranks, because gradients are reduced
         step_if(stepped, optimizer)
         if self.shards:
@@ -184,7 +186,7 @@ class Strategy:
         """Receive parameters that only other ranks train.
 
         In this class, the method does nothing, because every rank trains all parameters. A subclass
-        may override it.
+        may override the method.
         """
 
     def module_state(self) -> dict[str, Tensor]:
@@ -216,7 +218,7 @@ class Strategy:
         return {"loss_scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict`; it has a loss scale only with precision fp16."""
+        """Load the result of `state_dict`; only with precision fp16, it has a loss scale."""
         if state.get("loss_scaler"):
             self.scaler.load_state_dict(state["loss_scaler"])
 
