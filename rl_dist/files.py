@@ -1,8 +1,8 @@
 """Read and write regular files in a run directory, and refuse everything else.
 
-A run directory may contain a pipe, a device, a huge file or a link that someone else put there.
-Opening or reading it could block forever or use all memory; writing to it could change a file
-elsewhere. In the function names of this module, "plain" means "regular file".
+A run directory may contain a pipe, a device, a huge file or a link that someone else put there. To
+open or read such a file could take forever or use all memory; to write to a link could change a
+file elsewhere. In the function names of this module, "plain" means "regular file".
 """
 
 import errno

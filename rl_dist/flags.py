@@ -185,7 +185,7 @@ def parse_flags(
         name: text if isinstance(text := values.pop(name), str) else " ".join(text)
         for name in flags
         if name in values
-    }  # a flag with several values has a list, which is joined to one text
+    }  # the values of a flag with several values are joined to one text
     try:
         configs = changed(sections, given)
     except ValueError as error:

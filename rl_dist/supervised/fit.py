@@ -31,6 +31,7 @@ from rl_dist.telemetry.loggers import GuardedLogger, open_tensorboard
 from rl_dist.telemetry.metrics import without_nan
 
 STOP_EVERY = 10  # number of optimizer steps between two checks for stop signals
+# fields of `Fitting` that are saved in a checkpoint
 SAVED = ("epoch", "best_epoch", "best_loss", "bad_in_a_row", "history", "extra")
 
 
@@ -41,12 +42,12 @@ class FitConfig:
     epochs: int = Field(10, ge=1, le=10**6)
     """Largest number of passes over the training data."""
     patience: int = Field(0, ge=0, le=10**6)
-    """Stop after this many epochs in a row without a better validation loss; 0: never."""
+    """Stop after this many epochs in a row without a lower validation loss; 0: never."""
     grad_accumulation: int = Field(1, ge=1, le=10**6)
-    """Number of batches whose gradients are averaged for one optimizer step. This acts like a
-    batch_size that is this many times larger, but needs less memory."""
+    """Number of batches whose gradients are averaged for one optimizer step. The effect is that of
+    a batch_size that is this many times larger, but less memory is needed."""
     max_grad_norm: float = Field(1e6, ge=1e-6, le=1e30)
-    """Scale the gradient (the mean over all ranks) down to this norm if its norm is larger."""
+    """Largest norm of the mean gradient over all ranks; a larger gradient is scaled down to it."""
     max_bad_steps: int = Field(10, ge=0, le=10**9)
     """Skip steps whose loss or gradient is NaN or inf; fail if more than this many steps in a row
     are skipped."""
@@ -62,7 +63,7 @@ class FitConfig:
 
 
 def accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return True for each sample whose largest output is that of its target class.
+    """Return for each sample whether its largest output is the output of its target class.
 
     Outputs are [N, C], targets [N]. For example,
     accuracy(torch.tensor([[0.1, 0.9]]), torch.tensor([1])) returns tensor([True]).
@@ -80,7 +81,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Compute the mean loss and metrics over all samples of all ranks.
 
-    Every sample counts once, and every rank must call this.
+    Every sample is used exactly once. Every rank must call this.
 
         figures = evaluate(module, held_out, criterion, strategy, {"accuracy": accuracy})
 
@@ -115,14 +116,14 @@ class Fitting:
     # epoch with the lowest validation loss; without validation, the last epoch
     best_epoch: int = 0
     best_loss: float = math.inf
-    bad_in_a_row: int = 0  # number of steps skipped since the last successful step
-    # one record per epoch with train/loss, valid/loss, ...
+    bad_in_a_row: int = 0  # number of steps that were skipped since the last successful step
+    # for each epoch, a record with train/loss, valid/loss, ...
     history: list[dict[str, float]] = field(default_factory=list)
     signum: int = 0  # signal that stopped training early; 0: none
-    best_weights: dict[str, Tensor] | None = None
+    best_weights: dict[str, Tensor] | None = None  # weights after epoch `best_epoch`
 
     def train_epoch(self, loader: DataLoader, training: Pass) -> dict[str, float] | None:
-        """Train on each batch once; return means, or None after a stop signal.
+        """Train on each batch once; return means of loss and metrics, or None after a signal.
 
         Raise UserError if the loss or gradient was NaN or infinite in too many steps in a row.
         """
@@ -130,7 +131,7 @@ class Fitting:
         seed = self.config.seed
         epoch = self.epoch + 1
         world.set_phase(f"epoch {epoch}")
-        world.forget_waits()  # otherwise, the list of wait times would grow forever
+        world.forget_waits()  # otherwise, the list of waits would grow with every epoch
         torch.manual_seed(epoch_seed(seed, epoch, world.rank))
         training.module.train()
         training.checks = world.size * self.config.grad_accumulation > 1 and not self.epoch
@@ -151,7 +152,7 @@ class Fitting:
                             f"module has BatchNorm, use batch_size {2 * world.size} or larger"
                         ) from error
                     self.strategy.backward(loss / len(parts))
-            # DDP reduces no gradient at all if it misses one
+            # DDP reduces no gradient at all if one gradient is missing
             if self.strategy.mode == "ddp" and len(world.gradient_waits) <= number:
                 named = self.strategy.bare.named_parameters()
                 unused = [name for name, p in named if p.requires_grad and p.grad is None]
@@ -161,7 +162,7 @@ class Fitting:
                     "StrategyConfig"
                 )
             _, stepped = self.strategy.step(self.optimizer, self.config.max_grad_norm)
-            if not self.strategy.overflowed:  # otherwise, the only cause may be the loss scale
+            if not self.strategy.overflowed:  # else, the loss scale may be the only cause
                 self.bad_in_a_row = 0 if stepped else self.bad_in_a_row + 1
             if self.bad_in_a_row > self.config.max_bad_steps:
                 raise UserError(
@@ -170,14 +171,14 @@ class Fitting:
                     exit_code=1,
                 )
             if number == 0:
-                training.means()  # refuses a wrong criterion
+                training.means()  # raises an error if the criterion is wrong
             if number % STOP_EVERY == 0 and all_reduce_max(stop_flag.signum, world):
                 return None
         merge_buffers(training.module, world)
         return training.means()
 
     def end_epoch(self, record: dict[str, float]) -> bool:
-        """Add the epoch's record; if valid/loss improved, keep weights and return True.
+        """Add the record of an epoch; if valid/loss improved, store the weights and return True.
 
         Every rank must call this.
         """
@@ -239,9 +240,9 @@ class Fitting:
         try:
             state = load_checkpoint(newest, FitSchema)
             for name, saved in state["extra"].items():
-                now = self.extra[name]
-                if str(now) != str(saved):
-                    raise UserError(f"{name} is {now}, but {saved} in the run to resume")
+                current = self.extra[name]
+                if str(current) != str(saved):
+                    raise UserError(f"{name} is {current}, but {saved} in the run to resume")
             self.strategy.load(state["module"], self.optimizer, state["optimizer"])
             self.strategy.load_state_dict(state["strategy"])
             if self.scheduler is not None:
@@ -249,7 +250,7 @@ class Fitting:
             for name in SAVED:
                 setattr(self, name, state[name])
             # If the process was killed while saving, best.pt may be from the epoch after this
-            # checkpoint. That epoch is now repeated, and best.pt is then written again.
+            # checkpoint. In that case, the epoch is now repeated and best.pt is written again.
             if self.best_loss < math.inf:
                 self.best_weights = load_checkpoint(run.checkpoints / BEST_FILE, FitSchema)[
                     "module"
@@ -277,16 +278,16 @@ def fit(
 
         result = fit(module, loader, optimizer, criterion, strategy, validation=held_out)
 
-    A resumed run has the same result as an uninterrupted run: it repeats the epoch that a stop
-    signal interrupted. At the end, the weights of the best epoch are loaded into the module, unless
+    A resumed run repeats the epoch that a stop signal interrupted, so it has the same result as an
+    uninterrupted run. At the end, the weights of the best epoch are loaded into the module, unless
     a signal stopped the training or there is no validation.
 
     Args:
         module: the result of `strategy.wrap`.
         loader: training data; its batch_size is the total over all ranks.
         criterion: returns the mean loss of a batch or one loss per sample (see `Pass`).
-        validation: held-out data that decides which epoch is best and when to stop (`patience`).
-        scheduler: stepped after every epoch; ReduceLROnPlateau also receives the validation loss.
+        validation: held-out data; its loss decides which epoch is best and when training stops.
+        scheduler: takes a step after every epoch; ReduceLROnPlateau receives the validation loss.
         resume: continue from the newest checkpoint in `run_dir`, if there is one.
         extra: plain values to store in checkpoints; they must not change when a run is resumed.
     """
@@ -308,11 +309,11 @@ def fit(
     }
     fitting = Fitting(optimizer, strategy, scheduler, config, settings)
     run = RunDir(run_dir) if run_dir is not None else None
-    board: GuardedLogger | None = None
+    tensorboard: GuardedLogger | None = None
     if run:
         fitting.restore(run, resume)
         if world.is_main_process:
-            board = open_tensorboard(run.path, purge_step=fitting.epoch + 1)
+            tensorboard = open_tensorboard(run.path, purge_step=fitting.epoch + 1)
     while not fitting.signum and fitting.epoch < config.epochs:
         if 0 < config.patience <= fitting.epoch - fitting.best_epoch:
             break
@@ -326,15 +327,15 @@ def fit(
             improved = fitting.end_epoch(record)
             if run:
                 fitting.save(run, improved)
-            if board:
-                board.write(without_nan(record), fitting.epoch)
-                board.flush()
+            if tensorboard:
+                tensorboard.write(without_nan(record), fitting.epoch)
+                tensorboard.flush()
             if config.progress and world.is_main_process:
-                figures = (f"{name} {value:.4g}" for name, value in record.items())
-                print(", ".join(figures), flush=True)
+                texts = (f"{name} {value:.4g}" for name, value in record.items())
+                print(", ".join(texts), flush=True)
         fitting.signum = all_reduce_max(stop_flag.signum, world)
-    if board:
-        board.close()
+    if tensorboard:
+        tensorboard.close()
     if not fitting.signum and fitting.best_weights and fitting.best_epoch != fitting.epoch:
         strategy.load(fitting.best_weights, optimizer, strategy.optimizer_state(optimizer))
     return fitting

@@ -1,4 +1,4 @@
-"""Compute losses and metrics of the batches of one pass over the data."""
+"""Compute losses and metrics in one pass over the data."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from rl_dist.errors import UserError
 from rl_dist.process_group.collectives import all_reduce_sum
 from rl_dist.strategies.strategy import Strategy
 
-CHECKED_ROWS = 8  # number of samples of a batch for which the criterion is checked
+CHECKED_ROWS = 8  # the criterion is checked on this many samples of a batch
 # (outputs, targets) -> tensor; every sample must contribute the same number of values
 Metric = Callable[[Any, Any], Tensor]
 # (outputs, targets) -> mean loss over the batch, or equally many losses for every sample
@@ -24,16 +24,16 @@ Criterion = Callable[[Any, Any], Tensor]
 class Pass:
     """Computes the losses of all batches in one pass, and the means over this pass.
 
-    If results are means over parts of batches, because there are several ranks or grad_accumulation
-    is above 1, every sample must have the same weight. `checks` refuses other criteria; for that,
-    it calls the criterion again, also on single samples.
+    With several ranks, or with grad_accumulation above 1, results are means over parts of batches.
+    Then every sample must have the same weight in the criterion. If `checks` is True, `loss` also
+    calls the criterion on single samples, and `means` refuses a criterion with unequal weights.
     """
 
     module: nn.Module
     criterion: Criterion
     strategy: Strategy
     metrics: Mapping[str, Metric]
-    checks: bool = False  # True: refuse a criterion that weighs samples unequally
+    checks: bool = False  # whether to check that the criterion weighs samples equally
     # sums by name; all ranks must have the same names
     sums: dict[str, Any] = field(default_factory=lambda: defaultdict(float, uneven=0.0))
 
@@ -44,12 +44,12 @@ class Pass:
             loss = self.criterion(outputs, targets).mean()
             if self.checks:
                 self.check_criterion(num_samples, outputs, targets)
-        # Criteria that ignore targets return NaN with a gradient of 0 if they ignore all targets.
-        # The gradient of such a batch must be NaN, so that the step is skipped.
-        factor = loss.detach() * 0.0 + 1.0
+        # If a criterion ignores all targets of a batch, its loss is NaN, but its gradient is 0.
+        # Make the gradient NaN, too, so that the step is skipped.
+        one_or_nan = loss.detach() * 0.0 + 1.0
         for output in tree_leaves(outputs):
             if isinstance(output, Tensor) and output.requires_grad:
-                output.register_hook(lambda gradient: gradient * factor)
+                output.register_hook(lambda gradient: gradient * one_or_nan)
         with torch.no_grad():
             self.sums["samples"] += num_samples
             self.sums["loss"] += num_samples * loss.double()
@@ -61,16 +61,16 @@ class Pass:
 
     @torch.no_grad()
     def check_criterion(self, num_samples: int, outputs: object, targets: object) -> None:
-        """Check that the loss of some samples is the mean of their single losses.
+        """Check that the loss of several samples is the mean of their single losses.
 
-        The first axis of a tensor can also hold several values of each sample, as flattened texts
-        do. Tensors without such an axis are given to the criterion whole.
+        Along the first axis, a tensor may have several entries for each sample, such as the words
+        of a text. A tensor without such an axis is passed to the criterion unchanged.
         """
         pair = outputs, targets
-        plain = Tensor, int, float, str, type(None)
-        if odd := [leaf for leaf in tree_leaves(pair) if not isinstance(leaf, plain)]:
+        supported = Tensor, int, float, str, type(None)
+        if others := [leaf for leaf in tree_leaves(pair) if not isinstance(leaf, supported)]:
             raise UserError(
-                f"fit cannot take single samples from a {type(odd[0]).__name__} to check the "
+                f"fit cannot take single samples from a {type(others[0]).__name__} to check the "
                 "criterion: return tensors, or dicts or tuples of tensors"
             )
 
@@ -82,7 +82,8 @@ class Pass:
 
             return self.criterion(*tree_map(take, pair)).mean()
 
-        # Repeat a row, so that a sum is noticed even if this rank's share is one sample.
+        # Use the first sample twice: a criterion that returns a sum is then noticed even if this
+        # rank has only one sample.
         chosen = [0, *range(min(num_samples, CHECKED_ROWS))]
         whole = loss_of(chosen)
         losses = torch.stack([loss_of([row]) for row in chosen])
@@ -91,7 +92,7 @@ class Pass:
         self.sums["uneven"] += whole.isfinite() & ~equal
 
     def means(self) -> dict[str, float]:
-        """Return means and sample count over all ranks; every rank must call this.
+        """Return the means and the number of samples over all ranks; every rank must call this.
 
         Raise UserError if the criterion does not weigh every sample equally.
         """

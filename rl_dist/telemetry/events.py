@@ -1,7 +1,7 @@
-"""Run the user's command when something happens in a run, e.g. to send an email.
+"""Run the user's command at events of a run, for example to send an email.
 
-The process that starts the ranks calls `configure`. The main rank also calls it, for events during
-training. In other processes, or without a command, `notify` does nothing.
+The process that starts the ranks calls `configure`. The main rank also calls `configure`, because
+events can happen during training. In other processes, or without a command, `notify` does nothing.
 """
 
 import functools
@@ -21,22 +21,23 @@ from rl_dist.process_group.process_ends import STOP_SIGNALS
 logger = logging.getLogger(__name__)
 
 LIMIT_S = 20.0  # longest wait for running commands at the end of a run
-LONGEST_MESSAGE = 4000  # maximum number of characters in a message; the rest is cut off
+LONGEST_MESSAGE = 4000  # in characters; the rest of a longer message is cut off
 
 _command = ""
 _run_dir = ""
-_running: list[tuple[str, subprocess.Popen[str]]] = []  # event and process of each started command
+# event and process of each command that was started and may still run
+_running: list[tuple[str, subprocess.Popen[str]]] = []
 
 
 def configure(command: str, run_dir: str | Path) -> None:
-    """Set the command that `notify` runs for the run in `run_dir`; "" means none."""
+    """Set the command that `notify` starts, and the run directory that it reports."""
     global _command, _run_dir
     _command = command
     _run_dir = str(run_dir)
 
 
 def notify(kind: str, message: str = "", **facts: object) -> None:
-    """Run the user's command for an event in the background; never raise an error.
+    """Start the user's command for an event in the background; never raise an error.
 
     The command receives the event as a JSON object on stdin. It also receives each entry of this
     object as an environment variable: RL_EVENT (`kind`), RL_MESSAGE, RL_RUN_DIR, RL_TIME, RL_HOST,
@@ -61,7 +62,7 @@ def notify(kind: str, message: str = "", **facts: object) -> None:
     try:
         process = subprocess.Popen(
             _command,
-            shell=True,  # safe: event data is only in stdin and variables, not in the command
+            shell=True,  # safe: the command contains no data of the event
             env=os.environ | variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -79,10 +80,10 @@ def notify(kind: str, message: str = "", **facts: object) -> None:
 
 
 def close(wait_s: float = LIMIT_S) -> None:
-    """Wait up to `wait_s` seconds for commands, then kill those that still run.
+    """Wait up to `wait_s` seconds for commands, then kill those that are still running.
 
-    If a command is killed, all processes that it has started are killed, too. One warning is logged
-    for each command that fails.
+    All processes that a killed command has started are killed, too. For each command that fails,
+    one warning is logged.
     """
     configure("", "")
     deadline_s = time.monotonic() + wait_s

@@ -17,9 +17,9 @@ from rl_dist.errors import FOREIGN_ERRORS, UserError, one_line
 from rl_dist.files import Record, path_to_write, read_plain, write_whole
 
 logger = logging.getLogger(__name__)
-# fields that identify when and where a record was measured; they are not logged as scalars
+# fields that say when and where a record was measured; loggers receive no scalars for them
 NO_SCALARS = ("iteration", "global_step", "rank", "epoch")
-# default name of the project; environment variables of Weights & Biases and MLflow override it
+# default name of the project; Weights & Biases and MLflow have environment variables to change it
 PROJECT = "clstm-ppo"
 Settings = Mapping[str, Mapping[str, object]]  # values by section and name
 Write = Callable[[dict[str, float], int], object]  # arguments: scalars by name, and a step
@@ -28,7 +28,7 @@ Finish = Callable[[], object]
 
 @dataclass
 class GuardedLogger:
-    """A logger that, after its first error, logs a warning and then does nothing."""
+    """A logger that does nothing after its first error, for which it logs a warning."""
 
     name: str
     _write: Write
@@ -37,7 +37,7 @@ class GuardedLogger:
     _has_ended: bool = False
 
     def write(self, record: Record, step: int) -> None:
-        """Log all numbers in a record, which must not contain NaN or infinity."""
+        """Log all numbers in a record; they must be finite."""
         self._call(self._write, dict(_scalars_of(record)), step)
 
     def flush(self) -> None:
@@ -64,13 +64,13 @@ def open_tensorboard(folder: Path, *, purge_step: int | None) -> GuardedLogger:
     """Open a new TensorBoard event file in a folder.
 
     Args:
-        purge_step: from this step on, TensorBoard hides the values in earlier event files. None:
-            hide nothing.
+        purge_step: TensorBoard hides the values of this and later steps in earlier event files;
+            None: hide nothing.
     """
     # import here, because it takes 1 s and only the main process needs it
     from torch.utils.tensorboard import SummaryWriter
 
-    # SummaryWriter's thread writes the file every 10 s
+    # a thread of SummaryWriter writes to the file every 10 s
     board: Any = SummaryWriter(folder, purge_step=purge_step, flush_secs=10)  # type: ignore[no-untyped-call]
 
     def write(scalars: dict[str, float], step: int) -> None:
@@ -81,7 +81,7 @@ def open_tensorboard(folder: Path, *, purge_step: int | None) -> GuardedLogger:
 
 
 def open_wandb(run_dir: Path, settings: Settings) -> tuple[Write, Finish]:
-    """Open a Weights & Biases run; it uses environment variables such as WANDB_MODE."""
+    """Open a Weights & Biases run; environment variables such as WANDB_MODE configure it."""
     import wandb
 
     run = wandb.init(
@@ -101,13 +101,13 @@ def open_mlflow(run_dir: Path, settings: Settings) -> tuple[Write, Finish]:
     from mlflow import MlflowClient
     from mlflow.entities import Metric
 
-    place = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{run_dir.resolve()}/mlflow.db")
-    client = MlflowClient(tracking_uri=place)
+    uri = os.environ.get("MLFLOW_TRACKING_URI", f"sqlite:///{run_dir.resolve()}/mlflow.db")
+    client = MlflowClient(tracking_uri=uri)
 
     def begin() -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        known = client.get_experiment_by_name(name)
-        experiment = known.experiment_id if known else client.create_experiment(name)
+        existing = client.get_experiment_by_name(name)
+        experiment = existing.experiment_id if existing else client.create_experiment(name)
         run = client.create_run(experiment, run_name=run_dir.resolve().name)
         for section, values in settings.items():
             for key, value in values.items():
@@ -126,7 +126,7 @@ LOGGERS = {"wandb": open_wandb, "mlflow": open_mlflow}
 
 
 def named_loggers(text: str) -> list[str]:
-    """Split a comma-separated list of loggers; raise ValueError if one is unknown."""
+    """Split a comma-separated list of loggers; raise ValueError if a logger is unknown."""
     names = text.replace(",", " ").split()
     if unknown := [name for name in names if name not in LOGGERS]:
         raise ValueError(f"loggers {unknown[0]} is unknown: choose from {', '.join(LOGGERS)}")
@@ -134,14 +134,14 @@ def named_loggers(text: str) -> list[str]:
 
 
 def check_installed(text: str) -> None:
-    """Refuse a list of loggers if the package of one is not installed."""
+    """Refuse a list of loggers if the package of a logger is not installed."""
     for name in named_loggers(text):
         if not find_spec(name):
             raise UserError(f"--loggers {name} needs pip install 'clstm-ppo[{name}]'")
 
 
 def open_logger(name: str, run_dir: Path, settings: Settings) -> GuardedLogger:
-    """Open the logger with this name, and log the settings of the run."""
+    """Open the logger called `name`, and log the settings of the run with it."""
     try:
         return GuardedLogger(name, *LOGGERS[name](run_dir, settings))
     except FOREIGN_ERRORS as error:  # for example no login or no network
@@ -149,7 +149,7 @@ def open_logger(name: str, run_dir: Path, settings: Settings) -> GuardedLogger:
 
 
 def _scalars_of(record: Record, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the tag and value of each number; tags of rank N begin with rank_N/."""
+    """Yield a tag and the value for each number; the tags of rank N begin with rank_N/."""
     for key, value in record.items():
         if isinstance(value, int | float) and key not in NO_SCALARS:
             yield prefix + key, float(value)
@@ -160,8 +160,8 @@ def _scalars_of(record: Record, prefix: str = "") -> Iterator[tuple[str, float]]
 def _kept_id(run_dir: Path, name: str, make: Callable[[], str]) -> str:
     """Return the id of this run at a logging service.
 
-    The first call creates the id and saves it in a file. Later calls, also in a resumed run, read
-    the file.
+    The first call creates an id with `make` and saves the id in a file. Later calls, also those of
+    a resumed run, read the file.
     """
     path = path_to_write(run_dir, f"{name}_run_id")
     if not path.exists():

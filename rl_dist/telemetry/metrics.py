@@ -21,7 +21,7 @@ from rl_dist.telemetry.loggers import GuardedLogger, open_tensorboard
 from rl_dist.telemetry.progress import Progress, stalled
 
 logger = logging.getLogger(__name__)
-STATE_EVERY_S = 1.0  # shortest time between two updates of state.json by `write`
+STATE_EVERY_S = 1.0  # shortest time between two updates of state.json by `MetricsWriter.write`
 LOG_FORMAT = "%(asctime)s %(levelname)s rank {} %(name)s: %(message)s"
 
 
@@ -29,7 +29,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s rank {} %(name)s: %(message)s"
 
 
 class NullWriter:
-    """The writer for all ranks except the main rank; it writes nothing."""
+    """Writes nothing; all ranks except the main rank use this writer."""
 
     def write(self, record: Record, *, done: int) -> None:
         """Write the metrics of one iteration."""
@@ -67,12 +67,12 @@ class MetricsWriter(NullWriter):
             run: directory of the run. If it is deleted or replaced, `write` raises an error.
             total: value of `done` (see `write`) at the end of the run.
             unit: unit of `done`, such as "episodes".
-            start: value of `done` at the start; it is above 0 in a resumed run.
-            purge_step: the first `global_step` that this writer will write. From this step on,
-                TensorBoard hides the values from earlier writers.
+            start: value of `done` at the start; above 0 in a resumed run.
+            purge_step: the first `global_step` that this writer will write. TensorBoard hides the
+                values that earlier writers wrote for this and later steps.
             loggers: loggers in addition to TensorBoard, see `loggers.open_logger`.
-            advice: what to do if the return of episodes does not rise, printed halfway; "": nothing
-                is printed.
+            advice: text that says what to do if the returns of episodes do not rise. It is printed
+                in the middle of the run if they have not risen; "": print nothing.
         """
         try:
             self._lines = _LineFile(path_to_write(run.path, run.metrics_path.name))
@@ -81,6 +81,7 @@ class MetricsWriter(NullWriter):
             raise unwritable(f"run_dir {run.path}", error) from None
         self._progress = Progress(total, unit, start)
         self._advice = advice
+        # value of `done` at which to check the returns; infinite after the check
         self._half = total / 2 if start < total / 2 else math.inf
         self._run = run
         self._state_s = -math.inf  # time when `write` last updated state.json
@@ -99,7 +100,7 @@ class MetricsWriter(NullWriter):
         """
         plain = without_nan(record)
         if not self._run.is_in_place():
-            self._loggers.clear()  # else, `close` would let them write to a different directory
+            self._loggers.clear()  # `close` would let them write to a new directory
             problem = "was deleted or replaced during training, so nothing more is saved there"
             raise UserError(f"{self._run.path} {problem}", exit_code=1)
         self._lines.append(json.dumps(plain, allow_nan=False) + "\n")
@@ -124,7 +125,7 @@ class MetricsWriter(NullWriter):
     def update_state(self, **changes: object) -> None:
         """Write changes to state.json immediately.
 
-        The next call of `write` updates it again, even if STATE_EVERY_S seconds have not passed.
+        The next call of `write` updates state.json again, even before STATE_EVERY_S have passed.
         """
         self._run.update_state(**self._unwritten | changes)
         self._unwritten = {}
@@ -135,13 +136,13 @@ class MetricsWriter(NullWriter):
         print(text, flush=True)
 
     def flush(self) -> None:
-        """Flush everything written so far to disk; call this before saving a checkpoint."""
+        """Flush everything to disk; call this before saving a checkpoint."""
         self._lines.flush()
         for metrics_logger in self._loggers:
             metrics_logger.flush()
 
     def close(self) -> None:
-        """Close the files and the progress display; safe to call twice."""
+        """Close the files and the progress display; a second call does nothing."""
         if self._unwritten:
             self.update_state()
         self._progress.close()
@@ -153,7 +154,7 @@ class MetricsWriter(NullWriter):
 class _LineFile:
     """Appends whole lines to a file.
 
-    Lines that do not fit on a full disk wait in memory until there is space.
+    If the disk is full, new lines wait in memory until there is space.
     """
 
     def __init__(self, path: Path) -> None:
@@ -162,16 +163,16 @@ class _LineFile:
         self._file = open(path, "ab", buffering=0, opener=plain_file)  # noqa: SIM115
 
     def append(self, lines: str = "") -> None:
-        """Append the waiting lines and the new `lines`; on an error, all of them wait."""
+        """Append the waiting lines and the new `lines`; after an error, all of these lines wait."""
         self._waiting += lines.encode()
         end = self._file.seek(0, os.SEEK_END)
-        left = self._waiting
+        remaining = self._waiting
         try:
-            while left:  # a disk that is almost full may accept only some of the bytes
-                left = left[self._file.write(left) :]
+            while remaining:  # a disk that is almost full may accept only some of the bytes
+                remaining = remaining[self._file.write(remaining) :]
             self._waiting = b""
         except OSError as error:
-            # Training continues: only a checkpoint that cannot be saved may stop it.
+            # Do not stop training: only a checkpoint that cannot be saved is a reason for that.
             with suppress(OSError):
                 self._file.truncate(end)
             log_once(f"cannot write {self._path}: {error.strerror}; new lines wait in memory")
@@ -194,12 +195,12 @@ def without_nan(value: Any) -> Any:
 
 # ---- logs
 
-_handlers: list[logging.Handler] = []  # added by `setup_logging`
-_levels: list[int] = []  # level of the root logger before `setup_logging`
+_handlers: list[logging.Handler] = []  # handlers that `setup_logging` added
+_levels: list[int] = []  # the level of the root logger before `setup_logging`, if it was called
 
 
 class _Console(logging.Handler):
-    """Prints warnings and errors on stderr, except those that `launch` prints itself."""
+    """Prints warnings and errors on stderr, except errors that `launch` itself prints."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name != "rl_dist.launch.ranks":
@@ -209,7 +210,7 @@ class _Console(logging.Handler):
 def setup_logging(run_dir: str | Path, rank: int) -> None:
     """Log INFO and above to logs/rank_N.log; rank 0 also prints warnings.
 
-    The handlers of an earlier call are removed.
+    Handlers from an earlier call are removed.
     """
     close_logging()
     name = f"logs/rank_{rank}.log"
@@ -234,7 +235,7 @@ def setup_logging(run_dir: str | Path, rank: int) -> None:
 
 
 def _log_end_of_thread(args: threading.ExceptHookArgs) -> None:
-    """Log one line if a thread fails, for example TensorBoard's on a full disk."""
+    """Log one line if a thread fails, for example TensorBoard's thread on a full disk."""
     if args.exc_value and args.thread:
         logger.warning("thread %s ended: %s", args.thread.name, one_line(args.exc_value))
 

@@ -1,6 +1,7 @@
 """Sample the GPU, CPU and memory usage of this rank in a background thread.
 
-`Monitor.take` never waits for the thread. If a source fails or hangs, its values are None.
+`Monitor.take` never waits for the thread. If a source fails or hangs, its values are
+None.
 """
 
 import threading
@@ -25,15 +26,15 @@ GPU_FIELDS = (
     "temperature_c",
     "power_w",
 )
-# The first two numbers in this file are the nanoseconds for which the main thread has run on a
-# core, and the nanoseconds for which it has waited for a core.
+# The first number in this file is the time in ns for which the main thread has run on a core; the
+# second number is the time in ns for which the thread has waited for a core.
 SCHEDSTAT = Path("/proc/self/schedstat")
 Values = dict[str, float | None]
 Source = Callable[[], Values]
 
 
 class Monitor:
-    """Samples its sources every `every_s` seconds until `close`; `every_s` 0: never."""
+    """Reads its sources every `every_s` seconds until `close`; if `every_s` is 0, never."""
 
     def __init__(self, sources: Sequence[Source], every_s: float) -> None:
         self._sources = sources
@@ -48,20 +49,20 @@ class Monitor:
     def take(self) -> Values:
         """Return the mean of each value since the last call.
 
-        If the name contains "peak", return the maximum; if it contains "free", the minimum. A
-        value without samples is None.
+        If the name of a value contains "peak", return the maximum instead; if the name contains
+        "free", return the minimum. A value without samples is None.
         """
         samples = self._samples
         self._samples = []
         merged: Values = {}
         for name in list(self._names):
             values = [value for sample in samples if (value := sample.get(name)) is not None]
-            merge = max if "peak" in name else min if "free" in name else fmean
-            merged[name] = round(merge(values), 4) if values else None
+            combine = max if "peak" in name else min if "free" in name else fmean
+            merged[name] = round(combine(values), 4) if values else None
         return merged
 
     def close(self) -> None:
-        """Stop the thread; safe to call twice."""
+        """Stop the thread; a second call does nothing."""
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_S)
@@ -82,7 +83,7 @@ class Monitor:
 def sources_of(device: torch.device) -> list[Source]:
     """Return the sources to sample on a rank that uses this device."""
     process = psutil.Process()
-    process.cpu_percent()  # begin the interval that the next call of this method measures
+    process.cpu_percent()  # the next call measures the time since this call
     before_ns = [0, 0]
 
     def read_host() -> Values:

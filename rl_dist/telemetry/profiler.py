@@ -6,10 +6,10 @@
         ...  # with section("collect"): ...
         profiler.end(say=print)
 
-Each process skips its first iteration, warms the tracer up in the second and traces the third.
-Every rank writes RUN_DIR/profile/rank_N.txt and a trace for TensorBoard, Chrome or Perfetto.
-Tracing slows short operators down, but only in the traced iteration: the `time/` metrics of other
-iterations are not affected.
+Each process skips its first iteration, warms up the tracer in its second iteration and traces its
+third iteration. Every rank writes RUN_DIR/profile/rank_N.txt and a trace for TensorBoard, Chrome or
+Perfetto. Tracing slows down short operators in the traced iteration. It does not affect the `time/`
+metrics of other iterations.
 """
 
 import logging
@@ -25,12 +25,12 @@ from rl_dist.process_group.world import World
 
 logger = logging.getLogger(__name__)
 FOLDER = "profile"
-TRACED = 3  # number of the traced iteration, counted from the start of this process
+TRACED = 3  # number of the traced iteration; the first iteration of this process has number 1
 NUM_ROWS = 40  # the report lists only this many of the longest sections and operators
 
 
 class NullProfiler:
-    """A replacement for `Profiler` that measures nothing."""
+    """Has the methods of `Profiler`, but does nothing."""
 
     def begin(self, *_: object) -> None:
         """Do nothing."""

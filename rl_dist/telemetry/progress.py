@@ -1,4 +1,4 @@
-"""Show the progress of a training run, and notice if it does not learn."""
+"""Show the progress of a training run, and notice if the returns do not rise."""
 
 import io
 import math
@@ -12,25 +12,30 @@ from tqdm import tqdm
 
 from rl_dist.files import Record
 
-# tqdm's default lock uses a semaphore. A failing rank would leak it and print a warning.
+# Use a lock without a semaphore: a failing rank would leak the semaphore of tqdm's default lock and
+# print a warning.
 tqdm.set_lock(threading.RLock())
 tqdm.monitor_interval = 0  # disable tqdm's monitor thread: every iteration refreshes the bar
 
 LINE_EVERY_S = 5.0  # shortest time between two printed lines of progress
 LINE = "{n}/{total}{unit} ({percentage:.0f}%){postfix} | {remaining} left"
 EPISODES = 100  # number of latest episodes whose mean return is shown
-VALIDATED = ("valid/sharpe", "valid/return")  # shown only while they are new
+VALIDATED = ("valid/sharpe", "valid/return")  # metrics that are shown for a short time
 
 
 class RecentReturns:
-    """Mean return of the last 100 training episodes, in steps of whole iterations."""
+    """Computes the mean return of the last 100 episodes, from the means of iterations.
+
+    The mean includes only whole iterations, so it may include more than 100 episodes.
+    """
 
     def __init__(self) -> None:
-        self._latest: deque[tuple[int, float]] = deque()  # (episodes, their mean return)
+        # for each of the last iterations: number of episodes, and their mean return
+        self._latest: deque[tuple[int, float]] = deque()
         self.num_episodes = 0  # number of episodes in the mean
 
     def add(self, record: Record) -> float | None:
-        """Add the record of an iteration; return the mean, or None without episodes."""
+        """Add the record of an iteration; return the mean, or None if no episode has ended."""
         count = record.get("episode/count")
         mean = record.get("episode/return")
         if count and mean is not None:
@@ -43,19 +48,20 @@ class RecentReturns:
 
 
 def stalled(records: Sequence[Record]) -> str:
-    """Describe the returns of half a run if they have not risen since its first tenth.
+    """Describe the returns in the first half of a run if they have not risen.
 
     Args:
         records: the records of the first half of the run.
 
     Returns:
-        One line; "" if the best mean of 100 episodes is higher than all means in the first tenth,
-        or if fewer than 100 episodes ended.
+        One line; or "" if fewer than 100 episodes ended, or if the best mean of 100 episodes is
+        higher than all means in the first tenth of the run.
     """
     recent = RecentReturns()
     means = [mean for record in records if (mean := recent.add(record)) is not None]
-    first = means[: math.ceil(len(means) / 5)]
-    if recent.num_episodes < EPISODES or max(means) > max(first):
+    # a fifth of this half is a tenth of the run
+    first_tenth = means[: math.ceil(len(means) / 5)]
+    if recent.num_episodes < EPISODES or max(means) > max(first_tenth):
         return ""
     return (
         f"half of the run is done, and the best mean return of {EPISODES} episodes, "
@@ -64,20 +70,20 @@ def stalled(records: Sequence[Record]) -> str:
 
 
 class Progress:
-    """Shows progress on stderr: as a bar on a terminal, otherwise as single lines."""
+    """Shows progress on stderr: a bar if stderr is a terminal, otherwise single lines."""
 
     def __init__(self, total: int, unit: str, start: int) -> None:
-        self._figures: dict[str, str] = {}  # latest values, by name on the console
+        self._figures: dict[str, str] = {}  # values to show, by name
         self._recent = RecentReturns()
         self._printed_s = -math.inf
         self._on_terminal = sys.stderr.isatty()
-        # Without a terminal, the bar is not shown; it only formats the text of the lines.
+        # Without a terminal, the bar is not shown. It only formats the text of the lines.
         self._bar = tqdm(
             total=total,
             unit=f" {unit}",
             initial=min(start, total),
             dynamic_ncols=True,
-            smoothing=0.0,  # else, the time left jumps after every validation
+            smoothing=0.0,  # else, the remaining time would jump after a validation
             bar_format=None if self._on_terminal else LINE,
             file=sys.stderr if self._on_terminal else io.StringIO(),
         )
@@ -90,7 +96,7 @@ class Progress:
         for name, value in values.items():
             if value is not None:
                 self._figures[name] = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-        # The last iteration may exceed the total.
+        # In the last iteration, `done` may exceed the total.
         self._bar.update(min(done, self._bar.total) - self._bar.n)
         self._bar.set_postfix(self._figures, refresh=self._on_terminal)
         if time.monotonic() - self._printed_s < LINE_EVERY_S and done < self._bar.total:
