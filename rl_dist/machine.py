@@ -198,7 +198,7 @@ class HostMemory(NamedTuple):
 def host_memory() -> HostMemory:
     """Return total and available memory, after applying all cgroup limits.
 
-    Memory that holds cached files counts as available.
+    Available memory includes the memory of cached files.
     """
     installed = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError):  # /proc/meminfo is missing

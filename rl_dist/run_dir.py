@@ -42,8 +42,8 @@ from rl_dist.files import (
 STATE_FILE = "state.json"
 CHECKPOINT_DIR = "checkpoints"
 BEST_FILE = "best.pt"
-PATIENCE_S = 25.0  # longest wait for the lock: after a kill of the launcher, its ranks still save
-LONGEST_ERROR = 2000  # in characters
+PATIENCE_S = 25.0  # longest wait for the lock; ranks may still save after a kill of their launcher
+LONGEST_ERROR = 2000  # longest error in state.json, in characters
 WORKING = ("dry_run", "warm_up", "training", "validation", "saving", "evaluation")
 ENDED = ("done", "stopped", "failed")
 PHASES = ("starting", "restarting", *WORKING, *ENDED)
@@ -97,7 +97,7 @@ class JobState(BaseModel):
     iteration: Count = 0
     global_step: Count = 0
     episodes: Count = 0
-    target: Count
+    target: Count  # length of the whole run, in the unit below
     unit: Text  # "episodes" or "steps"
     checkpoint: SavedCheckpoint | None = None
     gradient_bytes: Count = 0  # size of the gradients that the ranks reduce in each step

@@ -5,8 +5,8 @@ torch.save writes, and `torch.load` can read it. The file ends with a zip commen
 
     rl_dist checkpoint, format 4, torch 2.13.0, sha256:<64 hexadecimal digits>
 
-The digits are the SHA-256 of all bytes before the word sha256. `load_checkpoint` compares them
-before torch reads the file, so torch never reads a damaged file.
+The digits are the SHA-256 of all bytes before the word sha256. `load_checkpoint` checks this
+hash before torch reads the file, so torch never reads a damaged file.
 """
 
 import hashlib

@@ -35,12 +35,12 @@ class LaunchConfig:
     """Number of training processes (ranks). On GPUs, each process uses one GPU; -1: all GPUs; 0: a
     single process on the CPU. On a machine without GPUs, -1 means a single process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to train on; auto: the GPUs if there are any, otherwise the CPU."""
+    """Device for the training; auto: the GPUs if there are any, otherwise the CPU."""
     gpu_ids: Text = ""
     """GPUs to use, one for each rank, such as 0,2,3. If CUDA_VISIBLE_DEVICES is set, the ids are
     positions in that list."""
     threads: int = Field(0, ge=0, le=1024)
-    """CPU threads of each rank; 0: one for small networks, otherwise the rank's share of the cores.
+    """CPU threads of each rank; 0: 1 thread for small networks, else the rank's share of the cores.
     This flag overrides OMP_NUM_THREADS, also under torchrun. A resumed run uses the same number of
     threads as before, so that its results are equal bit for bit."""
     strategy: Mode = "default"
@@ -58,8 +58,8 @@ class LaunchConfig:
     instead of hybrid, then none) instead of exiting with an error."""
     precision: Precision = "fp32"
     """tf32: fp32, but GPUs round the inputs of matrix products; bf16, fp16: autocast with fp32
-    parameters; fp64: for exact comparisons; auto: bf16 if gradient steps are at least 1.1 times as
-    fast with it, otherwise fp32."""
+    parameters; fp64: for exact comparisons; auto: bf16 if it makes gradient steps at least 1.1
+    times as fast, otherwise fp32."""
     gradient_compression: Compression = "none"
     """bf16: halve the bytes sent for gradients, for slow connections; only with strategy ddp."""
     max_restarts: int = Field(0, ge=0, le=10**6)

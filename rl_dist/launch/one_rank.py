@@ -70,7 +70,7 @@ def run_as_rank(
     # children, such as a DataLoader's workers: "spawn" takes seconds for each child and needs
     # picklable arguments.
     multiprocessing.set_start_method(None, force=True)
-    stop_flag.install()  # a second signal is handled by the launcher, not by this process
+    stop_flag.install()  # the launcher handles a second signal
     # Ignore stop signals at exit: Python's shutdown restores the default handlers, and another
     # signal would then kill the process.
     atexit.register(stop_flag.replace, signal.SIG_IGN)

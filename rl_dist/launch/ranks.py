@@ -1,4 +1,4 @@
-"""Start the ranks in this process, in new ones or under torchrun, and watch them.
+"""Start the ranks in this process, in new processes or under torchrun, and watch them.
 
 SIGINT, SIGTERM, SIGUSR1 and SIGHUP stop the job. The launcher or any rank may receive the signal;
 after Ctrl-C, all of them receive it. Then all ranks finish their iteration, save a checkpoint and

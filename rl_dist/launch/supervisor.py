@@ -100,9 +100,9 @@ def _watch(child: int, page: ReportPage) -> int:
         if time.monotonic() > deadline_s:
             pass_on(signal.SIGKILL)
         time.sleep(0 if pid_and_status[0] else POLL_S)
-        # The awaited signals are blocked since before the fork, so read them with sigtimedwait. Its
-        # timeout is 0, because it returns an arbitrary signal number if the process is suspended
-        # and continued during a longer wait.
+        # The awaited signals were blocked before the fork, so read them with sigtimedwait. Use a
+        # timeout of 0: if the process is suspended and continued during a longer wait, sigtimedwait
+        # returns an arbitrary signal number.
         if arrived := signal.sigtimedwait(awaited, 0):
             stop.count(arrived.si_signo)
             # A signal from the terminal, such as Ctrl-C, also reaches the child directly.

@@ -63,7 +63,11 @@ class StepClock:
         self.mark("")
 
     def mark(self, phase: str) -> None:
-        """Record that a phase, which began at the last mark, ends now; "": it was no phase."""
+        """Record that a phase ends now; the phase began at the last mark.
+
+        Args:
+            phase: name of the phase; "" if the time since the last mark belongs to no phase.
+        """
         self._marks.append((phase, mark(self._device)))
 
     def waited(self, waits: Sequence[tuple[Mark, Mark]]) -> None:

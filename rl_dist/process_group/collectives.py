@@ -125,7 +125,7 @@ def broadcast_from_rank0(tensor: Tensor) -> None:
 
 
 def all_reduce_max(value: int, world: World) -> int:
-    """Return the maximum of `value` over all ranks; with it, all ranks decide equally."""
+    """Return the maximum over all ranks, so that all ranks make the same decision."""
     return max(all_gather_json(value, world))
 
 

@@ -72,11 +72,11 @@ def check_variables() -> None:
 def _sign_of_copies() -> str:
     """Return a variable which shows that this process is one of several copies, or ""."""
     counts = [name for name in os.environ if re.fullmatch(COUNTS, name)]
-    # SLURM sets SLURM_NTASKS also in the shell of an allocation, which is no copy, so do not use it
-    # there. A SLURM_PROCID above 0 is always the index of a copy.
+    # SLURM sets SLURM_NTASKS also in the shell of an allocation, although this shell is not a copy.
+    # But a SLURM_PROCID above 0 is always the index of a copy.
     if os.environ.get("SLURM_PROCID", "0") != "0":
         return "SLURM_PROCID"
-    # In a step, older versions of SLURM do not set SLURM_STEP_NUM_TASKS, so use other variables.
+    # Older versions of SLURM do not set SLURM_STEP_NUM_TASKS in a step. Then use SLURM_NTASKS.
     if os.environ.keys() & {"SLURM_STEP_ID", "SLURM_STEPID"} and not counts:
         counts = [name for name in ("SLURM_NTASKS", "SLURM_NPROCS") if name in os.environ]
     # A number of copies above 1 is a sign. PET_NNODES may be a range such as 1:4; use its end.
@@ -195,7 +195,7 @@ def part_of_this_start(store: dist.Store, rank: int, size: int, deadline_s: floa
     rejoins keeps its TORCHELASTIC_RESTART_COUNT. Therefore the ranks agree on a random name:
 
     1. Every rank writes a random greeting to the store.
-    2. Rank 0 answers every other rank with two greetings: its own, and the one from that rank.
+    2. Rank 0 answers every other rank with two greetings: its own, and that of the other rank.
     3. A rank that finds its own greeting in the answer knows that rank 0 is alive. It confirms the
        greeting of rank 0, which becomes the name of the part.
     """

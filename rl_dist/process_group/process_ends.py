@@ -201,7 +201,7 @@ def stopped_in_evaluation(signum: int, run_dir: Path | None) -> str:
 
 
 def how_it_ended(code: int) -> str:
-    """Describe how a process ended without a report; code -n: signal n killed it."""
+    """Describe how a process ended without a report; code -n means that signal n killed it."""
     if code == SCRIPT_RAN_AGAIN:
         return 'ran the whole script again: move train() below `if __name__ == "__main__":`'
     if code >= 0:

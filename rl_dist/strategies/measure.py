@@ -102,8 +102,8 @@ def _pays_to_grow(results: list[Result], samples: float) -> bool:
 def measure(candidate: Candidate, world: World) -> Result:
     """Time a candidate on all ranks together, then free its memory.
 
-    If a step fails on one rank while the other ranks wait for this rank, they wait until the
-    watchdog ends the job.
+    If a step fails on one rank while the other ranks wait for this rank, the other ranks wait until
+    the watchdog ends the job.
 
     Raises:
         CollectiveError: the ranks lost their connection, so they cannot agree on a result.

@@ -120,7 +120,7 @@ class Fitting:
     # for each epoch, a record with train/loss, valid/loss, ...
     history: list[dict[str, float]] = field(default_factory=list)
     signum: int = 0  # signal that stopped training early; 0: none
-    best_weights: dict[str, Tensor] | None = None  # weights after epoch `best_epoch`
+    best_weights: dict[str, Tensor] | None = None  # None without validation
 
     def train_epoch(self, loader: DataLoader, training: Pass) -> dict[str, float] | None:
         """Train on each batch once; return means of loss and metrics, or None after a signal.
