@@ -86,8 +86,8 @@ class Verdicts:
     _local: RankStatus | None = None  # the status of this rank at the last call of `look`
     _since_s: float = 0.0  # time when this rank's status last changed
     _heard_s: float = 0.0  # time when the store last answered
-    # number of calls of `look` since this rank's status last changed. It is used to measure time:
-    # `look` is not called while the process is suspended.
+    # Number of calls of `look` since this rank's status last changed. Calls are counted, because
+    # time passes even while the process is suspended.
     _looks: int = 0
     # (rank, its status) -> time when `look` first read this status; cleared when this process
     # changes its own status

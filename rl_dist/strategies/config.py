@@ -25,8 +25,8 @@ class StrategyConfig:
     find_unused_parameters: bool = False
     """Allow steps that do not use all parameters; finding the unused parameters takes time."""
     hybrid_form: HybridForm = "shard"
-    """How mode hybrid splits a module; shard: each rank holds a shard of the parameters; pipeline:
-    each pair of ranks runs two stages, one stage per rank."""
+    """How mode hybrid splits the work; shard: gradients and optimizer state are split over ranks;
+    pipeline: each pair of ranks runs two stages, one stage per rank."""
     shard_size: int = Field(0, ge=0, le=10**6)
     """Number of ranks that share one copy of gradients and optimizer state in mode hybrid; 0 means
     all ranks of a machine."""
@@ -44,7 +44,7 @@ class StrategyConfig:
 def check_strategy(
     config: StrategyConfig, ranks: int, device_type: str = "cpu", num_devices: int = 0
 ) -> str:
-    """Return the mode, where "default" is resolved; raise UserError if it cannot work.
+    """Return the mode after resolving "default"; raise UserError if the mode cannot work.
 
     Args:
         ranks: number of ranks.
@@ -54,7 +54,7 @@ def check_strategy(
     mode = config.mode
     if mode == "default":
         mode = "ddp" if ranks > 1 else "none"
-    # a rule consists of a value that is true if it is broken, the problem, and how to fix it
+    # a rule is a tuple: a value that is true if the rule is broken, the problem, how to fix it
     rules = (
         (mode in ("none", "dp") and ranks > 1,
          f"strategy {mode} works in one process, got {ranks} ranks", "use --strategy ddp"),

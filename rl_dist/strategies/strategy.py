@@ -53,8 +53,8 @@ class Strategy:
             raise UserError("strategy auto works only in train_distributed.py: set another mode")
         if device_type == "cuda":
             set_tf32(config.precision)
-        # It scales losses up, so that fp16 gradients do not become zero. It is disabled for other
-        # precisions.
+        # The scaler multiplies losses by a large factor, so that fp16 gradients do not become zero.
+        # With other precisions, the scaler is disabled.
         self.scaler = torch.amp.GradScaler(device_type, enabled=config.precision == "fp16")
         # True if the last step was skipped, possibly only because the loss scale was too large
         self.overflowed = torch.tensor(False)

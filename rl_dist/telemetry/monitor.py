@@ -1,6 +1,6 @@
 """Sample the GPU, CPU and memory usage of this rank in a background thread.
 
-`Monitor.take` never waits for the thread. If a source fails or hangs, its values are
+`Monitor.take` never waits for the thread. If a source fails or hangs, the values of this source are
 None.
 """
 
