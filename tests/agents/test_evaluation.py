@@ -132,7 +132,11 @@ def test_every_episode_counts_once_and_is_repeated_after_a_restart(size, monkeyp
     # Each row is (return, length, restarts, cut) of an episode. The length in row 1 is 3 instead of
     # 5, because the restart discards the first 2 steps.
     expected = [[0, 3, 0, 0], [3, 3, 1, 0], [2, 1, 0, 0], [12, 4, 0, 0], [8, 2, 0, 0]]
-    task = SimpleNamespace(training_env=Numbered, settings=SimpleNamespace(heartbeat=lambda: None))
+    task = SimpleNamespace(
+        evaluation_env=Numbered,
+        release=lambda env: None,
+        settings=SimpleNamespace(heartbeat=lambda: None),
+    )
     seeds = functools.partial(stream_seeds, 1, EVALUATION_STREAM)
     run = functools.partial(run_episodes, task, seeds, 1000)
     call = functools.partial(run_trial, Trial(agents={"idle": idle}, count=5, run=run))
