@@ -100,8 +100,9 @@ def make_vector_env(
                 if not spec.entry_point:
                     raise ValueError(f"it has only a vector version, but {error}") from error
         batch: Any = make_batch(num_envs) if make_batch else [make() for _ in range(num_envs)]
-    for name in ("observation_space", "action_space"):
-        space = getattr(batch[0] if isinstance(batch, list) else batch, name, None)
+    first, prefix = (batch, "single_") if make_batch else (batch[0], "")
+    for name in (f"{prefix}observation_space", f"{prefix}action_space"):
+        space = getattr(first, name, None)
         if not isinstance(space, gymnasium.Space):
             raise ValueError(
                 f"the {name} of environment {env_id!r} must be a space of gymnasium.spaces, but is "

@@ -1,7 +1,8 @@
 """The task of a user's batch of environments, which one function makes for a whole rank."""
 
 import atexit
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from torch.utils._pytree import tree_leaves
 from envs import making, own_maker
 from envs.gym_task import GymTask
 from envs.task import (
+    Agent,
     EvaluationOptions,
+    RunAgent,
     TaskConfig,
     TaskSettings,
     TrainedAgent,
@@ -86,15 +89,17 @@ class BatchTask(GymTask):
         """Return None: there is no validation."""
 
     def tests(self, agents: TrainedAgents, options: EvaluationOptions) -> dict[str, Trial]:
-        """Return test episodes, one per environment at most."""
+        """Return the test episodes, which take turns in the environments."""
         if options.video:
             raise UserError("--video needs single environments, not a batch: omit it")
-        return super().tests(agents, options)
+        trial = super().tests(agents, options)["episodes"]
+        return {"episodes": replace(trial, run=partial(self._in_turns, trial.run))}
 
-    @property
-    def num_tests(self) -> int:
-        """Number of test episodes."""
-        return min([self.settings.task.eval_episodes, *(batch.num_envs for batch in self.made)])
+    def _in_turns(self, run: RunAgent, agent: Agent, numbers: range) -> dict[str, list]:
+        """Run episodes, at most one in each environment at a time."""
+        size = self.training_env(len(numbers), numbers.start).num_envs
+        turns = [run(agent, numbers[i : i + size]) for i in range(0, len(numbers), size)]
+        return {name: [value for turn in turns for value in turn[name]] for name in turns[0]}
 
     def evaluation_env(self, num_envs: int, env_offset: int) -> TorchEnv:
         """Return the batch of this process, with episodes that start at age 0."""

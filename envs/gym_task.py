@@ -119,11 +119,6 @@ class GymTask(Task):
 
     # ---- validation and test
 
-    @property
-    def num_tests(self) -> int:
-        """Number of test episodes."""
-        return self.settings.task.eval_episodes
-
     def validation(self, agent: TrainedAgent, options: EvaluationOptions) -> Validation | None:
         """Return the trial of a validation; None if the budget allows too few episodes.
 
@@ -178,7 +173,7 @@ class GymTask(Task):
         if options.after_training and options.writes:
             print(self._cost(len(agents), limit, options), flush=True)
         run = partial(run_episodes, self, options.seeds, limit)
-        trials["episodes"] = Trial(agents=agents, count=self.num_tests, run=run)
+        trials["episodes"] = Trial(agents=agents, count=self.settings.task.eval_episodes, run=run)
         return trials
 
     def _video(self, agent: TrainedAgent, seeds: Seeds, folder: Path) -> Trial:
@@ -203,7 +198,7 @@ class GymTask(Task):
     def _cost(self, num_agents: int, limit: int, options: EvaluationOptions) -> str:
         """Return lines that say how long the final test may take, and why there is no best.pt."""
         counts = options.counts
-        episodes = num_agents * self.num_tests
+        episodes = num_agents * self.settings.task.eval_episodes
         length = counts.global_step // counts.episodes if counts.episodes else limit
         text = (
             f"final test: {episodes} episodes, about {episodes * length:,} environment steps "

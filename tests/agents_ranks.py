@@ -21,6 +21,7 @@ from agents.learner.ppo import ppo_loss
 from agents.learner.settings import PolicyConfig, PPOConfig, TrainConfig
 from agents.learner.trainer import Training, train
 from envs import make_vector_env
+from envs.task import TaskConfig, TaskSettings, make_task
 from envs.trading.config import SimulatedMarketConfig, TradingConfig
 from envs.trading.environment import TradingVectorEnv
 from envs.trading.features import first_tradable_day
@@ -78,6 +79,7 @@ JOBS = {
     "patches, mingrus, last action and reward": Case("patches", MINGRUS),
     "levers, own core, masks of info": Case("levers", OWN),
     "brief, lstm, pink noise, refreshed": Case("brief", PINK, REFRESHED),
+    "walk, clstm, batch of tensors": Case("walk", CLSTM),
 }
 MORE_JOBS = {
     "cartpole, clstm": Case("cartpole", CLSTM, iterations=ITERATIONS),
@@ -225,6 +227,9 @@ def make_env(task, num_envs, env_offset):
         return TradingVectorEnv(
             num_envs, markets=markets, span=span, train_span=span, config=config
         )
+    if task == "walk":
+        settings = TaskSettings(task=TaskConfig(env="fake_batches:Walk"))
+        return make_task(settings).training_env(num_envs, env_offset)
     env_id = ENV_IDS[task]
     env_kwargs = {"delay": 3} if task == "recall" else {}
     extra = {"previous_action": True, "previous_reward": True} if task == "patches" else {}

@@ -105,7 +105,8 @@ class SameStep:
             obs = tree_map(partial(with_rows, mask), finals[0], fresh)
         for name, value in info.get("log", {}).items():
             with suppress(TypeError, ValueError):  # not a number
-                self.logged[name][0] += torch.as_tensor(value).double().mean()
+                mean = torch.as_tensor(value).double().mean()
+                self.logged[name][0] += mean
                 self.logged[name][1] += 1
         last = {"final_obs": actor_part(finals[0])} if finals else {}
         return actor_part(obs), rewards, *flags, last

@@ -66,7 +66,7 @@ class TensorBatch(TorchEnv):
         self.numbers = [torch.as_tensor(v, dtype=dtype, device=self.device) for v in numbers]
         self.is_faulty = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
         # whether a last observation was missing although an episode had ended
-        self.misses_finals = torch.zeros((), dtype=torch.bool, device=self.device)
+        self.misses_finals = torch.zeros(1, dtype=torch.bool, device=self.device)
 
     def describe(self, row: int | None, problem: str) -> str:
         """Return one line that names an environment, or all of them, and its problem."""
@@ -117,13 +117,14 @@ class TensorBatch(TorchEnv):
 
     def check(self) -> None:
         """Raise an EnvironmentFaultError if a value since the last call was not usable."""
-        if self.is_faulty.any():
-            row = int(self.is_faulty.nonzero()[0])
+        *is_faulty, misses_finals = torch.cat([self.is_faulty, self.misses_finals]).tolist()
+        if any(is_faulty):
             problem = "observation or reward was NaN, infinite or outside its space"
             if self.layout.columns("mask"):
                 problem += ", or its action_mask forbade every action"
+            row = is_faulty.index(True)
             raise EnvironmentFaultError(self.describe(row, f"{problem} in this iteration"))
-        if self.misses_finals:
+        if misses_finals:
             log_once(MISSING_FINALS.format(self.env_id))
 
     def take_metrics(self) -> Metrics:

@@ -37,8 +37,15 @@ def counted_reads():
         yield counts
 
 
-@pytest.mark.parametrize("name", ["trading, clstm", "trading, mlp"])
-def test_the_host_reads_once_after_a_rollout_and_once_after_an_update(name, world):
+@pytest.mark.parametrize(
+    "name, checks",  # a batch of tensors is checked once per rollout
+    [
+        ("trading, clstm", {}),
+        ("trading, mlp", {}),
+        ("walk, clstm, batch of tensors", {"tolist": 1}),
+    ],
+)
+def test_the_host_reads_once_after_a_rollout_and_once_after_an_update(name, checks, world):
     """No vector step and no gradient step reads a device value."""
     job = make_job(name)
     training = Training(job, job.make_env, world)
@@ -50,4 +57,4 @@ def test_the_host_reads_once_after_a_rollout_and_once_after_an_update(name, worl
             collected = training.collect()
         with counted_reads() as updating:
             training.update(collected)
-    assert +collecting == {"cpu": 1} and +updating == {"tolist": 1}
+    assert +collecting == {"cpu": 1, **checks} and +updating == {"tolist": 1}

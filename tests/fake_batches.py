@@ -1,0 +1,202 @@
+"""Batches of environments in the forms that simulators have, for --env fake_batches:NAME."""
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+from envs.vector.tensors import random_int63, seed_keys
+
+LIMIT = 7  # steps after which an episode is truncated
+
+
+class Walk:
+    """Random walks in torch; an episode is terminated 3 steps away from its centre.
+
+    All random numbers follow from the seed and the step of an environment. The tensors that `step`
+    returns are used again by the next step, as in Isaac Lab.
+    """
+
+    single_action_space = spaces.Discrete(2)
+    max_episode_length = LIMIT
+    seeds_each = True
+
+    def __init__(self, num_envs, device="cpu", final="final_obs", nan_at=None):
+        self.num_envs, self.device, self.final, self.nan_at = num_envs, device, final, nan_at
+        self.episode_length_buf = torch.zeros(num_envs, dtype=torch.int64)
+        self.steps = torch.zeros(num_envs, dtype=torch.int64)
+        self.place = torch.zeros(num_envs)
+        self.keys = seed_keys([0] * num_envs)
+        self.out = {}  # the tensors that `step` uses again
+
+    def random(self, count):
+        """Return a number below `count` for each environment and step."""
+        return random_int63(self.keys, self.steps) % count
+
+    def again(self, name, values):
+        """Return `values` in the tensor of this name, which the last step returned."""
+        return self.out.setdefault(name, values.clone()).copy_(values)
+
+    def seen(self, name):
+        columns = [self.place, self.episode_length_buf / LIMIT, self.random(100) / 100]
+        return self.again(name, torch.stack(columns, dim=1))
+
+    def reset(self, *, seed=None, options=None):
+        if seed is not None:
+            self.keys = seed_keys(seed)
+            self.steps = torch.zeros_like(self.steps)
+        mask = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))
+        self.begin(torch.from_numpy(mask))
+        return self.seen("obs"), {}
+
+    def begin(self, rows):
+        self.place = torch.where(rows, self.random(3) - 1.0, self.place)
+        self.episode_length_buf.masked_fill_(rows, 0)
+
+    def step(self, actions):
+        self.steps += 1
+        self.place += 2 * actions - 1 + (self.random(3) - 1)
+        self.episode_length_buf += 1
+        rewards = self.again("rewards", self.place.clone())
+        if self.steps[0] == self.nan_at:
+            rewards[2] = torch.nan
+        terminated = self.again("terminated", self.place.abs() >= 3)
+        truncated = self.again("truncated", self.episode_length_buf >= LIMIT)
+        last = self.seen("last")
+        info = {"log": {"/far": terminated.float().mean(), "walks": 2.0, "text": "none"}}
+        if self.metadata["autoreset_mode"] is not AutoresetMode.SAME_STEP:
+            return last, rewards, terminated, truncated, info
+        self.begin(terminated | truncated)
+        if self.final:
+            info[self.final] = last
+        return self.seen("obs"), rewards, terminated, truncated, info
+
+    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
+
+    def get_state(self):
+        names = ("keys", "steps", "place", "episode_length_buf")
+        return {name: getattr(self, name) for name in names}
+
+    def set_state(self, state):
+        for name, values in state.items():
+            setattr(self, name, values.to(getattr(self, name).dtype))
+
+
+class NextStep(Walk):
+    """A walk whose next episodes start only in a reset with `reset_mask`."""
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
+
+
+class RslWalk:
+    """A walk in the form of rsl_rl: groups, 4-tuples, time-outs, one action number, no seed."""
+
+    num_actions = 1
+
+    def __init__(self, num_envs, device="cpu"):
+        self.walk = Walk(num_envs, device, final=None)
+        self.num_envs, self.max_episode_length = num_envs, LIMIT
+        self.episode_length_buf = self.walk.episode_length_buf
+
+    def groups(self, obs):
+        return {"critic": 1e6 + torch.rand(self.num_envs, 5), "policy": {"seen": obs}}
+
+    def reset(self):
+        return self.groups(self.walk.reset(seed=torch.randint(2**31, (self.num_envs,)).tolist())[0])
+
+    def step(self, actions):
+        assert actions.shape == (self.num_envs, 1) and actions.dtype == torch.float32
+        choices = (actions[:, 0] > 0).long()
+        obs, rewards, terminated, truncated, info = self.walk.step(choices)
+        extras = {"time_outs": (truncated & ~terminated).float(), "log": info["log"]}
+        return self.groups(obs), rewards, (terminated | truncated).long(), extras
+
+
+class ArrayWalk(VectorEnv):
+    """The walk as a Gymnasium vector environment of arrays; `seeds` is the form of its seeds."""
+
+    single_observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+    single_action_space = spaces.Discrete(2)
+
+    def __init__(self, num_envs, autoreset_mode=AutoresetMode.NEXT_STEP, seeds="array", masks=True):
+        same_step = AutoresetMode(autoreset_mode) is AutoresetMode.SAME_STEP
+        self.walk = (Walk if same_step else NextStep)(num_envs, final="final_observation")
+        self.metadata = {"autoreset_mode": AutoresetMode(autoreset_mode)}
+        self.num_envs, self.seeds, self.masks = num_envs, seeds, masks
+        self.action_space = spaces.MultiDiscrete([2] * num_envs)
+
+    def reset(self, *, seed=None, options=None):
+        if isinstance(seed, int):
+            seed = [seed + i for i in range(self.num_envs)]
+        elif seed is not None:
+            expected = {"array": np.ndarray, "list": list, "one": int}[self.seeds]
+            if not isinstance(seed, expected):
+                raise TypeError(f"seeds are {type(seed)}")
+        return self.walk.reset(seed=seed, options=options if self.masks else None)[0].numpy(), {}
+
+    def step(self, actions):
+        *arrays, info = self.walk.step(torch.from_numpy(actions))
+        finals = {k: v.numpy() for k, v in info.items() if k == "final_observation"}
+        return *(array.numpy() for array in arrays), finals
+
+
+class MaskWalk(ArrayWalk):
+    """A batch of arrays that cannot start episodes in the step that ends others."""
+
+    def __init__(self, num_envs, seeds="array", masks=True):
+        super().__init__(num_envs, seeds=seeds, masks=masks)
+
+
+class OneWalk(gymnasium.Env):
+    """One walk as a Gymnasium environment, which ignores all options."""
+
+    observation_space = ArrayWalk.single_observation_space
+    action_space = ArrayWalk.single_action_space
+
+    def __init__(self, **options):
+        self.walk = NextStep(1)
+
+    def reset(self, *, seed=None, options=None):
+        return self.walk.reset(seed=None if seed is None else [seed])[0][0].numpy().copy(), {}
+
+    def step(self, action):
+        *tensors, _ = self.walk.step(torch.tensor([action]))
+        obs, reward, terminated, truncated = (tensor[0].numpy().copy() for tensor in tensors)
+        return obs, float(reward), bool(terminated), bool(truncated), {}
+
+
+def make_walk(**options):
+    """Make one walk inside a wrapper."""
+    return gymnasium.wrappers.TransformReward(OneWalk(**options), lambda reward: 10 * reward)
+
+
+def arrays(num_envs, **options):
+    """Make a batch of arrays."""
+    return ArrayWalk(num_envs, **options)
+
+
+def foreign(num_envs):
+    """Make a batch whose observations are neither arrays nor tensors."""
+    walk = Walk(num_envs)
+    walk.reset = lambda seed: ([1.0] * num_envs, {})
+    return walk
+
+
+def short(num_envs):
+    """Make a batch that is too small."""
+    walk = Walk(num_envs)
+    walk.reset = lambda seed: (torch.zeros(num_envs - 1, 3), {})
+    return walk
+
+
+def nested_actions(num_envs):
+    """Make a batch of tensors whose actions are a dict."""
+    walk = Walk(num_envs)
+    walk.single_action_space = spaces.Dict({"step": spaces.Discrete(2)})
+    return walk
+
+
+gymnasium.register("Walk-v0", entry_point=OneWalk, vector_entry_point=ArrayWalk)
+gymnasium.register("MaskWalk-v0", entry_point=OneWalk, vector_entry_point=MaskWalk)
+gymnasium.register("OnlyWalks-v0", vector_entry_point=MaskWalk)
