@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -93,7 +94,7 @@ class SameStep:
         info = info if isinstance(info, dict) else {}
         flags = [(flag != 0).reshape(self.num_envs) for flag in raw_flags]
         if len(flags) == 1:  # as in rsl_rl: ended episodes, some of them because of a time limit
-            timed_out = flags[0] & (as_type_of(flags[0], info.get("time_outs", False)) != 0)
+            timed_out = flags[0] & (info.get("time_outs", ~flags[0]) != 0)
             flags = [flags[0] & ~timed_out, timed_out]
         obs = plain(raw)
         finals = [plain(info[key]) for key in FINAL_KEYS if key in info]
@@ -202,9 +203,7 @@ def actor_part(obs: Any) -> Any:
 
 def row_of(nested: Any, row: int) -> Any:
     """Return the values of one environment in nested observations."""
-    if isinstance(nested, dict):
-        return {key: row_of(value, row) for key, value in nested.items()}
-    return tuple(row_of(v, row) for v in nested) if isinstance(nested, tuple) else nested[row]
+    return tree_map(itemgetter(row), nested)
 
 
 def copied(values: Any) -> Any:
@@ -217,13 +216,6 @@ def with_rows(mask: np.ndarray, old: Any, fresh: Any) -> Any:
     new = copied(old)
     new[mask] = fresh[mask] if len(fresh) == len(mask) else fresh
     return new
-
-
-def as_type_of(like: Any, values: Any) -> Any:
-    """Return values as an array or, if `like` is a tensor, as a tensor on its device."""
-    if isinstance(like, Tensor):
-        return torch.as_tensor(values, device=like.device)
-    return np.asarray(values)
 
 
 def space_of(values: Any) -> spaces.Space:
@@ -249,4 +241,6 @@ def action_space_of(env: Any) -> spaces.Space:
     space = getattr(env, "single_action_space", None)
     if isinstance(space, spaces.Space):
         return space
+    if space is None and not hasattr(env, "num_actions"):
+        raise ValueError("it has neither single_action_space nor num_actions")
     return spaces.Box(-np.inf, np.inf, space.shape if space else (env.num_actions,), np.float32)
