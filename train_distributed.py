@@ -1,10 +1,10 @@
 """Train a recurrent PPO policy on one or more ranks.
 
 Run it as `python train_distributed.py --num_gpus N`. `train` in agents/learner/trainer.py contains
-the training loop; `PPO.update` in agents/learner/ppo.py contains the gradient step.
+the training loop; `PPO.step` in agents/learner/ppo.py takes a gradient step.
 """
 
-if __name__ == "__main__":  # fork the supervisor first: it needs none of the slow imports
+if __name__ == "__main__":  # fork before the imports that only the child needs
     from rl_dist.launch.supervisor import supervise
 
     supervise()

@@ -142,7 +142,7 @@ class RunConfig:
         return self.changed({name: DEFAULTS[name] for name in self.idle_flags()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all values by section and name, in the format of config.json."""
+        """Return the values to store, by section and name, in the format of config.json."""
         return saved_form(self)
 
     @staticmethod

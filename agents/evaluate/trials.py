@@ -26,7 +26,7 @@ class Stopped(Interruption):
 
 def _stop(signum: int, frame: object) -> None:
     stop_flag.replace(signal.SIG_DFL)
-    stop_flag.signum = signum  # shows the launcher that the signal has reached this host
+    stop_flag.signum = signum  # tells the launch code that the signal has arrived
     raise Stopped(signum)
 
 

@@ -114,7 +114,7 @@ def choose(run: Run, world: World) -> Run:
 
 
 def allowed_batch_sizes(train: TrainConfig, num_ranks: int) -> Iterator[int]:
-    """Yield, in ascending order, each batch_size that divides evenly over the ranks."""
+    """Yield, in ascending order, batch sizes to try, which all divide evenly over the ranks."""
     ranks = num_ranks if train.scaling == "strong" else 1
     sequences_per_env = train.num_steps // train.bptt_steps
     largest = train.num_envs * sequences_per_env // train.grad_accumulation or LARGEST * ranks

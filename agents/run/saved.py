@@ -55,10 +55,14 @@ def load_saved(
     """Load a checkpoint from its file or from a run directory.
 
     Args:
-        path: the file or the run directory; any other path raises a UserError.
+        path: the file or the run directory.
         which: checkpoint to load from a run directory: best is best.pt, last is the newest valid
             checkpoint, and "" is best.pt if it exists, otherwise the newest valid checkpoint.
         schema: schema of the program that must have written the checkpoint.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is not a checkpoint.
+        UserError: the directory holds no valid checkpoint, or another program has written it.
     """
     path = Path(path)
     best = checkpoint_folder(path) / BEST_FILE

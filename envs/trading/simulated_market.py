@@ -165,7 +165,7 @@ def _prices(noise: dict[str, ndarray], drift: ndarray) -> tuple[ndarray, ...]:
     """Return open, high, low and close, each [M, D, n].
 
     Args:
-        drift: drift of each day after announcements, as a simple return, [M, D, n].
+        drift: what announcements add to the return of each day, 0 on most days, [M, D, n].
     """
     # Daily volatility of the market part of returns [M, D, 1] and of the part that is specific to
     # each stock [M, D, n]. The mean square of exp(wave) is exp(2 * variance of the wave). Dividing

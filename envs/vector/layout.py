@@ -170,7 +170,7 @@ class TorchEnv:
         return {}
 
     def get_state(self) -> dict[str, Tensor]:
-        """Return a complete snapshot: CPU tensors [B, ...], float64 or int64."""
+        """Return a complete snapshot: tensors [B, ...] of float64 or int64, on any device."""
         raise NotImplementedError
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:

@@ -65,7 +65,7 @@ class Schema(_Entries):
 
 
 class FitSchema(Schema):
-    """State of a supervised training."""
+    """State of a supervised training run."""
 
     program = "rl_dist.supervised.fit"
     marks = ("module", "best_epoch")

@@ -145,7 +145,7 @@ def open_store(rank: int, size: int, timeout_s: float) -> dist.Store:
     if size == 1:
         return dist.HashStore()
     timeout = timedelta(seconds=timeout_s)
-    # With our launcher, a file in its private directory is enough, and no port must be open.
+    # Ranks of our launcher share a file in its private directory, so they need no open port.
     if job_dir := os.environ.get(JOB_DIR_VARIABLE):
         store: dist.Store = dist.FileStore(f"{job_dir}/store_{elastic_count(RESTART_COUNT)}", size)
         store.set_timeout(timeout)

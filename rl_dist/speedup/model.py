@@ -4,9 +4,10 @@
                 + expected wait for the slowest rank
 
 Ranks synchronise after the rollout and in every gradient step. Each time, they wait for the slowest
-rank. The times of a rank are means, which were measured with the same sizes, number of threads and
-number of processes on the machine as in a run on N ranks. The model assumes that the times are
-normally distributed and independent between ranks. It computes the time of a reduction from latency
+rank. The times of a rank are means. If this machine can run N ranks, they are measured with the
+sizes, the threads and the number of processes of such a run. Otherwise, fewer processes are timed,
+or the times are computed for another GPU. The model assumes that the times are normally distributed
+and independent between ranks. It computes the time of a reduction from latency
 and bandwidth.
 """
 

@@ -17,7 +17,7 @@ Precision = Literal["auto", "fp32", "fp64", "tf32", "bf16", "fp16"]
 
 
 def parameter_dtype(precision: str) -> torch.dtype:
-    """Return the dtype of parameters and of all numbers outside autocast."""
+    """Return the dtype of the parameters, and of the network's computations outside autocast."""
     return torch.float64 if precision == "fp64" else torch.float32
 
 

@@ -62,7 +62,10 @@ class RunningMoments(nn.Module):
 
 
 class Normalizer(nn.Module):
-    """If enabled, scales values to mean 0 and standard deviation 1, and clips them."""
+    """If enabled, scales values to standard deviation 1 and clips them.
+
+    With `center`, it first subtracts the mean.
+    """
 
     def __init__(
         self,
