@@ -81,7 +81,7 @@ class StepClock:
             time/forward_s, time/backward_s and time/optimizer_s: time of each phase, without waits
             for other ranks; time/gradient_wait_s: sum of these waits; time/reduction_s: the waits
             of the step that waited least (in that step, this rank probably arrived last and waited
-            only for the transfer); time/step_spread_s: standard deviation of the times of the steps,
+            only for the transfer); time/step_spread_s: standard deviation of the steps' times,
             without waits.
         """
         totals = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
