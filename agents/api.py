@@ -173,6 +173,7 @@ def load_policy(
     device: str | torch.device = "cpu",
     seed: int = 0,
     core: str | None = None,
+    encoder: str | None = None,
 ) -> LoadedPolicy:
     """Load a trained policy from a run directory or checkpoint file.
 
@@ -180,13 +181,14 @@ def load_policy(
         which: checkpoint to load from a run directory: best, last or "" (see `load_agent`).
         device: device that computes the actions.
         seed: seed of the noise that `predict` uses with deterministic=False.
-        core: module:Class, as given to --core in training. It is needed if another user
-            owns the run directory, or if the checkpoint was copied without its run directory.
+        core, encoder: module:Class, as given to --core or --encoder in training. They are needed
+            if another user owns the run directory, or if the checkpoint was copied without its run
+            directory.
 
     Raises:
-        UserError: the checkpoint is missing or damaged, or `core` is needed.
+        UserError: the checkpoint is missing or damaged, or `core` or `encoder` is needed.
     """
-    return LoadedPolicy(load_agent(path, device, which, core), seed)
+    return LoadedPolicy(load_agent(path, device, which, core, encoder), seed)
 
 
 # ---- train

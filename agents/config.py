@@ -82,6 +82,15 @@ def quick_settings(task: TaskConfig) -> dict[str, Any]:
     return settings
 
 
+# Each entry: a section, its field that names a module to import, and other fields of the section
+# that are passed to that module.
+NAMED_MODULES = (
+    ("task", "env", "env_kwargs"),
+    ("policy", "core"),
+    ("policy", "encoder"),
+    ("train", "callback"),
+)
+
 # flags that --help shows; --help_all shows all flags
 MAIN_FLAGS = {
     "env", "data", "total_steps", "num_episodes", "stop_at", "seed", "num_gpus", "device",
@@ -105,6 +114,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.launch.strategy_config.pipelined and self.policy.policy != "clstm":
             raise UserError("hybrid_form pipeline needs --policy clstm: use it, or --strategy ddp")
+        if self.train.pretrained and self.policy.encoder:
+            raise UserError("pretrained does not fit encoder: omit --pretrained or --encoder")
 
     @property
     def values(self) -> dict[str, Any]:
@@ -112,9 +123,9 @@ class RunConfig:
         return {name: v for section in vars(self).values() for name, v in vars(section).items()}
 
     @property
-    def named_code(self) -> tuple[str, str, str]:
+    def named_code(self) -> list[str]:
         """Return the settings that may name a user's module, as `module:name`."""
-        return self.task.env, self.policy.core, self.train.callback
+        return [self.values[name] for _, name, *_ in NAMED_MODULES]
 
     def changed(self, values: Mapping[str, Any]) -> "RunConfig":
         """Return a copy of the configuration with new values, given by flag name."""

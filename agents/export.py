@@ -190,7 +190,12 @@ def largest_difference(agent: LoadedAgent, step: ExportedStep, run: Runner) -> f
 def sample_rows(
     agent: LoadedAgent, step: ExportedStep, generator: np.random.Generator, batch: int
 ) -> np.ndarray:
-    """Return random observations [B, F], some so large that they will be clipped."""
+    """Return random observations [B, F], some so large that they will be clipped.
+
+    A user's encoder may accept only real observations, such as numbers of cells: draw from these.
+    """
+    if agent.config.policy.encoder:
+        return agent.obs.numpy()[generator.integers(len(agent.obs), size=batch)]
     moments, masks = agent.normalizer.moments, agent.policy.mask_columns
     mean, variance = moments.mean.numpy(), moments.variance.numpy()
     rows = mean + 6.0 * np.sqrt(variance) * generator.standard_normal((batch, len(mean)))
@@ -295,10 +300,11 @@ def main() -> int:
     parser.add_argument("--output", type=os.path.abspath, metavar="DIR", help=folder)
     which = "checkpoint to export from a run directory (default: best.pt, if it exists)"
     parser.add_argument("--which", choices=("best", "last"), default="", help=which)
-    core = "core of a run with --policy own; needed if another user owns its config.json"
-    parser.add_argument("--core", metavar="MODULE:CLASS", help=core)
+    for name in ("core", "encoder"):
+        text = f"own {name} of the run; needed if another user owns its config.json"
+        parser.add_argument(f"--{name}", metavar="MODULE:CLASS", help=text)
     args = parser.parse_args()
-    agent = load_agent(args.path, which=args.which, core=args.core)
+    agent = load_agent(args.path, which=args.which, core=args.core, encoder=args.encoder)
     print(f"{agent.path}, iteration {agent.iteration}")
     path, contract = export(agent, Path(args.output or path_to_write(agent.directory.path, FOLDER)))
     print(f"{path}, with {CONTRACT} in the same folder; comparison with torch: {contract['check']}")

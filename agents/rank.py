@@ -13,6 +13,8 @@ from typing import NamedTuple
 from agents.evaluate.trials import validate
 from agents.learner.callbacks import Callbacks, UserCallbacks, named_callbacks
 from agents.learner.checkpoint_schema import RunSchema
+from agents.learner.network.own_modules import try_encoder
+from agents.learner.rollout import policy_input
 from agents.learner.trainer import Training, train
 from agents.run.auto import check_rollouts, choose
 from agents.run.saved import initial_weights, load_newest, share_checkpoint
@@ -120,6 +122,10 @@ def make_training(run: Run, task: Task, world: World) -> Training:
     )
     if world.is_main_process:
         print(f"observation: {training.policy.layout.describe()}", flush=True)
+    if encoder := run.config.policy.encoder:
+        policy, carry = training.policy, training.carry
+        rows = policy_input(training.normalizers.obs, carry.history[:, :0], carry.obs)
+        try_encoder(encoder, policy.feature_encoder, rows, policy.low_precision)
     if run.config.validates:
         task.try_evaluation_env(world.rank)
     if state:

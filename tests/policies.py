@@ -29,6 +29,10 @@ FORMS = {
     "separate mingrus of 2 layers": small(policy="mingru", num_layers=2, separate_trunks=True),
     "separate lstms": small(policy="lstm", separate_trunks=True),
     "own": small(policy="own", core="own_cores:Decay"),
+    "own encoder, two own cores": small(
+        policy="own", core="own_cores:Decay", encoder="own_encoders:Signs", separate_trunks=True
+    ),
+    "own encoder of windows": small(encoder="own_encoders:Signs", feature_window=3),
 }
 VECTOR = Layout.vector(4)
 CAMERA, MASK = Part("camera", "image", (2, 9, 8)), Part("action_mask", "mask", (9,))

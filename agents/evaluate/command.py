@@ -56,6 +56,8 @@ class EvaluateConfig:
     """Environment of the run, as module:id; needed if another user owns its config.json."""
     core: Text = ""
     """Core of the run, as module:Class; needed if another user owns its config.json."""
+    encoder: Text = ""
+    """Encoder of the run, as module:Class; needed if another user owns its config.json."""
     episodes: int = Field(0, ge=0, le=10**7)
     """Number of episodes to evaluate, not used in trading; 0 uses the run's setting, or one episode
     with --video."""
@@ -76,7 +78,12 @@ class EvaluateConfig:
 
 def evaluate(paths: list[str], options: EvaluateConfig, world: World) -> None:
     """Evaluate saved policies on all ranks; the main process prints the results."""
-    load = partial(load_agent, which=options.which.replace("auto", ""), core=options.core)  # type: ignore[arg-type]
+    load = partial(
+        load_agent,
+        which=options.which.replace("auto", ""),  # type: ignore[arg-type]
+        core=options.core,
+        encoder=options.encoder,
+    )
     loaded = {"policy": load(paths[0])} | {path: load(path) for path in paths[1:]}
     agent = loaded["policy"]
     overrides = {
@@ -208,7 +215,8 @@ def best_agent(run: Run, training: Training) -> PolicyController | None:
             print(f"best.pt is not evaluated: {error}", flush=True)
     if not share_checkpoint(run.directory, all_gather_json(usable, world), world):
         return None
-    best = load_agent(path, world.device, core=run.config.policy.core)
+    policy = run.config.policy
+    best = load_agent(path, world.device, core=policy.core, encoder=policy.encoder)
     if best.iteration == training.iteration:
         return None
     return PolicyController(best.policy, best.normalizer)

@@ -18,7 +18,7 @@ from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from agents.learner.network.cores import CORES, NoCore, State
 from agents.learner.network.inputs import Encoder
-from agents.learner.network.own_core import make_core
+from agents.learner.network.own_modules import make_own
 from agents.learner.network.sequences import (
     NetworkResult,
     Plan,
@@ -73,6 +73,7 @@ class Policy(nn.Module):
     the tanh layer compute in that type; the parameters and output layers keep their own type.
     """
 
+    feature_encoder: Any
     feature_core: Any
     actor_core: Any
     critic_core: Any
@@ -99,7 +100,11 @@ class Policy(nn.Module):
 
         # the encoder, then the cores, then the output layers
         size = config.hidden_size
-        self.feature_encoder = Encoder(layout, size)
+        self.feature_encoder = (
+            make_own("encoder", config.encoder, layout, size)
+            if config.encoder
+            else Encoder(layout, size)
+        )
         if config.policy in ("clstm", "mlp"):
             self._build_cascade()
         elif config.separate_trunks:
@@ -111,10 +116,11 @@ class Policy(nn.Module):
         self.critic_head = nn.Linear(size, 1)
         self._initialise()
 
-        # Overhead of calling the cores, measured in steps of one row. With a window or images, a
-        # step takes so long that the overhead does not matter.
+        # Overhead of calling the cores, measured in steps of one row. With a window, images or a user's
+        # encoder, a step takes so long that the overhead does not matter.
         self.call_steps = 0.0
-        if not (config.feature_window or self.feature_encoder.images):
+        slow_encoder = config.encoder or self.feature_encoder.images
+        if not (config.feature_window or slow_encoder):
             cores = [core for core in self.cores if core.num_states]
             self.call_steps = overhead_steps(cores, config.num_layers)
 
@@ -142,16 +148,18 @@ class Policy(nn.Module):
 
     def _new_core(self, num_inputs: int) -> nn.Module:
         config = self.config
-        new = partial(make_core, config.core) if config.core else CORES[config.policy]
+        new = partial(make_own, "core", config.core) if config.core else CORES[config.policy]
         return new(num_inputs, config.hidden_size, config.num_layers)
 
     def _initialise(self) -> None:
         """Set orthogonal weights, zero biases, and gate biases that make cores remember.
 
-        The weights of a user's core are not changed.
+        The weights of a user's encoder and core are not changed.
         """
         for module in self.children():
             if self.config.core and module in self.cores:
+                continue
+            if self.config.encoder and module is self.feature_encoder:
                 continue
             feeds_activation = module in (self.feature_encoder, self.feature_mlp)
             for parameter in module.parameters():

@@ -49,7 +49,8 @@ class TrainConfig:
     seed: int = Field(1, ge=0, le=2**63 - 1)
     """Seed for the policy, the environments, the action noise and the shuffling of sequences."""
     normalize_obs: bool = True
-    """Normalise observations by their running mean and standard deviation over all ranks."""
+    """Normalise observations by their running mean and standard deviation over all ranks; with
+    --encoder, the default is off, because symbols such as the cells of a grid must not change."""
     normalize_rewards: bool = True
     """Divide rewards by the running standard deviation of discounted returns."""
     validate_every: Annotated[int, or_auto(AUTO_INTERVAL)] = Field(
@@ -206,6 +207,9 @@ class PolicyConfig:
     layers without memory; own: the core given by --core."""
     core: Text = ""
     """Class of your own recurrent core, as module:Class; used with --policy own."""
+    encoder: Text = ""
+    """Class of your own encoder, as module:Class; it turns an observation into the inputs of the
+    policy's first core. With it, the default of normalize_obs is off."""
     hidden_size: int = Field(128, ge=1, le=8192)
     """Width of every core and every layer."""
     num_layers: int = Field(1, ge=1, le=64)

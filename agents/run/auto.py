@@ -245,7 +245,7 @@ def dummy_minibatch(policy: Policy, length: int, sequences: int) -> Minibatch:
     Episode starts are random, on average one per sequence.
     """
     width = policy.num_obs * max(policy.config.feature_window, 1)
-    obs = policy.critic_head.weight.new_ones(length, sequences, width)
+    obs = policy.critic_head.weight.new_zeros(length, sequences, width)
     start = torch.rand(length, sequences, device=obs.device) < 1.0 / length
     state = policy.initial_state(sequences)
     step = policy.act(obs[0], state, start[0])

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from agents.config import (
     MAIN_FLAGS,
+    NAMED_MODULES,
     OWNERS,
     PRESETS,
     QUICK,
@@ -72,8 +73,6 @@ KEPT_CHOICES = (("batch_size", "auto"), ("precision", "auto"))
 # Other settings that may change during a run, so config.json and a checkpoint may differ in them.
 ADJUSTED = {"batch_size", "grad_accumulation", "chosen_strategy", "chosen_on"}
 OMIT = "omit these flags, or start a new run"
-# For each section: the field that names a module to import, and the fields passed to that module.
-NAMED_MODULES = {"task": ("env", "env_kwargs"), "policy": ("core",), "train": ("callback",)}
 
 # Flags of a short run; see SHORT_RUN.
 SHORT_RUN_FLAGS = (
@@ -211,6 +210,8 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
         preset.pop("total_steps", None)
     if flags.quick:
         preset |= quick_settings(config.task)
+    if config.policy.encoder:
+        preset["normalize_obs"] = False
     config = RunConfig().changed(preset | given).without_idle()
     return config.changed({"data_digest": config.prepare_task().digest()})
 
@@ -232,7 +233,7 @@ def config_to_resume(
     # Check that the user trusts the modules that the run names, because the run directory may come
     # from another user.
     values = config.values
-    for section, names in NAMED_MODULES.items():
+    for section, *names in NAMED_MODULES:
         named_values = {name: values[name] for name in names}
         check_named(directory.path, section, named_values, given.get(names[0]))
     check_data(config, config.prepare_task())

@@ -137,6 +137,7 @@ class LoadedAgent:
     directory: RunDir  # run directory; for a copied checkpoint, the folder that contains it
     spaces_json: str  # the environment's spaces as JSON; "" for the trading environment
     counts: Counts  # how long the policy was trained
+    obs: torch.Tensor  # [B, F] the environments' last observations in training
 
     @property
     def spaces(self) -> tuple[spaces.Space, spaces.Space]:
@@ -161,6 +162,7 @@ def load_agent(
     device: str | torch.device = "cpu",
     which: Which = "last",
     core: str | None = None,
+    encoder: str | None = None,
 ) -> LoadedAgent:
     """Load a trained policy from a checkpoint or run directory.
 
@@ -169,6 +171,7 @@ def load_agent(
             For runs on real prices, "" loads the last, because validation on real prices is too
             noisy to choose the best.
         core: module:Class of the run's core; needed if another user owns the run's config.json.
+        encoder: the same for the run's encoder.
     """
     file, state = load_saved(path, which)
     config = RunConfig.from_dict(json.loads(state["config"]))
@@ -176,7 +179,8 @@ def load_agent(
         file, state = load_saved(path)
     folder = file.absolute().parent
     directory = RunDir(folder.parent if folder.name == CHECKPOINT_DIR else folder)
-    check_named(directory.path, "policy", {"core": config.policy.core}, core)
+    for name, given in {"core": core, "encoder": encoder}.items():
+        check_named(directory.path, "policy", {name: config.values[name]}, given)
     check_shapes(state, config)
     layout, action_space = spaces_of(state)
     policy = Policy(config.policy, layout, action_space).to(config.launch.dtype)
@@ -193,6 +197,7 @@ def load_agent(
         directory,
         state["spaces"],
         Counts(global_step=state["global_step"], episodes=state["episodes"]),
+        state["carry"]["obs"],
     )
 
 

@@ -4,7 +4,7 @@ import matplotlib
 import pytest
 from train_runs import REPO
 
-from agents.learner.network.own_core import try_core
+from agents.learner.network.own_modules import try_core
 from examples.phase_core import PhaseCore
 from rl_dist.files import read_object
 

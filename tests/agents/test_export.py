@@ -46,7 +46,7 @@ ALL = {name: (config, VECTOR, BOUNDED) for name, config in FORMS.items()} | {
     "windows of images": (small(feature_window=3), IMAGES, BOUNDED),
 }
 # Tracing takes seconds: by default only these policies are traced, the others with `-m slow`.
-QUICK = ("clstm", "own")
+QUICK = ("clstm", "own encoder, two own cores")
 TRACED = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in ALL]
 
 
@@ -67,8 +67,9 @@ def make_agent(config, observation, action, folder, extras=()):
     saved = to_json(observation, action)
     counts = Counts(global_step=0, episodes=0)
     directory = RunDir(folder)
+    rows = torch.randn(16, policy.num_obs)
     return LoadedAgent(
-        policy, normalizer, RunConfig(policy=config), 3, path, directory, saved, counts
+        policy, normalizer, RunConfig(policy=config), 3, path, directory, saved, counts, rows
     )
 
 
