@@ -54,6 +54,7 @@ GRU = PolicyConfig(hidden_size=8, policy="gru", num_layers=2)
 MINGRUS = PolicyConfig(hidden_size=8, policy="mingru", separate_trunks=True)
 PINK = PolicyConfig(hidden_size=8, policy="lstm", noise_color=1.0)
 OWN = PolicyConfig(hidden_size=8, policy="own", core="own_cores:Decay")
+ENCODED = PolicyConfig(hidden_size=8, policy="lstm", encoder="own_encoders:Signs")
 REFRESHED = replace(CLIPPED, refresh_states=True)
 
 
@@ -78,6 +79,7 @@ JOBS = {
     "orders, gru, masks of nested actions": Case("orders", GRU),
     "patches, mingrus, last action and reward": Case("patches", MINGRUS),
     "levers, own core, masks of info": Case("levers", OWN),
+    "orders, lstm, own encoder": Case("orders", ENCODED),
     "brief, lstm, pink noise, refreshed": Case("brief", PINK, REFRESHED),
     "walk, clstm, batch of tensors": Case("walk", CLSTM),
 }

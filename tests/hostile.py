@@ -148,6 +148,10 @@ def name_core(run):
     setting(run, "policy", "core", "foreign_envs:Core", config=False)
 
 
+def name_encoder(run):
+    setting(run, "policy", "encoder", "foreign_envs:Encoder", config=False)
+
+
 # ---- the table of cases
 
 
@@ -207,8 +211,12 @@ CASES = {
         says="--callback foreign_envs:call",
     ),
     **{
-        f"core: {command}": Case(command, name_core, says="--core foreign_envs:Core")
-        for command in (RESUME, EVALUATE)
+        f"{alter.__name__}: {command}": Case(command, alter, says=f"--{named}")
+        for alter, named in (
+            (name_core, "core foreign_envs:Core"),
+            (name_encoder, "encoder foreign_envs:Encoder"),
+        )
+        for command in (RESUME, EVALUATE, EXPORT)
     },
     **{
         f"command for events: {command}": Case(

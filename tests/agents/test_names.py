@@ -22,7 +22,7 @@ NOTE_FORK = (
 def project(tmp_path_factory):
     """Return a project with folders like ours; the colons in its name are those of a time."""
     folder = tmp_path_factory.mktemp("project") / "12:30:05"
-    cores = "from own_cores import *"
+    cores = "from own_cores import *\nfrom own_encoders import Signs"
     modules = {"envs/my_env": ENV, "agents/my_core": cores, "rl_dist/hooks": HOOKS}
     for module, text in modules.items():
         path = folder / f"{module}.py"
@@ -36,7 +36,8 @@ def project(tmp_path_factory):
 def trained(project):
     """Train on two ranks with workers, with modules from all three folders."""
     flags = ["--env=envs.my_env:MyCue-v0", "--env_workers=1", "--num_gpus=2"]
-    flags += ["--core=agents.my_core:Decay", "--callback=rl_dist.hooks:watch"]
+    flags += ["--core=agents.my_core:Decay", "--encoder=agents.my_core:Signs"]
+    flags += ["--callback=rl_dist.hooks:watch"]
     run_in(project, MAIN, "train", *RECALL, *BRIEF, "--policy=own", *flags, "--run_dir=run")
     return project / "run"
 
@@ -50,7 +51,7 @@ def test_evaluation_imports_the_users_modules(command, trained):
     assert "mean return" in run_in(trained.parent, *command, "run")[0]
 
 
-def test_a_policy_with_the_users_core_is_loaded_in_python(trained):
+def test_a_policy_with_the_users_core_and_encoder_is_loaded_in_python(trained):
     code = "from agents import load_policy; print(load_policy('run').action_space)"
     assert "Discrete" in run_in(trained.parent, "-c", code)[0]
 

@@ -312,6 +312,9 @@ REFUSED = [  # (flags, [parts of the error line: the field, the value or the fix
     ("--env Nope-v9", ["Nope-v9"]),
     ('CARTPOLE --env_kwargs {"colour":1}', ["colour"]),
     ("CARTPOLE --policy own --core own_cores:Prophet", ["looks ahead"]),
+    ("CARTPOLE --encoder own_encoders:Numberless", ["encoder", "num_outputs"]),
+    ("CARTPOLE --encoder own_encoders:Mixing", ["'own_encoders:Mixing' mixes rows"]),
+    ("CARTPOLE --encoder nowhere:E --pretrained .", ["pretrained", "--encoder"]),
     ("CARTPOLE --callback nowhere:call", ["nowhere:call"]),
     ("CARTPOLE --stop_at valid/retrun 3", ["stop_at", "valid/retrun", "valid/return"]),
     ("CARTPOLE --validate_every 0 --stop_at valid/return 3", ["stop_at", "--validate_every"]),
@@ -436,6 +439,8 @@ def test_help_shows_the_fifteen_flags_that_matter(capsys):
             QUICK | {"validate_every": AUTO_INTERVAL, "refresh_states": False},
         ),
         ("--env CartPole-v1 --batch_size 9", "small", {"batch_size": 9, "num_envs": 0}),
+        ("--env CartPole-v1 --encoder m:E", "small", {"normalize_obs": False}),
+        ("--env CartPole-v1 --encoder m:E --normalize_obs", "small", {"normalize_obs": True}),
     ],
 )
 def test_the_task_selects_the_preset_and_flags_take_precedence(flags, kind, changes):
