@@ -13,7 +13,7 @@ from typing import NamedTuple
 from agents.evaluate.trials import validate
 from agents.learner.callbacks import Callbacks, UserCallbacks, named_callbacks
 from agents.learner.checkpoint_schema import RunSchema
-from agents.learner.network.own_modules import try_encoder
+from agents.learner.network.own_modules import encoder_problem, try_own
 from agents.learner.rollout import policy_input
 from agents.learner.trainer import Training, train
 from agents.run.auto import check_rollouts, choose
@@ -125,7 +125,8 @@ def make_training(run: Run, task: Task, world: World) -> Training:
     if encoder := run.config.policy.encoder:
         policy, carry = training.policy, training.carry
         rows = policy_input(training.normalizers.obs, carry.history[:, :0], carry.obs)
-        try_encoder(encoder, policy.feature_encoder, rows, policy.low_precision)
+        found = policy.feature_encoder, rows, policy.low_precision
+        try_own("encoder", encoder, encoder_problem, *found)
     if run.config.validates:
         task.try_evaluation_env(world.rank)
     if state:

@@ -31,7 +31,7 @@ class GridEncoder(nn.Module):
         self.num_outputs = hidden_size
 
     def forward(self, rows):
-        """Map observation rows [..., F] to features [..., hidden_size]."""
+        """Map observation rows [L, N, F] to features [L, N, hidden_size]."""
         symbols = rows[..., self.place].long().unflatten(-1, (self.cells, len(SYMBOLS)))
         pairs = zip(self.embeddings, symbols.unbind(-1), strict=True)
         cells = sum(embedding(symbol) for embedding, symbol in pairs)  # [..., cells, SIZE]

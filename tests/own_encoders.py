@@ -1,5 +1,7 @@
 """User-defined encoders: the first ones fulfil the contract of an encoder, the others break it."""
 
+import itertools
+
 import torch
 from torch import nn
 
@@ -35,94 +37,12 @@ class Plain(nn.Identity):
         self.num_outputs = layout.size
 
 
-class Loose:
-    """Class that is not a torch module."""
-
-    num_outputs = 5
-
-    def __init__(self, layout, hidden_size):
-        pass
-
-
 class Numberless(Plain):
-    """Encoder without a whole number of outputs."""
+    """Have no whole number of outputs."""
 
     def __init__(self, layout, hidden_size):
         super().__init__(layout, hidden_size)
         self.num_outputs = 5.0
-
-
-class Narrow(Signs):
-    """Return fewer features than num_outputs."""
-
-    def forward(self, rows):
-        return super().forward(rows)[..., 1:]
-
-
-class Rounded(Signs):
-    """Return whole numbers."""
-
-    def forward(self, rows):
-        return super().forward(rows).long()
-
-
-class Infinite(Signs):
-    """Fail for the rows of zeros that pad sequences."""
-
-    def forward(self, rows):
-        return super().forward(rows) + rows.abs().sum(-1, keepdim=True).log()
-
-
-class Counting(Signs):
-    """Store the number of calls."""
-
-    calls = 0
-
-    def forward(self, rows):
-        self.calls += 1
-        return super().forward(rows) + self.calls
-
-
-class Dropping(Signs):
-    """Drop features at random."""
-
-    def forward(self, rows):
-        return nn.functional.dropout(super().forward(rows))
-
-
-class Normed(Signs):
-    """Normalise features by the statistics of their batch."""
-
-    def __init__(self, layout, hidden_size):
-        super().__init__(layout, hidden_size)
-        self.norm = nn.BatchNorm1d(self.num_outputs)
-
-    def forward(self, rows):
-        features = super().forward(rows)
-        return self.norm(features.reshape(-1, self.num_outputs)).view_as(features)
-
-
-class Mixing(Signs):
-    """Let the features of a row depend on the other rows of its batch."""
-
-    def forward(self, rows):
-        features = super().forward(rows)
-        return features - features.mean(-2, keepdim=True) if rows.ndim > 1 else features
-
-
-class LookingAhead(Signs):
-    """Add the features of the next step."""
-
-    def forward(self, rows):
-        features = super().forward(rows)
-        return features + features.roll(-1, 0) if rows.ndim > 2 else 2 * features
-
-
-class Detached(Signs):
-    """Pass no gradient to any parameter."""
-
-    def forward(self, rows):
-        return super().forward(rows).detach()
 
 
 class Idle(Signs):
@@ -133,8 +53,29 @@ class Idle(Signs):
         self.more = nn.Linear(2, 2)
 
 
-class Broken(Signs):
-    """Raise an error in the forward pass."""
+def changed(change):
+    """Return a class of encoders that return change(features of `Signs`, rows)."""
 
-    def forward(self, rows):
-        raise KeyError("no such cell")
+    class Changed(Signs):
+        def forward(self, rows):
+            return change(super().forward(rows), rows)
+
+    return Changed
+
+
+def normed(features, rows):
+    flat = features.flatten(0, 1)
+    return nn.functional.batch_norm(flat, None, None, training=True).view_as(features)
+
+
+calls = itertools.count()
+Narrow = changed(lambda features, rows: features[..., 1:])
+Rounded = changed(lambda features, rows: features.long())
+Infinite = changed(lambda features, rows: features + rows.abs().sum(-1, keepdim=True).log())
+Counting = changed(lambda features, rows: features + next(calls))
+Dropping = changed(lambda features, rows: nn.functional.dropout(features))
+Normed = changed(normed)
+Mixing = changed(lambda features, rows: features + features.mean(1, keepdim=True))
+LookingAhead = changed(lambda features, rows: features + features.roll(-1, 0))
+Detached = changed(lambda features, rows: features.detach())
+Broken = changed(lambda features, rows: {}["no such cell"])

@@ -74,10 +74,10 @@ def runs(tmp_path_factory):
         assert train_here(*pendulum, "--run_dir", "runs/pendulum") == 0
         if all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))):
             assert run_here(export.main, "runs/pendulum", "--output", folder) == 0
-    drift, *_, decay = blocks(ROOT / "docs/own_environment.md")
+    drift, *_, decay, bins = blocks(ROOT / "docs/own_environment.md")
     # the environment that the README uses
     made = 'gymnasium.register("MyEnv-v0", entry_point=Drift, max_episode_steps=100)\n'
-    (folder / "my_module.py").write_text(drift + made + decay)
+    (folder / "my_module.py").write_text(drift + made + decay + bins)
     return folder
 
 

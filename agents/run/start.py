@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from agents.config import RunConfig, empty_policy, probe, with_threads
-from agents.learner.network.own_modules import make_own, try_core
+from agents.learner.network.own_modules import core_problem, make_own, try_own
 from agents.learner.settings import AUTO_SIZE, TrainConfig
 from agents.learner.sizes import shard_sizes
 from agents.learner.trainer import COUNTERS
@@ -180,7 +180,7 @@ def check_policy(config: RunConfig, env: TorchEnv, state: dict | None) -> None:
         width = policy.feature_encoder.num_outputs
         hidden_size = config.policy.hidden_size
         module = make_own("core", core, width, hidden_size, config.policy.num_layers)
-        try_core(core, module, width, hidden_size)
+        try_own("core", core, core_problem, module, width, hidden_size)
 
 
 def announce_length(state: dict, config: RunConfig) -> None:

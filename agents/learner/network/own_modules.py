@@ -1,7 +1,6 @@
 """Import a user's core or encoder by name, and check it before training."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,26 +33,10 @@ def make_own(kind: str, name: str, *arguments: object) -> Any:
     return module
 
 
-def try_core(name: str, core: Any, num_inputs: int, size: int) -> None:
-    """Raise a UserError if a core does not work as docs/own_environment.md requires."""
-    _refuse("core", name, partial(_core_problem, core, num_inputs, size))
-
-
-def try_encoder(
-    name: str,
-    encoder: Any,
-    rows: Tensor,  # [B, F] real observations, as the policy reads them
-    low_precision: torch.dtype | None,
-) -> None:
-    """Raise a UserError if an encoder does not work as docs/own_environment.md requires."""
-    with autocast(low_precision, rows.device):
-        _refuse("encoder", name, partial(_encoder_problem, encoder, rows[:ROWS], low_precision))
-
-
-def _refuse(kind: str, name: str, find_problem: Callable[[], str]) -> None:
-    """Raise a UserError if a check finds a problem or fails."""
+def try_own(kind: str, name: str, find_problem: Callable[..., str], *arguments: object) -> None:
+    """Raise a UserError if `find_problem(*arguments)` finds a problem in a module, or fails."""
     try:
-        problem = find_problem()
+        problem = find_problem(*arguments)
     except FOREIGN_ERRORS as error:
         problem = f"fails: {one_line(error)}"
     if problem:
@@ -61,7 +44,7 @@ def _refuse(kind: str, name: str, find_problem: Callable[[], str]) -> None:
 
 
 @torch.no_grad()
-def _core_problem(core: Any, num_inputs: int, size: int) -> str:
+def core_problem(core: Any, num_inputs: int, size: int) -> str:
     """Run a core on sequences and on single steps; return the first problem, or ''."""
     generator = torch.Generator().manual_seed(0)
     like = next(core.parameters(), torch.zeros(()))
@@ -89,41 +72,43 @@ def _core_problem(core: Any, num_inputs: int, size: int) -> str:
     return ""
 
 
-def _encoder_problem(encoder: Any, rows: Tensor, low_precision: torch.dtype | None) -> str:
+def encoder_problem(
+    encoder: Any,
+    rows: Tensor,  # [B, F] real observations, as the policy reads them
+    low_precision: torch.dtype | None,
+) -> str:
     """Run an encoder on rows alone and among others; return the first problem, or ''.
 
-    The padding of sequences consists of rows of zeros. They also reveal an encoder that mixes rows
-    if all real rows are equal. Like the rows of a window, the steps are not contiguous.
+    As in the policy, inputs are [L, N, F] and need not be contiguous. Rows of zeros pad sequences;
+    they also reveal mixed rows if all real rows are equal.
     """
-    steps = torch.stack([torch.zeros_like(rows), rows, rows.flip(0)], 1).transpose(0, 1)
-    results = []
-    for inputs in (rows[0], rows, rows, steps):
-        features = encoder(inputs)
-        shape = [*inputs.shape[:-1], encoder.num_outputs]
-        if list(features.shape) != shape:
-            return f"maps {list(inputs.shape)} to {list(features.shape)}, not {shape}"
-        if features.dtype not in (rows.dtype, low_precision):
-            return f"returns {features.dtype}, not {rows.dtype}"
-        if not features.isfinite().all():
-            return "returns NaN or inf for real observations or for rows of zeros"
-        results.append(features)
+    rows = rows[:ROWS]
+    zeros = torch.zeros_like(rows)
+    steps = torch.stack([torch.cat([rows, zeros]), torch.cat([zeros, rows])], 1).transpose(0, 1)
+    with autocast(low_precision, rows.device):
+        features, again = encoder(steps), encoder(steps)
+        alone = torch.cat([encoder(row[None]) for row in rows.split(1)], 1)
+    shape = [*steps.shape[:2], encoder.num_outputs]
+    if list(features.shape) != shape:
+        return f"maps {list(steps.shape)} to {list(features.shape)}, not {shape}"
+    if features.dtype not in (rows.dtype, low_precision):
+        return f"returns {features.dtype}, not {rows.dtype}"
+    if not features.isfinite().all():
+        return "returns NaN or inf for real observations or for rows of zeros"
 
-    # compare the features of the same rows
-    _, together, again, by_step = results
-    tolerance = 0.05 if low_precision else 5e-3  # precision tf32 rounds to 1e-3
-    alone = torch.stack([encoder(row) for row in rows])
-    limit = tolerance * alone.abs().max()
-    if (together - again).abs().max() > limit:
+    # compare the features of the same rows; precision tf32 rounds to 1e-3, bf16 to 1e-2
+    limit = (0.05 if low_precision else 5e-3) * alone.abs().max()
+    if (features - again).abs().max() > limit:
         return "returns other features in a second call: it uses random numbers or stores state"
-    for features in (together, by_step[1], by_step[2].flip(0)):
-        if (features - alone).abs().max() > limit:
+    for part in (features[:1, : len(rows)], features[1:, len(rows) :]):
+        if (part - alone).abs().max() > limit:
             return "mixes rows: the features of a row depend on the other rows of its batch"
 
-    # DistributedDataParallel needs a gradient of every parameter
+    # DistributedDataParallel needs a gradient of every parameter. With `anchor`, the sum has a
+    # gradient even if the features have none.
+    anchor = torch.zeros((), requires_grad=True)
     trained = {name: p for name, p in encoder.named_parameters() if p.requires_grad}
-    gradients: Sequence[Tensor | None] = [None] * len(trained)
-    if trained and by_step.requires_grad:
-        gradients = torch.autograd.grad(by_step.sum(), [*trained.values()], allow_unused=True)
-    pairs = zip(trained, gradients, strict=True)
-    unused = ", ".join(name for name, gradient in pairs if gradient is None)
-    return f"passes no gradient to {unused}: use it, or freeze it" if unused else ""
+    inputs = [*trained.values(), anchor]
+    gradients = torch.autograd.grad(features.sum() + anchor, inputs, allow_unused=True)
+    unused = [name for name, grad in zip(trained, gradients, strict=False) if grad is None]
+    return f"passes no gradient to {', '.join(unused)}: use it, or freeze it" if unused else ""
