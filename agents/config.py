@@ -40,6 +40,28 @@ PRESETS: dict[str, dict[str, Any]] = {
     "control": _SMALL,
     "memory": _SMALL
     | {"num_envs": 32, "gae_lambda": 0.9, "refresh_states": True, "min_adv_std": 0.2},
+    # For thousands of simulated environments: the common settings of Isaac Lab's tasks for rsl_rl
+    # (https://github.com/isaac-sim/IsaacLab, rsl_rl_ppo_cfg.py of anymal_d: 4096 environments, 24
+    # steps, 4 minibatches, 5 epochs, max_grad_norm 1, standard deviation 1). rl_games has the same
+    # gradient norm and a threshold of 0.008 for the KL divergence.
+    "massive": {
+        "total_steps": 100_000_000,
+        "batch_size": 1024,
+        "num_envs": 4096,
+        "num_steps": 32,
+        "bptt_steps": 32,
+        "validate_every": 0,
+        "learning_rate": 1e-3,
+        "anneal_lr": False,
+        "desired_kl": 0.01,
+        "gamma": 0.99,
+        "gae_lambda": 0.95,
+        "update_epochs": 5,
+        "ent_coef": 0.005,
+        "max_grad_norm": 1.0,
+        "hidden_size": 256,
+        "log_std_init": 0.0,
+    },
     "paper": {  # arXiv 2212.02721
         "learning_rate": 3e-4,
         "anneal_lr": False,
@@ -54,6 +76,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "risk_aversion": 0.0,
     },
 }
+MASSIVE_MINIBATCHES = 4  # per epoch, with the preset massive and any num_envs
 QUICK = {  # settings of --quick, which override those of the preset
     "num_episodes": 96,
     "total_steps": 0,

@@ -1,8 +1,8 @@
 """Define the entries of a training run's checkpoints, with their types and ranges."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Json
+from pydantic import Field, Json
 from torch import Tensor
 
 from rl_dist.checkpoint.content import Count, OptimizerState, Schema, State, Tensors
@@ -20,6 +20,7 @@ class RunSchema(Schema):
     episodes: Count
     validated: dict[Literal["steps", "longest"], Count] = {}
     bad_in_a_row: Count
+    peak_learning_rate: Annotated[float, Field(ge=0, le=10**6)] = 0.0
     policy: Tensors
     optimizer: OptimizerState
     strategy: dict[str, State]

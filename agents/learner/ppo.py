@@ -21,6 +21,7 @@ from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry import events
 
 logger = logging.getLogger(__name__)
+LEARNING_RATES = (1e-5, 1e-2)  # bounds of a rate that desired_kl changes, as in rsl_rl
 # One plan per microbatch, None for a policy without memory. In a pipeline, the list is empty.
 Plans = list[Plan | None]
 
@@ -207,12 +208,13 @@ class PPO:
         self.bad_in_a_row = 0  # steps with NaN or inf since the last step that was taken
         self.clock = StepClock(self.world.device)
         self.peak_learning_rate = config.learning_rate * learning_rate_factor
+        self.schedule = 1.0  # factor of warm-up and annealing
         self.optimizer = EagerAdam(
             strategy.parameters, lr=self.peak_learning_rate, eps=1e-5, fused=True
         )
 
     def set_learning_rate(self, iteration: int, remaining: float) -> None:
-        """Set the learning rate of an iteration.
+        """Set the learning rate with which an iteration begins.
 
         Args:
             iteration: counted from 1; in a warm-up of N iterations, the rate is scaled by
@@ -222,8 +224,27 @@ class PPO:
         config = self.config
         warmup_factor = min(iteration / config.warmup, 1.0) if config.warmup else 1.0
         annealing = remaining if config.anneal_lr else 1.0
+        self.schedule = warmup_factor * annealing
+        self._apply_learning_rate()
+
+    def _apply_learning_rate(self) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = self.peak_learning_rate * warmup_factor * annealing
+            group["lr"] = self.peak_learning_rate * self.schedule
+
+    def _adapt_learning_rate(self, kl: float) -> None:
+        """Change the learning rate if an epoch's KL divergence is far from desired_kl.
+
+        Source: `PPO.update` of https://github.com/leggedrobotics/rsl_rl adapts the rate after every
+        minibatch. `AdaptiveScheduler` of https://github.com/Denys88/rl_games does so after epochs.
+        """
+        factor = 1.0
+        if kl > 2.0 * self.config.desired_kl:
+            factor = 1.0 / 1.5
+        elif 0.0 < kl < self.config.desired_kl / 2.0:  # it is 0 if no step was taken
+            factor = 1.5
+        smallest, largest = LEARNING_RATES
+        self.peak_learning_rate = min(max(self.peak_learning_rate * factor, smallest), largest)
+        self._apply_learning_rate()
 
     @section("update")
     def update(self, batch: Batch, order: np.ndarray, iteration: int) -> dict[str, float]:
@@ -258,8 +279,8 @@ class PPO:
                 records.append(self.step(minibatch, step_plans))
                 self.world.heartbeat()
 
-            # stop all ranks early if the KL divergence is too large
-            if self._exceeds_target_kl(records[-len(minibatches) :]):
+            # adapt the rate, and stop early if the KL divergence is too large, on all ranks
+            if self._responds_to_kl(records[-len(minibatches) :]):
                 break
         self.strategy.share_parameters()
         return self._results(records, batch, iteration)
@@ -354,11 +375,17 @@ class PPO:
             "optim/skipped_steps": taken.count(0.0),
         }
 
-    def _exceeds_target_kl(self, records: list[StepRecord]) -> bool:
-        """Return True if an epoch's mean KL estimate over all ranks exceeds target_kl."""
-        if not self.config.target_kl:
+    def _responds_to_kl(self, records: list[StepRecord]) -> bool:
+        """Adapt the learning rate to an epoch's KL estimate; return True if it exceeds target_kl.
+
+        The estimate is the mean over all ranks and steps of the epoch, so all ranks do the same.
+        """
+        config = self.config
+        if not (config.target_kl or config.desired_kl):
             return False
         sums = StepRecord(*sums_of_taken(stacked(records)))  # if no step was taken, the mean is 0
         kl = sums.ppo_approx_kl / sums.taken.clamp(min=1.0)
-        reduced = all_reduce_sum({"kl": kl}, self.world)["kl"]
-        return float(reduced) / self.world.size > self.config.target_kl
+        kl_of_all = float(all_reduce_sum({"kl": kl}, self.world)["kl"]) / self.world.size
+        if config.desired_kl:
+            self._adapt_learning_rate(kl_of_all)
+        return 0.0 < config.target_kl < kl_of_all

@@ -193,6 +193,10 @@ class PPOConfig:
     target_kl: float = Field(0.0, ge=0, le=100)
     """Skip the remaining epochs of an update once the estimated KL divergence exceeds this value;
     0: off."""
+    desired_kl: float = Field(0.0, ge=0, le=100)
+    """After every epoch, divide the learning rate by 1.5 if the estimated KL divergence is above
+    twice this value, or multiply it by 1.5 if it is below half of it; 0: off. The rate stays
+    between 1e-5 and 1e-2; warmup and anneal_lr then scale it, so switch anneal_lr off."""
     max_bad_steps: int = Field(10, ge=0, le=10**9)
     """Largest number of optimizer steps in a row that may be skipped because the loss or the
     gradient is NaN or inf. After more skipped steps, the run stops at the end of the update."""

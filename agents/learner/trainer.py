@@ -233,6 +233,7 @@ class Training:
             "policy": strategy.module_state(),
             "optimizer": strategy.optimizer_state(self.ppo.optimizer),
             "bad_in_a_row": self.ppo.bad_in_a_row,
+            "peak_learning_rate": self.ppo.peak_learning_rate,
             "strategy": strategy.state_dict(),
             "normalizers": self.normalizers.state_dict(),
         }
@@ -269,6 +270,8 @@ class Training:
         self.ppo.strategy.load(state["policy"], self.ppo.optimizer, optimizer)
         self.ppo.strategy.load_state_dict(state["strategy"])
         self.ppo.bad_in_a_row = state["bad_in_a_row"]
+        rate = self.ppo.peak_learning_rate
+        self.ppo.peak_learning_rate = state.get("peak_learning_rate", rate)
         self.normalizers.load_state_dict(state["normalizers"])
 
         # continue the episodes of this rank's environments; without snapshots, start new ones

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from agents.config import (
     MAIN_FLAGS,
+    MASSIVE_MINIBATCHES,
     NAMED_MODULES,
     OWNERS,
     PRESETS,
@@ -98,10 +99,10 @@ class RunFlags:
     it is given, otherwise the newest run; if there is no run to continue, start a new one."""
     quick: bool = False
     """Do a small but complete run, which takes half a minute; the policy learns little."""
-    preset: Literal["auto", "trading", "small", "control", "memory", "paper"] = "auto"
+    preset: Literal["auto", "trading", "small", "control", "memory", "massive", "paper"] = "auto"
     """Defaults for a kind of task, which replace the defaults listed here; auto: trading for
     StockTrading-v0, memory for the memory tasks, small for other tasks; control: the same as small;
-    paper: the settings of arXiv 2212.02721."""
+    massive: for thousands of fast environments; paper: the settings of arXiv 2212.02721."""
     seeds: Text = Field("", json_schema_extra={"nargs": "+"})
     """Train once with each of these seeds; report the mean score and its 95 % interval."""
     interactive: bool = False
@@ -202,14 +203,21 @@ def fresh_config(parsed: ParsedFlags) -> RunConfig:
     kind = preset_of(flags.preset, config.task)
     preset = PRESETS[kind] | {"chosen_preset": kind}
     # Drop preset sizes that may conflict with the given flags.
-    if "bptt_steps" in given:
+    is_massive = kind == "massive"  # its batch_size follows the other sizes
+    if "bptt_steps" in given and not is_massive:
         preset.pop("num_steps", None)
-    if given.keys() & {"batch_size", "num_steps", "bptt_steps", "grad_accumulation"}:
+    sizes = {"batch_size", "num_steps", "bptt_steps", "grad_accumulation"}
+    if given.keys() & sizes and not is_massive:
         preset.pop("num_envs", None)
     if "num_episodes" in given:
         preset.pop("total_steps", None)
     if flags.quick:
         preset |= quick_settings(config.task)
+    if is_massive:
+        train = RunConfig().changed(preset | given).train
+        sequences = train.num_envs * (train.num_steps // train.bptt_steps)
+        steps = MASSIVE_MINIBATCHES * train.grad_accumulation
+        preset["batch_size"] = sequences // steps or preset["batch_size"]
     if config.policy.encoder:
         preset["normalize_obs"] = False
     config = RunConfig().changed(preset | given).without_idle()

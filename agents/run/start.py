@@ -197,7 +197,7 @@ def announce_length(state: dict, config: RunConfig) -> None:
     flag = "total_steps" if config.train.total_steps else "num_episodes"
     if not now:
         print(f"this run has reached its end: to continue training, pass a larger --{flag}")
-    elif now != before and config.ppo.anneal_lr:
+    elif now != before and config.ppo.anneal_lr and not config.ppo.desired_kl:
         print(
             f"learning rate from here: {now:.3g} with this --{flag}, {before:.3g} with the "
             "earlier one (--anneal_lr lowers it to 0 over the whole run)"

@@ -157,6 +157,43 @@ def test_the_learning_rate_warms_up_decays_and_scales(
 # ---- updates in whole training runs
 
 
+@pytest.mark.parametrize(
+    "rate, desired, after",
+    [
+        (3e-3, 0.0, 3e-3),
+        (3e-3, 0.014, 3e-3 / 1.5**2),  # the KL divergence is 0.03
+        (3e-3, 0.016, 3e-3),
+        (3e-3, 0.059, 3e-3),
+        (3e-3, 0.061, 3e-3 * 1.5**2),
+        (8e-3, 0.061, 1e-2),
+        (2e-5, 0.014, 1e-5),
+    ],
+)
+def test_the_learning_rate_follows_the_kl_divergence_of_each_epoch(rate, desired, after, world):
+    options = {"learning_rate": rate, "desired_kl": desired, "anneal_lr": False}
+    training = training_of(world, update_epochs=2, **options)
+    with bad_at(()):
+        (losses,) = trained(training)
+    assert losses["optim/learning_rate"] == pytest.approx(after)
+
+
+def test_an_epoch_without_a_step_leaves_the_learning_rate_unchanged(world):
+    training = training_of(world, update_epochs=1, learning_rate=1e-3, desired_kl=9.0)
+    with bad_at((1, 2)):
+        (losses,) = trained(training)
+    assert losses["optim/learning_rate"] == 1e-3
+
+
+def test_an_adapted_learning_rate_is_annealed_and_continues_after_a_resume(world):
+    options = {"update_epochs": 1, "learning_rate": 3e-3, "desired_kl": 1.0}
+    training = training_of(world, **options)
+    trained(training)
+    resumed = training_of(world, iterations=2, **options)
+    resumed.restore(training.state())
+    resumed.ppo.set_learning_rate(2, 0.5)
+    assert resumed.ppo.optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * 1.5 * 3e-3)
+
+
 def bad_at(calls):
     """Make the total loss NaN in these calls of `ppo_loss`; approx_kl is always 0.03."""
 
