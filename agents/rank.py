@@ -125,8 +125,14 @@ def make_training(run: Run, task: Task, world: World) -> Training:
     if encoder := run.config.policy.encoder:
         policy, carry = training.policy, training.carry
         rows = policy_input(training.normalizers.obs, carry.history[:, :0], carry.obs)
-        found = policy.feature_encoder, rows, policy.low_precision
-        try_own("encoder", encoder, encoder_problem, *found)
+        try_own(
+            "encoder",
+            encoder,
+            encoder_problem,
+            policy.feature_encoder,
+            rows,
+            policy.low_precision,
+        )
     if run.config.validates:
         task.try_evaluation_env(world.rank)
     if state:

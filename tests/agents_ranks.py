@@ -47,8 +47,8 @@ WITH_FILES = {"trading, clstm": 3, "weak": 2}
 # it reduces them over ranks would end with other parameters.
 CLIPPED = PPOConfig(max_grad_norm=0.05, ent_coef=0.01, update_epochs=2, learning_rate=3e-3)
 STOPPING = PPOConfig(update_epochs=4, learning_rate=1e-2, target_kl=5e-4, clip_vloss=True)
-# Learning rates of the epochs: three fall, then they rise and fall in turn.
-ADAPTIVE = PPOConfig(update_epochs=4, learning_rate=1e-2, desired_kl=1e-3, anneal_lr=False)
+# The learning rate rises and falls, and does not reach its bounds.
+ADAPTIVE = PPOConfig(update_epochs=4, learning_rate=1e-3, desired_kl=1e-4, anneal_lr=False)
 CLSTM = PolicyConfig(hidden_size=8)
 MLP = PolicyConfig(hidden_size=8, policy="mlp")
 WINDOW = PolicyConfig(hidden_size=8, feature_window=3)

@@ -93,14 +93,13 @@ class Training:
         self.normalizers = Normalizers(
             layout, scale_obs=train.normalize_obs, scale_rewards=train.normalize_rewards
         ).to(world.device)
-        strategy_config = run.strategy
-        pipelined = strategy_config.pipelined
+        pipelined = run.strategy.pipelined
         strategy_class = StageStrategy if pipelined else Strategy
         ppo_class = PipelinePPO if pipelined else PPO
         self.ppo = ppo_class(
             self.policy,
             config.ppo,
-            strategy_class(strategy_config, world),
+            strategy_class(run.strategy, world),
             train.grad_accumulation,
             self.sizes.learning_rate_factor,
         )
@@ -270,8 +269,7 @@ class Training:
         self.ppo.strategy.load(state["policy"], self.ppo.optimizer, optimizer)
         self.ppo.strategy.load_state_dict(state["strategy"])
         self.ppo.bad_in_a_row = state["bad_in_a_row"]
-        rate = self.ppo.peak_learning_rate
-        self.ppo.peak_learning_rate = state.get("peak_learning_rate", rate)
+        self.ppo.peak_learning_rate = state.get("peak_learning_rate", self.ppo.peak_learning_rate)
         self.normalizers.load_state_dict(state["normalizers"])
 
         # continue the episodes of this rank's environments; without snapshots, start new ones
