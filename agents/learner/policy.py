@@ -116,8 +116,8 @@ class Policy(nn.Module):
         self.critic_head = nn.Linear(size, 1)
         self._initialise()
 
-        # Overhead of calling the cores, measured in steps of one row. With a window, images or a user's
-        # encoder, a step takes so long that the overhead does not matter.
+        # Overhead of calling the cores, measured in steps of one row. With a window, images or a
+        # user's encoder, a step takes so long that the overhead does not matter.
         self.call_steps = 0.0
         slow_encoder = config.encoder or self.feature_encoder.images
         if not (config.feature_window or slow_encoder):
