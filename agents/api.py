@@ -132,7 +132,8 @@ class LoadedPolicy:
             scaled_noise = policy.scale_noise(noise[0].to(like))  # [B, A]
             self._num_drawn += 1
         begins = torch.from_numpy(starts).to(like.device)
-        obs = torch.from_numpy(inputs.astype(rows.dtype)).to(like.device)
+        row_type = self._encode.row_type(policy.layout)
+        obs = torch.from_numpy(inputs.astype(row_type)).to(like.device)
         chosen = controller(policy, obs, begins, scaled_noise).cpu().numpy()
         previous_action = self._decode.encode(chosen)[:, : state[2].shape[1]]
         actions = self._decode(chosen)

@@ -31,7 +31,7 @@ from rl_dist.errors import CommandParser, UserError, explains_errors
 from rl_dist.files import path_to_write
 
 FOLDER, MODEL, CONTRACT = "export/onnx", "policy.onnx", "contract.json"
-CONTRACT_VERSION = 5
+CONTRACT_VERSION = 6
 INPUTS, OUTPUTS = ("obs", "state", "episode_start"), ("action", "next_state")
 BATCH_AXIS = {name: {0: torch.export.Dim("batch")} for name in INPUTS}
 BATCHES, NUM_STEPS = (1, 5), 64
@@ -63,8 +63,9 @@ class ExportedStep(nn.Module):
         self.sizes = [recurrent_size, policy.empty_history(1).numel()]
         self.state_size = sum(self.sizes)
         self.encoder = agent.encoder()
-        self.obs_dtype = getattr(torch, self.encoder.dtype.name)
-        self.normalize = agent.normalizer.frozen(self.obs_dtype)
+        self.row_type = self.encoder.row_type(policy.layout)
+        self.obs_dtype = getattr(torch, self.row_type.name)
+        self.normalize = agent.normalizer.frozen(torch.promote_types(self.obs_dtype, torch.float32))
 
         # Convert actions to the environment's units and bounds.
         self.decoder = decoder = self.encoder.actions
@@ -202,7 +203,9 @@ def sample_rows(
     if masks:  # mask random choices, but allow the last choice of every action
         rows[:, masks] = rows[:, masks] > 0
         rows[:, np.array(masks)[np.cumsum(step.decoder.sizes) - 1]] = 1.0
-    return rows.astype(step.encoder.dtype)
+    pixels = agent.policy.layout.columns("image")
+    rows[:, pixels] = generator.integers(0, 256, (batch, len(pixels)))
+    return rows.astype(step.row_type)
 
 
 # ---- contract
@@ -225,7 +228,7 @@ def make_contract(agent: LoadedAgent, step: ExportedStep) -> dict:
         "env": {"id": config.task.env, "kwargs": config.task.kwargs()},
         "checkpoint": {"file": agent.path.name, "iteration": agent.iteration},
         "inputs": [
-            _tensor("obs", step.encoder.dtype.name, agent.policy.num_obs) | {"parts": _parts(step)},
+            _tensor("obs", step.row_type.name, agent.policy.num_obs) | {"parts": _parts(step)},
             _tensor("state", "float32", step.state_size),
             _tensor("episode_start", "bool"),
         ],
@@ -250,7 +253,7 @@ def _parts(step: ExportedStep) -> list[dict]:
         }
         leaf = leaves.get(part.name)
         if leaf and leaf.axes:
-            entry["image"] = {"axes": leaf.axes, "divided_by": leaf.scale}
+            entry["image"] = {"axes": leaf.axes, "multiplied_by": leaf.scale}
         elif leaf and len(leaf.sizes):
             entry["one_hot"] = {"first": leaf.start.tolist(), "sizes": leaf.sizes.tolist()}
         parts.append(entry)

@@ -40,6 +40,7 @@ NESTED = Layout((CAMERA, Part("keys", "plain", (3,)), MASK, Part("pose", "vector
 ROWS = {  # name -> configuration, action space, and layout of an observation row
     "nested rows, masks": (small(), SEVERAL, NESTED),
     "windows of nested rows, masks": (small(feature_window=2), spaces.Discrete(9), NESTED),
+    "pixels": (small(policy="lstm"), DISCRETE, Layout((Part("screen", "image", (1, 38, 36)),))),
     "images, two mingrus": (small(policy="mingru", num_layers=2), BOX, Layout((CAMERA,))),
 }
 
@@ -60,6 +61,8 @@ def make_inputs(policy, num_steps=11, num_envs=5):
         return torch.randn(shape, dtype=torch.float64, generator=generator)
 
     obs = normal(num_steps, num_envs, max(policy.config.feature_window, 1), policy.num_obs)
+    if policy.layout.is_pixels:
+        obs = (obs * 255).byte()
     if columns := policy.mask_columns:
         obs[..., columns] = (obs[..., columns] > 0).double()
         first = np.cumsum([0, *policy.action_sizes[:-1]])
@@ -83,6 +86,16 @@ def act_stepwise(policy, obs, state, starts, noise):
         *step, state = act(policy, given[0], state, *given[1:])
         steps.append(step)
     return *map(torch.stack, zip(*steps, strict=True)), state
+
+
+def network_of(policy):
+    """Return the whole network, from observations to masked logits."""
+
+    def network(obs, state):
+        heads, after = policy.network(policy.encode(obs), state)
+        return heads._replace(actor_outputs=policy.masked(heads.actor_outputs, obs)), after
+
+    return network
 
 
 def run_stepwise(network, obs, state, episode_start):

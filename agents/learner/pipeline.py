@@ -219,7 +219,8 @@ class PipelinePPO(PPO):
             return (features,), after
 
         state = part.lstm_state[:, self.policy.num_decision_states :]
-        (features,) = self._run(half, part.obs, state, part.episode_start)
+        inputs = self.policy.encode(part.obs)
+        (features,) = self._run(half, inputs, state, part.episode_start)
         return features
 
     def _run(

@@ -116,11 +116,10 @@ class Policy(nn.Module):
         self.critic_head = nn.Linear(size, 1)
         self._initialise()
 
-        # Overhead of calling the cores, measured in steps of one row. With a window, images or a
-        # user's encoder, a step takes so long that the overhead does not matter.
+        # Overhead of calling the cores, measured in steps of one row. With a window, a step takes so
+        # long that the overhead does not matter.
         self.call_steps = 0.0
-        slow_encoder = config.encoder or self.feature_encoder.images
-        if not (config.feature_window or slow_encoder):
+        if not config.feature_window:
             cores = [core for core in self.cores if core.num_states]
             self.call_steps = overhead_steps(cores, config.num_layers)
 
@@ -212,23 +211,30 @@ class Policy(nn.Module):
         window = max(self.config.feature_window - 1, 0)
         return self.critic_head.weight.new_zeros(num_envs, window, self.num_obs)
 
-    def network(self, obs: Tensor, state: Tensor, *resets: Tensor) -> NetworkResult:
+    def encode(self, obs: Tensor) -> Tensor:
+        """Encode obs [L, N, F] as inputs of the cores [L, N, E]; each row of a window alone."""
+        window = max(self.config.feature_window, 1)
+        with autocast(self.low_precision, obs.device):
+            if window == 1:
+                return self.feature_encoder(obs)
+            return self.feature_encoder(obs.unflatten(-1, (window, -1))).flatten(-2)
+
+    def network(self, inputs: Tensor, state: Tensor, *resets: Tensor) -> NetworkResult:
         """Run L steps of N sequences.
 
-        Takes obs [L, N, F], the state [N, S, H] before the first step, and optionally resets
-        [L, N, 1]. Without resets, each sequence must belong to a single episode. The outputs of the
-        result are `Heads`.
+        Takes encoded inputs [L, N, E], the state [N, S, H] before the first step, and optionally
+        resets [L, N, 1]. Without resets, each sequence must belong to a single episode. The outputs
+        of the result are `Heads` without masks.
         """
         before = state.permute(1, 0, 2).contiguous()  # [S, N, H]
         split = self.num_decision_states
-        features, feature_state = self.features(obs, before[split:], *resets)
+        features, feature_state = self.features(inputs, before[split:], *resets)
         heads, states = self.decisions(features, before[:split], *resets)
-        heads = heads._replace(actor_outputs=self._masked(heads.actor_outputs, obs))
         vectors = [vector for core_state in (*states, feature_state) for vector in core_state]
         after = torch.stack(vectors).permute(1, 0, 2).to(state.dtype) if vectors else state
         return NetworkResult(heads, after)
 
-    def _masked(self, logits: Tensor, obs: Tensor) -> Tensor:
+    def masked(self, logits: Tensor, obs: Tensor) -> Tensor:
         """Give forbidden choices probability 0 and no gradient; obs contains the mask."""
         if not self.mask_columns:
             return logits
@@ -237,25 +243,25 @@ class Policy(nn.Module):
         mask = newest[..., first : first + self.num_actions]
         return torch.where(mask > 0.5, logits, FORBIDDEN)
 
-    def features(self, obs: Tensor, state: Tensor, *resets: Tensor) -> tuple[Tensor, State]:
-        """Run the first half of the cascade: encoder, feature core and tanh layer.
+    def features(self, inputs: Tensor, state: Tensor, *resets: Tensor) -> tuple[Tensor, State]:
+        """Run the first half of the cascade after the encoder: feature core and tanh layer.
 
-        Takes obs [L, N, F], or [L, N, n * F] with a window, and the feature core's state [S, N, H]
-        before the first step. Returns features [L, N, H] in the type of the parameters, and the
-        state after the last step.
+        Takes encoded inputs [L, N, E], or [L, N, n * E] with a window, and the feature core's state
+        [S, N, H] before the first step. Returns features [L, N, H] in the type of the parameters,
+        and the state after the last step.
         """
         window = self.config.feature_window
-        with autocast(self.low_precision, obs.device):
+        with autocast(self.low_precision, inputs.device):
             if window:  # run every window as n steps that start from a zero state
-                rows = obs.reshape(-1, window, self.num_obs).transpose(0, 1)
+                rows = inputs.flatten(0, 1).unflatten(1, (window, -1)).transpose(0, 1)
                 zeros = state.new_zeros(
                     self.feature_core.num_states, rows.shape[1], self.config.hidden_size
                 )
-                hidden, _ = self.feature_core(self.feature_encoder(rows), zeros)
-                outputs = hidden[-1].unflatten(0, obs.shape[:2])
+                hidden, _ = self.feature_core(rows, zeros)
+                outputs = hidden[-1].unflatten(0, inputs.shape[:2])
                 after = state
             else:
-                outputs, after = self.feature_core(self.feature_encoder(obs), state, *resets)
+                outputs, after = self.feature_core(inputs, state, *resets)
             return self.feature_mlp(outputs).to(state.dtype), after
 
     def decisions(
@@ -310,8 +316,9 @@ class Policy(nn.Module):
         if not self.config.memory:
             episode_start = torch.ones_like(episode_start)
         state = state.masked_fill(episode_start[:, None, None], 0.0)
-        result = self.network(obs[None], state)
+        result = self.network(self.encode(obs[None]), state)
         actor_outputs, values = (output[0] for output in result.outputs)
+        actor_outputs = self.masked(actor_outputs, obs)
         actions = actor_outputs if scaled_noise is None else actor_outputs + scaled_noise
         if self.discrete:
             if self.action_sizes:
@@ -335,13 +342,15 @@ class Policy(nn.Module):
         `plan` for these starts.
         """
         with weights_cast_once(self.low_precision, obs.device):
+            inputs = self.encode(obs)
             if self.config.stateless:  # run every step as a sequence
-                steps = obs.flatten(0, 1)[None]
+                steps = inputs.flatten(0, 1)[None]
                 outputs = self.network(steps, self.initial_state(steps.shape[1])).outputs
                 heads = Heads(*(output[0].unflatten(0, obs.shape[:2]) for output in outputs))
             else:
-                heads = Heads(*run_sequence(self.network, obs, state, episode_start, plan))
-        return self.evaluate(heads, actions)
+                heads = Heads(*run_sequence(self.network, inputs, state, episode_start, plan))
+        masked = self.masked(heads.actor_outputs, obs)
+        return self.evaluate(heads._replace(actor_outputs=masked), actions)
 
     def evaluate(self, heads: Heads, actions: Tensor) -> Evaluation:
         """Evaluate actions with the distribution that the actor's outputs define."""
@@ -351,7 +360,7 @@ class Policy(nn.Module):
     def largest_entropy(self, obs: Tensor) -> Tensor:
         """Return the entropy [...] of a uniform choice among the actions allowed at obs."""
         # without masks, the entropy is the same for all obs
-        logits = self._masked(obs.new_zeros(self.num_actions), obs)
+        logits = self.masked(self.critic_head.weight.new_zeros(self.num_actions), obs)
         return self.distribution(logits).entropy().expand(obs.shape[:-1])
 
 

@@ -177,7 +177,7 @@ def refreshed_states(policy: Policy, batch: Batch) -> Tensor:
         block = sequences.select(Tensor.narrow, first, num_envs)
         after = state_after(
             policy.network,
-            block.obs,
+            policy.encode(block.obs),
             states[-1],
             block.episode_start,
             batch.starts[:, first : first + num_envs],

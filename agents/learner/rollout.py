@@ -1,7 +1,8 @@
 """Collect rollouts: T steps of this rank's environments with a frozen policy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -56,7 +57,7 @@ class Rollout:
     """T steps of B environments; every tensor is [T, B, ...] unless noted."""
 
     obs: Tensor  # [T, B, F or n*F] normalised, as the policy saw it
-    raw_obs: Tensor  # [T, B, F]
+    raw_obs: Tensor  # [T, B, F]; the same tensor as `obs` if nothing was normalised
     actions: Tensor  # [T, B, A] unclipped, or [T, B] int64
     logprobs: Tensor
     values: Tensor
@@ -99,17 +100,30 @@ def joined(parts: Sequence[Part], dim: int) -> Part:
     """Join the carries or rollouts of all groups of environments, field by field."""
     if len(parts) == 1:  # avoid a copy
         return parts[0]
-    return type(parts[0])(
-        **{name: torch.cat([getattr(part, name) for part in parts], dim) for name in vars(parts[0])}
-    )
+    fields = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
+    return type(parts[0])(**once(partial(torch.cat, dim=dim), fields))
+
+
+def once(merge: Callable[..., Tensor], fields: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+    """Merge the tensors of each field; fields that hold the same tensors share the result."""
+    merged: dict[tuple[int, ...], Tensor] = {}
+    results = {}
+    for name, tensors in fields.items():
+        key = tuple(map(id, tensors))
+        if key not in merged:
+            merged[key] = merge(tensors)
+        results[name] = merged[key]
+    return results
 
 
 def policy_input(normalize: Callable[[Tensor], Tensor], history: Tensor, obs: Tensor) -> Tensor:
     """Return normalised `obs` [B, F]; with a window, put `history` first: [B, n*F].
 
     Float64 observations are normalised in float64, because rounding them to float32 before the mean
-    is subtracted would lose digits.
+    is subtracted would lose digits. Bytes are pixels: they are neither normalised nor converted.
     """
+    if obs.dtype == torch.uint8 and not history.shape[1]:
+        return obs
     wider_type = torch.promote_types(obs.dtype, history.dtype)
     newest = normalize(obs.to(wider_type)).to(history.dtype)
     return torch.cat([history, newest[:, None]], dim=1).flatten(1) if history.shape[1] else newest
@@ -246,7 +260,8 @@ class Actor:
 
         Log probabilities and next values are each computed in one call for all steps.
         """
-        steps = Step(*map(torch.stack, zip(*self.steps, strict=True)))  # each [T, B, ...]
+        columns = zip(Step._fields, zip(*self.steps, strict=True), strict=True)
+        steps = Step(**once(torch.stack, dict(columns)))  # each [T, B, ...]
         logprobs = self.policy.logprobs(steps.actor_outputs, steps.actions)
         ended = steps.terminated | steps.truncated  # [T, B]
         rewards = steps.rewards.double()

@@ -39,14 +39,16 @@ def rollout_bytes(config: RunConfig, num_envs: int, policy: Policy | None = None
     The bound is tight if `policy` is given. Otherwise, the sizes of observations and actions are
     unknown, and each is counted as one number.
     """
-    # numbers stored per step: observation twice, action, log-probability, two values, recurrent
-    # state
+    # numbers stored per step: observation twice (pixels once, as bytes), action, log-probability,
+    # two values, recurrent state
     numbers = 6 + config.policy.hidden_size * (not config.policy.stateless)
+    others = 27  # bytes stored per step: reward, return and length of the episode, three flags
     if policy:
         num_observed = policy.num_obs * (1 + max(config.policy.feature_window, 1))
+        if policy.layout.is_pixels and not config.policy.feature_window:
+            others += policy.num_obs
+            num_observed = 0
         numbers = num_observed + policy.num_actions + 3 + policy.initial_state(1).numel()
-    # other bytes stored per step: reward, return and length of the episode, three flags
-    others = 27
     return num_envs * config.train.num_steps * (config.launch.dtype.itemsize * numbers + others)
 
 
@@ -246,6 +248,8 @@ def dummy_minibatch(policy: Policy, length: int, sequences: int) -> Minibatch:
     """
     width = policy.num_obs * max(policy.config.feature_window, 1)
     obs = policy.critic_head.weight.new_zeros(length, sequences, width)
+    if policy.layout.is_pixels:
+        obs = obs.byte()
     start = torch.rand(length, sequences, device=obs.device) < 1.0 / length
     state = policy.initial_state(sequences)
     step = policy.act(obs[0], state, start[0])

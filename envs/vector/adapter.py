@@ -101,6 +101,7 @@ class TorchVectorEnv(ArrayEnv):
         if self.previous_reward:
             parts.append(Part("previous_reward", "vector", (1,)))
         self.layout = Layout(tuple(parts))
+        self.row_type = self.encoder.row_type(self.layout)
         self.single_action_space = self.decoder.space
 
     def step(
@@ -113,7 +114,7 @@ class TorchVectorEnv(ArrayEnv):
 
     def reset_arrays(self, seeds: Sequence[int]) -> ndarray:
         """Start all environments; return their observations as a new array [B, F]."""
-        obs = np.zeros((self.num_envs, self.layout.size), self.encoder.dtype)
+        obs = np.zeros((self.num_envs, self.layout.size), self.row_type)
         obs[:, : self.row_size] = self._reset_envs(seeds)
         return obs
 
@@ -212,7 +213,7 @@ class OneByOne(TorchVectorEnv):
     def __post_init__(self) -> None:
         self._set_up(len(self.env), self.env[0].observation_space, self.env[0].action_space)
         self._actions_space = batch_space(self.env[0].action_space, self.num_envs)
-        self._last_rows = [np.zeros(self.row_size, np.float32)] * self.num_envs
+        self._last_rows = [np.zeros(self.row_size, self.row_type)] * self.num_envs
         # Maps a row to the first observation of its next episode. Between calls, only rows in which
         # a restart has begun the next episode have an entry.
         self._first_rows: dict[int, ndarray] = {}
@@ -342,7 +343,7 @@ class OneByOne(TorchVectorEnv):
 
     @_guarded
     def _set_env_states(self, state: Snapshot) -> None:
-        self._last_rows = list(state.pop(LAST_ROW).astype(self.encoder.dtype))
+        self._last_rows = list(state.pop(LAST_ROW).astype(self.row_type))
         for row, env in enumerate(self.env):
             env.set_state(
                 {

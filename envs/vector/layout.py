@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # vector: numbers that the policy normalises with running statistics
 # plain: numbers that the policy reads unchanged, such as one-hot vectors
-# image: [C, H, W] in [0, 1], for a CNN
+# image: pixels [C, H, W] from 0 to 255, for a CNN
 # mask: 1 where an action is allowed, else 0
 Kind = Literal["vector", "plain", "image", "mask"]
 # Observations, rewards, terminated, truncated and info; see `TorchEnv.step`.
@@ -66,6 +66,11 @@ class Layout:
     def size(self) -> int:
         """Number of values in a row."""
         return sum(part.size for part in self.parts)
+
+    @property
+    def is_pixels(self) -> bool:
+        """Whether all parts are images; such rows may be uint8."""
+        return all(part.kind == "image" for part in self.parts)
 
     def slices(self) -> Iterator[tuple[Part, slice]]:
         """Yield each part with its slice of the row."""
@@ -143,10 +148,11 @@ class TorchEnv:
         Box actions come from the policy without clipping. `step` must clip them to [-1, 1], as an
         exported policy does, and then scale them to the environment's units.
 
-        Returns observations [B, F] float32 or float64, rewards [B] float64, terminated [B],
-        truncated [B] and info. info["final_obs"] [B, F] contains the last observation of each
-        episode that ended; its other rows equal the observations. If info["raw_rewards"] [B]
-        is present, the policy is trained on `rewards`, but these raw rewards are reported.
+        Returns observations [B, F], rewards [B] float64, terminated [B], truncated [B] and info.
+        Observations are float32 or float64, or uint8 if all parts are images. info["final_obs"]
+        [B, F] contains the last observation of each episode that ended; its other rows equal the
+        observations. If info["raw_rewards"] [B] is present, the policy is trained on `rewards`, but
+        these raw rewards are reported.
         """
         raise NotImplementedError
 

@@ -18,7 +18,7 @@ from gymnasium import spaces
 from numpy import ndarray
 from torch.utils._pytree import tree_leaves
 
-from envs.vector.layout import Kind, Part
+from envs.vector.layout import Kind, Layout, Part
 from envs.vector.space_json import ARGUMENTS, Space
 from rl_dist.files import log_once
 
@@ -27,6 +27,7 @@ MASK_KEY = "action_mask"
 LIKE_MASK = re.compile("mask|legal|valid|avail|allow|possib|permit|feasib", re.IGNORECASE)
 MIN_IMAGE_SIDE = 8  # pixels; an array with a shorter side is treated as a vector
 MAX_CHANNELS = 64
+WHITE = 255  # the largest value of a pixel in a row
 MAX_VALUE = float(np.finfo(np.float32).max)
 FLOAT32_INTEGERS = 2**24  # float32 cannot represent all larger integers
 Path = tuple[Any, ...]  # keys that lead to one part of a nested observation
@@ -121,7 +122,7 @@ class Leaf:
         if masked or isinstance(space, spaces.MultiBinary):  # the values are already 0 or 1
             self.sizes = self.sizes[:0]
         self.axes = [] if masked else _image_axes(space)
-        self.scale = 1  # for an image, the largest possible pixel value; pixels are divided by it
+        self.scale = 1.0  # factor of pixels: brings their largest possible value to 255
         kind: Kind = "vector" if isinstance(space, spaces.Box) else "plain"
         shape: tuple[int, ...] = (masked.mask_size if masked else math.prod(space.shape),)
         if masked:
@@ -132,11 +133,13 @@ class Leaf:
             kind = "image"
             *channels, height, width = (space.shape[axis] for axis in self.axes)
             shape = (math.prod(channels), height, width)
-            self.scale = max(int(space.high.max()), 1)
+            self.scale = WHITE / max(int(space.high.max()), 1)
         # Vectors that float32 cannot represent exactly, such as float64 or int64, remain float64.
         # They are converted to float32 after they have been normalised.
         is_wide = kind == "vector" and not np.can_cast(space.dtype, np.float32)
         self.dtype: Any = np.float64 if is_wide else np.float32
+        if self.axes and self.scale.is_integer():
+            self.dtype = np.uint8
         self.part = Part("/".join(map(str, path)) or "observation", kind, shape)
 
     def pick(self, nested: Any) -> Any:
@@ -157,6 +160,9 @@ class Leaf:
         if self.axes:
             if values.dtype.kind == "f":  # float pixels are probably in [0, 1], not in [0, 255]
                 raise RowFaultError(None, f"{name} has type {values.dtype}, not {self.space.dtype}")
+            if self.scale > 1 or values.dtype != np.uint8:  # a byte holds no larger values
+                usable = (values >= 0) & (values <= self.space.high)
+                check_rows(usable, f"{name} has a value outside its space:", values)
             values = values.transpose(0, *(axis + 1 for axis in self.axes))
         values = values.reshape(count, -1)
         if len(self.sizes):
@@ -172,7 +178,7 @@ class Leaf:
             )
         with np.errstate(over="ignore"):  # the caller refuses values that overflow to inf
             rows = values.astype(self.dtype)
-        return rows / np.float32(self.scale) if self.axes else rows
+        return rows * self.dtype(self.scale) if self.scale > 1 else rows
 
 
 def _leaf(path: Path, space: Space, actions: "ActionDecoder") -> Leaf | None:
@@ -213,9 +219,10 @@ def _leaf(path: Path, space: Space, actions: "ActionDecoder") -> Leaf | None:
 class ObservationEncoder:
     """Encodes plain or nested observations as rows [B, F].
 
-    Rows are float32, or float64 if float32 could not represent all values of the observation.
-    Choices become one-hot vectors. The axes of images are put in the order channels, height, width,
-    and pixels are divided by their largest possible value. The entry action_mask of a Dict, at any
+    Rows are float32, or float64 if float32 could not represent all values of the observation, or
+    uint8 if all parts are images. Choices become one-hot vectors. The axes of images are put in the
+    order channels, height, width, and pixels are scaled so that their largest possible value is
+    255 (if that gives fractions, rows are float32). The entry action_mask of a Dict, at any
     depth of the observation, is the mask of allowed actions.
     """
 
@@ -229,7 +236,11 @@ class ObservationEncoder:
             raise ValueError(f"environment {env_id} has several {MASK_KEY} entries: keep one")
         self.parts = tuple(leaf.part for leaf in self.leaves)
         self.actions = actions
-        self.dtype = np.result_type(*(leaf.dtype for leaf in self.leaves), np.float32)
+        self.dtype = np.result_type(*(leaf.dtype for leaf in self.leaves))
+
+    def row_type(self, layout: Layout) -> np.dtype:
+        """Return the type of rows that begin with the observation and have this layout."""
+        return self.dtype if layout.is_pixels else np.result_type(self.dtype, np.float32)
 
     def __call__(self, raw: Any, count: int, is_last: bool = False) -> ndarray:
         """Encode a batch, or a list of single observations, as rows [count, F].
@@ -250,7 +261,8 @@ class ObservationEncoder:
             values = [leaf.pick(single) for single in raw] if is_list else leaf.pick(raw)
             encoded.append(leaf.encode(values, count))
         rows = encoded[0] if len(encoded) == 1 else np.concatenate(encoded, axis=1)
-        check_rows(np.abs(rows) <= MAX_VALUE, "observation is", rows)  # NaN fails, too
+        if rows.dtype.kind == "f":
+            check_rows(np.abs(rows) <= MAX_VALUE, "observation is", rows)  # NaN fails, too
         return rows
 
 

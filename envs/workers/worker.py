@@ -104,8 +104,8 @@ class Worker:
         row_type = np.dtype(
             [
                 ("actions", "f8" if actions.dtype.kind == "f" else "i8", actions.shape),
-                ("obs", env.encoder.dtype, row_shape),
-                ("final_obs", env.encoder.dtype, row_shape),
+                ("obs", env.row_type, row_shape),
+                ("final_obs", env.row_type, row_shape),
                 ("rewards", "f8"),
                 ("terminated", "?"),
                 ("truncated", "?"),

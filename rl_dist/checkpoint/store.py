@@ -3,7 +3,7 @@
 A run keeps its last few checkpoints and the best one. A checkpoint is the zip archive that
 torch.save writes, and `torch.load` can read it. The file ends with a zip comment such as this:
 
-    rl_dist checkpoint, format 4, torch 2.13.0, sha256:<64 hexadecimal digits>
+    rl_dist checkpoint, format 5, torch 2.13.0, sha256:<64 hexadecimal digits>
 
 The digits are the SHA-256 of all bytes before the word sha256. `load_checkpoint` checks this
 hash before torch reads the file, so torch never reads a damaged file.
@@ -38,7 +38,7 @@ from rl_dist.process_group.collectives import all_gather_json
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import BEST_FILE, CHECKPOINT_DIR
 
-FORMAT_VERSION = 4  # increased if new code cannot read older checkpoints
+FORMAT_VERSION = 5  # increased if new code cannot read older checkpoints
 LAST_READER = "0.5.0"  # the last program version that reads formats before FORMAT_VERSION
 _DIGEST_BYTES = len("sha256:") + 64
 _COMMENT = re.compile(

@@ -44,6 +44,8 @@ ALL = {name: (config, VECTOR, BOUNDED) for name, config in FORMS.items()} | {
     "images": (small(policy="gru"), IMAGES, spaces.Discrete(4)),
     "many digits": (small(), spaces.Box(-1, 1, (4,), np.float64), BOUNDED),
     "windows of images": (small(feature_window=3), IMAGES, BOUNDED),
+    "pixels": (small(policy="lstm"), spaces.Box(0, 255, (1, 40, 36), np.uint8), BOUNDED),
+    "windows of pixels": (small(feature_window=2), spaces.Box(0, 15, (9, 9), np.uint8), BOUNDED),
 }
 # Tracing takes seconds: by default only these policies are traced, the others with `-m slow`.
 QUICK = ("clstm", "own encoder, two own cores")
@@ -140,7 +142,7 @@ def test_the_contract_describes_how_values_become_rows(tmp_path):
     for part in obs["parts"][:-1]:
         value = values[part["name"]]
         if image := part.get("image"):
-            value = np.transpose(value, image["axes"]) / np.float32(image["divided_by"])
+            value = np.transpose(value, image["axes"]) * image["multiplied_by"]
         elif choices := part.get("one_hot"):
             value = np.eye(choices["sizes"][0])[value - choices["first"][0]]
         row[0, slice(*part["columns"])] = np.ravel(value)

@@ -43,7 +43,7 @@ def several(request):
     mask = request.param
     policy = make_policy(small(), SEVERAL, MASKED if mask else VECTOR)
     obs, state, start = one_step(policy, mask, 50_000)
-    actor = policy.network(obs[None, :1], state[:1]).outputs.actor_outputs
+    actor = policy.act(obs[:1], state[:1], start[:1]).actor_outputs
     scores = actor.detach().flatten().split(COUNTS)
     allowed = torch.tensor(mask or [1] * 9).bool().split(COUNTS)
     pairs = zip(scores, allowed, strict=True)
@@ -98,11 +98,11 @@ def test_a_forbidden_option_has_probability_0():
 
 def test_the_entropy_is_largest_if_all_allowed_actions_are_equally_likely():
     policy = make_policy(WINDOWS, SEVERAL, MASKED)
-    obs, state, _ = one_step(policy, MASK)
+    obs, state, start = one_step(policy, MASK)
     obs = obs.repeat(1, 2)
     policy.actor_head.weight.data.zero_()
-    actor = policy.network(obs[None], state).outputs.actor_outputs
-    for value in (policy.largest_entropy(obs), policy.distribution(actor[0]).entropy()):
+    actor = policy.act(obs, state, start).actor_outputs
+    for value in (policy.largest_entropy(obs), policy.distribution(actor).entropy()):
         assert value.tolist() == pytest.approx([2 * math.log(2)])
 
 

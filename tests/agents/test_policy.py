@@ -14,6 +14,7 @@ from policies import (
     act_stepwise,
     make_inputs,
     make_policy,
+    network_of,
     plans_of,
     run_stepwise,
 )
@@ -40,7 +41,7 @@ def test_a_sequence_equals_its_single_steps_and_so_do_gradients(case):
         return torch.autograd.grad(loss, list(policy.parameters()))
 
     resets = starts | (not config.memory)
-    actor, stepwise = run_stepwise(policy.network, obs, state, resets)
+    actor, stepwise = run_stepwise(network_of(policy), obs, state, resets)
     expected = gradients(policy.distribution(actor).log_prob(actions), stepwise)
     for plan in plans_of(policy, starts):
         evaluation = policy(obs, actions, state, starts, plan)

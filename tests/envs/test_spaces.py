@@ -65,7 +65,7 @@ def test_a_nested_observation_becomes_a_row_of_named_parts():
     )
     camera, digits, pose = inner.obs["camera"], inner.obs["digits"], inner.obs["pose"]
     expected = [
-        *(camera.transpose(2, 0, 1).ravel() / 255.0),
+        *camera.transpose(2, 0, 1).ravel(),
         *(*pose[0].ravel(), *np.eye(3)[pose[1] - 5], *inner.obs["keys"]),
         *(*np.eye(2)[digits[0]], *np.eye(3)[digits[1]], *ALL),
     ]
@@ -94,7 +94,8 @@ def test_digits_that_the_type_of_the_space_loses_are_reported(caplog):
     [
         ((84, 84), 1, (0, 1)),
         ((4, 20, 30), 255, (0, 1, 2)),
-        ((20, 30, 4), 1, (2, 0, 1)),
+        ((20, 30, 4), 5, (2, 0, 1)),
+        ((20, 30), 10, (0, 1)),
         ((4, 10, 12, 3), 255, (0, 3, 1, 2)),
         ((128,), 255, ()),
         ((4, 4, 3), 255, ()),
@@ -109,7 +110,8 @@ def test_large_byte_arrays_are_images_with_channels_first(shape, largest, axes):
     if axes:
         *channels, height, width = (shape[axis] for axis in axes)
         assert (part.kind, part.shape) == ("image", (int(np.prod(channels)), height, width))
-        expected = inner.obs.transpose(axes).ravel() / largest
+        expected = inner.obs.transpose(axes).ravel() * (255 / largest)
+        assert (row.dtype is torch.uint8) == (255 % largest == 0)
     else:
         assert (part.kind, part.shape) == ("vector", (np.prod(shape),))
     np.testing.assert_allclose(row.numpy(), expected, rtol=1e-6)
@@ -169,6 +171,7 @@ def test_unsupported_spaces_are_refused_by_name(observation, action, options, na
     [
         (NESTED, "pose", (np.zeros(1), 5), r"pose/0 has shape \(1,\), not \(2, 2\)"),
         (NESTED, "camera", np.zeros((10, 8, 3)), "camera has type float64, not uint8"),
+        (NESTED, "camera", np.full((10, 8, 3), 256), "camera has a value outside its space: 256"),
         (NESTED, "digits", np.array([0, 0.5]), "digits has a value outside"),
         (NESTED, "action_mask", np.array([1, 2, 1, 1, 1, 1, 1]), "action_mask"),
         (PLAIN, "action_mask", np.array([1, 1, 1, 0, 0, 1, 1]), "action_mask"),

@@ -7,15 +7,19 @@ of the observations reduces the precision.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from envs.vector.layout import Layout
+from envs.vector.layout import Layout, Part
 from rl_dist.errors import UserError
 
+LARGE = 36  # smallest height and width in pixels of images for the CNN of Mnih et al.
+NATURE = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # its channels, kernel sizes and strides
+NATURE_OUTPUTS = 512
 LARGEST_MAP = 6  # largest height and width of the last convolution's output, in pixels
-CHANNELS = (16, 32, 64)  # channels of successive convolutions, see `image_encoder`
+CHANNELS = (16, 32, 64)  # channels of successive convolutions, see `small_encoder`
 CLIP = 10.0  # normalised values are clipped to [-CLIP, CLIP]
 
 
@@ -67,6 +71,8 @@ class Normalizer(nn.Module):
     With `center`, it first subtracts the mean.
     """
 
+    limit: Tensor  # largest magnitude of the results, [F]
+
     def __init__(
         self,
         num_features: int,
@@ -79,6 +85,9 @@ class Normalizer(nn.Module):
         self.moments = RunningMoments(num_features, columns)
         self.enabled = enabled
         self.center = center
+        # columns without statistics stay as they are
+        limit = torch.full((num_features,), torch.inf)
+        self.register_buffer("limit", limit.index_fill_(0, self.moments.index, CLIP), False)
 
     def forward(self, values: Tensor) -> Tensor:
         """Normalise values [..., F]; keep their shape and type."""
@@ -90,7 +99,8 @@ class Normalizer(nn.Module):
             return lambda values: values
         shift = self.moments.mean.to(dtype) if self.center else 0.0
         scale = (self.moments.variance + 1e-8).rsqrt().to(dtype)
-        return lambda values: ((values - shift) * scale).clamp(-CLIP, CLIP)
+        limit = self.limit.to(dtype)
+        return lambda values: ((values - shift) * scale).clamp(-limit, limit)
 
 
 class Normalizers(nn.Module):
@@ -102,7 +112,8 @@ class Normalizers(nn.Module):
     def __init__(self, layout: Layout, *, scale_obs: bool, scale_rewards: bool) -> None:
         super().__init__()
         columns = layout.columns("vector")  # only these columns are normalised
-        self.obs = Normalizer(layout.size, columns=columns, enabled=scale_obs)
+        enabled = scale_obs and bool(columns or not layout.columns("image"))
+        self.obs = Normalizer(layout.size, columns=columns, enabled=enabled)
         self.rewards = Normalizer(1, enabled=scale_rewards, center=False)
 
     def sums(self, raw_obs: Tensor, discounted_returns: Tensor) -> dict[str, Tensor]:
@@ -134,32 +145,51 @@ class Normalizers(nn.Module):
         return torch.where(moments.count > 0, moments.variance[0].sqrt(), 0.0)
 
 
-def image_encoder(shape: tuple[int, ...], num_outputs: int) -> nn.Sequential:
-    """Return a CNN for images [N, C, H, W]: stride-2 convolutions and a linear layer."""
-    channels, *sides = shape
+def is_large(part: Part) -> bool:
+    """Return True for an image that `image_encoder` reads with the CNN of Mnih et al."""
+    return part.kind == "image" and min(part.shape[1:]) >= LARGE
+
+
+def image_encoder(part: Part, num_outputs: int) -> nn.Sequential:
+    """Return a CNN for images [N, C, H, W].
+
+    Large images are read by the CNN of Mnih et al., https://doi.org/10.1038/nature14236, with
+    `NATURE_OUTPUTS` outputs; smaller ones by stride-2 convolutions and a linear layer.
+    """
+    channels, *sides = part.shape
     layers: list[nn.Module] = []
-    while not layers or max(sides) > LARGEST_MAP:
+    if is_large(part):
+        num_outputs = NATURE_OUTPUTS
+        for outputs, kernel, stride in NATURE:
+            layers += [nn.Conv2d(channels, outputs, kernel, stride), nn.ReLU()]
+            channels = outputs
+    while not is_large(part) and (not layers or max(sides) > LARGEST_MAP):
         # `layers` has 2 entries per convolution; all further convolutions have the last size
         outputs = CHANNELS[min(len(layers) // 2, len(CHANNELS) - 1)]
         layers += [nn.Conv2d(channels, outputs, 3, stride=2, padding=1), nn.ReLU()]
         channels = outputs
         sides = [(side + 1) // 2 for side in sides]
-    size = channels * sides[0] * sides[1]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(size, num_outputs), nn.Tanh())
+    convolutions = nn.Sequential(*layers, nn.Flatten())
+    size = convolutions(torch.zeros(1, *part.shape)).shape[1]
+    last = nn.ReLU() if is_large(part) else nn.Tanh()
+    return convolutions.extend([nn.Linear(size, num_outputs), last])
 
 
 class Encoder(nn.Module):
     """Encodes rows: keeps vector columns, encodes images with CNNs, drops masks."""
 
+    images: Any
+
     def __init__(self, layout: Layout, image_size: int) -> None:
+        """Create the CNNs; that of a small image has `image_size` outputs."""
         super().__init__()
         self._parts = [(part, place) for part, place in layout.slices() if part.kind != "mask"]
-        shapes = [part.shape for part, _ in self._parts if part.kind == "image"]
-        self.images = nn.ModuleList(image_encoder(shape, image_size) for shape in shapes)
-        self._unchanged = not shapes and len(self._parts) == len(layout.parts)
-        sizes = [image_size if part.kind == "image" else part.size for part, _ in self._parts]
-        self.num_outputs = sum(sizes)
-        if not sizes:
+        images = [part for part, _ in self._parts if part.kind == "image"]
+        self.images = nn.ModuleList(image_encoder(part, image_size) for part in images)
+        self._unchanged = not images and len(self._parts) == len(layout.parts)
+        sizes = [part.size for part, _ in self._parts if part.kind != "image"]
+        self.num_outputs = sum(sizes) + sum(image[-2].out_features for image in self.images)
+        if not self._parts:
             raise UserError(
                 "the observation contains only an action mask: add something that the policy can "
                 "observe, for example with --previous_action"
@@ -174,7 +204,9 @@ class Encoder(nn.Module):
         for part, place in self._parts:
             values = rows[..., place]
             if part.kind == "image":
-                features = next(images)(values.reshape(-1, *part.shape))
-                values = features.to(rows.dtype).unflatten(0, rows.shape[:-1])
+                image = next(images)
+                dtype = image[0].weight.dtype
+                pixels = values.reshape(-1, *part.shape).to(dtype) / 255.0
+                values = image(pixels).to(dtype).unflatten(0, rows.shape[:-1])
             encoded.append(values)
         return torch.cat(encoded, dim=-1)

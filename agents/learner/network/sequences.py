@@ -29,7 +29,7 @@ class NetworkResult(NamedTuple):
     state: Any  # [N, S, H] after the last step
 
 
-# A network takes obs [L, N, F] and the state [N, S, H] that precedes the first step. For packed
+# A network takes inputs [L, N, E] and the state [N, S, H] that precedes the first step. For packed
 # plans, it also takes resets [L, N, 1], which are 1 at a step after which the state must be zero.
 RecurrentNetwork = Callable[..., NetworkResult]
 
@@ -188,7 +188,7 @@ def best_fit(lengths: np.ndarray, stateful: np.ndarray) -> tuple[np.ndarray, np.
 
 def run_sequence(
     network: RecurrentNetwork,
-    obs: Tensor,  # [T, N, F]
+    inputs: Tensor,  # [T, N, E]
     state: Tensor,  # [N, S, H] before the first step
     episode_start: Tensor,  # [T, N] bool: obs is the first observation of its episode
     plan: Plan | None = None,  # from `plan_pieces`; None: plan here, which waits for the GPU
@@ -198,20 +198,20 @@ def run_sequence(
     Returns the network's outputs, each [T, N, ...]. No gradient flows across an episode start.
     """
     if plan is None:
-        plan = plan_pieces(episode_start.cpu().numpy(), obs.device)
+        plan = plan_pieces(episode_start.cpu().numpy(), inputs.device)
     if not plan.calls:  # one dense call processes the uncut sequences
-        return network(obs, state * ~episode_start[0][:, None, None]).outputs
+        return network(inputs, state * ~episode_start[0][:, None, None]).outputs
 
     # Copy all cells into the blocks. The inputs of padding and of reset steps remain zero, because
     # large inputs could open gates that a reset must shut.
     num_rows = [rows for _, rows in plan.calls]
     block_sizes = [steps * rows for steps, rows in plan.calls]
-    cells = obs.new_zeros(sum(block_sizes), obs.shape[-1])
-    cells = cells.index_copy(0, plan.places, obs.flatten(0, 1))
+    cells = inputs.new_zeros(sum(block_sizes), inputs.shape[-1])
+    cells = cells.index_copy(0, plan.places, inputs.flatten(0, 1))
     before = state.index_select(0, plan.columns) * plan.stateful[:, None, None]
     resets = []
     if plan.packed:
-        flags = obs.new_zeros(len(cells), 1).index_fill_(0, plan.reset_places, 1.0)
+        flags = inputs.new_zeros(len(cells), 1).index_fill_(0, plan.reset_places, 1.0)
         resets = [flags.unflatten(0, plan.calls[0])]
 
     # call the network once per block, then restore the order of the cells
@@ -230,7 +230,7 @@ def run_sequence(
 @torch.no_grad()
 def state_after(
     network: RecurrentNetwork,
-    obs: Tensor,
+    inputs: Tensor,
     state: Tensor,
     episode_start: Tensor,
     starts: np.ndarray,
@@ -244,15 +244,15 @@ def state_after(
     if resets_inside:
         # Turn the step before each episode start into a reset step, so that a single call processes
         # the whole sequences. The outputs of these steps are lost, but only the last state is used.
-        resets = torch.zeros_like(obs[..., :1])
-        resets[:-1, :, 0] = episode_start[1:].to(obs.dtype)
-        obs = obs.masked_fill(resets > 0.5, 0.0)  # zero inputs, as in `run_sequence`
-        return network(obs, state * ~episode_start[0][:, None, None], resets).state
+        resets = torch.zeros_like(inputs[..., :1])
+        resets[:-1, :, 0] = episode_start[1:].to(inputs.dtype)
+        inputs = inputs.masked_fill(resets > 0.5, 0.0)  # zero inputs, as in `run_sequence`
+        return network(inputs, state * ~episode_start[0][:, None, None], resets).state
     # Cut all sequences at each step at which the last episode of some sequence begins.
-    last = (np.arange(len(obs))[:, None] * starts).max(0)  # [N] step of the last episode start
+    last = (np.arange(len(inputs))[:, None] * starts).max(0)  # [N] step of the last episode start
     cuts = sorted({0, *last.tolist()})
-    for begin, end in zip(cuts, [*cuts[1:], len(obs)], strict=True):
-        state = network(obs[begin:end], state * ~episode_start[begin][:, None, None]).state
+    for begin, end in zip(cuts, [*cuts[1:], len(inputs)], strict=True):
+        state = network(inputs[begin:end], state * ~episode_start[begin][:, None, None]).state
     return state
 
 
