@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from gymnasium import spaces
 
+from agents.learner.network.inputs import is_large
 from agents.learner.policy import Policy
 from agents.learner.settings import PolicyConfig, PPOConfig, TrainConfig
-from envs import MEMORY_IDS
+from envs import MEMORY_IDS, makes_batch
 from envs.task import Task, TaskConfig, TaskSettings, make_task
 from envs.trading.config import DataConfig, SimulatedMarketConfig, TradingConfig
 from envs.vector.layout import Layout, TorchEnv
@@ -40,6 +41,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     "control": _SMALL,
     "memory": _SMALL
     | {"num_envs": 32, "gae_lambda": 0.9, "refresh_states": True, "min_adv_std": 0.2},
+    # As CleanRL's ppo_atari_lstm.py and the settings for Atari in RL Baselines3 Zoo.
+    "pixels": {
+        "total_steps": 10_000_000,
+        "batch_size": 8,
+        "num_envs": 8,
+        "num_steps": 128,
+        "learning_rate": 2.5e-4,
+        "update_epochs": 4,
+        "clip_coef": 0.1,
+        "ent_coef": 0.01,
+        "hidden_size": 128,
+        "policy": "lstm",
+    },
     # For thousands of simulated environments: the common settings of Isaac Lab's tasks for rsl_rl
     # (https://github.com/isaac-sim/IsaacLab, rsl_rl_ppo_cfg.py of anymal_d: 4096 environments, 24
     # steps, 4 minibatches, 5 epochs, max_grad_norm 1, standard deviation 1). rl_games has the same
@@ -76,6 +90,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "risk_aversion": 0.0,
     },
 }
+MASSIVE_ENVS = 1024  # from this number on, the preset for a user's batch is massive
 MASSIVE_MINIBATCHES = 4  # per epoch, with the preset massive and any num_envs
 QUICK = {  # settings of --quick, which override those of the preset
     "num_episodes": 96,
@@ -85,16 +100,6 @@ QUICK = {  # settings of --quick, which override those of the preset
     "validate_every": 4,
     "num_worlds": 16,
 }
-
-
-def preset_of(kind: str, task: TaskConfig) -> str:
-    """Return the name of the preset to use; `kind` is the value of --preset."""
-    if kind == "auto":
-        gymnasium_kind = "memory" if task.env in MEMORY_IDS else "small"
-        kind = "trading" if task.is_trading else gymnasium_kind
-    if (kind in ("trading", "paper")) != task.is_trading:
-        raise UserError(f"preset {kind} does not fit env {task.env}: omit --preset")
-    return kind
 
 
 def quick_settings(task: TaskConfig) -> dict[str, Any]:
@@ -224,13 +229,44 @@ DEFAULTS = RunConfig().values
 OWNERS = {name: heading for heading, section in SECTIONS.items() for name in vars(section)}
 
 
+def is_massive(config: RunConfig) -> bool:
+    """Return whether a user's batch of environments runs on a GPU, or is large."""
+    on_gpu = config.launch.device != "cpu" and torch.cuda.is_available()
+    return on_gpu or config.train.num_envs >= MASSIVE_ENVS
+
+
+def preset_of(kind: str, config: RunConfig, layout: Callable[[], Layout]) -> str:
+    """Return the name of the preset to use.
+
+    Args:
+        kind: the value of --preset.
+        config: the flags of the command line and, for the others, their defaults.
+        layout: returns the layout of observations; called only if the task's name decides nothing.
+    """
+    task = config.task
+    if kind == "auto":
+        if task.is_trading:
+            kind = "trading"
+        elif task.env in MEMORY_IDS:
+            kind = "memory"
+        elif makes_batch(task.env):
+            kind = "massive" if is_massive(config) else "small"
+        else:
+            kind = "pixels" if any(map(is_large, layout().parts)) else "small"
+    if (kind in ("trading", "paper")) != task.is_trading:
+        raise UserError(f"preset {kind} does not fit env {task.env}: omit --preset")
+    return kind
+
+
 def with_threads(config: RunConfig) -> RunConfig:
     """Return a copy with threads=1 if the network is small and threads is not set.
 
     If steps per minibatch * hidden_size**2 is below 10 million, one thread is as fast as two, and
-    much faster if other programs use the CPU: see docs/performance.md.
+    much faster if other programs use the CPU: see docs/performance.md. A CNN is not small.
     """
     train = config.train
+    if train.chosen_preset == "pixels":
+        return config
     steps = train.batch_size * train.bptt_steps  # steps per minibatch; 0: batch size still unknown
     if config.launch.threads or not 0 < steps * config.policy.hidden_size**2 < SMALL_NETWORK:
         return config

@@ -21,11 +21,14 @@ from agents.config import (
     RunConfig,
     check_data,
     preset_of,
+    probe,
     quick_settings,
 )
 from agents.learner.policy import Policy
 from agents.run.saved import check_shapes, differences, load_newest, spaces_of
+from envs.task import TaskConfig
 from envs.vector.adapter import LAST_ROW
+from envs.vector.layout import Layout, TorchEnv
 from rl_dist.checkpoint.store import LoadedCheckpoint, find_latest_run
 from rl_dist.checkpoint.trust import check_named, import_from_here
 from rl_dist.errors import UserError
@@ -46,6 +49,7 @@ from rl_dist.process_group.join import MAX_RESTARTS, elastic_count
 from rl_dist.run_dir import RunDir
 
 RUNS = Path("runs")
+Probed = dict[TaskConfig, TorchEnv]  # results of `probe` by task
 DESCRIPTION = "Train a cascaded-LSTM PPO policy, with the same learning curve on 1 or many ranks."
 EPILOG = """examples:
   python train_distributed.py --quick                          a complete small run in half a minute
@@ -99,10 +103,13 @@ class RunFlags:
     it is given, otherwise the newest run; if there is no run to continue, start a new one."""
     quick: bool = False
     """Do a small but complete run, which takes half a minute; the policy learns little."""
-    preset: Literal["auto", "trading", "small", "control", "memory", "massive", "paper"] = "auto"
+    preset: Literal[
+        "auto", "trading", "small", "control", "memory", "pixels", "massive", "paper"
+    ] = "auto"
     """Defaults for a kind of task, which replace the defaults listed here; auto: trading for
-    StockTrading-v0, memory for the memory tasks, small for other tasks; control: the same as small;
-    massive: for thousands of fast environments; paper: the settings of arXiv 2212.02721."""
+    StockTrading-v0, memory for the memory tasks, massive for your own batches on a GPU or of at
+    least 1,024 environments, pixels for other tasks with images of at least 36 x 36 pixels, small
+    for the rest; control: the same as small; paper: the settings of arXiv 2212.02721."""
     seeds: Text = Field("", json_schema_extra={"nargs": "+"})
     """Train once with each of these seeds; report the mean score and its 95 % interval."""
     interactive: bool = False
@@ -131,6 +138,7 @@ class ChosenRun(NamedTuple):
     config: RunConfig
     directory: RunDir | None  # locked if it already contains a run; None: a new folder in runs/
     checkpoint: LoadedCheckpoint | None  # checkpoint to resume from; None: a new run
+    env: TorchEnv | None  # closed environment from `probe`; None: the preset did not depend on it
 
 
 def choose_run(parsed: ParsedFlags, cleanup: ExitStack) -> ChosenRun:
@@ -154,6 +162,7 @@ def choose_run(parsed: ParsedFlags, cleanup: ExitStack) -> ChosenRun:
         path = resume
     directory = RunDir(path) if path else None
     checkpoint: LoadedCheckpoint | None = None
+    probed: Probed = {}
     if directory and resume:
         contains_run = directory.config_path.exists() or directory.checkpoints.is_dir()
         if is_first() and contains_run:
@@ -181,26 +190,35 @@ def choose_run(parsed: ParsedFlags, cleanup: ExitStack) -> ChosenRun:
         }
         _refuse([flag for flag in conflicts if conflicts[flag]], OMIT)
     else:
-        config = fresh_config(parsed)
+        config = fresh_config(parsed, probed)
     idle = ", ".join(f"--{name}" for name in config.idle_flags() if name in parsed.given)
     if idle and is_first():
         print(f"no effect in this run: {idle}")
-    return ChosenRun(config, directory, checkpoint)
+    return ChosenRun(config, directory, checkpoint, probed.get(config.task))
 
 
 # ---- new runs
 
 
-def fresh_config(parsed: ParsedFlags) -> RunConfig:
+def fresh_config(parsed: ParsedFlags, probed: Probed) -> RunConfig:
     """Return the configuration of a new run.
 
     Later sources override earlier ones: defaults, preset, --quick, flags on the command line.
+
+    Args:
+        probed: environments made so far to see what they observe; one more may be added.
     """
     given = parsed.given
     flags: RunFlags = parsed.configs["run"]
     config = RunConfig().changed(given)
     import_from_here(*config.named_code)
-    kind = preset_of(flags.preset, config.task)
+
+    def layout() -> Layout:
+        if config.task not in probed:
+            probed[config.task] = probe(config.prepare_task())
+        return probed[config.task].layout
+
+    kind = preset_of(flags.preset, config, layout)
     preset = PRESETS[kind] | {"chosen_preset": kind}
     # Drop preset sizes that may conflict with the given flags.
     is_massive = kind == "massive"  # its batch_size follows the other sizes
@@ -326,11 +344,12 @@ def ask_user(parsed: ParsedFlags, words: list[str]) -> ParsedFlags:
             "torchrun: omit --interactive and give flags (see --help)"
         )
     words = [word for word in words if word != "--interactive"]
+    probed: Probed = {}
     print_gpu_info()
     print("Press Enter to accept the value in brackets, or Ctrl-C to cancel.")
     try:
         for flag in QUESTIONS:
-            words = _ask(flag, words)
+            words = _ask(flag, words, probed)
         print(f"\nEquivalent command:\n  python train_distributed.py {shlex.join(words)}")
         input("Press Enter to start, or Ctrl-C to cancel.")
     except (EOFError, KeyboardInterrupt):
@@ -339,9 +358,9 @@ def ask_user(parsed: ParsedFlags, words: list[str]) -> ParsedFlags:
     return parse_training(words)
 
 
-def _ask(flag: str, words: list[str]) -> list[str]:
+def _ask(flag: str, words: list[str], probed: Probed) -> list[str]:
     """Ask for a flag until the answer is valid; return `words` with this flag added."""
-    config = fresh_config(parse_training(words))
+    config = fresh_config(parse_training(words), probed)
     if flag in config.idle_flags():
         return words
     section = getattr(config, OWNERS[flag])
@@ -350,7 +369,7 @@ def _ask(flag: str, words: list[str]) -> list[str]:
     while reply := input(question).strip():
         answered = [*words, f"--{flag}={reply}"]
         try:
-            fresh_config(parse_training(answered))
+            fresh_config(parse_training(answered), probed)
         except SystemExit:  # the parser has already printed the error
             continue
         except ValueError as error:

@@ -40,6 +40,8 @@ from rl_dist.telemetry import events
 from rl_dist.telemetry.loggers import check_installed
 from rl_dist.telemetry.metrics import close_logging
 
+HUGE = 128  # pixels; images with a longer side are mostly raw frames
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -106,13 +108,13 @@ def prepare(parsed: ParsedFlags, cleanup: ExitStack) -> Run:
     Closing `cleanup` releases the lock on the run directory.
     """
     runs = absolute(RUNS)
-    config, directory, checkpoint = choose_run(parsed, cleanup)
+    config, directory, checkpoint, probed = choose_run(parsed, cleanup)
     chosen_launch, resolved, note = resolve_launch(with_threads(config).launch)
     config = replace(config, launch=replace(chosen_launch, threads=resolved.threads))
     if is_first():
         if note:
             print(note)
-        check_and_announce(config, resolved, checkpoint)
+        check_and_announce(config, resolved, checkpoint, probed)
         if not (directory and directory.lock):
             directory = directory or RunDir.fresh(runs)
             cleanup.enter_context(directory.hold_new())
@@ -136,7 +138,10 @@ def prepare(parsed: ParsedFlags, cleanup: ExitStack) -> Run:
 
 
 def check_and_announce(
-    config: RunConfig, resolved: ResolvedLaunch, checkpoint: LoadedCheckpoint | None
+    config: RunConfig,
+    resolved: ResolvedLaunch,
+    checkpoint: LoadedCheckpoint | None,
+    probed: TorchEnv | None,
 ) -> None:
     """Check the run before its ranks start; print its device, task and sizes."""
     train = config.train
@@ -147,7 +152,7 @@ def check_and_announce(
             raise UserError(f"{flag} {name} needs --validate_every and --eval_episodes above 0")
     check_installed(train.loggers)
     state = checkpoint.state if checkpoint else None
-    env = probe(task)
+    env = probed or probe(task)
     if env:
         check_policy(config, env, state)
     if state:
@@ -157,8 +162,8 @@ def check_and_announce(
     if train.callback:
         import_own("callback", train.callback)
     print(f"{resolved.message}\n{task.describe()}")
-    if env and env.note:
-        print(env.note)
+    if env:
+        announce_env(env)
     if train.batch_size != AUTO_SIZE:
         saved_num_envs = len(checkpoint.state["carry"]["obs"]) if checkpoint else 0
         share = shard_sizes(train, 0, resolved.num_ranks, saved_num_envs)
@@ -167,6 +172,19 @@ def check_and_announce(
             f"environments, {share.batch_size} of {share.global_batch_size} sequences of "
             f"{train.bptt_steps} steps per gradient step"
         )
+
+
+def announce_env(env: TorchEnv) -> None:
+    """Print what the user should know about the environments."""
+    if env.note:
+        print(env.note)
+    for part in env.layout.parts:
+        if part.kind == "image" and max(part.shape[1:]) > HUGE:
+            print(
+                f"{part.name} {part.describe()} is slow to learn from; the usual preprocessing: "
+                "gymnasium.wrappers AtariPreprocessing and FrameStackObservation, or for Atari "
+                "--env ale_py:ALE/..., which does both"
+            )
 
 
 def check_policy(config: RunConfig, env: TorchEnv, state: dict | None) -> None:

@@ -41,7 +41,7 @@ def test_answers_with_mistakes_become_a_command_line_and_a_training(monkeypatch,
     assert "num_gpus" in err and "'two'" in err and "strategy" in err and "'sideways'" in err
     (command,) = re.findall(r"  python train_distributed.py (.*)", out)
     saved = RunConfig.from_dict(read_object(run_dir / "config.json"))
-    assert with_threads(fresh_config(parse_training(shlex.split(command)))) == saved
+    assert with_threads(fresh_config(parse_training(shlex.split(command)), {})) == saved
     assert (saved.policy.hidden_size, saved.train.total_steps) == (6, 256)
 
 

@@ -462,7 +462,7 @@ def test_help_shows_the_fifteen_flags_that_matter(capsys):
     ],
 )
 def test_the_task_selects_the_preset_and_flags_take_precedence(flags, kind, changes):
-    config = fresh_config(parse_training(flags.split()))
+    config = fresh_config(parse_training(flags.split()), {})
     values = config.values
     expected = PRESETS[kind] | {"chosen_preset": kind} | changes
     if "env" in flags:
