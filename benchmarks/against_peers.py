@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from turns import STEPS, describe, median_interval
+from turns import TASKS, describe, median_interval
 
 SCRIPT = Path(__file__).with_name("peers.py")
 PEERS = {  # name of a driver: package that it needs
@@ -112,7 +112,7 @@ def installed(python: str) -> set[str]:
 def row_of(task: str, about: dict[str, Any], turns: list[dict[str, Any]]) -> dict[str, Any]:
     """Return a row of medians: steps per second, seconds per phase, length of episodes."""
     row = {"task": task, **about, "turns": len(turns)}
-    row["steps_per_s"] = round(STEPS / median(turn["seconds"] for turn in turns))
+    row["steps_per_s"] = round(TASKS[task].steps / median(turn["seconds"] for turn in turns))
     for name in ("collect_s", "update_s", "episode_length"):
         values = [turn[name] for turn in turns if turn.get(name) is not None]
         row[name] = round(median(values), 3) if values else None
@@ -160,8 +160,8 @@ def main() -> None:
         "--python", default=sys.executable, help="Python interpreter with the other trainers"
     )
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
-    tasks = ["cartpole", "stocks"]
-    parser.add_argument("--tasks", nargs="+", default=tasks, choices=tasks)
+    tasks = ["cartpole", "stocks", "pixels"]
+    parser.add_argument("--tasks", nargs="+", default=tasks[:2], choices=tasks)
     parser.add_argument(
         "--minutes", type=float, default=7.0, help="duration in minutes, all tasks together"
     )

@@ -198,12 +198,13 @@ def sb3(task: Task, args: argparse.Namespace) -> None:
     size = task.hidden_size
     env: Any = Batch(StockLikeVectorEnv(NUM_ENVS))
     if task.discrete:
-        env = make_vec_env("CartPole-v1", n_envs=NUM_ENVS, seed=1)
+        env_id = "Frames-v0" if task.pixels else "CartPole-v1"
+        env = make_vec_env(env_id, n_envs=task.num_envs, seed=1)
     model = RecurrentPPO(
-        "MlpLstmPolicy",
+        "CnnLstmPolicy" if task.pixels else "MlpLstmPolicy",
         env,
         n_steps=NUM_STEPS,
-        batch_size=MINIBATCH_STEPS,
+        batch_size=task.steps // MINIBATCHES,
         n_epochs=EPOCHS,
         learning_rate=LEARNING_RATE,
         gamma=GAMMA,

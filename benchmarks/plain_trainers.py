@@ -27,11 +27,8 @@ from turns import (
     GAMMA,
     LEARNING_RATE,
     MAX_GRAD_NORM,
-    MINIBATCH_STEPS,
     MINIBATCHES,
-    NUM_ENVS,
     NUM_STEPS,
-    STEPS,
     VF_COEF,
     Task,
     Turns,
@@ -79,10 +76,10 @@ def ours(task: Task, args: argparse.Namespace) -> None:
             "env": "CartPole-v1" if task.discrete else "turns:StockLike-v0",
             "policy": "lstm",
             "hidden_size": task.hidden_size,
-            "num_envs": NUM_ENVS,
+            "num_envs": task.num_envs,
             "num_steps": NUM_STEPS,
             "bptt_steps": BPTT_STEPS,
-            "batch_size": MINIBATCH_STEPS // BPTT_STEPS,
+            "batch_size": task.steps // MINIBATCHES // BPTT_STEPS,
             "update_epochs": EPOCHS,
             "learning_rate": LEARNING_RATE,
             "anneal_lr": False,
@@ -93,6 +90,8 @@ def ours(task: Task, args: argparse.Namespace) -> None:
             "vf_coef": VF_COEF,
             "max_grad_norm": MAX_GRAD_NORM,
         }
+    if task.pixels:
+        settings["env"] = "turns:Frames-v0"
     os.environ[DRIVER] = f"{os.getpid()} {silence()}"
     with tempfile.TemporaryDirectory() as folder:
         train(
@@ -113,12 +112,17 @@ def ours(task: Task, args: argparse.Namespace) -> None:
 
 
 class PlainAgent(nn.Module):
-    """Network of an LSTM, a tanh layer and two heads."""
+    """Network of an LSTM, a tanh layer and two heads; for pixels, a CNN comes first."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
         size = task.hidden_size
         self.discrete = task.discrete
+        self.cnn = nn.Identity() if not task.pixels else nn.Sequential(
+            nn.Conv2d(4, 32, 8, 4), nn.ReLU(), nn.Conv2d(32, 64, 4, 2), nn.ReLU(),
+            nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Flatten(), nn.Linear(3136, 512), nn.ReLU(),
+        )  # fmt: skip
+        self.pixels = task.pixels
         self.lstm = nn.LSTM(task.num_obs, size)
         self.layer = nn.Sequential(nn.Linear(size, size), nn.Tanh())
         self.actor, self.critic = nn.Linear(size, task.num_actions), nn.Linear(size, 1)
@@ -133,6 +137,7 @@ class PlainAgent(nn.Module):
         """
         num_envs = state[0].shape[1]
         outputs = []
+        obs = self.cnn(obs / 255.0 if self.pixels else obs)
         steps = obs.unflatten(0, (-1, num_envs)), starts.unflatten(0, (-1, num_envs))
         for row, start in zip(*steps, strict=True):
             keep = (1.0 - start)[None, :, None]
@@ -168,7 +173,7 @@ def plain_collect(agent: PlainAgent, envs: Any, carry: dict[str, Any]) -> dict[s
 
     values = torch.cat([rollout["values"], next_value[None]])
     keep = 1.0 - torch.cat([rollout["starts"], starts[None]])
-    advantages, last = torch.zeros_like(rollout["values"]), torch.zeros(NUM_ENVS)
+    advantages, last = torch.zeros_like(rollout["values"]), torch.zeros_like(starts)
     for t in reversed(range(NUM_STEPS)):
         delta = rollout["rewards"][t] + GAMMA * values[t + 1] * keep[t + 1] - values[t]
         advantages[t] = last = delta + GAMMA * GAE_LAMBDA * keep[t + 1] * last
@@ -180,7 +185,7 @@ def plain_update(
 ) -> None:
     """Train for EPOCHS epochs; a minibatch holds all steps of some environments."""
     for _ in range(EPOCHS):
-        for rows in torch.randperm(NUM_ENVS).chunk(MINIBATCHES):
+        for rows in torch.randperm(state[0].shape[1]).chunk(MINIBATCHES):
             batch = {name: values[:, rows].flatten(0, 1) for name, values in rollout.items()}
             before = state[0][:, rows], state[1][:, rows]
             _, logprobs, entropy, values, _ = agent(
@@ -204,14 +209,18 @@ def clean(task: Task, args: argparse.Namespace) -> None:
     turns = Turns("CleanRL-style loop")
     envs, agent = vector_env(task), PlainAgent(task)
     optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5)
-    zeros = torch.zeros(1, NUM_ENVS, task.hidden_size)
+    zeros = torch.zeros(1, task.num_envs, task.hidden_size)
     obs = torch.as_tensor(envs.reset(seed=1)[0])
-    carry: dict[str, Any] = {"obs": obs, "starts": torch.ones(NUM_ENVS), "state": (zeros, zeros)}
+    carry: dict[str, Any] = {
+        "obs": obs,
+        "starts": torch.ones(task.num_envs),
+        "state": (zeros, zeros),
+    }
     while True:
         began, state = time.perf_counter(), carry["state"]
         rollout = plain_collect(agent, envs, carry)
         collected = time.perf_counter()
         plain_update(agent, optimizer, rollout, state)
         updated = time.perf_counter()
-        length = STEPS / max(float(rollout["starts"].sum()), 1.0)
+        length = task.steps / max(float(rollout["starts"].sum()), 1.0)
         turns.next(collect_s=collected - began, update_s=updated - collected, episode_length=length)

@@ -53,6 +53,13 @@ class Task:
     num_actions: int
     discrete: bool
     cascade: bool = False
+    num_envs: int = NUM_ENVS
+    pixels: bool = False  # the input is Frames-v0, and a CNN with 512 outputs precedes the LSTM
+
+    @property
+    def steps(self) -> int:
+        """Environment steps per iteration."""
+        return self.num_envs * NUM_STEPS
 
     @property
     def train_flops(self) -> float:
@@ -60,12 +67,14 @@ class Task:
         size = self.hidden_size
         lstms = 2 * 4 * size * (self.num_obs + size) + self.cascade * 2 * 2 * 4 * size * 2 * size
         layers = 2 * size * size + 2 * size * (self.num_actions + 1)
-        return STEPS * (lstms + layers) * (1 + 3 * EPOCHS)
+        cnn = 2 * self.pixels * 9_343_000  # weights times places, of three convolutions and a layer
+        return self.steps * (cnn + lstms + layers) * (1 + 3 * EPOCHS)
 
 
 TASKS = {
     "cartpole": Task(128, 4, 2, discrete=True),
     "stocks": Task(256, NUM_OBS, NUM_STOCKS, discrete=False),
+    "pixels": Task(128, 512, 6, discrete=True, num_envs=8, pixels=True),
     "main": Task(128, 241, 30, discrete=False, cascade=True),
 }
 
@@ -107,6 +116,26 @@ class StockLikeVectorEnv(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         return obs, rewards, terminated, np.zeros(self.num_envs, bool), info
 
 
+class Frames(gymnasium.Env[np.ndarray, np.int64]):
+    """Frames-v0: random frames 4 x 84 x 84 in episodes of 100 to 299 steps, at almost no cost."""
+
+    observation_space = spaces.Box(0, 255, (4, 84, 84), np.uint8)
+    action_space = spaces.Discrete(6)
+    frames = np.random.default_rng(0).integers(0, 256, (64, 4, 84, 84), np.uint8)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        """Draw the length of the episode."""
+        super().reset(seed=seed)
+        self.left = int(self.np_random.integers(100, 300))
+        return self.frames[self.left % 64], {}
+
+    def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """Show the next frame."""
+        self.left -= 1
+        return self.frames[self.left % 64], float(action), self.left == 0, False, {}
+
+
+gymnasium.register("Frames-v0", entry_point="turns:Frames")
 gymnasium.register("StockLike-v0", vector_entry_point="turns:StockLikeVectorEnv")
 
 
@@ -114,7 +143,8 @@ def vector_env(task: Task) -> VectorEnv[Any, Any, Any]:
     """Return the task's environments as one vector environment of Gymnasium."""
     if not task.discrete:
         return StockLikeVectorEnv(NUM_ENVS)
-    makers = [lambda: gymnasium.make("CartPole-v1")] * NUM_ENVS
+    env_id = "Frames-v0" if task.pixels else "CartPole-v1"
+    makers = [lambda: gymnasium.make(env_id)] * task.num_envs
     return SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
