@@ -130,7 +130,7 @@ def make_training(run: Run, task: Task, world: World) -> Training:
             encoder,
             encoder_problem,
             policy.feature_encoder,
-            rows,
+            rows.to(run.config.launch.dtype),
             policy.low_precision,
         )
     if run.config.validates:

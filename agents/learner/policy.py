@@ -116,8 +116,8 @@ class Policy(nn.Module):
         self.critic_head = nn.Linear(size, 1)
         self._initialise()
 
-        # Overhead of calling the cores, measured in steps of one row. With a window, a step takes so
-        # long that the overhead does not matter.
+        # Overhead of calling the cores, measured in steps of one row. With a window, a step takes
+        # so long that the overhead does not matter.
         self.call_steps = 0.0
         if not config.feature_window:
             cores = [core for core in self.cores if core.num_states]
@@ -214,6 +214,8 @@ class Policy(nn.Module):
     def encode(self, obs: Tensor) -> Tensor:
         """Encode obs [L, N, F] as inputs of the cores [L, N, E]; each row of a window alone."""
         window = max(self.config.feature_window, 1)
+        if self.config.encoder:  # a user's encoder need not know that pixels are bytes
+            obs = obs.to(self.critic_head.weight.dtype)
         with autocast(self.low_precision, obs.device):
             if window == 1:
                 return self.feature_encoder(obs)

@@ -214,9 +214,11 @@ def fresh_config(parsed: ParsedFlags, probed: Probed) -> RunConfig:
     import_from_here(*config.named_code)
 
     def layout() -> Layout:
-        if config.task not in probed:
-            probed[config.task] = probe(config.prepare_task())
-        return probed[config.task].layout
+        env = probed.get(config.task) or probe(config.prepare_task())
+        if env is None:
+            return Layout(())
+        probed[config.task] = env
+        return env.layout
 
     kind = preset_of(flags.preset, config, layout)
     preset = PRESETS[kind] | {"chosen_preset": kind}

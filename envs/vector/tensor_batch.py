@@ -55,7 +55,7 @@ class TensorBatch(TorchEnv):
         self.single_action_space = self.decoder.space
         self.spaces_json = to_json(env.single_observation_space, target)
         self.can_snapshot = has_snapshots(env)
-        self.dtype = getattr(torch, np.dtype(self.encoder.dtype).name)
+        self.dtype = getattr(torch, self.encoder.row_type(self.layout).name)
         # numbers that decode actions, on the device
         decoder = self.decoder
         if decoder.mask_size:
@@ -181,7 +181,7 @@ class TensorBatch(TorchEnv):
             ]
             self.is_faulty |= ~torch.stack([chosen.any(dim=1) for chosen in options]).all(dim=0)
             return torch.cat(options, dim=1)
-        return flat.to(self.dtype) / leaf.scale if leaf.axes else flat
+        return flat * leaf.scale if leaf.scale > 1 else flat
 
     def _decoded(self, actions: Tensor) -> Tensor:
         """Return actions in the units and the shape of the batch."""
