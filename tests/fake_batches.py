@@ -1,5 +1,7 @@
 """Batches of environments in the forms that simulators have, for --env fake_batches:NAME."""
 
+import time
+
 import gymnasium
 import numpy as np
 import torch
@@ -180,6 +182,19 @@ def foreign(num_envs):
     """Make a batch whose observations are neither arrays nor tensors."""
     walk = Walk(num_envs)
     walk.reset = lambda seed: ([1.0] * num_envs, {})
+    return walk
+
+
+def slow(num_envs, at):
+    """Make a batch whose step number `at` takes 0.5 s."""
+    walk = Walk(num_envs)
+    step = walk.step
+
+    def slow_step(actions):
+        time.sleep(0.5 * (int(walk.steps[0]) + 1 == at))
+        return step(actions)
+
+    walk.step = slow_step
     return walk
 
 

@@ -22,9 +22,9 @@ def task_of(name, kwargs="", **options):
     return make_task(TaskSettings(task=task))
 
 
-def batch_of(name, kwargs="", env_offset=0, num_envs=6):
+def batch_of(name, kwargs="", env_offset=0, num_envs=6, **options):
     """Make a batch whose episodes start at age 0."""
-    env = task_of(name, kwargs).evaluation_env(num_envs, env_offset)
+    env = task_of(name, kwargs, **options).evaluation_env(num_envs, env_offset)
     env.reset(seed=SEEDS[:num_envs])
     return env
 
@@ -160,6 +160,13 @@ def test_a_value_that_is_not_finite_is_named_once_per_iteration():
     play(env, 3, first=3)
     with pytest.raises(EnvironmentFaultError, match="fake_batches:Walk number 12: .*NaN"):
         env.check()
+
+
+def test_the_time_limit_applies_from_the_second_step_on():
+    play(batch_of("slow", '{"at": 1}', env_timeout=0.1), 2)  # the first step may compile kernels
+    env = batch_of("slow", '{"at": 2}', env_timeout=0.1)
+    with pytest.raises(EnvironmentFaultError, match="fake_batches:slow number 0..5 .*0.1 s"):
+        play(env, 2)
 
 
 def test_logged_numbers_become_metrics_that_are_reset():
