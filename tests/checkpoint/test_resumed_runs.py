@@ -40,7 +40,7 @@ def test_a_failed_run_does_not_delete_a_new_run_in_its_directory(tmp_path, monke
 
 def test_a_run_on_a_full_disk_continues_without_a_traceback(small_disk, capsys):
     """The whole run directory is on the full disk, not only the checkpoints."""
-    run_dir = small_disk("140k") / "run"
+    run_dir = small_disk("160k") / "run"
     flags = [*RECALL, "--checkpoint_every=1", "--eval_episodes=2", "--total_steps", 64 * 8]
     flags += ["--validate_every=0", "--on_save_error=continue", "--run_dir", run_dir]
     code = train_here(*flags)
