@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -157,8 +158,10 @@ def find_seed_form(env: Any, num_envs: int) -> SeedForm | None:
 def resets_by_mask(env: Any) -> bool:
     """Return whether a batch of arrays, which has been reset, can reset single rows."""
     try:
+        # EnvPool's action_space is that of a single environment
+        actions = batch_space(env.single_action_space, env.num_envs).sample()
         for _ in range(TRIAL_STEPS):
-            obs = tree_map(copied, plain(env.step(env.action_space.sample())[0]))
+            obs = tree_map(copied, plain(env.step(actions)[0]))
         mask = np.arange(env.num_envs) == 0
         fresh = plain(env.reset(options={"reset_mask": mask})[0])
     except Exception:  # a batch may fail with any error
