@@ -83,6 +83,8 @@ JOBS = {
     "patches, mingrus, last action and reward": Case("patches", MINGRUS),
     "levers, own core, masks of info": Case("levers", OWN),
     "orders, lstm, own encoder": Case("orders", ENCODED),
+    "screens, lstm": Case("screens", replace(PINK, noise_color=0.0), REFRESHED),
+    "cockpit, gru": Case("cockpit", GRU),
     "brief, lstm, pink noise, refreshed": Case("brief", PINK, REFRESHED),
     "walk, clstm, batch of tensors": Case("walk", CLSTM),
 }
@@ -206,6 +208,30 @@ class Levers(Brief):
         return {"action_mask": mask.ravel()}
 
 
+class Screens(Brief):
+    """Like Brief, but a screen shows the two features; the upper part is noise."""
+
+    observation_space = gymnasium.spaces.Box(0, 255, (38, 36, 1), np.uint8)
+
+    def seen(self):
+        screen = self.np_random.integers(0, 256, (38, 36, 1), np.uint8)
+        screen[20:, :18], screen[20:, 18:] = np.clip(128 + 40 * self.place[:2], 0, 255)
+        return screen
+
+
+class Cockpit(Screens):
+    """Like Screens, with the third feature as a number beside the screen."""
+
+    observation_space = gymnasium.spaces.Dict(
+        screen=Screens.observation_space, height=gymnasium.spaces.Box(-np.inf, np.inf, (1,))
+    )
+
+    def seen(self):
+        return {"screen": super().seen(), "height": self.place[2:].astype(np.float32)}
+
+
+gymnasium.register("Screens-v0", entry_point=Screens)
+gymnasium.register("Cockpit-v0", entry_point=Cockpit)
 gymnasium.register("Brief-v0", entry_point=Brief)
 gymnasium.register("Levers-v0", entry_point=Levers)
 
@@ -215,6 +241,8 @@ ENV_IDS = {
     "cartpole": "CartPole-v1",
     "brief": "Brief-v0",
     "levers": "Levers-v0",
+    "screens": "Screens-v0",
+    "cockpit": "Cockpit-v0",
     "orders": "examples.many_spaces:Orders-v0",
     "patches": "examples.many_spaces:PatchRecall-v0",
 }

@@ -459,6 +459,10 @@ def test_help_shows_the_fifteen_flags_that_matter(capsys):
         ),
         ("--env CartPole-v1 --encoder m:E", "small", {"normalize_obs": False}),
         ("--env CartPole-v1 --encoder m:E --normalize_obs", "small", {"normalize_obs": True}),
+        ("--env agents_ranks:Screens-v0", "pixels", {}),
+        ("--env agents_ranks:Cockpit-v0 --hidden_size 9", "pixels", {"hidden_size": 9}),
+        ("--env agents_ranks:Screens-v0 --preset small", "small", {}),
+        ("--env examples.many_spaces:PatchRecall-v0", "small", {}),
     ],
 )
 def test_the_task_selects_the_preset_and_flags_take_precedence(flags, kind, changes):

@@ -135,7 +135,7 @@ def test_values_that_could_not_be_loaded_are_refused_by_name_when_saved(tmp_path
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("version, reader", [(3, "version 0.5.0"), (5, "a newer version")])
+@pytest.mark.parametrize("version, reader", [(4, "version 0.5.0"), (6, "a newer version")])
 def test_a_newer_or_older_format_is_an_error_and_no_reason_to_fall_back(
     version, reader, tmp_path, monkeypatch
 ):

@@ -61,6 +61,8 @@ def kill(env, worker):
         ("Recall-v0", {}),
         ("Pendulum-v1", {"previous_action": True}),
         ("misbehaving_envs:Wide-v0", {}),
+        ("agents_ranks:Screens-v0", {}),
+        ("agents_ranks:Screens-v0", {"previous_reward": True}),
     ],
 )
 def test_any_number_of_workers_and_groups_equals_one_process(env_id, options, make):
