@@ -64,6 +64,7 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
 
         # train
         task = run.config.prepare_task(world.heartbeat, str(world.device))
+        closing.callback(task.close)
         training = make_training(run, task, world)
         closing.callback(training.monitor.close)
         writer = open_run_writer(run, task, training)

@@ -1,6 +1,5 @@
 """The task of a user's batch of environments, which one function makes for a whole rank."""
 
-import atexit
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -74,13 +73,16 @@ class BatchTask(GymTask):
     def training_env(self, num_envs: int, env_offset: int = 0) -> TorchEnv:
         """Make the batch of this process, or return it if it exists."""
         if not self.made:
-            batch = make_batch(self.settings, num_envs, env_offset)
-            atexit.register(batch.close)
-            self.made.append(batch)
+            self.made.append(make_batch(self.settings, num_envs, env_offset))
         return self.made[0]
 
     def release(self, env: TorchEnv) -> None:
-        """Keep the batch: the final test uses it, and it is closed when the process ends."""
+        """Keep the batch, because the final test uses it."""
+
+    def close(self) -> None:
+        """Close the batch of this process, if any."""
+        while self.made:
+            self.made.pop().close()
 
     def try_evaluation_env(self, env_offset: int) -> None:
         """Do nothing, because evaluation makes no other environments."""

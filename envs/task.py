@@ -208,6 +208,9 @@ class Task(Protocol):
         """Close environments that `training_env` made, unless the task needs them again."""
         env.close()
 
+    def close(self) -> None:
+        """Close what `release` has kept."""
+
     def try_evaluation_env(self, env_offset: int) -> None:
         """Raise a UserError if no evaluation environment can be made during training."""
         return

@@ -133,6 +133,7 @@ def run_tests(
     """Run all trials of an evaluation on all ranks; return a summary and a text to print."""
     trials = task.tests(agents, options)
     results = {name: run_trial(trial, world) for name, trial in trials.items()}
+    task.close()
     return task.report(results, options)
 
 

@@ -207,6 +207,10 @@ def test_the_episodes_of_the_final_test_take_turns_in_the_batch_of_the_training(
     with mock.patch.object(trained, "close", side_effect=AssertionError):
         assert trial.run(still, range(14)) == expected
     assert task.made == [trained] and task.validation(None, None) is None
+    with mock.patch.object(trained, "close") as close:
+        for _ in range(2):
+            task.close()
+    close.assert_called_once_with()
 
 
 @pytest.mark.parametrize("flag", ["env_workers", "env_restarts", "info_mask", "previous_action"])
