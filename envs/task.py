@@ -210,6 +210,7 @@ class Task(Protocol):
 
     def close(self) -> None:
         """Close what `release` has kept."""
+        return
 
     def try_evaluation_env(self, env_offset: int) -> None:
         """Raise a UserError if no evaluation environment can be made during training."""
