@@ -211,10 +211,10 @@ class Levers(Brief):
 class Screens(Brief):
     """Like Brief, but a screen shows the two features; the upper part is noise."""
 
-    observation_space = gymnasium.spaces.Box(0, 255, (38, 36, 1), np.uint8)
+    observation_space = gymnasium.spaces.Box(0, 255, (68, 64, 1), np.uint8)
 
     def seen(self):
-        screen = self.np_random.integers(0, 256, (38, 36, 1), np.uint8)
+        screen = self.np_random.integers(0, 256, (68, 64, 1), np.uint8)
         screen[20:, :18], screen[20:, 18:] = np.clip(128 + 40 * self.place[:2], 0, 255)
         return screen
 

@@ -40,7 +40,7 @@ NESTED = Layout((CAMERA, Part("keys", "plain", (3,)), MASK, Part("pose", "vector
 ROWS = {  # name -> configuration, action space, and layout of an observation row
     "nested rows, masks": (small(), SEVERAL, NESTED),
     "windows of nested rows, masks": (small(feature_window=2), spaces.Discrete(9), NESTED),
-    "pixels": (small(policy="lstm"), DISCRETE, Layout((Part("screen", "image", (1, 38, 36)),))),
+    "pixels": (small(policy="lstm"), DISCRETE, Layout((Part("screen", "image", (1, 68, 64)),))),
     "images, two mingrus": (small(policy="mingru", num_layers=2), BOX, Layout((CAMERA,))),
 }
 

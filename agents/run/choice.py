@@ -108,7 +108,7 @@ class RunFlags:
     ] = "auto"
     """Defaults for a kind of task, which replace the defaults listed here; auto: trading for
     StockTrading-v0, memory for the memory tasks, massive for your own batches on a GPU or of at
-    least 1,024 environments, pixels for other tasks with images of at least 36 x 36 pixels, small
+    least 1,024 environments, pixels for other tasks with images of at least 64 x 64 pixels, small
     for the rest; control: the same as small; paper: the settings of arXiv 2212.02721."""
     seeds: Text = Field("", json_schema_extra={"nargs": "+"})
     """Train once with each of these seeds; report the mean score and its 95 % interval."""

@@ -35,7 +35,7 @@ def test_bytes_are_read_as_the_numbers_from_0_to_1_were():
     policy = make_policy(config, space, layout)
     obs, *others = make_inputs(policy)
     assert obs.dtype == torch.uint8
-    wanted = policy.feature_encoder.images[0](obs.view(-1, 1, 38, 36).double() / 255.0)
+    wanted = policy.feature_encoder.images[0](obs.view(-1, 1, 68, 64).double() / 255.0)
     torch.testing.assert_close(policy.encode(obs).flatten(0, 1), wanted, rtol=1e-13, atol=1e-13)
     as_numbers = act_stepwise(policy, obs.double(), *others)
     assert all(map(torch.equal, act_stepwise(policy, obs, *others), as_numbers))
@@ -84,9 +84,9 @@ def test_one_environment_serves_the_choice_of_the_preset_and_the_check(tmp_path,
 def test_raw_frames_get_a_line_with_the_usual_preprocessing(
     side, named, tmp_path, monkeypatch, capsys
 ):
-    space = type(Screens.observation_space)(0, 255, (36, side), np.uint8)
+    space = type(Screens.observation_space)(0, 255, (64, side), np.uint8)
     monkeypatch.setattr(Screens, "observation_space", space)
-    monkeypatch.setattr(Screens, "seen", lambda env: np.zeros((36, side), np.uint8))
+    monkeypatch.setattr(Screens, "seen", lambda env: np.zeros((64, side), np.uint8))
     assert train_here(*FLAGS, "--total_steps=64", "--eval_episodes=0", "--run_dir", tmp_path) == 0
     assert ("AtariPreprocessing" in capsys.readouterr().out) == named
 
@@ -97,6 +97,6 @@ def test_a_rollout_holds_each_pixel_once_as_a_byte(world):
     rollout = training.rollouts[-1]
     assert rollout.obs.dtype == torch.uint8 and rollout.raw_obs is rollout.obs
     count = rollout.logprobs.numel()
-    assert rollout.obs.untyped_storage().nbytes() == count * 38 * 36
+    assert rollout.obs.untyped_storage().nbytes() == count * 68 * 64
     bound = rollout_bytes(training.run.config, training.sizes.num_envs, training.policy)
-    assert count * 38 * 36 < bound < count * 38 * 36 * 1.2 + 1e5
+    assert count * 68 * 64 < bound < count * 68 * 64 * 1.2 + 1e5

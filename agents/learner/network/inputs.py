@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from envs.vector.layout import Layout, Part
 from rl_dist.errors import UserError
 
-LARGE = 36  # smallest height and width in pixels of images for the CNN of Mnih et al.
+LARGE = 64  # smallest height and width in pixels for the CNN of Mnih et al.; it leaves few of less
 NATURE = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # its channels, kernel sizes and strides
 NATURE_OUTPUTS = 512
 LARGEST_MAP = 6  # largest height and width of the last convolution's output, in pixels
