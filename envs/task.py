@@ -32,7 +32,8 @@ class TaskConfig:
     """Flags that choose a run's environment and how to step it."""
 
     env: Text = TRADING_ID
-    """Gymnasium id of the environment; if it has the form module:id, import the module first."""
+    """Gymnasium id of the environment; module:id, whose module registers the id; or module:name of
+    a class or function that makes an environment or, given num_envs, a batch of environments."""
     env_kwargs: Text = ""
     """JSON object with arguments for making the environment (not for StockTrading-v0)."""
     vectorization: Literal["auto", "sync"] = "auto"
