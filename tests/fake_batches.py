@@ -198,6 +198,13 @@ def slow(num_envs, at):
     return walk
 
 
+def legal(num_envs):
+    """Make a batch with a mask that has another name."""
+    walk = Walk(num_envs)
+    walk.reset = lambda seed: {"x": torch.zeros(num_envs, 3), "legal": torch.ones(num_envs, 2) > 0}
+    return walk
+
+
 def short(num_envs):
     """Make a batch that is too small."""
     walk = Walk(num_envs)

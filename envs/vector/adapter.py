@@ -179,18 +179,19 @@ class TorchVectorEnv(ArrayEnv):
         ended = np.flatnonzero(terminated | truncated)
         if len(ended):
             try:
-                final_obs[ended] = self._last_rows_of(info, ended)
+                final_obs[ended] = self._last_rows_of(info, ended, truncated & ~terminated)
             except RowFaultError as fault:
                 raise RowFaultError(None, f"final {fault}") from None
         self._before = obs
         return rewards, obs, final_obs, terminated, truncated
 
-    def _last_rows_of(self, info: dict, ended: ndarray) -> ndarray:
+    def _last_rows_of(self, info: dict, ended: ndarray, only_truncated: ndarray) -> ndarray:
         """Return the last observations [N, F] of the N environments whose episodes ended."""
         if "final_obs" in info or self.can_snapshot:
             finals = [row_of(info["final_obs"], row) for row in ended]
             return self.encoder(finals, len(ended), is_last=True)
-        log_once(MISSING_FINALS.format(self.env_id))
+        if only_truncated.any():  # after a termination, the value is 0
+            log_once(MISSING_FINALS.format(self.env_id))
         return self._before[ended]
 
     @_guarded

@@ -135,6 +135,7 @@ class HangWatch:
     def close(self) -> None:
         """Stop watching; safe to call twice."""
         self._closed.set()
+        HangWatch.newest = None  # frees the environments, whose libraries may report leaks at exit
 
     def _watch(self) -> None:
         """Report progress and end hanging calls, in a thread, until `close` is called."""

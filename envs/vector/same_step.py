@@ -234,6 +234,8 @@ def space_of(values: Any) -> spaces.Space:
     name = str(values.dtype).removeprefix("torch.")
     if name == "uint8":
         return spaces.Box(0, 255, shape, np.uint8)
+    if name == "bool":
+        return spaces.Box(0, 1, shape, np.float32)
     # types that NumPy lacks, such as bfloat16, have no more digits than float32
     dtype: Any = np.float64 if name in ("float64", "int64", "int32") else np.float32
     return spaces.Box(-np.inf, np.inf, shape, dtype)

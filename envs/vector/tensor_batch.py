@@ -65,7 +65,7 @@ class TensorBatch(TorchEnv):
         dtype = torch.int64 if decoder.mask_size else torch.float32
         self.numbers = [torch.as_tensor(v, dtype=dtype, device=self.device) for v in numbers]
         self.is_faulty = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
-        # whether a last observation was missing although an episode had ended
+        # whether a last observation was missing when an episode was truncated
         self.misses_finals = torch.zeros(1, dtype=torch.bool, device=self.device)
 
     def describe(self, row: int | None, problem: str) -> str:
@@ -107,7 +107,7 @@ class TensorBatch(TorchEnv):
             last_rows = self._rows(info["final_obs"], is_last=True)
         else:  # the observation before the step, as in rsl_rl/algorithms/ppo.py
             last_rows = self.rows
-            self.misses_finals |= ended.any()
+            self.misses_finals |= (truncated & ~terminated).any()  # else, the value is 0
         final_obs = torch.where(ended[:, None], last_rows, rows)
         for values in (rows, final_obs):
             self.is_faulty |= ~values.isfinite().all(dim=1)

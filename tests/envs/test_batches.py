@@ -225,6 +225,7 @@ def test_flags_that_need_single_environments_are_refused_by_name(flag):
         ("foreign", "", "builtins.float.*torch.from_dlpack"),
         ("arrays", '{"masks": false}', "NEXT_STEP.*reset_mask"),
         ("short", "", "5 rows, not num_envs 6"),
+        ("legal", "", "'legal' looks like a mask"),
         ("nested_actions", "", "plain actions"),
     ],
 )
