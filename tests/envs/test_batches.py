@@ -133,8 +133,8 @@ def test_time_outs_are_truncations_and_other_ends_are_terminations():
 def test_a_missing_last_observation_is_the_one_before_the_step_and_a_line_says_so(caplog):
     env = batch_of("RslWalk")
     before = env.rows
-    for _ in range(30):
-        obs, _, terminated, truncated, info = env.step(torch.ones(env.num_envs, 1))
+    for t in range(30):  # left and right by turns, so that some walks reach the time limit
+        obs, _, terminated, truncated, info = env.step(torch.full((env.num_envs, 1), (-1.0) ** t))
         ended = (terminated | truncated)[:, None]
         assert torch.equal(info["final_obs"], torch.where(ended, before, obs))
         before = obs
