@@ -13,8 +13,15 @@ from envs import make_vector_env
 from envs.task import Counts, EvaluationOptions, TaskConfig, TaskSettings, make_task
 from envs.vector.adapter import OneByOne, TorchVectorEnv
 from envs.vector.guards import EnvironmentFaultError
+from rl_dist.files import log_once
 
 SEEDS = [5, 6, 7, 8, 9, 10]
+
+
+@pytest.fixture(autouse=True)
+def unlogged():
+    """Let `log_once` log again what an earlier test has logged."""
+    log_once.cache_clear()
 
 
 def task_of(name, kwargs="", **options):
