@@ -21,9 +21,9 @@ MAX_LEARNER = 65  # most lines of a method `update` or `collect` in agents/
 # A limit is the count at the end of the last larger piece of work, plus 2 %. Code is counted in
 # tokens, because longer lines would lower a count of lines, but not a count of tokens.
 MAX_SIZES = {
-    "tokens of source": 126_500,
-    "tokens of tests": 127_500,
-    "tokens of benchmarks": 16_830,
+    "tokens of source": 127_100,
+    "tokens of tests": 128_200,
+    "tokens of benchmarks": 16_900,
     "lines of README.md": 150,
     "tokens of the files that lead to loss.backward()": 19_250,
 }

@@ -13,18 +13,18 @@ from torch.utils._pytree import tree_leaves
 from envs.vector.adapter import MAX_REWARD
 from envs.vector.batched import has_snapshots
 from envs.vector.guards import EnvironmentFaultError, HangWatch, end_process
-from envs.vector.layout import Layout, Metrics, StepResult, TorchEnv
+from envs.vector.layout import Layout, Metrics, StepResult
 from envs.vector.same_step import MISSING_FINALS, SameStep
 from envs.vector.space_json import to_json
 from envs.vector.spaces import ActionDecoder, Leaf, ObservationEncoder
-from envs.vector.tensors import random_int63, seed_keys
+from envs.vector.tensors import LIFE, ArrayEnv, random_int63, seed_keys
 from rl_dist.files import log_once
 
 LAST_ROWS = "batch/last_rows"  # entry of a snapshot
 
 
 @dataclass(eq=False, kw_only=True)
-class TensorBatch(TorchEnv):
+class TensorBatch(ArrayEnv):
     """Adapts a batch of tensors to the TorchEnv interface.
 
     A step reads nothing from the device. Therefore, NaN and other unusable values are found only by
@@ -32,11 +32,6 @@ class TensorBatch(TorchEnv):
     """
 
     env: SameStep
-    env_id: str
-    env_offset: int = 0
-    device: Any = "cpu"
-    heartbeat: Callable[[], None] = lambda: None
-    env_timeout: float = 0.0  # applies from the second step on: the first may compile kernels
     end: Callable[[str], None] = end_process
     spreads: bool = True  # start the first episodes at random ages, if the batch can
 
@@ -44,8 +39,9 @@ class TensorBatch(TorchEnv):
         env = self.env
         self.num_envs = env.num_envs
         self.device = torch.device(self.device)
+        self.lives = np.zeros(self.num_envs, LIFE)
         self.watch = HangWatch(self.env_timeout, self.describe, self.end, self.heartbeat)
-        self.watch.is_limited = False
+        self.watch.is_limited = False  # until the second step: the first may compile kernels
         target = env.single_action_space
         if isinstance(target, spaces.Dict | spaces.Tuple):
             raise ValueError(f"environment {self.env_id}: a batch of tensors needs plain actions")
@@ -68,13 +64,6 @@ class TensorBatch(TorchEnv):
         # whether a last observation was missing when an episode was truncated
         self.misses_finals = torch.zeros(1, dtype=torch.bool, device=self.device)
 
-    def describe(self, row: int | None, problem: str) -> str:
-        """Return one line that names an environment, or all of them, and its problem."""
-        first = self.env_offset
-        last = first + self.num_envs - 1
-        number = f"{first}..{last} (one of these)" if row is None else str(first + row)
-        return f"environment {self.env_id} number {number}: {problem}"
-
     def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict]:
         """Start all environments with new seeds; return observations [B, F] and {}."""
         self.rows = self.watch.call(None, self._reset, seed)
@@ -93,6 +82,7 @@ class TensorBatch(TorchEnv):
 
     def step(self, actions: Tensor) -> StepResult:
         """Step all environments; return newly allocated tensors, see `TorchEnv.step`."""
+        self.lives["lifetime_step"] += 1
         return self.watch.call(None, self._step, actions)
 
     def _step(self, actions: Tensor) -> StepResult:
@@ -123,7 +113,7 @@ class TensorBatch(TorchEnv):
             if self.layout.columns("mask"):
                 problem += ", or its action_mask forbade every action"
             row = is_faulty.index(True)
-            raise EnvironmentFaultError(self.describe(row, f"{problem} in this iteration"))
+            raise EnvironmentFaultError(self.describe(row, f"{problem} in this rollout"))
         if misses_finals:
             log_once(MISSING_FINALS.format(self.env_id))
 

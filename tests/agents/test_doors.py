@@ -73,7 +73,7 @@ def test_two_ranks_have_the_same_final_score(tmp_path):
 def test_a_fault_of_the_batch_ends_the_run_and_names_the_environment(tmp_path, capsys):
     faulty = ["--env_kwargs", '{"nan_at": 70}', "--run_dir", tmp_path / "run"]
     assert train_here(*WALK, "--total_steps=960", *faulty) == 1
-    assert "fake_batches:Walk number 2: " in capsys.readouterr().err.splitlines()[-1]
+    assert "fake_batches:Walk number 2 " in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_a_value_that_is_not_finite_is_named_once_per_iteration():
     play(env, 3)
     env.check()
     play(env, 3, first=3)
-    with pytest.raises(EnvironmentFaultError, match="fake_batches:Walk number 12: .*NaN"):
+    with pytest.raises(EnvironmentFaultError, match="fake_batches:Walk number 12 .*NaN"):
         env.check()
 
 
