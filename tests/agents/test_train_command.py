@@ -441,6 +441,12 @@ def test_help_shows_the_fifteen_flags_that_matter(capsys):
         ),
         ("--env CartPole-v1 --batch_size 9", "small", {"batch_size": 9, "num_envs": 0}),
         ("--env CartPole-v1 --preset massive", "massive", {}),
+        ("--env fake_batches:Walk --num_envs 1020", "small", {"num_envs": 1020}),
+        (
+            "--env fake_batches:Walk --num_envs 1024",
+            "massive",
+            {"num_envs": 1024, "batch_size": 256},
+        ),
         (
             "--env CartPole-v1 --preset massive --num_envs 64",
             "massive",
