@@ -75,6 +75,7 @@ ENCODERS = {  # class in own_encoders -> the problem
     "LookingAhead": "mixes rows",
     "Detached": "passes no gradient to signs.weight, layer.weight",
     "Idle": "passes no gradient to more.weight, more.bias",
+    "Altering": "changes the rows",
     "Broken": "fails: .*no such cell",
 }
 REAL = torch.tensor([[1.0, -2.0, 0.5], [3.0, 1.0, -1.0]])
