@@ -21,6 +21,7 @@ from envs.vector.same_step import (
     argument_names,
     autoreset_mode,
     find_seed_form,
+    plain,
     resets_by_mask,
 )
 from rl_dist.errors import one_line
@@ -140,7 +141,7 @@ def native_batch(
         return lambda num_envs: make_vec(num_envs=num_envs)
     seed_form = find_seed_form(trial, 2)
     starts_by_mask = autoreset_mode(trial, AutoresetMode.NEXT_STEP) != AutoresetMode.SAME_STEP
-    fits = seed_form and (not starts_by_mask or resets_by_mask(trial))
+    fits = seed_form and (not starts_by_mask or resets_by_mask(trial, 2))
     trial.close()
     if not seed_form:
         raise ValueError("its vector version does not take one seed per environment")
@@ -150,7 +151,7 @@ def native_batch(
             "no reset_mask"
         )
     return lambda num_envs: SameStep(
-        make_vec(num_envs=num_envs), num_envs, seed_form, starts_by_mask
+        make_vec(num_envs=num_envs), num_envs, seed_form, starts_by_mask, plain
     )
 
 

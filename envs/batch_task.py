@@ -108,6 +108,11 @@ class BatchTask(GymTask):
         env = self.training_env(num_envs, env_offset)
         if isinstance(env, TensorBatch):
             env.spreads = False
+            if not hasattr(env.env.env, "reset"):
+                log_once(
+                    f"{env.env_id} has no reset: the first episodes of a test go on with those of "
+                    "the training, so they are too short"
+                )
         return env
 
 
@@ -131,7 +136,7 @@ def make_batch(settings: TaskSettings, num_envs: int, env_offset: int) -> TorchE
         env: Any = maker(num_envs=num_envs, **arguments | config.kwargs())  # type: ignore[misc]
         starts_by_mask = autoreset_mode(env, AutoresetMode.SAME_STEP) != AutoresetMode.SAME_STEP
         form = list if getattr(env, "seeds_each", False) else None
-        batch = SameStep(env, num_envs, form, starts_by_mask)
+        batch = SameStep(env, num_envs, form, starts_by_mask, actor_part)
         obs, _ = batch.reset(seed=list(range(num_envs)))
         first = tree_leaves(obs)[0]
         if not isinstance(first, np.ndarray | Tensor):
@@ -143,11 +148,9 @@ def make_batch(settings: TaskSettings, num_envs: int, env_offset: int) -> TorchE
             raise ValueError(f"observations have {len(first)} rows, not num_envs {num_envs}")
 
         # seeds and resets
-        knows_mask = "options" in argument_names(env.reset)
         if isinstance(env, VectorEnv) and isinstance(first, np.ndarray):
             batch.seed_form = form or find_seed_form(env, num_envs)
-            knows_mask = not starts_by_mask or resets_by_mask(env)
-        if starts_by_mask and not knows_mask:
+        if starts_by_mask and not resets_by_mask(env, num_envs, first):
             raise ValueError(
                 "it starts episodes a step late (autoreset mode NEXT_STEP), and its reset knows no "
                 "reset_mask: make it with SAME_STEP"

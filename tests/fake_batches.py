@@ -1,6 +1,8 @@
 """Batches of environments in the forms that simulators have, for --env fake_batches:NAME."""
 
 import time
+from collections import UserDict
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -91,6 +93,82 @@ class NextStep(Walk):
     metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
 
 
+class ColumnWalk(Walk):
+    """A walk whose results are [B, 1], with 4-tuples and information that is not a dict."""
+
+    def reset(self, **kwargs):
+        return super().reset(**kwargs)
+
+    def step(self, actions):
+        obs, rewards, terminated, truncated, info = super().step(actions)
+        ended = (terminated | truncated).long()[:, None]
+        logged = {"none": None, "nested": {}, "good": 1}
+        time_outs = truncated.float()[:, None]
+        infos = UserDict(time_outs=time_outs, final_obs=info["final_obs"], log=logged)
+        return obs, rewards[:, None], ended, infos
+
+
+class PartWalk(Walk):
+    """A walk that observes its age and a mask; last observations have only the rows that ended."""
+
+    age = spaces.Discrete(LIMIT + 1)
+    single_observation_space = spaces.Dict({"age": age, "action_mask": spaces.MultiBinary(2)})
+    mask = (1.0, 1.0)
+
+    def parts(self, ages):
+        masks = torch.tensor(self.mask).expand(self.num_envs, 2)
+        return {"age": ages, "action_mask": masks}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed, options=options)
+        return self.parts(self.episode_length_buf), {}
+
+    def step(self, actions):
+        ages = self.episode_length_buf + 1
+        _, *outputs, _ = super().step(actions)
+        ended = outputs[1] | outputs[2]
+        info = {"final_obs": {"age": torch.where(ended, ages, -1)} if ended.any() else None}
+        return self.parts(self.episode_length_buf), *outputs, info
+
+
+def mask_of(num_envs, first):
+    """Make a batch with a mask whose first entry is `first`."""
+    walk = PartWalk(num_envs)
+    walk.mask = (first, 1.0)
+    return walk
+
+
+def pixels(num_envs, dtype, value):
+    """Make a batch that declares bytes but returns pixels of another type."""
+    walk = Walk(num_envs)
+    walk.single_observation_space = spaces.Box(0, 255, (40, 40), np.uint8)
+    walk.seen = lambda name: torch.full((num_envs, 40, 40), value, dtype=getattr(torch, dtype))
+    return walk
+
+
+def deaf(num_envs):
+    """Make a batch whose `reset` has the argument `options`, but does not read it."""
+    walk = NextStep(num_envs)
+    reset = walk.reset
+    walk.reset = lambda seed=None, options=None: reset(seed=seed)
+    return walk
+
+
+def unreset(num_envs):
+    """Make a batch in the form of rsl_rl that has no `reset`."""
+    batch = RslWalk(num_envs)
+    names = ("num_actions", "num_envs", "max_episode_length", "episode_length_buf", "step")
+    attributes = {name: getattr(batch, name) for name in names}
+    return SimpleNamespace(get_observations=batch.reset, **attributes)
+
+
+def with_actions(num_envs, **attributes):
+    """Make a batch whose space of actions is not Gymnasium's but has the given attributes."""
+    walk = Walk(num_envs)
+    walk.single_action_space = SimpleNamespace(**attributes)
+    return walk
+
+
 class RslWalk:
     """A walk in the form of rsl_rl: groups, 4-tuples, time-outs, one action number, no seed."""
 
@@ -148,6 +226,24 @@ class MaskWalk(ArrayWalk):
 
     def __init__(self, num_envs, seeds="array", masks=True):
         super().__init__(num_envs, seeds=seeds, masks=masks)
+
+
+class GroupWalk(ArrayWalk):
+    """A batch of arrays whose observations have a part "state" and another part."""
+
+    single_observation_space = spaces.Dict(
+        dict.fromkeys(("map", "state"), ArrayWalk.single_observation_space)
+    )
+
+    def both(self, obs):
+        return {"map": -obs, "state": obs}
+
+    def reset(self, **kwargs):
+        return self.both(super().reset(**kwargs)[0]), {}
+
+    def step(self, actions):
+        obs, *outputs, info = super().step(actions)
+        return self.both(obs), *outputs, {name: self.both(last) for name, last in info.items()}
 
 
 class OneWalk(gymnasium.Env):
@@ -221,4 +317,5 @@ def nested_actions(num_envs):
 
 gymnasium.register("Walk-v0", entry_point=OneWalk, vector_entry_point=ArrayWalk)
 gymnasium.register("MaskWalk-v0", entry_point=OneWalk, vector_entry_point=MaskWalk)
+gymnasium.register("GroupWalk-v0", vector_entry_point=GroupWalk)
 gymnasium.register("OnlyWalks-v0", vector_entry_point=MaskWalk)

@@ -187,9 +187,11 @@ class TorchVectorEnv(ArrayEnv):
 
     def _last_rows_of(self, info: dict, ended: ndarray, only_truncated: ndarray) -> ndarray:
         """Return the last observations [N, F] of the N environments whose episodes ended."""
-        if "final_obs" in info or self.can_snapshot:
+        if "final_obs" in info:
             finals = [row_of(info["final_obs"], row) for row in ended]
             return self.encoder(finals, len(ended), is_last=True)
+        if self.can_snapshot:  # `_before` is not part of a snapshot
+            raise ValueError("it has get_state, so it must return last observations (final_obs)")
         if only_truncated.any():  # after a termination, the value is 0
             log_once(MISSING_FINALS.format(self.env_id))
         return self._before[ended]

@@ -28,6 +28,7 @@ from rl_dist.files import log_once
 # Simulators return groups of observations, such as one for the policy and one for the critic.
 ACTOR_GROUPS = ("policy", "actor", "state")
 FINAL_KEYS = ("final_obs", "final_observation")
+TIME_OUT_KEYS = ("time_outs", "truncation")  # of rsl_rl and of Brax
 # forms in which batches accept one seed per environment
 SeedForm = Callable[[Sequence[int]], Any]
 SEED_FORMS: tuple[SeedForm, ...] = (list, partial(np.array, dtype=np.int32))
@@ -49,7 +50,12 @@ class SameStep:
     single_action_space: spaces.Space
 
     def __init__(
-        self, env: Any, num_envs: int, seed_form: SeedForm | None, starts_by_mask: bool
+        self,
+        env: Any,
+        num_envs: int,
+        seed_form: SeedForm | None,
+        starts_by_mask: bool,
+        part: Callable[[Any], Any],
     ) -> None:
         """Wrap a batch of arrays or tensors.
 
@@ -57,12 +63,15 @@ class SameStep:
             seed_form: turns a list with one seed per environment into the argument of `reset`;
                 None: the batch takes one seed or none.
             starts_by_mask: whether `reset` must start the next episodes, in the rows of reset_mask.
+            part: returns the part of the observations that is read.
         """
         self.env = env
         self.num_envs = num_envs
         self.seed_form = seed_form
         self.starts_by_mask = starts_by_mask
-        self.reset_arguments = argument_names(getattr(env, "reset", None))
+        self.part = part
+        reset = getattr(env, "reset", None)
+        self.reset_arguments = argument_names(reset, ("seed", "options"))
         self.logged: Any = defaultdict(lambda: [0.0, 0])  # sum and count of each logged value
 
     def __getattr__(self, name: str) -> Any:
@@ -83,7 +92,7 @@ class SameStep:
             raw = self.env.reset(seed=self.seed_form(seed) if self.seed_form else seed[0])
         else:
             raw = self.env.reset()
-        return actor_part(plain(raw[0] if isinstance(raw, tuple) else raw)), {}
+        return self.part(plain(raw[0] if isinstance(raw, tuple) else raw)), {}
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict]:
         """Step all environments; return observations, rewards, two flags and info.
@@ -92,13 +101,14 @@ class SameStep:
         rows have no meaning.
         """
         raw, rewards, *raw_flags, info = self.env.step(actions)
-        info = info if isinstance(info, dict) else {}
+        info = plain(info) if hasattr(info, "items") else {}
         flags = [(flag != 0).reshape(self.num_envs) for flag in raw_flags]
         if len(flags) == 1:  # as in rsl_rl: ended episodes, some of them because of a time limit
-            timed_out = flags[0] & (info.get("time_outs", ~flags[0]) != 0)
+            time_outs = [info[key] != 0 for key in TIME_OUT_KEYS if key in info]
+            timed_out = flags[0] & (time_outs or [~flags[0]])[0].reshape(self.num_envs)
             flags = [flags[0] & ~timed_out, timed_out]
         obs = plain(raw)
-        finals = [plain(info[key]) for key in FINAL_KEYS if key in info]
+        finals = [info[key] for key in FINAL_KEYS if info.get(key) is not None]
         ended = flags[0] | flags[1]
         if self.starts_by_mask and ended.any():
             finals = [tree_map(copied, obs)]  # the reset may write into the arrays of `obs`
@@ -106,12 +116,12 @@ class SameStep:
             fresh = plain(self.env.reset(options={"reset_mask": mask})[0])
             obs = tree_map(partial(with_rows, mask), finals[0], fresh)
         for name, value in info.get("log", {}).items():
-            with suppress(TypeError, ValueError):  # not a number
+            with suppress(TypeError, ValueError, RuntimeError):  # not a number
                 mean = torch.as_tensor(value).double().mean()
                 self.logged[name][0] += mean
                 self.logged[name][1] += 1
-        last = {"final_obs": actor_part(finals[0])} if finals else {}
-        return actor_part(obs), rewards, *flags, last
+        last = {"final_obs": self.part(finals[0])} if finals else {}
+        return self.part(obs), rewards, *flags, last
 
     def close(self) -> None:
         """Close the batch if it can be closed."""
@@ -134,12 +144,18 @@ def autoreset_mode(env: Any, default: AutoresetMode) -> AutoresetMode:
     return AutoresetMode(metadata.get("autoreset_mode", default))
 
 
-def argument_names(function: Any) -> set[str]:
-    """Return the names of a function's or class's arguments; {} if they are unknown."""
+def argument_names(function: Any, others: Sequence[str] = ()) -> set[str]:
+    """Return the names of a function's or class's arguments; {} if they are unknown.
+
+    Args:
+        others: names that are added if the function has **kwargs.
+    """
     try:
-        return set(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return set()
+    takes_others = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return {parameter.name for parameter in parameters} | set(others if takes_others else ())
 
 
 def find_seed_form(env: Any, num_envs: int) -> SeedForm | None:
@@ -155,14 +171,20 @@ def find_seed_form(env: Any, num_envs: int) -> SeedForm | None:
     return None
 
 
-def resets_by_mask(env: Any) -> bool:
-    """Return whether a batch of arrays, which has been reset, can reset single rows."""
+def resets_by_mask(env: Any, num_envs: int, like: Any = None) -> bool:
+    """Return whether a batch, which has been reset, can reset single rows.
+
+    Args:
+        like: a tensor if the batch takes tensors.
+    """
     try:
         # EnvPool's action_space is that of a single environment
-        actions = batch_space(env.single_action_space, env.num_envs).sample()
+        actions = batch_space(action_space_of(env), num_envs).sample()
+        if isinstance(like, Tensor):
+            actions = torch.as_tensor(actions, device=like.device)
         for _ in range(TRIAL_STEPS):
             obs = tree_map(copied, plain(env.step(actions)[0]))
-        mask = np.arange(env.num_envs) == 0
+        mask = np.arange(num_envs) == 0
         fresh = plain(env.reset(options={"reset_mask": mask})[0])
     except Exception:  # a batch may fail with any error
         return False
@@ -242,10 +264,22 @@ def space_of(values: Any) -> spaces.Space:
 
 
 def action_space_of(env: Any) -> spaces.Space:
-    """Return a batch's space of actions; unbounded numbers if only their count is known."""
-    space = getattr(env, "single_action_space", None)
+    """Return a batch's space of actions; unbounded numbers if only their count is known.
+
+    Simulators have their own classes of spaces, with the attributes of Gymnasium's.
+    """
+    space: Any = getattr(env, "single_action_space", None)
     if isinstance(space, spaces.Space):
         return space
+    if hasattr(space, "n"):
+        return spaces.Discrete(int(space.n))
+    if hasattr(space, "nvec"):
+        return spaces.MultiDiscrete(np.asarray(space.nvec))
     if space is None and not hasattr(env, "num_actions"):
         raise ValueError("it has neither single_action_space nor num_actions")
-    return spaces.Box(-np.inf, np.inf, space.shape if space else (env.num_actions,), np.float32)
+    shape = (env.num_actions,) if space is None else tuple(space.shape)
+    low, high = (
+        np.broadcast_to(np.asarray(getattr(space, name, bound), np.float32), shape)
+        for name, bound in (("low", -np.inf), ("high", np.inf))
+    )
+    return spaces.Box(low, high, dtype=np.float32)

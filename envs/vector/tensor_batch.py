@@ -91,10 +91,10 @@ class TensorBatch(ArrayEnv):
         terminated = terminated.to(self.device)
         truncated = truncated.to(self.device)
         ended = terminated | truncated
-        rewards = raw_rewards.reshape(-1).to(self.device, torch.float64, copy=True)
+        rewards = raw_rewards.reshape(self.num_envs).to(self.device, torch.float64, copy=True)
         rows = self._rows(obs)
         if "final_obs" in info:
-            last_rows = self._rows(info["final_obs"], is_last=True)
+            last_rows = self._rows(info["final_obs"], ended)
         else:  # the observation before the step, as in rsl_rl/algorithms/ppo.py
             last_rows = self.rows
             self.misses_finals |= (truncated & ~terminated).any()  # else, the value is 0
@@ -111,7 +111,9 @@ class TensorBatch(ArrayEnv):
         if any(is_faulty):
             problem = "observation or reward was NaN, infinite or outside its space"
             if self.layout.columns("mask"):
-                problem += ", or its action_mask forbade every action"
+                problem += (
+                    ", or its action_mask forbade every action, or held other numbers than 0 and 1"
+                )
             row = is_faulty.index(True)
             raise EnvironmentFaultError(self.describe(row, f"{problem} in this rollout"))
         if misses_finals:
@@ -139,29 +141,44 @@ class TensorBatch(ArrayEnv):
 
     # ---- numbers
 
-    def _rows(self, obs: Any, is_last: bool = False) -> Tensor:
-        """Return nested observations as new rows [B, F]; see `ObservationEncoder`."""
+    def _rows(self, obs: Any, ended: Tensor | None = None) -> Tensor:
+        """Return nested observations as new rows [B, F]; see `ObservationEncoder`.
+
+        Last observations have a meaning only in the rows of `ended` [B], and need no masks.
+        """
         columns = []
         for leaf in self.encoder.leaves:
+            if leaf.masked and ended is not None:  # no action follows
+                ones = torch.ones(self.num_envs, leaf.part.size, device=self.device)
+                columns.append(ones.to(self.dtype))
+                continue
             values = leaf.pick(obs)
             if values.shape != (self.num_envs, *leaf.space.shape):
                 raise ValueError(
                     f"{leaf.part.name} has shape {tuple(values.shape)}, not "
                     f"{(self.num_envs, *leaf.space.shape)}"
                 )
-            columns.append(self._columns(leaf, values.to(self.device), is_last).to(self.dtype))
+            part, usable = self._columns(leaf, values.to(self.device))
+            columns.append(part.to(self.dtype))
+            self.is_faulty |= ~usable if ended is None else ~usable & ended
         return torch.cat(columns, dim=1)  # a copy, because a batch may use its tensors again
 
-    def _columns(self, leaf: Leaf, values: Tensor, is_last: bool) -> Tensor:
-        """Return the columns [B, n] of one part of the observations."""
+    def _columns(self, leaf: Leaf, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the columns [B, n] of one part of the observations, and which rows fit it [B]."""
         if leaf.axes:
             values = values.permute(0, *(axis + 1 for axis in leaf.axes))
         flat = values.flatten(1) if values.ndim > 1 else values[:, None]
+        usable = torch.ones_like(self.is_faulty)
+        if leaf.axes and (leaf.scale > 1 or values.dtype != torch.uint8):
+            if values.is_floating_point():  # probably in [0, 1], not in [0, 255]
+                raise ValueError(
+                    f"{leaf.part.name} has type {values.dtype}, not {leaf.space.dtype}"
+                )
+            usable = ((flat >= 0) & (flat <= leaf.space.high.max().item())).all(dim=1)
         if leaf.masked:
-            if is_last:  # no action follows
-                return torch.ones_like(flat)
             choices = flat.split(leaf.masked.sizes.tolist(), dim=1)
-            self.is_faulty |= ~torch.stack([choice.any(dim=1) for choice in choices]).all(dim=0)
+            usable = torch.stack([choice.any(dim=1) for choice in choices]).all(dim=0)
+            usable &= ((flat == 0) | (flat == 1)).all(dim=1)
         elif len(leaf.sizes):
             start = torch.as_tensor(leaf.start, device=self.device)
             digits = (flat - start).unsqueeze(2)  # [B, D, 1]
@@ -169,9 +186,9 @@ class TensorBatch(ArrayEnv):
                 digits[:, i] == torch.arange(size, device=self.device)
                 for i, size in enumerate(leaf.sizes)
             ]
-            self.is_faulty |= ~torch.stack([chosen.any(dim=1) for chosen in options]).all(dim=0)
-            return torch.cat(options, dim=1)
-        return flat * leaf.scale if leaf.scale > 1 else flat
+            usable = torch.stack([chosen.any(dim=1) for chosen in options]).all(dim=0)
+            return torch.cat(options, dim=1), usable
+        return flat * leaf.scale if leaf.scale > 1 else flat, usable
 
     def _decoded(self, actions: Tensor) -> Tensor:
         """Return actions in the units and the shape of the batch."""

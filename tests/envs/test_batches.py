@@ -1,13 +1,16 @@
 """Batches of tensors and arrays that a user's function makes, and native vector environments."""
 
+import json
 import logging
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from env_steps import play, same
 from fake_batches import LIMIT
+from gymnasium import spaces
 
 from envs import make_vector_env
 from envs.task import Counts, EvaluationOptions, TaskConfig, TaskSettings, make_task
@@ -69,6 +72,12 @@ def test_a_native_batch_is_used_and_equals_single_environments_bit_for_bit(env_i
     env = make_vector_env(f"fake_batches:{env_id}", len(SEEDS))
     assert type(env) is TorchVectorEnv and not env.note
     assert same(played(env), expected)
+
+
+def test_all_parts_of_a_native_batch_are_read(expected):
+    env = make_vector_env("fake_batches:GroupWalk-v0", len(SEEDS))
+    obs = played(env)[1]
+    assert torch.equal(obs, torch.cat([-expected[1], expected[1]], dim=-1))
 
 
 REASONS = [
@@ -137,6 +146,15 @@ def test_time_outs_are_truncations_and_other_ends_are_terminations():
         ages = [0 if has_ended else age for age, has_ended in zip(ages, ended, strict=True)]
 
 
+def test_columns_and_an_info_that_is_not_a_dict_mean_the_same_as_rows_and_a_dict():
+    expected = played(batch_of("Walk"))
+    obs, rewards, terminated, truncated, final_obs = played(batch_of("ColumnWalk"))[1:]
+    assert same([obs, rewards, final_obs], [*expected[1:3], expected[5]])
+    assert torch.equal(truncated, expected[4]) and torch.equal(
+        terminated, expected[3] & ~expected[4]
+    )
+
+
 def test_a_missing_last_observation_is_the_one_before_the_step_and_a_line_says_so(caplog):
     env = batch_of("RslWalk")
     before = env.rows
@@ -157,7 +175,52 @@ def test_a_batch_without_seeds_is_seeded_through_the_global_generators():
     assert not torch.equal(first, other.reset(seed=[99] * 6)[0])
 
 
+def test_spaces_of_other_libraries_are_used_as_meant():
+    kinds = {"n": 3, "shape": []}, {"nvec": [2, 3], "shape": [2]}, {"shape": [2]}
+    box = {"shape": [2], "low": -3.0, "high": [3.0, 5.0]}
+    found = [batch_of("with_actions", json.dumps(kind)).decoder.target for kind in (*kinds, box)]
+    assert found == [
+        spaces.Discrete(3),
+        spaces.MultiDiscrete([2, 3]),
+        spaces.Box(-np.inf, np.inf, (2,)),
+        spaces.Box(np.array([-3, -3], np.float32), np.array([3, 5], np.float32)),
+    ]
+
+
+def test_a_batch_without_reset_is_used_and_a_line_warns_of_short_test_episodes(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert play(batch_of("unreset"), 20)[3].any()
+    assert "no reset" in caplog.text
+
+
+def test_a_wrapped_reset_gets_the_seeds():
+    env = batch_of("ColumnWalk")
+    assert torch.equal(env.reset(seed=SEEDS)[0], batch_of("Walk").reset(seed=SEEDS)[0])
+
+
 # ---- values
+
+
+def test_last_observations_are_read_only_where_an_episode_ended_and_need_no_mask():
+    env = batch_of("PartWalk")
+    *_, final_obs = play(env, 40)
+    env.check()
+    assert torch.equal(final_obs.sum(-1), torch.full_like(final_obs[..., 0], 3.0))
+
+
+@pytest.mark.parametrize("first", [0.3, -torch.inf])
+def test_a_mask_with_other_numbers_than_0_and_1_is_refused(first):
+    env = batch_of("mask_of", json.dumps({"first": first}))
+    with pytest.raises(EnvironmentFaultError, match="mask"):
+        env.check()
+
+
+def test_pixels_that_are_floats_or_too_large_are_refused():
+    with pytest.raises(EnvironmentFaultError, match="float32"):
+        batch_of("pixels", '{"dtype": "float32", "value": 0.5}')
+    env = batch_of("pixels", '{"dtype": "int64", "value": 300}')
+    with pytest.raises(EnvironmentFaultError, match="outside its space"):
+        env.check()
 
 
 def test_a_value_that_is_not_finite_is_named_once_per_iteration():
@@ -233,6 +296,7 @@ def test_flags_that_need_single_environments_are_refused_by_name(flag):
         ("arrays", '{"masks": false}', "NEXT_STEP.*reset_mask"),
         ("short", "", "5 rows, not num_envs 6"),
         ("legal", "", "'legal' looks like a mask"),
+        ("deaf", "", "NEXT_STEP.*reset_mask"),
         ("nested_actions", "", "plain actions"),
     ],
 )
