@@ -167,7 +167,7 @@ def make_batch(settings: TaskSettings, num_envs: int, env_offset: int) -> TorchE
         batch.single_observation_space = actor_part(declared) if is_space else space_of(obs)
         batch.single_action_space = action_space_of(batch)
         adapter: Any = TorchVectorEnv if isinstance(first, np.ndarray) else TensorBatch
-        return adapter(
+        adapted = adapter(
             env=batch,
             env_id=config.env,
             env_offset=env_offset,
@@ -176,3 +176,6 @@ def make_batch(settings: TaskSettings, num_envs: int, env_offset: int) -> TorchE
             env_timeout=config.env_timeout,
             end=settings.end,
         )
+        # get_state of ManiSkill, for example, returns only what the simulator knows, as a tensor
+        adapted.can_snapshot &= isinstance(getattr(batch, "get_state", dict)(), dict)
+        return adapted

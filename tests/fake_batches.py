@@ -154,6 +154,13 @@ def deaf(num_envs):
     return walk
 
 
+def simulator_state(num_envs):
+    """Make a batch whose `get_state` returns a tensor, as in ManiSkill."""
+    walk = Walk(num_envs)
+    walk.get_state = lambda: walk.place
+    return walk
+
+
 def unreset(num_envs):
     """Make a batch in the form of rsl_rl that has no `reset`."""
     batch = RslWalk(num_envs)

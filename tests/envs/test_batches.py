@@ -193,6 +193,10 @@ def test_a_batch_without_reset_is_used_and_a_line_warns_of_short_test_episodes(c
     assert "no reset" in caplog.text
 
 
+def test_a_state_that_is_not_a_dict_is_no_snapshot():
+    assert batch_of("Walk").can_snapshot and not batch_of("simulator_state").can_snapshot
+
+
 def test_a_wrapped_reset_gets_the_seeds():
     env = batch_of("ColumnWalk")
     assert torch.equal(env.reset(seed=SEEDS)[0], batch_of("Walk").reset(seed=SEEDS)[0])
