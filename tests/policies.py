@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 
-from agents.learner.network.sequences import plan_pieces
+from agents.learner.network.sequences import cut_sequences, plan_pieces
 from agents.learner.policy import Policy
 from agents.learner.settings import PolicyConfig
 from envs.vector.layout import Layout, Part
@@ -108,7 +108,7 @@ def run_stepwise(network, obs, state, episode_start):
 
 
 def planned(starts, call_steps, resets_inside=False):
-    return plan_pieces(starts.numpy(), starts.device, call_steps, resets_inside)
+    return plan_pieces(cut_sequences(starts.numpy()), starts.device, call_steps, resets_inside)
 
 
 def plans_of(policy, starts):

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from agents.learner.network.cores import scan
 from agents.learner.network.inputs import Normalizers
-from agents.learner.ppo import Batch, Minibatch
+from agents.learner.network.sequences import cut_sequences
+from agents.learner.ppo import Batch
 from agents.learner.rollout import Rollout
 from agents.learner.settings import PPOConfig
 from rl_dist.process_group.collectives import all_reduce_sum
@@ -41,24 +43,15 @@ def make_batch(
     names = ("obs", "actions", "logprobs", "values", "episode_start")
     steps = {name: getattr(rollout, name) for name in names}
     steps |= {"advantages": advantages, "returns": returns}
+    cut = (-1, bptt_steps)  # [T, ...] becomes [K, L, ...]
+    starts = rollout.cpu_starts.unflatten(0, cut).transpose(0, 1).flatten(1)  # [L, K * B]
     return Batch(
-        sequences=Minibatch(
-            lstm_state=rollout.initial_states.flatten(0, 1),
-            **{name: to_sequences(tensor, bptt_steps) for name, tensor in steps.items()},
-        ),
-        starts=to_sequences(rollout.cpu_starts, bptt_steps).numpy(),
-        num_envs=values.shape[1],
+        steps={name: tensor.unflatten(0, cut) for name, tensor in steps.items()},
+        initial_states=rollout.initial_states,
+        pieces=cut_sequences(starts.numpy()),
         explained_variance=explained_variance(sums),
         sums=sums,
     )
-
-
-def to_sequences(values: Tensor, bptt_steps: int) -> Tensor:
-    """Reshape [T, B, ...] to [L, K*B, ...].
-
-    Column k*B + b of the result is sequence k of environment b.
-    """
-    return values.unflatten(0, (-1, bptt_steps)).transpose(0, 1).flatten(1, 2)
 
 
 def gae(
@@ -76,11 +69,9 @@ def gae(
     """
     deltas = rewards + gamma * next_values - values
     decay = gamma * gae_lambda * (~episode_end).to(deltas.dtype)
-    advantages = torch.empty_like(deltas)
-    advantage = torch.zeros_like(deltas[0])
-    for t in range(len(deltas) - 1, -1, -1):
-        advantage = torch.addcmul(deltas[t], decay[t], advantage)
-        advantages[t] = advantage
+    # the advantage of a step adds the decayed advantage of the next step, so time runs backwards
+    after_last = torch.zeros_like(deltas[0])
+    advantages = scan(decay.flip(0), deltas.flip(0), after_last).flip(0)
     return advantages, advantages + values
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.nn.utils.convert_parameters import parameters_to_vector
 
-from agents.learner.network.sequences import NetworkResult, run_sequence
+from agents.learner.network.sequences import NetworkResult, Pieces, run_sequence
 from agents.learner.policy import Heads, Policy
 from agents.learner.ppo import PPO, LossParts, Minibatch, Plans, ppo_loss
 from rl_dist.errors import UserError
@@ -125,7 +125,7 @@ class PipelinePPO(PPO):
 
     strategy: StageStrategy
 
-    def plans(self, starts: np.ndarray) -> Plans:
+    def plans(self, pieces: Pieces, sequences: np.ndarray) -> Plans:
         """Return no plans: `run_sequence` makes them, also for the partner's sequences."""
         return []
 

@@ -10,17 +10,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
-from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from agents.learner.network.cores import CORES, NoCore, State
 from agents.learner.network.inputs import Encoder
 from agents.learner.network.own_modules import make_own
 from agents.learner.network.sequences import (
     NetworkResult,
+    Pieces,
     Plan,
     overhead_steps,
     plan_pieces,
@@ -116,13 +115,6 @@ class Policy(nn.Module):
         self.critic_head = nn.Linear(size, 1)
         self._initialise()
 
-        # Overhead of calling the cores, measured in steps of one row. With a window, a step takes
-        # so long that the overhead does not matter.
-        self.call_steps = 0.0
-        if not config.feature_window:
-            cores = [core for core in self.cores if core.num_states]
-            self.call_steps = overhead_steps(cores, config.num_layers)
-
     def _build_cascade(self) -> None:
         """Create all three cores."""
         size = self.config.hidden_size
@@ -186,13 +178,16 @@ class Policy(nn.Module):
         """Number of state vectors of actor and critic, which precede those of the feature core."""
         return int(self.actor_core.num_states + self.critic_core.num_states)
 
-    def plan(self, starts: np.ndarray) -> Plan | None:
-        """Return a plan of core calls for episode starts [L, N]; None if stateless."""
+    def plan(self, pieces: Pieces) -> Plan | None:
+        """Return a plan of core calls for the pieces of N sequences; None if stateless."""
         if self.config.stateless:
             return None
-        return plan_pieces(
-            starts, self.critic_head.weight.device, self.call_steps, self.resets_inside
-        )
+        device = self.critic_head.weight.device
+        cores = [core for core in self.cores if core.num_states]
+        overhead = overhead_steps(cores, self.config.num_layers, device)
+        if self.config.feature_window:  # a step takes so long that the overhead does not matter
+            overhead = 0.0
+        return plan_pieces(pieces, device, overhead, self.resets_inside)
 
     @property
     def resets_inside(self) -> bool:
@@ -282,21 +277,15 @@ class Policy(nn.Module):
         values = self.critic_head(critic.to(dtype)).squeeze(-1)
         return Heads(self.actor_head(actor.to(dtype)), values), (actor_state, critic_state)
 
-    def distribution(self, actor_outputs: Tensor) -> Distribution:
-        """Return the action distribution for the actor's outputs [..., A]."""
-        if not self.discrete:
-            parts: Distribution = Normal(actor_outputs, self.log_std.exp(), validate_args=False)
-        elif self.action_sizes:
-            logits = split_choices(actor_outputs, self.action_sizes)
-            parts = Categorical(logits=logits, validate_args=False)
-        else:
-            return Categorical(logits=actor_outputs, validate_args=False)
-        return Independent(parts, 1, validate_args=False)
+    def choices(self, logits: Tensor) -> Tensor:
+        """Return the log probabilities [..., D, K] of the K choices of each of D actions."""
+        sizes = self.action_sizes or (self.num_actions,)
+        return split_choices(logits, sizes).log_softmax(-1)
 
     @torch.no_grad()
     def logprobs(self, actor_outputs: Tensor, actions: Tensor) -> Tensor:
         """Return log probabilities [...] of actions, given the actor's outputs [..., A]."""
-        return self.distribution(actor_outputs).log_prob(actions)
+        return self.evaluate(Heads(actor_outputs, actor_outputs), actions).logprobs
 
     @torch.no_grad()
     def scale_noise(self, noise: Tensor) -> Tensor:
@@ -356,14 +345,28 @@ class Policy(nn.Module):
 
     def evaluate(self, heads: Heads, actions: Tensor) -> Evaluation:
         """Evaluate actions with the distribution that the actor's outputs define."""
-        distribution = self.distribution(heads.actor_outputs)
-        return Evaluation(distribution.log_prob(actions), distribution.entropy(), heads.values)
+        outputs = heads.actor_outputs
+        if self.discrete:
+            choices = self.choices(outputs)
+            chosen = choices.gather(-1, actions.reshape(*choices.shape[:-1], 1))
+            return Evaluation(chosen.sum((-2, -1)), entropy_of(choices), heads.values)
+        # independent normal distributions, with constants that are added once for all steps
+        deviations = (actions - outputs) * (-self.log_std).exp()
+        constant = (self.log_std + 0.5 * math.log(2.0 * math.pi)).sum()
+        logprobs = -0.5 * deviations.square().sum(-1) - constant
+        entropy = constant + 0.5 * self.num_actions
+        return Evaluation(logprobs, entropy.expand_as(logprobs), heads.values)
 
     def largest_entropy(self, obs: Tensor) -> Tensor:
         """Return the entropy [...] of a uniform choice among the actions allowed at obs."""
         # without masks, the entropy is the same for all obs
         logits = self.masked(self.critic_head.weight.new_zeros(self.num_actions), obs)
-        return self.distribution(logits).entropy().expand(obs.shape[:-1])
+        return entropy_of(self.choices(logits)).expand(obs.shape[:-1])
+
+
+def entropy_of(choices: Tensor) -> Tensor:
+    """Return the entropy [...] of actions whose choices have log probabilities [..., D, K]."""
+    return -(choices.exp() * choices).sum((-2, -1))
 
 
 def tanh_layer(size: int) -> nn.Sequential:
@@ -376,6 +379,8 @@ def split_choices(logits: Tensor, sizes: Sequence[int]) -> Tensor:
 
     Shorter rows are padded with FORBIDDEN.
     """
+    if len(sizes) == 1:
+        return logits.unsqueeze(-2)
     rows = logits.split(sizes, -1)
     padded = [
         nn.functional.pad(row, (0, max(sizes) - row.shape[-1]), value=FORBIDDEN) for row in rows

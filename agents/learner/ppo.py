@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agents.learner.network.sequences import Plan, state_after, to_device
+from agents.learner.network.sequences import Pieces, Plan, state_after, to_device
 from agents.learner.policy import Evaluation, Policy
 from agents.learner.settings import PPOConfig
 from rl_dist.errors import UserError
@@ -155,36 +155,43 @@ def check_bad_steps(bad: list[float], taken: list[float], in_a_row: int, limit: 
 
 @dataclass
 class Batch:
-    """Sequences of this rank's rollout."""
+    """This rank's rollout, divided into K sequences of L steps per environment.
 
-    sequences: Minibatch  # [L, K * B, ...]
-    starts: np.ndarray  # [L, K * B] copy of the sequences' episode_start on the CPU
-    num_envs: int  # number B of environments on this rank
+    Sequence k * B + b contains the steps k * L to (k + 1) * L - 1 of environment b.
+    """
+
+    steps: dict[str, Tensor]  # [K, L, B, ...] for every field of Minibatch but lstm_state
+    initial_states: Tensor  # [K, B, S, H] recurrent state before each sequence
+    pieces: Pieces  # the pieces of all sequences
     explained_variance: Tensor  # [] fraction of the returns' variance that the critic explains
     sums: dict[str, Tensor]  # sums over all ranks, for updating the normalisers
 
+    def minibatch(self, sequences: Tensor) -> Minibatch:
+        """Return some sequences, given their indices [N]."""
+        _, num_steps, num_envs = self.steps["values"].shape
+        step = torch.arange(num_steps, device=sequences.device)[:, None]
+        # index k * L * B + l * B + b of each step, [L, N]
+        rows = (sequences // num_envs * num_steps + step) * num_envs + sequences % num_envs
+        fields = {
+            name: values.flatten(0, 2).index_select(0, rows.flatten()).unflatten(0, rows.shape)
+            for name, values in self.steps.items()
+        }
+        states = self.initial_states.flatten(0, 1).index_select(0, sequences)
+        return Minibatch(lstm_state=states, **fields)
+
 
 def refreshed_states(policy: Policy, batch: Batch) -> Tensor:
-    """Recompute the initial states [K * B, S, H] of all sequences with the policy.
+    """Recompute the initial states [K, B, S, H] of all sequences with the policy.
 
     The first sequence of each environment keeps its recorded initial state, because the steps
     before this sequence belong to the previous rollout.
     """
-    sequences = batch.sequences
-    num_envs = batch.num_envs
-    states = [sequences.lstm_state[:num_envs]]
-    for first in range(0, len(sequences.lstm_state) - num_envs, num_envs):
-        block = sequences.select(Tensor.narrow, first, num_envs)
-        after = state_after(
-            policy.network,
-            policy.encode(block.obs),
-            states[-1],
-            block.episode_start,
-            batch.starts[:, first : first + num_envs],
-            policy.resets_inside,
-        )
+    states = [batch.initial_states[0]]
+    for obs, starts in zip(batch.steps["obs"][:-1], batch.steps["episode_start"], strict=False):
+        encoded = policy.encode(obs)
+        after = state_after(policy.network, encoded, states[-1], starts, policy.resets_inside)
         states.append(after)
-    return torch.cat(states)
+    return torch.stack(states)
 
 
 class PPO:
@@ -258,24 +265,22 @@ class PPO:
         Returns:
             The means of losses and diagnostics over all ranks and gradient steps.
         """
-        sequences = batch.sequences
         records: list[StepRecord] = []
         self.clock.start()
         for epoch, minibatches in enumerate(order):
             if epoch and self.config.refresh_states:
                 self.strategy.share_parameters()
-                sequences = replace(sequences, lstm_state=refreshed_states(self.policy, batch))
+                batch = replace(batch, initial_states=refreshed_states(self.policy, batch))
 
             # Plan all network calls of the epoch before its first gradient step. On a CPU, planning
             # between gradient steps would take almost three times as long, probably because the
             # gradient steps displace the planner's code and data from the caches.
-            plans = [self.plans(batch.starts[:, numbers]) for numbers in minibatches]
+            plans = [self.plans(batch.pieces, sequences) for sequences in minibatches]
             self.clock.mark("")  # do not add the time of planning to the next gradient step
 
             # one gradient step per minibatch
-            for numbers, step_plans in zip(minibatches, plans, strict=True):
-                index = to_device(numbers, sequences.obs.device)
-                minibatch = sequences.select(Tensor.index_select, index)
+            for sequences, step_plans in zip(minibatches, plans, strict=True):
+                minibatch = batch.minibatch(to_device(sequences, self.world.device))
                 records.append(self.step(minibatch, step_plans))
                 self.world.heartbeat()
 
@@ -285,9 +290,10 @@ class PPO:
         self.strategy.share_parameters()
         return self._results(records, batch, iteration)
 
-    def plans(self, starts: np.ndarray) -> Plans:
-        """Plan the network calls of each microbatch, given the episode starts [L, N]."""
-        return [self.policy.plan(part) for part in np.hsplit(starts, self.num_microbatches)]
+    def plans(self, pieces: Pieces, sequences: np.ndarray) -> Plans:
+        """Plan the network calls of each microbatch of a minibatch with these sequences [N]."""
+        parts = np.split(sequences, self.num_microbatches)
+        return [self.policy.plan(pieces.of(part)) for part in parts]
 
     def step(self, minibatch: Minibatch, plans: Plans) -> StepRecord:
         """Take one gradient step; clip the gradient after its reduction over ranks.
@@ -345,7 +351,7 @@ class PPO:
         steps = stacked(records)
         sums = {"steps": sums_of_taken(steps)}
         if self.policy.discrete:
-            entropy = self.policy.largest_entropy(batch.sequences.obs).mean()
+            entropy = self.policy.largest_entropy(batch.steps["obs"]).mean()
             sums["loss/entropy_max"] = entropy / self.world.size
         sums = all_reduce_sum(sums, self.world)
         means = StepRecord(*sums.pop("steps")).means() | sums

@@ -1,20 +1,24 @@
 """Collect rollouts: T steps of this rank's environments with a frozen policy."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from agents.learner.network.cores import scan
 from agents.learner.network.inputs import Normalizer
 from agents.learner.network.sequences import to_device
 from agents.learner.policy import Policy, PolicyStep
 from envs.vector.layout import StepResult, TorchEnv
 from rl_dist.process_group.clock import section
 from rl_dist.strategies.precision import weights_cast_once
+
+# The host reads the truncations of this many steps together, because a read waits for all GPU work.
+STEPS_PER_READ = {"cpu": 1, "cuda": 8}
 
 
 @dataclass
@@ -100,20 +104,22 @@ def joined(parts: Sequence[Part], dim: int) -> Part:
     """Join the carries or rollouts of all groups of environments, field by field."""
     if len(parts) == 1:  # avoid a copy
         return parts[0]
-    fields = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
-    return type(parts[0])(**once(partial(torch.cat, dim=dim), fields))
+    columns = {name: [getattr(part, name) for part in parts] for name in vars(parts[0])}
+    return type(parts[0])(**once(partial(torch.cat, dim=dim), columns))
 
 
-def once(merge: Callable[..., Tensor], fields: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-    """Merge the tensors of each field; fields that hold the same tensors share the result."""
+def once(merge: Callable[..., Tensor], columns: dict[str, Any]) -> dict[str, Tensor]:
+    """Merge the tensors of each column; columns that hold the same tensors share the result.
+
+    Each column is removed before the next one is merged, so that its memory is free again.
+    """
+    keys = {name: tuple(map(id, tensors)) for name, tensors in columns.items()}
     merged: dict[tuple[int, ...], Tensor] = {}
-    results = {}
-    for name, tensors in fields.items():
-        key = tuple(map(id, tensors))
+    for name, key in keys.items():
+        tensors = columns.pop(name)
         if key not in merged:
             merged[key] = merge(tensors)
-        results[name] = merged[key]
-    return results
+    return {name: merged[key] for name, key in keys.items()}
 
 
 def policy_input(normalize: Callable[[Tensor], Tensor], history: Tensor, obs: Tensor) -> Tensor:
@@ -149,16 +155,14 @@ def episode_sums(
         The latter are 0 where the last step ended an episode.
     """
     increments = torch.stack([raw_rewards, torch.ones_like(rewards), rewards], 1)  # [T, 3, B]
-    sums = torch.stack(
+    before_first = torch.stack(
         [before.episode_return, before.episode_length.double(), before.discounted_return]
     )
-    decay = sums.new_tensor([1.0, 1.0, gamma])[:, None]
-    sums_by_step = []
-    for increment, step_ended in zip(increments, ended, strict=True):
-        sums = sums * decay + increment
-        sums_by_step.append(sums)
-        sums = sums * ~step_ended
-    return torch.stack(sums_by_step, 1), sums
+    decay = increments.new_tensor([1.0, 1.0, gamma])[:, None]
+    # a step continues the sums of the step before it, unless that step ended an episode
+    continues = torch.cat([torch.ones_like(ended[:1]), ~ended[:-1]])[:, None]  # [T, 1, B]
+    sums = scan(continues * decay, increments, before_first)
+    return sums.transpose(0, 1), sums[-1] * ~ended[-1]
 
 
 @section("collect")
@@ -180,7 +184,8 @@ def collect(
     with weights_cast_once(policy.low_precision, noise.device):
         # each group of environments has an actor, with the group's rows of the carry and the noise
         actors = [
-            Actor(policy, normalizer, carry.rows(rows), noise[:, rows]) for rows in env.groups
+            Actor(policy, normalizer, carry.rows(rows), noise[:, rows], bptt_steps)
+            for rows in env.groups
         ]
         for group, actor in enumerate(actors):
             env.send(actor.act(), group)
@@ -196,7 +201,7 @@ def collect(
                     env.send(actor.act(), group)
 
         # join the groups
-        results = [actor.finish(bptt_steps, gamma) for actor in actors]
+        results = [actor.finish(gamma) for actor in actors]
     rollouts, carries = zip(*results, strict=True)
     return joined(rollouts, dim=1), joined(carries, dim=0)
 
@@ -207,16 +212,27 @@ class Actor:
     inputs: Tensor  # inputs of the policy in the current step
     chosen: PolicyStep  # results of the policy in the current step
 
-    def __init__(self, policy: Policy, normalizer: Normalizer, carry: Carry, noise: Tensor) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        normalizer: Normalizer,
+        carry: Carry,
+        noise: Tensor,
+        bptt_steps: int,
+    ) -> None:
         self.policy = policy
         self.carry = carry
         self.scaled_noise = policy.scale_noise(noise)  # [T, B, A]
         dtype = torch.promote_types(carry.obs.dtype, carry.lstm_state.dtype)
         self.normalize = normalizer.frozen(dtype)
+        self.bptt_steps = bptt_steps
         self.steps: list[Step] = []
-        self.states: list[Tensor] = []  # recurrent state before every step
-        # (obs, history, state) after every step, before the end of an episode resets them
+        self.initial_states: list[Tensor] = []  # recurrent state before every L-th step
+        # (obs, history, state) after each of the newest steps, before the end of an episode resets
+        # them. The rows that are not needed are forgotten soon, because they need much memory.
         self.successors: list[tuple[Tensor, Tensor, Tensor]] = []
+        # (index t * B + b of the step, obs, history, state) for the rows that are needed
+        self.needed: list[tuple[Tensor, ...]] = []
 
     @section("policy")
     def act(self) -> Tensor:
@@ -245,8 +261,11 @@ class Actor:
             terminated=terminated,
             truncated=truncated,
         )
+        if len(self.steps) % self.bptt_steps == 0:
+            self.initial_states.append(carry.lstm_state)
+        if len(self.successors) == STEPS_PER_READ[obs.device.type]:
+            self._keep_successors()
         self.steps.append(step)
-        self.states.append(carry.lstm_state)
         history = shift_history(carry.history, self.inputs)
         self.successors.append((info["final_obs"], history, chosen.state))
         ended = terminated | truncated  # [B]
@@ -255,13 +274,30 @@ class Actor:
         carry.episode_start = ended
         carry.lstm_state = chosen.state
 
-    def finish(self, bptt_steps: int, gamma: float) -> tuple[Rollout, Carry]:
+    def _keep_successors(self, at_end: bool = False) -> None:
+        """Keep the newest successors after truncations, and all after the last step of a rollout.
+
+        Their values cannot be taken from the next step.
+        """
+        newest = self.steps[-len(self.successors) :]
+        needed = torch.stack([step.truncated for step in newest]).cpu().numpy()  # [steps, B]
+        needed[-1] |= at_end
+        if needed.any():
+            cells = to_device(np.flatnonzero(needed), self.inputs.device)
+            rows = [torch.cat(tensors)[cells] for tensors in zip(*self.successors, strict=True)]
+            first = (len(self.steps) - len(newest)) * needed.shape[1]
+            self.needed.append((cells + first, *rows))
+        self.successors.clear()
+
+    def finish(self, gamma: float) -> tuple[Rollout, Carry]:
         """Return the recorded steps as a rollout, and the carry of the next rollout.
 
         Log probabilities and next values are each computed in one call for all steps.
         """
-        columns = zip(Step._fields, zip(*self.steps, strict=True), strict=True)
-        steps = Step(**once(torch.stack, dict(columns)))  # each [T, B, ...]
+        self._keep_successors(at_end=True)
+        columns = dict(zip(Step._fields, zip(*self.steps, strict=True), strict=True))
+        self.steps.clear()
+        steps = Step(**once(torch.stack, columns))  # each [T, B, ...]
         logprobs = self.policy.logprobs(steps.actor_outputs, steps.actions)
         ended = steps.terminated | steps.truncated  # [T, B]
         rewards = steps.rewards.double()
@@ -269,7 +305,6 @@ class Actor:
         sums, next_sums = episode_sums(self.carry, raw_rewards, rewards, ended, gamma)
         returns, lengths, discounted_returns = sums  # each [T, B]
         totals = [ended.sum(), (returns * ended).sum(), (lengths * ended).sum()]
-        cpu_starts, cpu_truncated = torch.stack([steps.episode_start, steps.truncated]).cpu()
         rollout = Rollout(
             obs=steps.obs,
             raw_obs=steps.raw_obs,
@@ -281,9 +316,9 @@ class Actor:
             terminated=steps.terminated,
             truncated=steps.truncated,
             discounted_returns=discounted_returns,
-            next_values=self._next_values(steps, cpu_truncated.numpy()),
-            initial_states=torch.stack(self.states[::bptt_steps]),
-            cpu_starts=cpu_starts,
+            next_values=self._next_values(steps),
+            initial_states=torch.stack(self.initial_states),
+            cpu_starts=steps.episode_start.cpu(),
             episodes=torch.stack(totals)[:, None],
         )
         carry = replace(
@@ -295,28 +330,17 @@ class Actor:
         return rollout, carry
 
     @section("policy")
-    def _next_values(self, steps: Step, truncated: np.ndarray) -> Tensor:
-        """Return values [T, B] of the observations after each step; 0 if terminated."""
-        # Most observations after a step are those of the next step, whose values are known. After a
-        # truncation and after the last step, the value is missing.
-        next_values = steps.values.roll(-1, 0)  # the last row is replaced below
-        missing = truncated.copy()  # [T, B]
-        missing[-1] = True
+    def _next_values(self, steps: Step) -> Tensor:
+        """Return values [T, B] of the observations after each step; 0 if terminated.
 
-        # gather the policy inputs of all missing values
-        # for each missing value, its index t * B + b
-        cells = to_device(np.flatnonzero(missing), next_values.device)
-        columns_by_step = (cells % missing.shape[1]).split(missing.sum(1).tolist())
-        inputs = [
-            [tensor.index_select(0, columns) for tensor in successor]
-            for successor, columns in zip(self.successors, columns_by_step, strict=True)
-            if len(columns)
-        ]
-        obs, history, state = (torch.cat(tensors) for tensors in zip(*inputs, strict=True))
-
-        # compute the missing values in one call; discard the new recurrent states
+        Most observations after a step are those of the next step, whose values are known. The
+        others are computed in one call.
+        """
+        cells, obs, history, state = map(torch.cat, zip(*self.needed, strict=True))
         policy_inputs = policy_input(self.normalize, history, obs)
         no_start = torch.zeros_like(cells, dtype=torch.bool)
+        # discard the new recurrent states
         values = self.policy.act(policy_inputs, state, no_start).values
+        next_values = steps.values.roll(-1, 0)  # the last row is replaced
         next_values.view(-1).index_copy_(0, cells, values)
         return next_values * ~steps.terminated

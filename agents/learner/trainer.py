@@ -327,6 +327,7 @@ def train(
         # gather the metrics of all ranks
         metrics = recorder.gather(rollout, training.env, training.monitor, stop.signum)
         signum = metrics.pop("signum")
+        del rollout  # frees its memory before the next one is collected
         # the three dicts have no key in common
         metrics = training.end_iteration(metrics["episode/count"]) | metrics | losses
         training.profiler.end(writer.say)

@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from agents.config import RunConfig, probe
 from agents.learner.controller import PolicyController
+from agents.learner.network.sequences import cut_sequences
 from agents.learner.policy import Policy
 from agents.learner.ppo import PPO, Minibatch
 from agents.learner.settings import AUTO_SIZE, TrainConfig
@@ -40,16 +42,20 @@ def rollout_bytes(config: RunConfig, num_envs: int, policy: Policy | None = None
     unknown, and each is counted as one number.
     """
     # numbers stored per step: observation twice (pixels once, as bytes), action, log-probability,
-    # two values, recurrent state
-    numbers = 6 + config.policy.hidden_size * (not config.policy.stateless)
+    # two values
+    numbers = 5.0
+    state = config.policy.hidden_size * (not config.policy.stateless)
     others = 27  # bytes stored per step: reward, return and length of the episode, three flags
     if policy:
         num_observed = policy.num_obs * (1 + max(config.policy.feature_window, 1))
         if policy.layout.is_pixels and not config.policy.feature_window:
             others += policy.num_obs
             num_observed = 0
-        numbers = num_observed + policy.num_actions + 3 + policy.initial_state(1).numel()
-    return num_envs * config.train.num_steps * (config.launch.dtype.itemsize * numbers + others)
+        numbers = num_observed + policy.num_actions + 3
+        state = policy.initial_state(1).numel()
+    numbers += state / config.train.bptt_steps  # the state before every bptt_steps-th step
+    bytes_per_step = config.launch.dtype.itemsize * numbers + others
+    return int(num_envs * config.train.num_steps * bytes_per_step)
 
 
 def check_rollouts(config: RunConfig, world: World) -> None:
@@ -203,7 +209,8 @@ class Trials:
             )
         _rollout = torch.empty(rollout, dtype=torch.uint8, device=device)  # as large as a rollout
         minibatch = dummy_minibatch(policy, train.bptt_steps, sequences)
-        ppo.gradients(minibatch, ppo.plans(minibatch.episode_start.cpu().numpy()))
+        pieces = cut_sequences(minibatch.episode_start.cpu().numpy())
+        ppo.gradients(minibatch, ppo.plans(pieces, np.arange(sequences)))
         policy.zero_grad()
         self.bytes_per_sequence = peak_memory_bytes(device) / sequences
         yield
@@ -215,9 +222,8 @@ class Trials:
                 strategy = Strategy(options, world)
                 ppo = PPO(policy, config.ppo, strategy, train.grad_accumulation)
             minibatch = minibatch.select(Tensor.narrow, 0, sizes.batch_size)
-            starts = minibatch.episode_start.cpu().numpy()
             while True:
-                ppo.step(minibatch, ppo.plans(starts))
+                ppo.step(minibatch, ppo.plans(pieces, np.arange(sizes.batch_size)))
                 yield
         finally:
             strategy.close()

@@ -98,7 +98,7 @@ def test_auto_chooses_only_sizes_that_fit_and_fails_if_none_does(tmp_path, monke
     assert "batch_size auto: 8 " in capsys.readouterr().out
     for reason, owner, name, value in (
         ("CUDA out of memory", PPO, "step", lambda *_: fail()),
-        ("GiB are free", auto, "free_memory_bytes", lambda *_: 50_000),
+        ("GiB are free", auto, "free_memory_bytes", lambda *_: 20_000),
         ("no value divides", auto, "allowed_batch_sizes", lambda *_: []),
     ):
         monkeypatch.setattr(owner, name, value)
@@ -112,7 +112,7 @@ def test_auto_chooses_only_sizes_that_fit_and_fails_if_none_does(tmp_path, monke
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_cpu_ranks_share_the_memory_in_which_their_rollouts_must_fit(ranks, monkeypatch):
-    monkeypatch.setattr(auto, "free_memory_bytes", lambda device, sharers: 2**26 // sharers)
+    monkeypatch.setattr(auto, "free_memory_bytes", lambda device, sharers: 2**23 // sharers)
     train = TrainConfig(
         num_steps=128, num_envs=512 * ranks, batch_size=512 * ranks, total_steps=10**6
     )

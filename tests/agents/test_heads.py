@@ -6,10 +6,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Discrete
 from policies import SEVERAL, VECTOR, act, make_policy, small
 from torch.distributions import Categorical
 
 from agents.learner.network.noise import action_noise
+from agents.learner.policy import Heads
 from envs.vector.layout import Layout, Part
 
 MASKED = Layout((Part("observation", "vector", (4,)), Part("action_mask", "mask", (9,))))
@@ -96,13 +98,24 @@ def test_a_forbidden_option_has_probability_0():
     assert evaluation_of(policy, one_step(policy, MASK), forbidden).logprobs.exp() == 0.0
 
 
+def test_a_single_choice_is_evaluated_like_a_categorical_distribution():
+    policy = make_policy(small(), Discrete(5))
+    logits = 3.0 * torch.randn(4, 2, 5, dtype=torch.float64)
+    actions = torch.randint(5, (4, 2))
+    evaluation = policy.evaluate(Heads(logits, logits), actions)
+    expected = Categorical(logits=logits)
+    torch.testing.assert_close(evaluation.logprobs, expected.log_prob(actions))
+    torch.testing.assert_close(evaluation.entropy, expected.entropy())
+
+
 def test_the_entropy_is_largest_if_all_allowed_actions_are_equally_likely():
     policy = make_policy(WINDOWS, SEVERAL, MASKED)
     obs, state, start = one_step(policy, MASK)
     obs = obs.repeat(1, 2)
     policy.actor_head.weight.data.zero_()
     actor = policy.act(obs, state, start).actor_outputs
-    for value in (policy.largest_entropy(obs), policy.distribution(actor).entropy()):
+    evaluation = policy.evaluate(Heads(actor, actor), torch.zeros(1, 3, dtype=torch.int64))
+    for value in (policy.largest_entropy(obs), evaluation.entropy):
         assert value.tolist() == pytest.approx([2 * math.log(2)])
 
 

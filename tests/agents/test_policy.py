@@ -19,6 +19,8 @@ from policies import (
     run_stepwise,
 )
 
+from agents.learner.policy import Heads
+
 CASES = ROWS | {
     f"{name}, {space}": (config, space, VECTOR)
     for name, config in FORMS.items()
@@ -42,7 +44,7 @@ def test_a_sequence_equals_its_single_steps_and_so_do_gradients(case):
 
     resets = starts | (not config.memory)
     actor, stepwise = run_stepwise(network_of(policy), obs, state, resets)
-    expected = gradients(policy.distribution(actor).log_prob(actions), stepwise)
+    expected = gradients(policy.evaluate(Heads(actor, stepwise), actions).logprobs, stepwise)
     for plan in plans_of(policy, starts):
         evaluation = policy(obs, actions, state, starts, plan)
         torch.testing.assert_close(evaluation.logprobs, logprobs, rtol=1e-12, atol=1e-12)

@@ -305,7 +305,7 @@ def test_refreshed_states_are_used_from_the_second_epoch_on(world):
     step, used, refreshed, stored = training.ppo.step, [], [], []
 
     def refresh(policy, batch):
-        stored.append(batch.sequences.lstm_state)
+        stored.append(batch.initial_states)
         refreshed.append(refreshed_states(policy, batch))
         return refreshed[-1]
 
@@ -313,5 +313,6 @@ def test_refreshed_states_are_used_from_the_second_epoch_on(world):
         trained(training, lambda *args: used.append(args[0].lstm_state) or step(*args))
     assert (refreshed[-1] - stored[-1]).abs().max() > 1e-3
     last = torch.cat(used).chunk(3)[2]
-    sums, expected = (part.flatten(1).sum(1).sort().values for part in (last, refreshed[-1]))
+    states = refreshed[-1].flatten(0, 1)
+    sums, expected = (part.flatten(1).sum(1).sort().values for part in (last, states))
     assert torch.equal(sums, expected)

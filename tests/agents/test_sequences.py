@@ -59,7 +59,7 @@ def test_a_sequence_equals_its_single_steps_for_any_pattern_of_resets(shape):
         for step, flags in zip(obs, starts, strict=True):
             after = policy.network(step[None], after * ~flags[:, None, None]).state
         for inside in (False, True):
-            reached = state_after(policy.network, *inputs, starts, starts.numpy(), inside)
+            reached = state_after(policy.network, *inputs, starts, inside)
             torch.testing.assert_close(reached, after, rtol=1e-11, atol=1e-12, msg=name)
 
 
@@ -69,5 +69,5 @@ def test_a_reset_clears_the_state_whatever_is_observed():
     starts = patterns(17, 3)["random 0.2"]
     given = policy.network, obs * 1e8, state, starts
     torch.testing.assert_close(run_packed(*given), run_stepwise(*given), rtol=1e-5, atol=1e-6)
-    inside, cut = (state_after(*given, starts.numpy(), way) for way in (True, False))
+    inside, cut = (state_after(*given, way) for way in (True, False))
     torch.testing.assert_close(inside, cut, rtol=1e-5, atol=1e-6)

@@ -165,7 +165,7 @@ def advantages_of(world, steps, norm_adv=True, **options):
     training = Recording(make_job("trading, mlp", ppo=ppo, **options), world)
     training.warm_up_normalizers()
     advantages, deviation = [], training.normalizers.return_deviation()
-    training.ppo.update = lambda batch, *_: advantages.append(batch.sequences.advantages) or {}
+    training.ppo.update = lambda batch, *_: advantages.append(batch.steps["advantages"]) or {}
     for training.iteration in range(1, steps + 1):
         training.update(training.collect())
     return advantages, deviation

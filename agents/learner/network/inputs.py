@@ -20,6 +20,8 @@ NATURE = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # its channels, kernel sizes and 
 NATURE_OUTPUTS = 512
 LARGEST_MAP = 6  # largest height and width of the last convolution's output, in pixels
 CHANNELS = (16, 32, 64)  # channels of successive convolutions, see `small_encoder`
+# how many numbers are summed up at once, chosen for the cache of a CPU core and for GPU memory
+BLOCK_NUMBERS = {"cpu": 2**16, "cuda": 2**24}
 CLIP = 10.0  # normalised values are clipped to [-CLIP, CLIP]
 
 
@@ -47,10 +49,17 @@ class RunningMoments(nn.Module):
 
         Both kinds of sums are taken over deviations from the current mean.
         """
-        rows = samples.flatten(0, -2).index_select(1, self.index)
-        deviations = rows.double() - self.mean[self.index]
-        count = deviations.new_full((1,), len(deviations))
-        return torch.cat([count, deviations.sum(0), deviations.square().sum(0)])
+        rows = samples.flatten(0, -2)
+        mean = self.mean[self.index]
+        totals = mean.new_zeros(2, len(mean))
+        # blocks of rows, because float64 copies of all rows would need much memory
+        block_rows = BLOCK_NUMBERS[rows.device.type] // max(1, len(mean))
+        for block in rows.split(max(1, block_rows)):
+            if len(mean) < block.shape[1]:  # otherwise, the copy would take half of the time
+                block = block.index_select(1, self.index)
+            deviations = block.double() - mean
+            totals += torch.stack([deviations.sum(0), deviations.square().sum(0)])
+        return torch.cat([mean.new_full((1,), len(rows)), totals.flatten()])
 
     def merge(self, sums: Tensor) -> None:
         """Merge `sums`, added over all ranks, into the statistics."""

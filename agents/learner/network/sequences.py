@@ -16,9 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# Calling one layer of a core has a fixed overhead of 0.8 ms on a CPU. In that time, a core with the
-# following number of weights computes one step of one row.
-CALL_WEIGHTS = 10_000_000
+# Calling one layer of a core has a fixed overhead. In that time, a core with the following number
+# of weights computes one step of one row. The overhead is 0.8 ms on a CPU (measured) and about 1 ms
+# on a GPU: 75 operators, and the steps of a call follow one another. At 50 TFLOP/s, a GPU computes
+# 6 operations for each of the weights in this time (an estimate that no GPU has confirmed).
+CALL_WEIGHTS = {"cpu": 10_000_000, "cuda": 8_000_000_000}
 PACKING = 1.07  # time per step in packed rows (with resets), relative to padded rows
 
 
@@ -35,6 +37,46 @@ RecurrentNetwork = Callable[..., NetworkResult]
 
 
 @dataclass(frozen=True)
+class Pieces:
+    """The P pieces into which episode starts cut N sequences of T steps.
+
+    The pieces are sorted by sequence, those of a sequence by time. The length of a piece determines
+    its level: 0 for whole sequences, 1 for lengths in (T/2, T), 2 for (T/4, T/2], and so on.
+    """
+
+    counts: np.ndarray  # [N] number of pieces of each sequence
+    starts: np.ndarray  # [P] first step of each piece, counted from the start of its sequence
+    lengths: np.ndarray  # [P]
+    levels: np.ndarray  # [P]
+    stateful: np.ndarray  # [P] bool: the piece begins with the initial state of its sequence
+
+    def of(self, sequences: np.ndarray) -> "Pieces":
+        """Return the pieces of some sequences, in the order of these sequences."""
+        counts = self.counts[sequences]
+        last = np.cumsum(self.counts)[sequences]  # index after the last piece of each sequence
+        index = np.arange(counts.sum()) + np.repeat(last - np.cumsum(counts), counts)
+        fields = (self.starts, self.lengths, self.levels, self.stateful)
+        return Pieces(counts, *(field[index] for field in fields))
+
+
+def cut_sequences(episode_start: np.ndarray) -> Pieces:
+    """Cut sequences at their episode starts [T, N]."""
+    num_steps = len(episode_start)
+    begins = episode_start.T.copy()  # [N, T]
+    begins[:, 0] = True
+    firsts = np.flatnonzero(begins)  # index n * T + t of each piece's first step
+    lengths = np.diff(np.append(firsts, begins.size))
+    columns, starts = np.divmod(firsts, num_steps)
+    return Pieces(
+        counts=begins.sum(1),
+        starts=starts,
+        lengths=lengths,
+        levels=np.floor(np.log2(num_steps / lengths)).astype(np.int8) + (lengths < num_steps),
+        stateful=(starts == 0) & ~episode_start[0, columns],
+    )
+
+
+@dataclass(frozen=True)
 class Plan:
     """Dense calls for N sequences of T steps; `calls` is empty if no episode starts inside them.
 
@@ -44,40 +86,49 @@ class Plan:
 
     calls: list[tuple[int, int]]  # steps and rows of each block
     packed: bool  # True: rows hold several pieces, so the network must accept resets
-    places: Tensor  # [T * N] for each cell t * N + n, its index in the stored blocks
+    bases: Tensor  # [P] where step 0 of a piece's sequence would be in the stored blocks
+    strides: Tensor  # [P] distance between the places of two steps of a piece
     columns: Tensor  # for each row, the index of the sequence to which its first piece belongs
     stateful: Tensor  # for each row, 1 if it begins with that sequence's initial state, else 0
     reset_places: Tensor  # indices, in the stored blocks, of the steps that reset the state
 
+    def places(self, episode_start: Tensor) -> Tensor:
+        """Return, for each cell t * N + n, its index in the stored blocks, [T * N].
+
+        Args:
+            episode_start: [T, N] bool, from which the plan was made.
+        """
+        begins = episode_start.T.clone()  # [N, T]
+        begins[:, 0] = True
+        pieces = begins.flatten().cumsum(0) - 1  # [N * T] index of the piece of each cell
+        bases, strides = (
+            table.index_select(0, pieces).view_as(begins) for table in (self.bases, self.strides)
+        )
+        steps = torch.arange(begins.shape[1], device=begins.device)
+        return torch.addcmul(bases, steps, strides).T.flatten()
+
 
 def plan_pieces(
-    episode_start: np.ndarray,  # [T, N] bool
+    pieces: Pieces,
     device: torch.device,  # device of the sequences
     call_steps: float = 0.0,  # overhead of a network call, measured in steps of one row
     resets_inside: bool = False,  # True: the network accepts resets, so pack pieces if faster
 ) -> Plan:
-    """Cut sequences at episode starts; group the pieces by length, or pack them.
+    """Group pieces by length, or pack them.
 
-    The length of a piece determines its level: 0 for whole sequences, 1 for lengths in (T/2, T),
-    2 for (T/4, T/2], and so on. So less than half of a level's cells are padding. Neighbouring
-    levels are joined into one group if that saves time.
+    All pieces of a level belong to the same group, so less than half of a level's cells are
+    padding. Neighbouring levels are joined into one group if that saves time.
     """
-    # cut the sequences into pieces, and sort the pieces by level
-    num_steps, num_columns = episode_start.shape
-    begins = episode_start.copy()
-    begins[0] = True
-    firsts = np.flatnonzero(begins.T)  # index n * T + t of each piece's first cell
-    if len(firsts) == num_columns:
-        return Plan([], False, *[torch.empty(0)] * 4)
-    lengths = np.diff(np.append(firsts, begins.size))
-    level = np.floor(np.log2(num_steps / lengths)).astype(np.int8) + (lengths < num_steps)
-    order = np.argsort(level, kind="stable")
-    lengths = lengths[order]
-    columns, starts = np.divmod(firsts[order], num_steps)
-    stateful = (starts == 0) & ~episode_start[0, columns]
+    num_columns = len(pieces.counts)
+    if len(pieces.lengths) == num_columns:
+        return Plan([], False, *[torch.empty(0)] * 5)
+    order = np.argsort(pieces.levels, kind="stable")
+    lengths = pieces.lengths[order]
+    stateful = pieces.stateful[order]
+    columns = np.repeat(np.arange(num_columns), pieces.counts)[order]
 
     # join levels into groups; each group has a block with one row per piece
-    counts = np.bincount(level)
+    counts = np.bincount(pieces.levels)
     counts = counts[counts > 0]  # number of pieces in each level that has pieces
     longest = np.maximum.reduceat(lengths, np.cumsum(counts) - counts)  # longest piece per level
     splits = cheapest_splits(counts.tolist(), longest.tolist(), call_steps)
@@ -90,7 +141,7 @@ def plan_pieces(
     # `most_cells` cells.
     packed = False
     most_cells = (block_steps @ num_rows + call_steps * (len(splits) - 1)) / PACKING
-    if resets_inside and begins.size <= most_cells:
+    if resets_inside and lengths.sum() <= most_cells:
         packed_row, packed_begin = best_fit(lengths, stateful)
         packed = bool(longest[0] * (packed_row.max() + 1) <= most_cells)
         if packed:
@@ -100,16 +151,10 @@ def plan_pieces(
             block_steps = longest[:1]
 
     # for each piece, find the index of its first cell in the stored blocks
-    stride = np.repeat(num_rows, num_rows)[row]  # index distance between successive steps of a row
+    strides = np.repeat(num_rows, num_rows)[row]  # index distance between two steps of a row
     later_cells = (block_steps - 1) * num_rows  # number of cells of each block after its first step
     offsets = np.cumsum(later_cells) - later_cells
-    first_places = np.repeat(offsets, num_rows)[row] + row + begin * stride
-
-    # find the places of all cells
-    step = np.arange(begins.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    cells = np.repeat(starts * num_columns + columns, lengths) + step * num_columns
-    places = np.empty(begins.size, np.int64)
-    places[cells] = np.repeat(first_places, lengths) + step * np.repeat(stride, lengths)
+    first_places = np.repeat(offsets, num_rows)[row] + row + begin * strides
 
     # find the initial state of each row, and the reset step before each later piece of a row
     is_first = begin == 0
@@ -117,17 +162,19 @@ def plan_pieces(
     row_columns[row[is_first]] = columns[is_first]
     row_stateful = np.zeros_like(row_columns)
     row_stateful[row[is_first]] = stateful[is_first]
-    reset_places = (first_places - stride)[~is_first]
+    reset_places = (first_places - strides)[~is_first]
 
     calls = list(zip(block_steps.tolist(), num_rows.tolist(), strict=True))
-    tables = to_device_together([places, row_columns, row_stateful, reset_places], device)
-    return Plan(calls, packed, *tables)
+    by_piece = np.empty((2, len(order)), np.int64)  # in the order of `pieces`
+    by_piece[:, order] = first_places - pieces.starts[order] * strides, strides
+    tables = [*by_piece, row_columns, row_stateful, reset_places]
+    return Plan(calls, packed, *to_device_together(tables, device))
 
 
-def overhead_steps(cores: Sequence[nn.Module], num_layers: int) -> float:
+def overhead_steps(cores: Sequence[nn.Module], num_layers: int, device: torch.device) -> float:
     """Return the overhead of calling all cores once, measured in steps of one row."""
     num_weights = sum(p.numel() for core in cores for p in core.parameters())
-    return CALL_WEIGHTS * num_layers * len(cores) / max(num_weights, 1)
+    return CALL_WEIGHTS[device.type] * num_layers * len(cores) / max(num_weights, 1)
 
 
 def cheapest_splits(counts: list[int], longest: list[int], call_steps: float) -> list[int]:
@@ -198,7 +245,7 @@ def run_sequence(
     Returns the network's outputs, each [T, N, ...]. No gradient flows across an episode start.
     """
     if plan is None:
-        plan = plan_pieces(episode_start.cpu().numpy(), inputs.device)
+        plan = plan_pieces(cut_sequences(episode_start.cpu().numpy()), inputs.device)
     if not plan.calls:  # one dense call processes the uncut sequences
         return network(inputs, state * ~episode_start[0][:, None, None]).outputs
 
@@ -206,8 +253,9 @@ def run_sequence(
     # large inputs could open gates that a reset must shut.
     num_rows = [rows for _, rows in plan.calls]
     block_sizes = [steps * rows for steps, rows in plan.calls]
+    places = plan.places(episode_start)
     cells = inputs.new_zeros(sum(block_sizes), inputs.shape[-1])
-    cells = cells.index_copy(0, plan.places, inputs.flatten(0, 1))
+    cells = cells.index_copy(0, places, inputs.flatten(0, 1))
     before = state.index_select(0, plan.columns) * plan.stateful[:, None, None]
     resets = []
     if plan.packed:
@@ -223,7 +271,7 @@ def run_sequence(
     outputs = []
     for parts in zip(*results, strict=True):
         flat = torch.cat([part.flatten(0, 1) for part in parts])
-        outputs.append(flat.index_select(0, plan.places).unflatten(0, episode_start.shape))
+        outputs.append(flat.index_select(0, places).unflatten(0, episode_start.shape))
     return tuple(outputs)
 
 
@@ -233,13 +281,11 @@ def state_after(
     inputs: Tensor,
     state: Tensor,
     episode_start: Tensor,
-    starts: np.ndarray,
     resets_inside: bool,
 ) -> Tensor:
     """Return the state [N, S, H] after the last of the [T, N] steps.
 
-    Only the last episode of each sequence affects this state. The arguments are as in
-    `run_sequence`; `starts` is a copy of `episode_start` on the CPU.
+    The arguments are as in `run_sequence`. With `resets_inside`, one call processes all steps.
     """
     if resets_inside:
         # Turn the step before each episode start into a reset step, so that a single call processes
@@ -248,11 +294,8 @@ def state_after(
         resets[:-1, :, 0] = episode_start[1:].to(inputs.dtype)
         inputs = inputs.masked_fill(resets > 0.5, 0.0)  # zero inputs, as in `run_sequence`
         return network(inputs, state * ~episode_start[0][:, None, None], resets).state
-    # Cut all sequences at each step at which the last episode of some sequence begins.
-    last = (np.arange(len(inputs))[:, None] * starts).max(0)  # [N] step of the last episode start
-    cuts = sorted({0, *last.tolist()})
-    for begin, end in zip(cuts, [*cuts[1:], len(inputs)], strict=True):
-        state = network(inputs[begin:end], state * ~episode_start[begin][:, None, None]).state
+    for step, starts in zip(inputs, episode_start, strict=True):
+        state = network(step[None], state * ~starts[:, None, None]).state
     return state
 
 
