@@ -30,6 +30,8 @@ from rl_dist.strategies.strategy import Strategy
 
 # range of values that batch_size auto tries, in sequences per rank
 SMALLEST, LARGEST = 8, 2**19
+# precisions that `--precision auto` tries on each device, most precise first
+PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16")}
 
 
 # ---- memory
@@ -106,7 +108,7 @@ def choose(run: Run, world: World) -> Run:
     cores = max(1, available_cores() // world.local_size)
     values: dict[str, Iterable[Any]] = {
         "batch_size": doublings(allowed_batch_sizes(config.train, world.size)),
-        "precision": ("fp32", "bf16"),
+        "precision": PRECISIONS[world.device.type],
         "chosen_strategy": strategy_modes(world.size, len(run.resolved.gpu_ids)),
         "env_workers": (0, cores, 4 * cores),
     }

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-# auto: bf16 if training has measured that bf16 is faster, otherwise fp32
+# auto: the most precise of fp32, tf32 (only on GPUs) and bf16 that is about as fast as the fastest
 Precision = Literal["auto", "fp32", "fp64", "tf32", "bf16", "fp16"]
 
 

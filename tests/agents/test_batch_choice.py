@@ -1,6 +1,7 @@
 """Test training with flags set to auto, and training that needs too much memory."""
 
 import itertools
+import re
 import shlex
 from contextlib import nullcontext
 from dataclasses import replace
@@ -87,6 +88,17 @@ def test_auto_trains_like_the_value_it_chooses_and_a_resume_keeps_that_value(
     capsys.readouterr()
     assert train_here("--resume", run_dir, *again, "--total_steps=1024") == 0
     assert f"{flag} auto" not in capsys.readouterr().out and chosen() == value
+
+
+@pytest.mark.parametrize(
+    "device_type, tried", [("cpu", ["fp32", "bf16"]), ("cuda", ["fp32", "tf32", "bf16"])]
+)
+def test_auto_tries_tf32_only_on_gpus(device_type, tried, tmp_path, monkeypatch, capsys):
+    """The training itself runs on the CPU, where tf32 computes like fp32."""
+    monkeypatch.setitem(auto.PRECISIONS, "cpu", auto.PRECISIONS[device_type])
+    assert train(tmp_path / "run", "--batch_size 16 --precision auto") == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "precision auto" in line)
+    assert re.findall(r"(\w+): \S+ ms", line) == tried
 
 
 def test_auto_chooses_only_sizes_that_fit_and_fails_if_none_does(tmp_path, monkeypatch, capsys):
