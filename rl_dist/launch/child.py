@@ -35,9 +35,10 @@ WARM_UP = 3  # the first WARM_UP iterations are not measured
 # (rounds). The measurement takes at least 3 iterations and 3 seconds.
 ROUNDS = 3
 ROUNDS_S = 3.0
-# If iterations are slow: after this many seconds, 1 iteration of warm-up and 2 measured iterations
-# are enough.
-ENOUGH_S = 12.0
+# If iterations are slow: this many seconds after all copies have finished their first iteration, 1
+# iteration of warm-up and 2 measured iterations are enough. The start of the processes does not
+# count: it may take longer than the measurement, and the first iteration on a GPU loads kernels.
+ENOUGH_S = 8.0
 # The speed is steady if the fastest round is at most this many times as fast as the slowest one.
 MAX_SPREAD = 1.5
 
@@ -240,7 +241,7 @@ def measure_short_runs(copies: Sequence[Sequence[str]], timeout_s: float = 600.0
 
     Args:
         copies: flags of the training script for each copy.
-        timeout_s: longest duration of this call.
+        timeout_s: longest duration of this call, including the start of the copies.
 
     Raises:
         UserError: the script rejects the flags.
@@ -263,14 +264,17 @@ def measure_short_runs(copies: Sequence[Sequence[str]], timeout_s: float = 600.0
             children.append(exit_stack.enter_context(child))
             runs.append(run)
 
+        begun_s = started_s  # last time when a copy had not yet finished its first iteration
         warm_s = math.inf  # time when all copies had finished their warm-up
         warm_up: list[int] = []  # iterations that each copy had finished at time `warm_s`
         while True:
             time.sleep(POLL_S)
             now_s = time.monotonic()
-            is_late = now_s - started_s > ENOUGH_S
             records = [run.records() for run in runs]
-            if not warm_up and min(map(len, records)) >= (1 if is_late else WARM_UP):
+            if not all(records):
+                begun_s = now_s
+            is_late = now_s - begun_s > ENOUGH_S
+            if not warm_up and (is_late or min(map(len, records)) >= WARM_UP):
                 warm_s = now_s
                 warm_up = [*map(len, records)]
             measured = [copy[skip:] for copy, skip in zip(records, warm_up, strict=False)]

@@ -23,7 +23,7 @@ def nobody_left():
 def test_copies_train_in_parallel_with_their_flags_and_different_episodes(
     enough_s, fewest, monkeypatch
 ):
-    """Each copy measures three iterations, or two if `enough_s` seconds have passed."""
+    """Each copy measures three iterations, or two if iterations take long."""
     monkeypatch.setattr(child, "ENOUGH_S", enough_s)
     monkeypatch.setattr(child, "ROUNDS_S", 0.0 if enough_s else 10**6)
     runs = measure_short_runs([[*TINY, "--num_episodes=7"], TINY])
@@ -36,6 +36,15 @@ def test_copies_train_in_parallel_with_their_flags_and_different_episodes(
     both = first.keys() & second.keys()
     assert not both or any(first[number] != second[number] for number in both)
     assert 1000 < runs.gradient_bytes < 10**6 and runs.gradient_bytes % 4 == 0
+
+
+def test_a_slow_start_shortens_neither_the_warm_up_nor_the_measurement(tmp_path, monkeypatch):
+    monkeypatch.setattr(child, "ENOUGH_S", 4.0)
+    monkeypatch.setattr(child, "ROUNDS_S", 0.0)
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(4)\n")
+    monkeypatch.chdir(tmp_path)  # the copies import modules from here
+    (records,) = measure_short_runs([[*TINY, "--env=slow:Recall-v0"]]).records
+    assert records[0]["iteration"] > child.WARM_UP and len(records) >= child.ROUNDS
 
 
 @pytest.mark.parametrize(
