@@ -183,6 +183,7 @@ def run_job(tree: Path, commands: list[str], folder: Path) -> Path:
     (folder / "flaky.py").write_text(FLAKY)
     write_prices(folder / "prices.csv")
     run_dir = folder / "run"
+    path = f"{tree}:{folder}:{os.environ.get('PYTHONPATH', folder)}"
     for command in commands:
         words = command.replace("RUN", str(run_dir)).replace("DIR", str(folder)).split()
         kill = words[0] == "kill"
@@ -192,7 +193,7 @@ def run_job(tree: Path, commands: list[str], folder: Path) -> Path:
         process = subprocess.Popen(
             [sys.executable, *words],
             cwd=folder,
-            env=os.environ | {"PYTHONPATH": f"{tree}:{folder}", "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             stdout=(folder / "output").open("a"),
             stderr=subprocess.STDOUT,
             process_group=0,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from train_runs import REPO, lives, wait_until
+from train_runs import REPO, lives, python_path, wait_until
 
 UNSHARE = "setpriv --pdeathsig KILL unshare --mount --net --uts --pid --fork --kill-child"
 PATIENCE_S = 300
@@ -64,7 +64,7 @@ class Host:
         log = self.network.folder / f"host{self.number}_{time.monotonic_ns()}.log"
         cores = sorted(os.sched_getaffinity(0))
         core = str(cores[self.number % len(cores)])
-        path = f"{REPO}{os.pathsep}{REPO / 'tests'}"
+        path = python_path(REPO, REPO / "tests")
         variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path} | environment
         with log.open("wb") as file:
             process = subprocess.Popen(

@@ -16,7 +16,7 @@ from textwrap import indent
 import pytest
 import torch
 from test_docs import MARK, PAGES, ROOT, TEXTS, TRAINING, commands, generated
-from train_runs import daily_bars, run_here, train_here
+from train_runs import daily_bars, python_path, run_here, train_here
 
 from agents import export
 from rl_dist.telemetry.metrics import close_logging
@@ -142,7 +142,7 @@ def run(words, folder):
     starts = {"python": [sys.executable], "make": ["make", f"VENV={sys.prefix}"]}
     starts["torchrun"] = [sys.executable, "-m", "torch.distributed.run"]
     options = {"capture_output": True, "text": True, "cwd": folder, "timeout": 600}
-    options["env"] = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    options["env"] = os.environ | {"PYTHONPATH": python_path(folder), "OMP_NUM_THREADS": "1"}
     return subprocess.run([*starts[first], *rest], stdin=subprocess.DEVNULL, **options)
 
 

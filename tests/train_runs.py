@@ -75,10 +75,15 @@ def output_in(folder):
         yield
 
 
+def python_path(*folders):
+    """Return a PYTHONPATH of these folders, followed by the PYTHONPATH of this process."""
+    inherited = filter(None, [os.environ.get("PYTHONPATH")])
+    return os.pathsep.join([*map(str, folders), *inherited])
+
+
 def start(*argv, **options):
     """Start `python` with these arguments in a new session; `env` holds additional variables."""
-    path = f"{REPO}{os.pathsep}{REPO / 'tests'}"
-    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(REPO, REPO / "tests")}
     options["env"] = os.environ | variables | options.get("env", {})
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, *map(str, argv)]

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from train_runs import RECALL, REPO, records
+from train_runs import RECALL, REPO, python_path, records
 
 # Modules that a plain run does not need: they serve other flags or other tasks.
 NOT_LOADED = (
@@ -32,8 +32,8 @@ def trained(tmp_path_factory):
     flags = [*RECALL, "--env", "own_environment:Cue-v0", "--num_gpus", "2", "--total_steps", "128"]
     flags += ["--stop_at", "env/right_answers", "0"]
     command = [REPO / "train_distributed.py", *flags, "--eval_episodes", "2", "--run_dir", "run"]
-    path = [str(REPO), str(REPO / "tests/noting_imports")]
-    variables = {"PYTHONPATH": os.pathsep.join(path), "NOTED_IMPORTS": str(folder)}
+    path = python_path(REPO, REPO / "tests/noting_imports")
+    variables = {"PYTHONPATH": path, "NOTED_IMPORTS": str(folder)}
     done = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, cwd=folder,
         env=os.environ | variables | {"OMP_NUM_THREADS": "1"},

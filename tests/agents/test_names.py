@@ -71,6 +71,12 @@ def test_an_error_names_the_users_package_that_hides_ours(name, tmp_path):
     assert str(place) in errors.splitlines()[-1]
 
 
+def test_processes_that_tests_start_find_packages_on_the_python_path(tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run_in(REPO, "-c", "import only_here, train_runs")
+
+
 # ---- the command clstm-ppo
 
 

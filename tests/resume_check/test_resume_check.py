@@ -5,7 +5,15 @@ import shutil
 
 import pytest
 from tensorboard_readers import scalars
-from train_runs import REPO, iterations, output_in, printed_error, records, start
+from train_runs import (
+    REPO,
+    iterations,
+    output_in,
+    printed_error,
+    python_path,
+    records,
+    start,
+)
 
 from rl_dist.checkpoint.store import latest_checkpoint, load_checkpoint, save_checkpoint
 from rl_dist.resume_check import check, compare, differences, main, parse
@@ -30,7 +38,7 @@ def proof(tmp_path_factory):
     folder = tmp_path_factory.mktemp("proof")
     args = parse([*SMALL, "--env=misbehaving_envs:SavedWithLimit-v0", "--iterations=3"])
     with pytest.MonkeyPatch.context() as patch, output_in(folder):
-        patch.setenv("PYTHONPATH", str(REPO / "tests"))
+        patch.setenv("PYTHONPATH", python_path(REPO / "tests"))
         is_equal = check(args, folder)
     out = (folder / "out").read_text()
     assert is_equal and "bit-identical: all " in out, out + (folder / "err").read_text()

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 import torch
 from fake_gpus import pretend_gpus
-from train_runs import RECALL, REPO, only_error, output_in, run_here
+from train_runs import RECALL, REPO, only_error, output_in, python_path, run_here
 
 import check_gpu_setup
 from rl_dist import setup_check
@@ -149,7 +149,7 @@ def test_the_command_measures_the_requested_training_and_its_output_fits_the_sch
 ):
     flags = ["--num_gpus=2", "--total_steps=128", "--env=misbehaving_envs:Speaks-v0", "--json"]
     monkeypatch.setattr(setup_check, "REDUCED_BYTES", (1024, 2**16))
-    monkeypatch.setenv("PYTHONPATH", str(REPO / "tests"))
+    monkeypatch.setenv("PYTHONPATH", python_path(REPO / "tests"))
     with output_in(tmp_path):
         code = run_here(check_gpu_setup.main, *RECALL[2:], *flags)
     found = read_object(tmp_path / "out")
