@@ -59,8 +59,9 @@ test-all: ready-test
 	@$(call complete,test wandb mlflow popgym ray)
 	@$(RUN) -m pytest $(PARALLEL) -m "not gpu" $(ARGS)
 
-test-gpu: ready-test
-	@$(RUN) -m pytest -n 0 -m gpu --junitxml="gpu_report_`date +%Y-%m-%d_%H-%M`.xml" tests/gpu $(ARGS)
+test-gpu: ready
+	@$(call complete,gpu-test)
+	@$(RUN) -m pytest -m gpu --junitxml="gpu_report_`date +%Y-%m-%d_%H-%M`.xml" tests/gpu $(ARGS)
 
 bench: ready
 	@$(RUN) benchmarks/throughput.py $(ARGS)

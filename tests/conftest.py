@@ -13,7 +13,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-from filelock import FileLock
 
 # The tensors in tests are tiny: a second thread would only add waiting. Training processes that
 # tests start inherit OMP_NUM_THREADS.
@@ -54,6 +53,7 @@ def all_of_two_ranks(request, tmp_path_factory):
 
     If an exercise fails, the next launch continues with the exercise after it.
     """
+    from filelock import FileLock
     from two_ranks import EXERCISES, exercise_in_turn, is_done
 
     from rl_dist.launch.ranks import run_ranks

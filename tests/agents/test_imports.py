@@ -1,4 +1,4 @@
-"""Test that a plain training run loads only the modules that it needs."""
+"""A plain training run loads, and the GPU tests need, only the modules that they use."""
 
 import os
 import shutil
@@ -21,6 +21,11 @@ NOT_LOADED = (
     "talib",
     "torch._dynamo",
 )
+# packages of the test extra that are not in the extra gpu-test
+TEST_PACKAGES = [
+    "filelock", "jsonschema", "kubeflow_trainer_api", "onnx", "onnxruntime", "onnxscript", "optuna",
+    "sb3_contrib", "xdist", "yaml",
+]  # fmt: skip
 AT_THE_END = "agents.evaluate.command"
 
 
@@ -48,6 +53,19 @@ def test_an_environment_in_the_current_directory_is_found_by_all_ranks(trained):
     assert len(line["ranks"]) == 2
     # Both metrics are means over all ranks. They are equal: an episode has exactly one answer.
     assert line["env/right_answers"] == pytest.approx(line["episode/return"])
+
+
+def test_the_gpu_tests_need_no_test_packages_except_pytest_and_pytest_timeout(tmp_path):
+    code = f"import sys\nsys.modules.update(dict.fromkeys({TEST_PACKAGES}))\n"
+    (tmp_path / "sitecustomize.py").write_text(code)
+    flags = f"-p pytest_timeout --collect-only --quiet --junitxml={tmp_path}/report.xml"
+    variables = {"PYTHONPATH": python_path(tmp_path), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        ["make", "test-gpu", f"VENV={sys.prefix}", f"ARGS={flags}"],
+        capture_output=True, text=True, cwd=REPO,
+        env=os.environ | variables | {"PIP_NO_INDEX": "1"},
+    )  # fmt: skip
+    assert "test_training_on_a_gpu_equals" in done.stdout, done
 
 
 def test_a_plain_training_loads_no_module_that_it_does_not_need(trained):
