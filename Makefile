@@ -8,6 +8,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
   $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$python; break; }; done)
 VENV ?=
 ARGS ?=
+DEVICE = cpu
 # If a worker dies, the run fails: pytest-xdist 3.8 would wait forever after replacing the worker
 # (https://github.com/pytest-dev/pytest-xdist/issues/1378).
 PARALLEL = -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
@@ -33,7 +34,7 @@ help:
 	@echo "make test  [ARGS='...']   install, then lint, types and tests; ARGS are flags of pytest (-n 0: one process)"
 	@echo "make test-all             the long tests, too, with all loggers, POPGym and Ray installed (an hour or more)"
 	@echo "make test-gpu             the tests that need CUDA GPUs; writes a report to send back, gpu_report_DATE.xml"
-	@echo "make bench [ARGS='...']   speed of this checkout, compared with the last time by ratios (some minutes)"
+	@echo "make bench [DEVICE=cuda]  speed of this checkout, compared with the last time by ratios (some minutes)"
 	@echo "make lint                 ruff and mypy alone"
 	@echo "make format               let ruff repair and format the code"
 	@echo "make docs                 install, then build the site of docs/ into site/ (open site/index.html)"
@@ -64,7 +65,7 @@ test-gpu: ready
 	@$(RUN) -m pytest -m gpu --junitxml="gpu_report_`date +%Y-%m-%d_%H-%M`.xml" tests/gpu $(ARGS)
 
 bench: ready
-	@$(RUN) benchmarks/throughput.py $(ARGS)
+	@$(RUN) benchmarks/throughput.py --device $(DEVICE) $(ARGS)
 
 lint: ready-test
 	@$(RUN) -m ruff check .

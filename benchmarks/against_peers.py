@@ -1,6 +1,6 @@
 """Compare the speed of our recurrent trainer with the speed of other trainers.
 
-    python benchmarks/against_peers.py --python /path/to/venv/bin/python [--minutes 7]
+    python benchmarks/against_peers.py --python /path/to/venv/bin/python [--device cuda]
 
 --python is the Python interpreter of an environment in which the other trainers are installed:
 rl-games, skrl and sb3-contrib, together with gymnasium and preferably the version of torch that
@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from turns import TASKS, describe, median_interval
+from turns import TASKS, describe, median_interval, parser_of
 
 SCRIPT = Path(__file__).with_name("peers.py")
 PEERS = {  # name of a driver: package that it needs
@@ -70,8 +70,10 @@ class Trainer(Program):
 
     def __init__(self, held: ExitStack, python: str, *arguments: str | int) -> None:
         folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        environment["TMPDIR"] = held.enter_context(folder)  # a killed driver leaves files here
+        # a killed driver leaves files in TMPDIR
+        environment = os.environ | {"TMPDIR": held.enter_context(folder)}
+        if python != sys.executable:  # it has other packages
+            environment.pop("PYTHONPATH", None)
         super().__init__(
             held,
             [python, str(SCRIPT), *map(str, arguments)],
@@ -122,7 +124,7 @@ def row_of(task: str, about: dict[str, Any], turns: list[dict[str, Any]]) -> dic
 def compare(task: str, peers: list[str], args: argparse.Namespace) -> None:
     """Let all trainers take turns on a task, after a warm-up; print the results."""
     with ExitStack() as held:
-        flags = (task, "--threads", args.threads)
+        flags = (task, "--threads", args.threads, "--device", args.device)
         ours = Trainer(held, sys.executable, "ours", *flags, "--ranks", args.ranks)
         trainers = {name: Trainer(held, args.python, name, *flags) for name in peers}
         for name, trainer in {"ours": ours, **trainers}.items():
@@ -153,9 +155,7 @@ def compare(task: str, peers: list[str], args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Compare the trainers on each task."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--python", default=sys.executable, help="Python interpreter with the other trainers"
     )
@@ -176,7 +176,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads % args.ranks:
         parser.error("--threads must be a multiple of --ranks, because ranks share the threads")
-    print(json.dumps(describe(args.threads) | {"ranks": args.ranks}))
+    print(json.dumps(describe(args.threads, args.device) | {"ranks": args.ranks}))
     present = installed(args.python)
     for name in set(PEERS) - present:
         print(json.dumps({"skipped": name, "reason": f"{PEERS[name]} is not installed"}))

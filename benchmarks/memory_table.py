@@ -41,7 +41,7 @@ from gymnasium import spaces
 from envs.vector.batched import BatchedEnv, Outcome, SingleEnv
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMON = "--preset memory --num_gpus 1 --device cpu --threads 1 --validate_every 0"
+COMMON = "--preset memory --num_gpus 1 --device {device} --threads 1 --validate_every 0"
 WINDOW = 16_384  # number of steps over which training returns are averaged
 # sources of the published figures, by the letter that marks them in the table
 SOURCES = {
@@ -168,9 +168,10 @@ class Row:
         """Name of the row; --rows selects rows by parts of this name."""
         return f"{self.task} {self.flags}".strip()
 
-    def command(self, seed: int) -> list[str]:
+    def command(self, seed: int, device: str = "cpu") -> list[str]:
         """Return the training command without --run_dir."""
-        flags = f"--env {self.env} --total_steps {self.steps} {COMMON} {self.flags} --seed {seed}"
+        common = COMMON.format(device=device)
+        flags = f"--env {self.env} --total_steps {self.steps} {common} {self.flags} --seed {seed}"
         return ["train_distributed.py", *shlex.split(flags)]
 
 
@@ -302,6 +303,7 @@ def result_path(out: Path, row: Row, seed: int) -> Path:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train each row with each seed unless a result is stored; print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument(
         "--rows", nargs="+", default=[""], help="rows with any of these in their name; default: all"
@@ -314,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     for seed in args.seeds:
         for row in rows:
-            command, path = row.command(seed), result_path(args.out, row, seed)
+            command, path = row.command(seed, args.device), result_path(args.out, row, seed)
             result = stored(path, command)
             if result is None and not args.print_only:
                 print("python", shlex.join(command), flush=True)

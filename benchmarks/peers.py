@@ -40,6 +40,7 @@ from turns import (
     StockLikeVectorEnv,
     Task,
     Turns,
+    parser_of,
     vector_env,
 )
 
@@ -89,11 +90,11 @@ def rl_games(task: Task, args: argparse.Namespace) -> None:
     base.train_epoch = train_epoch
     with tempfile.TemporaryDirectory() as folder:
         runner = Runner()
-        runner.load({"params": rl_games_parameters(task, args.threads, folder)})
+        runner.load({"params": rl_games_parameters(task, args, folder)})
         runner.run({"train": True, "play": False})
 
 
-def rl_games_parameters(task: Task, threads: int, folder: str) -> dict[str, Any]:
+def rl_games_parameters(task: Task, args: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Return the parameters that rl_games usually reads from a YAML file."""
     default = {"name": "default"}
     gaussian = {
@@ -128,15 +129,15 @@ def rl_games_parameters(task: Task, threads: int, folder: str) -> dict[str, Any]
         "minibatch_size": MINIBATCH_STEPS,
         "mini_epochs": EPOCHS,
         "seq_length": BPTT_STEPS,
-        "device": "cpu",
-        "device_name": "cpu",
+        "device": args.device,
+        "device_name": args.device,
         "max_epochs": 10**9,
         "save_best_after": 10**9,
         "print_stats": False,
     }
     return {
         "seed": 1,
-        "torch_threads": threads,
+        "torch_threads": args.threads,
         "algo": {"name": "a2c_discrete" if task.discrete else "a2c_continuous"},
         "model": {"name": "discrete_a2c" if task.discrete else "continuous_a2c_logstd"},
         "network": {
@@ -219,7 +220,7 @@ def sb3(task: Task, args: argparse.Namespace) -> None:
             "enable_critic_lstm": False,
             "net_arch": {"pi": [size], "vf": [size]},  # each head has a tanh layer
         },
-        device="cpu",
+        device=args.device,
         seed=1,
     )
     model.learn(total_timesteps=10**9, callback=Iterations())
@@ -274,7 +275,7 @@ def sb3_solve(task: Task, args: argparse.Namespace) -> None:
             "net_arch": {"pi": [64], "vf": [64]},
         },
         seed=args.seed,
-        device="cpu",
+        device=args.device,
     )
     with args.metrics.open("w") as file:
         model.learn(args.total_steps, callback=Episodes())
@@ -294,7 +295,9 @@ def skrl(task: Task, args: argparse.Namespace) -> None:
 
     turns = Turns(f"skrl {version('skrl')}")
     set_seed(1)
-    env = wrap_env(vector_env(task), wrapper="gymnasium")
+    envs: Any = vector_env(task)
+    envs.device = args.device  # the wrapper reads it
+    env = wrap_env(envs, wrapper="gymnasium")
     mixin: Any = CategoricalMixin if task.discrete else GaussianMixin
     size = task.hidden_size
     spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
@@ -303,7 +306,7 @@ def skrl(task: Task, args: argparse.Namespace) -> None:
         """A policy and a value function that share one pass of the LSTM."""
 
         def __init__(self) -> None:
-            Model.__init__(self, **spaces, device=torch.device("cpu"))
+            Model.__init__(self, **spaces, device=args.device)
             mixin.__init__(self, role="policy")
             DeterministicMixin.__init__(self, role="value")
             self.lstm = nn.LSTM(task.num_obs, size, batch_first=True)
@@ -358,10 +361,10 @@ def skrl(task: Task, args: argparse.Namespace) -> None:
     config.experiment.write_interval = config.experiment.checkpoint_interval = 0
     agent = PPO_RNN(
         models={"policy": model, "value": model},
-        memory=RandomMemory(memory_size=NUM_STEPS, num_envs=NUM_ENVS, device="cpu"),
+        memory=RandomMemory(memory_size=NUM_STEPS, num_envs=NUM_ENVS, device=args.device),
         cfg=config,
         **spaces,
-        device="cpu",
+        device=args.device,
     )
     plain, ended = agent.update, [time.perf_counter()]
 
@@ -381,7 +384,7 @@ DRIVERS = {run.__name__: run for run in (ours, clean, rl_games, sb3, sb3_solve, 
 
 def main() -> None:
     """Train one iteration for each line on stdin; stop when stdin is closed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("driver", choices=DRIVERS)
     parser.add_argument("task", choices=TASKS, nargs="?", default="cartpole")
     for name, value in {"threads": 1, "ranks": 1, "seed": 1, "total_steps": 0}.items():

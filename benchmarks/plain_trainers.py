@@ -98,7 +98,7 @@ def ours(task: Task, args: argparse.Namespace) -> None:
             on_iteration=end_of_iteration,
             run_dir=Path(folder, "run"),
             threads=args.threads // args.ranks,
-            device="cpu",
+            device=args.device,
             num_gpus=args.ranks,
             total_steps=10**9,
             validate_every=0,
@@ -162,11 +162,11 @@ def plain_collect(agent: PlainAgent, envs: Any, carry: dict[str, Any]) -> dict[s
     for _ in range(NUM_STEPS):
         actions, logprobs, _, values, state = agent(obs, state, starts)
         step = {"obs": obs, "starts": starts, "actions": actions, "logprobs": logprobs}
-        raw_obs, rewards, terminated, truncated, _ = envs.step(actions.numpy())
-        rewards = torch.tensor(rewards, dtype=torch.float32)
+        raw_obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
+        rewards = starts.new_tensor(rewards)
         steps.append(step | {"values": values, "rewards": rewards})
-        obs = torch.as_tensor(raw_obs)
-        starts = torch.as_tensor(np.logical_or(terminated, truncated), dtype=torch.float32)
+        obs = torch.as_tensor(raw_obs, device=starts.device)
+        starts = starts.new_tensor(np.logical_or(terminated, truncated))
     rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
     next_value = agent(obs, state, starts)[3]
     carry.update(obs=obs, starts=starts, state=state)
@@ -207,13 +207,13 @@ def plain_update(
 def clean(task: Task, args: argparse.Namespace) -> None:
     """Train with the plain loop, as in CleanRL."""
     turns = Turns("CleanRL-style loop")
-    envs, agent = vector_env(task), PlainAgent(task)
+    envs, agent = vector_env(task), PlainAgent(task).to(args.device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, eps=1e-5)
-    zeros = torch.zeros(1, task.num_envs, task.hidden_size)
-    obs = torch.as_tensor(envs.reset(seed=1)[0])
+    zeros = torch.zeros(1, task.num_envs, task.hidden_size, device=args.device)
+    obs = torch.as_tensor(envs.reset(seed=1)[0], device=args.device)
     carry: dict[str, Any] = {
         "obs": obs,
-        "starts": torch.ones(task.num_envs),
+        "starts": zeros.new_ones(task.num_envs),
         "state": (zeros, zeros),
     }
     while True:

@@ -25,15 +25,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # can be started from any directory
 
-import torch
-from turns import describe
+from turns import describe, parser_of
 
 from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.child import as_flags, measure_short_runs
 from rl_dist.process_group.world import threads_per_rank
 from rl_dist.speedup.model import SMALL_COLLECTIVES, predict, rank_cost
 
-DEVICE_TYPE = "cuda" if torch.cuda.is_available() else "cpu"
 TOTALS = ("num_envs", "batch_size")  # sizes that strong scaling divides among the ranks
 JOBS: dict[str, dict[str, Any]] = {
     "main": {"num_envs": 64, "batch_size": 128},
@@ -50,18 +48,18 @@ JOBS: dict[str, dict[str, Any]] = {
 
 def compare(name: str, scaling: str, args: argparse.Namespace) -> dict[str, Any]:
     """Predict and measure the steps/s of a job; return both, and the relative errors."""
-    job, ranks = JOBS[name], args.ranks
+    job, ranks = JOBS[name] | {"device": args.device}, args.ranks
     divisor = ranks if scaling == "strong" else 1
     share = job | {size: job[size] // divisor for size in TOTALS} | {"strategy": "ddp"}
     share |= {"num_gpus": 1, "threads": threads_per_rank(ranks)}
     whole = {"num_gpus": ranks, "threads": threads_per_rank(1), "scaling": scaling}
-    gpu_ids = [None] * ranks if DEVICE_TYPE == "cpu" else range(ranks)
+    gpu_ids = [None] * ranks if args.device == "cpu" else range(ranks)
     copies = [as_flags(share | {"gpu_ids": gpu_id}) for gpu_id in gpu_ids]
     alone = partial(measure_short_runs, copies)
     together = partial(measure_short_runs, [as_flags(job | whole)])
     num_bytes = alone().gradient_bytes
     small_bytes = 64  # number of bytes that the ranks reduce to sum their metrics
-    reduction_s = time_reductions(ranks, [num_bytes, small_bytes], DEVICE_TYPE)
+    reduction_s = time_reductions(ranks, [num_bytes, small_bytes], args.device)
     predictions, measured = [], []
     for number in range(args.rounds):
         runs = {
@@ -89,15 +87,14 @@ def compare(name: str, scaling: str, args: argparse.Namespace) -> dict[str, Any]
 
 def main() -> None:
     """Predict and measure each job with each scaling; print the errors."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--scalings", nargs="+", default=["strong", "weak"])
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    print(json.dumps(describe(threads_per_rank(args.ranks)) | {"date": time.strftime("%Y-%m-%d")}))
+    machine = describe(threads_per_rank(args.ranks), args.device)
+    print(json.dumps(machine | {"date": time.strftime("%Y-%m-%d")}))
     for job in args.jobs:
         for scaling in args.scalings:
             print(json.dumps(compare(job, scaling, args)), flush=True)

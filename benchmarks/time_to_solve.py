@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import median
 
 from against_peers import Program
+from turns import parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL_S = 0.05
@@ -133,13 +134,13 @@ def race(seed: int, args: argparse.Namespace) -> list[Run]:
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
         ours = (
-            f"{ROOT}/train_distributed.py --env CartPolePositions-v1 --device cpu --threads 1 "
+            f"{ROOT}/train_distributed.py --env CartPolePositions-v1 --threads 1 "
             f"--validate_every 0 --total_steps {args.total_steps} --seed {seed} "
-            f"--run_dir {folder}/ours"
+            f"--device {args.device} --run_dir {folder}/ours"
         )
         peer = (
             f"{ROOT}/benchmarks/peers.py sb3_solve --metrics {folder}/peer.jsonl --seed {seed} "
-            f"--total_steps {args.total_steps}"
+            f"--total_steps {args.total_steps} --device {args.device}"
         )
         goal = Goal(args.mean, args.episodes)
         runs = [
@@ -156,9 +157,7 @@ def race(seed: int, args: argparse.Namespace) -> list[Run]:
 
 def main() -> None:
     """Print a row per seed, how many runs solved the task, and the median ratio."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--python", required=True, help="Python interpreter with sb3-contrib")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--total_steps", type=int, default=200_000, help="step limit of each run")

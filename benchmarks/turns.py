@@ -7,6 +7,7 @@ several trainers take turns on one machine, one iteration at a time.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -32,7 +33,13 @@ LEARNING_RATE = 1e-9  # so low that policies, and thus the lengths of episodes, 
 GAMMA, GAE_LAMBDA, CLIP, MAX_GRAD_NORM = 0.99, 0.95, 0.2, 0.5
 ENT_COEF, VF_COEF = 0.01, 0.5
 
-KIND = ("cpu", "instructions", "torch", "threads")  # results are comparable if these are equal
+KIND = (
+    "cpu",
+    "instructions",
+    "torch",
+    "threads",
+    "device",
+)  # results are comparable if these are equal
 SIDE, PRODUCTS = 1024, 8  # size and number of the matrix products that measure the machine's speed
 RESAMPLES = 10_000  # number of bootstrap samples
 
@@ -169,6 +176,8 @@ class Turns:
 
     def next(self, **measured: Any) -> None:
         """Report the iteration that ended, if there was one, and wait for the next turn."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # the iteration ends when the GPU has finished
         ended = time.perf_counter()
         if self._began:
             measured["seconds"] = ended - self._began
@@ -177,6 +186,14 @@ class Turns:
         if not self._orders.readline():
             os._exit(0)  # the trainer's code cannot catch or delay this exit
         self._began = time.perf_counter()
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the option --device; the help text begins with `doc`."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=form)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    return parser
 
 
 def silence() -> int:
@@ -195,13 +212,14 @@ def cpu_name() -> str:
     return match[1] if match else platform.processor()
 
 
-def describe(threads: int) -> dict[str, Any]:
+def describe(threads: int, device: str) -> dict[str, Any]:
     """Return the machine's load and the properties that determine its speed."""
     return {
         "cpu": cpu_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "threads": threads,
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1),
     }
@@ -215,12 +233,12 @@ def median_interval(samples: Iterable[float], digits: int = 3) -> list[float]:
     return [round(float(value), digits) for value in (np.median(values), low, high)]
 
 
-def product_gflops() -> float:
+def product_gflops(device: str) -> float:
     """Return the speed of a fixed matrix product in GFLOP/s, the best of several runs."""
-    left = torch.ones(SIDE, SIDE)
+    left = torch.ones(SIDE, SIDE, device=device)
     best_s = float("inf")
     for _ in range(PRODUCTS):
         began = time.perf_counter()
-        left @ left
+        (left @ left)[0, 0].item()  # waits for a GPU
         best_s = min(best_s, time.perf_counter() - began)
     return 2.0 * SIDE**3 / best_s / 1e9

@@ -2,10 +2,14 @@
 
 import json
 import os
+import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
+from against_peers import Trainer
 from time_to_solve import Goal, Moment, solved_at
+from train_runs import REPO
 from train_runs import run_benchmark as run
 
 # Python interpreter that can import the trainers with which our trainer is compared.
@@ -32,6 +36,19 @@ def test_every_installed_trainer_is_compared_with_ours():
     ours, *peers = [row for row in rows if "skipped" not in row]
     assert ours["trainer"] == "ours" and len(rows) == 5 and peers
     assert all(row["steps_per_s"] > 0 and row["ours is faster"][0] > 0 for row in peers)
+
+
+@pytest.mark.parametrize("driver", ["ours", "clean"])
+def test_a_driver_trains_on_the_device_that_it_is_given(driver, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with ExitStack() as held, pytest.raises(RuntimeError, match="GPU|CUDA"):
+        Trainer(held, sys.executable, driver, "cartpole", "--device", "cuda").report()
+
+
+def test_make_bench_passes_the_device_on():
+    command = ["make", "--dry-run", "bench", f"VENV={sys.prefix}", "DEVICE=cuda"]
+    printed = subprocess.check_output(command, cwd=REPO, text=True)
+    assert "throughput.py --device cuda" in printed
 
 
 def test_a_task_is_solved_when_its_mean_reaches_the_goal_and_stays_there():
