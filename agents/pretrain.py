@@ -260,7 +260,12 @@ def sign_accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def run_rank(config: PretrainRunConfig, resolved: ResolvedLaunch, run: RunDir, resume: bool) -> int:
     """Pre-train on this rank; return the exit code."""
-    world = open_world(resolved.device_type, gpu_ids=resolved.gpu_ids, threads=resolved.threads)
+    world = open_world(
+        resolved.device_type,
+        gpu_ids=resolved.gpu_ids,
+        threads=resolved.threads,
+        backend=resolved.backend,
+    )
     check_settings({}, world)
     # Under torchrun, ranks may have chosen different paths: use the path of rank 0.
     run_dir = Path(all_gather_json(str(run.path), world)[0])

@@ -50,6 +50,7 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
         run.resolved.gpu_ids,
         run.resolved.threads,
         run.config.train.startup_timeout,
+        backend=run.resolved.backend,
         watches_work=True,
     )
     with ExitStack() as closing:

@@ -105,7 +105,7 @@ def check_setup(
     try:
         if plan.num_ranks > 1:
             seconds = time_reductions(
-                plan.num_ranks, REDUCED_BYTES, plan.device_type, gpu_ids=plan.gpu_ids
+                plan.num_ranks, REDUCED_BYTES, plan.device_type, plan.gpu_ids, plan.backend
             )
             figures["reductions_s"] = seconds
             times = [f"{size // 2**10:,} KiB in {1e3 * s:.3g} ms" for size, s in seconds.items()]
@@ -172,13 +172,12 @@ def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
     # torch and GPUs
     info = facts.gpu
     ranks = plan.num_ranks
-    on_gpu = plan.device_type == "cuda"
-    reason = info.error or "these flags choose the CPU"
-    backend = f"NCCL {facts.nccl}" if on_gpu else f"gloo, because {reason}"
+    reason = info.error or "these flags choose it"
+    backend = f"NCCL {facts.nccl}" if plan.backend == "nccl" else f"gloo, because {reason}"
     driver = facts.driver or "none"
     yield check("torch", f"{facts.torch}; NVIDIA driver: {driver}; ranks connect over {backend}")
     for gpu in info.gpus:
-        is_used = on_gpu and gpu.index in (plan.gpu_ids or range(ranks))
+        is_used = plan.device_type == "cuda" and gpu.index in (plan.gpu_ids or range(ranks))
         is_busy = is_used and (gpu.utilization_percent or 0) > BUSY_PERCENT
         fix = "wait for the program that uses it, or choose other GPUs with --gpu_ids"
         yield check(
@@ -187,7 +186,7 @@ def check_facts(facts: Facts, plan: ResolvedLaunch) -> Iterator[Check]:
             (is_used and gpu.error, "check nvidia-smi, and run pip install nvidia-ml-py"),
             (is_busy, fix),
         )
-    if on_gpu and ranks > 1:  # the ranks communicate through NCCL
+    if plan.backend == "nccl" and ranks > 1:
         free = f"{facts.shm_free_gib:.3g} GiB free; NCCL needs {SHM_GIB:.2g} for each rank"
         fix = "start the container with --shm-size=1g or --ipc=host"
         yield check("/dev/shm", free, (facts.shm_free_gib < ranks * SHM_GIB, fix))

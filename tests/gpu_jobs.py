@@ -74,9 +74,9 @@ def largest_difference(first, second):
     return (first - second).abs().max().item()
 
 
-def train_rank(out_dir, strategy):
+def train_rank(out_dir, strategy, gpu_ids=(), backend="auto"):
     """Train on the GPU of this rank; save parameters and their hash in rank_N.pt."""
-    world = open_world(DEVICE, timeout_s=120)
+    world = open_world(DEVICE, timeout_s=120, gpu_ids=gpu_ids, backend=backend)
     torch.set_num_threads(1)
     sizes = {"iterations": ITERATIONS, "run_dir": Path(out_dir, "run")}
     training = trained(world, strategy=strategy, **sizes)

@@ -41,6 +41,10 @@ class StageStrategy(Strategy):
     """Updates and saves both stages, with gradients that `PipelinePPO` computes."""
 
     def __init__(self, config: StrategyConfig, world: World) -> None:
+        if world.backend == "gloo" and world.device.type == "cuda":
+            raise UserError(  # gloo's send and receive read no memory of a GPU
+                "hybrid_form pipeline cannot use backend gloo on GPUs: use --backend nccl"
+            )
         super().__init__(config, world)
         self.num_pairs = world.size // STAGES
         with world.waiting("start of the pipeline"):

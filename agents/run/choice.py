@@ -64,8 +64,8 @@ exit codes: 0 done, 1 failed, 2 bad usage; stopped by a signal, after saving: 13
 # Flags that may change when a run is resumed: length, hardware, files to keep, and reporting.
 CHANGEABLE = {
     "num_episodes", "total_steps", "data",
-    "num_gpus", "gpu_ids", "device", "threads", "strategy", "hybrid_form", "shard_size",
-    "gradient_compression", "fallback", "max_restarts",
+    "num_gpus", "gpu_ids", "device", "backend", "threads",
+    "strategy", "hybrid_form", "shard_size", "gradient_compression", "fallback", "max_restarts",
     "collective_timeout", "startup_timeout", "env_timeout", "env_restarts", "env_workers",
     "env_groups", "max_bad_steps", "loggers",
     "checkpoint_every", "keep_checkpoints", "keep_best", "on_save_error", "validate_every",

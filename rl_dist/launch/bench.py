@@ -43,14 +43,15 @@ def time_reductions(
     num_ranks: int,
     sizes_bytes: Sequence[int],
     device_type: str = "cpu",
-    *,
     gpu_ids: Sequence[int] = (),
+    backend: str = "auto",
 ) -> dict[int, float]:
     """Time the reduction of gradients of each size, and verify every sum.
 
     Args:
         sizes_bytes: sizes of the float32 gradients.
         gpu_ids: GPU of each rank; if empty, rank i uses GPU i.
+        backend: "auto", "nccl" or "gloo".
 
     Returns:
         Size in bytes -> seconds of a reduction after all ranks have arrived (median).
@@ -61,7 +62,7 @@ def time_reductions(
         ChildTimeoutError: the ranks did not finish within TIMEOUT_S.
     """
     bench = f"an all-reduce over {num_ranks} {device_type} ranks"
-    job = num_ranks, device_type, [*gpu_ids], [*sizes_bytes]
+    job = num_ranks, device_type, [*gpu_ids], backend, [*sizes_bytes]
     with (
         tempfile.TemporaryDirectory(prefix="all_reduce_") as folder,
         # -P omits the current directory from sys.path: a module there could replace one of ours
@@ -80,9 +81,11 @@ def time_reductions(
 # ---- in the ranks
 
 
-def run_rank(device_type: str, gpu_ids: Sequence[int], sizes_bytes: Sequence[int]) -> None:
+def run_rank(
+    device_type: str, gpu_ids: Sequence[int], backend: str, sizes_bytes: Sequence[int]
+) -> None:
     """Reduce gradients of each size; the main process reports the times."""
-    world = open_world(device_type, TIMEOUT_S / 2, gpu_ids)
+    world = open_world(device_type, TIMEOUT_S / 2, gpu_ids, backend=backend)
     world.set_phase("all-reduce")
     seconds = [_last_arrival_s(num_bytes, world) for num_bytes in sizes_bytes]
     if world.is_main_process:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from typing import Literal
 
 import torch
@@ -14,7 +15,7 @@ from rl_dist.launch.bench import time_reductions
 from rl_dist.launch.child import ChildError
 from rl_dist.machine import available_cores, get_gpu_info, nvidia_driver, torch_build
 from rl_dist.process_group.join import check_interface, check_variables
-from rl_dist.process_group.world import threads_per_rank
+from rl_dist.process_group.world import resolve_backend, threads_per_rank
 from rl_dist.strategies.config import (
     Compression,
     HybridForm,
@@ -36,6 +37,9 @@ class LaunchConfig:
     single process on the CPU. On a machine without GPUs, -1 means a single process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device for the training; auto: the GPUs if there are any, otherwise the CPU."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """Library with which ranks exchange data; auto: nccl on GPUs, gloo on CPUs. On GPUs, gloo
+    copies all data through the memory of the host, but several ranks can share a GPU, for tests."""
     gpu_ids: Text = ""
     """GPUs to use, one for each rank, such as 0,2,3. If CUDA_VISIBLE_DEVICES is set, the ids are
     positions in that list."""
@@ -97,6 +101,7 @@ class ResolvedLaunch:
 
     num_ranks: int
     device_type: str  # "cpu" or "cuda"
+    backend: str = "gloo"  # or "nccl"
     message: str  # one line for the user; print it once
     # GPUs of this machine's ranks, or of the single process of strategy dp; (): rank i uses GPU i
     gpu_ids: tuple[int, ...] = ()
@@ -133,9 +138,10 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
             f"({get_gpu_info().error}): install the build of torch for this driver "
             "(pytorch.org/get-started), start the container with GPUs, or use --device cpu"
         )
-    if not on_gpu:
-        check_interface()
     device_type = "cuda" if on_gpu else "cpu"
+    backend = resolve_backend(config.backend, device_type)
+    if backend == "gloo":
+        check_interface()
     gpu_ids = parse_gpu_ids(config.gpu_ids, gpus if on_gpu else 0)
     mode = config.strategy_config.mode
     # choose the number of ranks
@@ -146,10 +152,14 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
             raise ValueError("max_restarts has no effect here: pass --max-restarts to torchrun")
         num_ranks = int(os.environ["WORLD_SIZE"])
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    # gloo lets several ranks use the same GPU, NCCL does not
+    shares_gpus = on_gpu and backend == "gloo" and mode != "dp" and local_ranks > num_usable
+    if shares_gpus:
+        gpu_ids = tuple(islice(cycle(gpu_ids or range(gpus)), local_ranks))
     allowed_numbers: Collection[int] = [config.num_gpus]
     if ranks_exist:
         allowed_numbers = {num_ranks, local_ranks}
-    elif on_gpu:
+    elif on_gpu and not shares_gpus:
         allowed_numbers = [num_usable] if gpu_ids else range(1, gpus + 1)
     if config.num_gpus not in (-1, *allowed_numbers):
         listed = " or ".join(map(str, allowed_numbers))
@@ -169,6 +179,8 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     threads = config.threads or threads_per_rank(local_ranks)
     if on_gpu:
         message = f"{num_ranks} rank(s) on {torch.cuda.get_device_name(0)}"
+        if shares_gpus:
+            message += f", sharing {num_usable} GPU(s) over gloo"
     else:
         message = f"{num_ranks} CPU process(es), {threads} thread(s) each"
         if misses_gpus and config.num_gpus > 0 and not ranks_exist:
@@ -176,6 +188,7 @@ def resolve(config: LaunchConfig) -> ResolvedLaunch:
     return ResolvedLaunch(
         num_ranks=num_ranks,
         device_type=device_type,
+        backend=backend,
         message=message,
         gpu_ids=gpu_ids,
         threads=threads,
@@ -222,7 +235,8 @@ def resolve_launch(config: LaunchConfig) -> tuple[LaunchConfig, ResolvedLaunch, 
                     resolved.num_ranks,
                     [PROBE_BYTES],
                     resolved.device_type,
-                    gpu_ids=resolved.gpu_ids,
+                    resolved.gpu_ids,
+                    resolved.backend,
                 )
             break
         except (ValueError, ChildError) as error:

@@ -222,17 +222,19 @@ def open_world(
     threads: int = 0,
     startup_timeout_s: float = STARTUP_TIMEOUT_S,
     *,
+    backend: str = "auto",
     watches_work: bool = False,
 ) -> World:
     """Join the group that environment variables describe, or open a group of 1 rank.
 
     Args:
-        device: "cpu" (gloo) or "cuda" (nccl).
+        device: "cpu" or "cuda".
         timeout_s: longest wait for another rank that makes no progress.
         gpu_ids: GPUs for the ranks of this machine, in order. If empty, rank i uses GPU i, or the
             only GPU that the launcher lets the rank see.
         threads: number of threads of this rank; 0: `threads_per_rank` decides.
         startup_timeout_s: replaces `timeout_s` until the first phase begins.
+        backend: "auto", "nccl" or "gloo"; see `resolve_backend`.
         watches_work: also end this rank if its own work makes no progress for `timeout_s`. If
             True, the work must call `heartbeat` regularly.
 
@@ -251,12 +253,11 @@ def open_world(
     _leaving.callback(torch.set_num_threads, torch.get_num_threads())
     _leaving.callback(setattr, sys, "excepthook", sys.excepthook)  # torch will replace it
     torch.set_num_threads(threads or threads_per_rank(local_size))
+    backend = resolve_backend(backend, device)
     torch_device = torch.device("cpu")
-    backend = "gloo"
     if device == "cuda":
         torch_device = _own_gpu(local_rank, gpu_ids)
         torch.cuda.set_device(torch_device)
-        backend = "nccl"
     store = open_store(rank, size, startup_timeout_s)
     world = World(rank, local_rank, size, torch_device, backend, local_size)
     _leaving.callback(destroy_group)
@@ -281,7 +282,7 @@ def open_world(
         world_size=size,
         timeout=GROUP_TIMEOUT,
         store=store,
-        device_id=torch_device if device == "cuda" else None,
+        device_id=torch_device if backend == "nccl" else None,
     )
     world.doing.place = ""
     if JOB_DIR_VARIABLE in os.environ:
@@ -289,6 +290,18 @@ def open_world(
         # receive SIGTERM instead, and can save a checkpoint.
         leave_with_parent(os.getppid())
     return world
+
+
+def resolve_backend(backend: str, device: str) -> str:
+    """Return the backend for a device after resolving "auto": nccl on GPUs, gloo on CPUs.
+
+    Gloo also works on GPUs, but it copies all data through the memory of the host.
+    """
+    if backend == "auto":
+        return "nccl" if device == "cuda" else "gloo"
+    if backend == "nccl" and device == "cpu":
+        raise UserError("backend nccl works only on GPUs, and this run is on the CPU: use gloo")
+    return backend
 
 
 def _own_gpu(local_rank: int, gpu_ids: Sequence[int]) -> torch.device:

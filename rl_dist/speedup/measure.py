@@ -101,7 +101,8 @@ def measure_job(
         ranks = max(2, most_copies)
         logger.info("measuring reductions over %d ranks", ranks)
         num_bytes = [max(4, int(whole_job.gradient_bytes * factor)) for factor in FIT_FACTORS]
-        link = fit_link(ranks, time_reductions(ranks, num_bytes, device_type))
+        backend = config["launch"]["backend"]
+        link = fit_link(ranks, time_reductions(ranks, num_bytes, device_type, backend=backend))
         network = Network(link, ranks_here)
 
     shares: list[Share] = []

@@ -7,10 +7,12 @@ from pipeline_ranks import BRIEFLY, FORMS, REST, exercise
 from torch import nn
 
 from agents.config import RunConfig
+from agents.learner.pipeline import StageStrategy
 from agents.run.choice import parse_training, resumed_config
 from rl_dist.errors import UserError
 from rl_dist.launch.config import LaunchConfig, resolve
 from rl_dist.launch.ranks import launch
+from rl_dist.process_group.world import World
 from rl_dist.strategies.strategy import Strategy
 
 
@@ -66,9 +68,11 @@ def test_a_resume_can_change_the_form_of_a_hybrid_run_by_one_flag(given, form):
     assert resolve(resumed).num_ranks == 4
 
 
-def test_a_policy_without_a_cascade_and_a_single_rank_are_refused():
+def test_a_policy_without_a_cascade_gloo_on_gpus_and_a_single_rank_are_refused():
     settings = {"launch": {"strategy": "hybrid", "hybrid_form": "pipeline"}}
     with pytest.raises(UserError, match="--policy clstm"):
         RunConfig.from_dict(RunConfig().to_dict() | settings | {"policy": {"policy": "mlp"}})
+    with pytest.raises(UserError, match="gloo.*--backend nccl"):
+        StageStrategy(FORMS["pipeline"], World(0, 0, 2, torch.device("cuda"), "gloo", 2))
     with world_of_one() as world, pytest.raises(UserError, match="pairs of ranks"):
         Strategy(FORMS["pipeline"], world).wrap(nn.Linear(2, 2))

@@ -86,6 +86,13 @@ def lines(run):
     return records(run_dir)
 
 
+def test_ranks_over_gloo_train_on_a_cpu_as_by_default(finished, tmp_path):
+    by_default, _, _ = finished[2]
+    flags = [*SMALL, *OFTEN, "--precision=fp64", "--device=cpu", "--num_gpus=2", "--backend=gloo"]
+    assert train_here(*flags, "--run_dir", tmp_path / "run") == 0
+    assert differences(result_of(by_default), result_of(tmp_path / "run")) == []
+
+
 def test_a_run_prints_its_data_and_directory_and_no_error(run):
     _, run_dir, out, err = run
     assert "error" not in err.lower() and "Traceback" not in err, err
@@ -309,6 +316,7 @@ REFUSED = [  # (flags, [parts of the error line: the field, the value or the fix
     ("--interactive", ["--interactive"]),  # needs a terminal; tests have none
     ("--num_steps 33", ["num_steps 33", "bptt_steps"]),
     ("--num_gpus 3 --device cpu", ["batch_size", "3 rank(s)", "--batch_size"]),
+    ("--backend nccl --device cpu", ["backend nccl", "use gloo"]),
     ("--env Nope-v9", ["Nope-v9"]),
     ('CARTPOLE --env_kwargs {"colour":1}', ["colour"]),
     ("CARTPOLE --policy own --core own_cores:Prophet", ["looks ahead"]),

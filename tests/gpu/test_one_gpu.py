@@ -19,6 +19,7 @@ from gpu_jobs import (
     job_on,
     largest_difference,
     parameters_on_cpu,
+    train_rank,
     trained,
     world_on,
 )
@@ -26,6 +27,7 @@ from torch import nn
 from train_runs import REPO, printed_error, records, start, train_here
 
 from rl_dist.checkpoint.store import load_checkpoint
+from rl_dist.launch.ranks import launch
 from rl_dist.strategies.precision import set_tf32
 
 PRECISIONS = {  # largest allowed relative difference of the value loss from its value in fp32
@@ -67,6 +69,18 @@ def test_a_run_can_be_resumed_on_the_gpu_and_on_the_cpu(world, tmp_path, record_
     on_cpu = Recording(job_on("cpu", run_dir=tmp_path), replace(world, device=torch.device("cpu")))
     on_cpu.restore(state)
     assert torch.equal(parameters_on_cpu(on_cpu), whole)
+
+
+@pytest.mark.timeout(600)
+def test_two_ranks_that_share_a_gpu_train_like_one(world, tmp_path, record_property):
+    alone = parameters_on_cpu(trained(world, run_dir=tmp_path, iterations=ITERATIONS))
+    arguments = str(tmp_path), {"mode": "ddp"}, (0, 0), "gloo"
+    assert launch(train_rank, arguments, num_ranks=2) == 0
+    ranks = [torch.load(tmp_path / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
+    assert ranks[0]["hash"] == ranks[1]["hash"]
+    difference = largest_difference(ranks[0]["parameters"], alone)
+    record_property("largest difference", difference)
+    assert difference < 1e-6
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -41,6 +41,10 @@ def machine(monkeypatch):
         (4, 0, {"strategy": "dp"}, 1, (0, 1, 2, 3)),
         (4, 2, {"gpu_ids": "1,3"}, 2, (1, 3)),
         (4, 1, {"strategy": "auto", "gpu_ids": "0,1"}, 1, (0, 1)),
+        (2, 0, {"num_gpus": 3, "backend": "gloo"}, 3, (0, 1, 0)),
+        (2, 0, {"num_gpus": 3, "backend": "gloo", "gpu_ids": "1,0"}, 3, (1, 0, 1)),
+        (1, 2, {"backend": "gloo"}, 2, (0, 0)),
+        (2, 2, {"backend": "gloo"}, 2, ()),
     ],
 )
 def test_ranks_and_devices_follow_flags_machine_and_torchrun(
@@ -52,12 +56,17 @@ def test_ranks_and_devices_follow_flags_machine_and_torchrun(
     assert (resolved.num_ranks, resolved.device_type) == (num_ranks, "cuda" if on_gpu else "cpu")
     assert resolved.gpu_ids == (gpu_ids or ()) and "\n" not in resolved.message
     assert ("Fake 9000" in resolved.message) == on_gpu
+    assert ("sharing" in resolved.message) == (num_ranks > gpus > 0)
+    assert resolved.backend == flags.get("backend", "nccl" if on_gpu else "gloo")
 
 
 @pytest.mark.parametrize(
     "gpus, torchrun_ranks, flags, says",
     [
         (2, 0, {"num_gpus": 3}, "num_gpus is 3, .* 1 or 2:"),
+        (2, 0, {"num_gpus": 3, "backend": "nccl"}, "num_gpus is 3, .* 1 or 2:"),
+        (2, 0, {"num_gpus": 3, "backend": "gloo", "strategy": "dp"}, "num_gpus is 3, .* 1 or 2:"),
+        (0, 0, {"backend": "nccl"}, "backend nccl .* GPUs.*: use gloo"),
         (2, 0, {"device": "cuda", "num_gpus": 0}, "num_gpus is 0"),
         (4, 0, {"gpu_ids": "0,2,0"}, "gpu_ids.*'0,2,0'"),
         (4, 0, {"gpu_ids": "0,4"}, "gpu_ids .0,4..* below 4,.*VISIBLE_DEVICES: 5,6"),
@@ -141,6 +150,19 @@ def test_each_rank_uses_the_gpu_at_its_position_in_the_list(
     monkeypatch.setattr(world, "leave_with_parent", lambda pid: None)
     with pytest.raises(UserError, match=taken):
         world.open_world("cuda", gpu_ids=gpu_ids)
+
+
+def test_ranks_on_gpus_are_connected_by_the_named_backend(machine, monkeypatch):
+    def stop_here(backend, *, device_id, **options):
+        raise UserError(f"{backend} {device_id}")
+
+    machine(1)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    monkeypatch.setattr("torch.set_num_threads", lambda number: None)
+    monkeypatch.setattr("torch.distributed.init_process_group", stop_here)
+    with pytest.raises(UserError, match="gloo None"):
+        world.open_world("cuda", backend="gloo")
+    world.close_world()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from rl_dist.setup_check import check_facts, check_run, read_facts
 
 SCHEMA = read_object(REPO / "docs/check_gpu_setup.schema.json")
 CPU = ResolvedLaunch(num_ranks=2, device_type="cpu", message="")
-CUDA = replace(CPU, device_type="cuda")
+CUDA = replace(CPU, device_type="cuda", backend="nccl")
 ONE, SECOND = replace(CUDA, num_ranks=1), replace(CUDA, num_ranks=1, gpu_ids=(1,))
 BUDGET = (2000, "episodes")
 GOOD = {"cores": 8, "load": 0.1, "memory_total_gib": 64, "shm_free_gib": 1,
@@ -77,6 +77,7 @@ def test_every_fact_has_its_verdict(facts_with, plan, changes, expected):
     [
         (CUDA, {"driver": "550.54.15"}, ["550.54.15", "NCCL 2.29.3"]),
         (CPU, {"init": RuntimeError("no GPU here")}, ["gloo", "no GPU here"]),
+        (replace(CUDA, backend="gloo"), {}, ["over gloo, because these flags choose it"]),
     ],
 )
 def test_the_report_names_torch_driver_and_backend(facts_with, plan, changes, says):

@@ -57,12 +57,13 @@ class Machine:
         config = {
             "train": {"num_steps": 128, "batch_size": 128},
             "task": {"env": "Recall-v0"},
-            "launch": {"threads": threads_per_rank(1)},
+            "launch": {"threads": threads_per_rank(1), "backend": "gloo"},
         }
         records = [record | {"time/sps": steps / 0.5 * rate} for rate in self.rates]
         return ShortRuns([records] * len(copies), config, 4_000_000)
 
-    def time_reductions(self, ranks, sizes, device_type):
+    def time_reductions(self, ranks, sizes, device_type, backend):
+        assert backend == "gloo"  # the backend of the measured run
         self.reduced.append(ranks)
         return {size: 1e-5 + size * self.byte_s for size in sizes}
 
