@@ -38,6 +38,7 @@ PEERS = {  # name of a driver: package that it needs
     "skrl": "skrl",
     "clean": "gymnasium",
     "sb3": "sb3_contrib",
+    "bare": "torch",
 }
 START_UP_S = 20.0  # part of each task's time that is reserved for start and warm-up
 
@@ -115,7 +116,7 @@ def row_of(task: str, about: dict[str, Any], turns: list[dict[str, Any]]) -> dic
     """Return a row of medians: steps per second, seconds per phase, length of episodes."""
     row = {"task": task, **about, "turns": len(turns)}
     row["steps_per_s"] = round(TASKS[task].steps / median(turn["seconds"] for turn in turns))
-    for name in ("collect_s", "update_s", "episode_length"):
+    for name in ("collect_s", "update_s", "episode_length", "peak_gib"):
         values = [turn[name] for turn in turns if turn.get(name) is not None]
         row[name] = round(median(values), 3) if values else None
     return row
@@ -160,7 +161,7 @@ def main() -> None:
         "--python", default=sys.executable, help="Python interpreter with the other trainers"
     )
     parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
-    tasks = ["cartpole", "stocks", "pixels"]
+    tasks = ["cartpole", "stocks", "pixels", "many_carts", "many_portfolios"]
     parser.add_argument("--tasks", nargs="+", default=tasks[:2], choices=tasks)
     parser.add_argument(
         "--minutes", type=float, default=7.0, help="duration in minutes, all tasks together"
@@ -181,7 +182,8 @@ def main() -> None:
     for name in set(PEERS) - present:
         print(json.dumps({"skipped": name, "reason": f"{PEERS[name]} is not installed"}))
     for task in args.tasks:
-        compare(task, [name for name in args.peers if name in present], args)
+        peers = [name for name in args.peers if (name == "bare") == TASKS[task].many]
+        compare(task, [name for name in peers if name in present], args)
 
 
 if __name__ == "__main__":

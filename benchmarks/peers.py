@@ -20,7 +20,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
-from plain_trainers import clean, ours
+from plain_trainers import bare, clean, ours
 from torch import Tensor, nn
 from turns import (
     BPTT_STEPS,
@@ -379,7 +379,7 @@ def skrl(task: Task, args: argparse.Namespace) -> None:
     SequentialTrainer(env=env, agents=agent, cfg=steps).train()
 
 
-DRIVERS = {run.__name__: run for run in (ours, clean, rl_games, sb3, sb3_solve, skrl)}
+DRIVERS = {run.__name__: run for run in (ours, clean, bare, rl_games, sb3, sb3_solve, skrl)}
 
 
 def main() -> None:

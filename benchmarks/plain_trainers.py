@@ -1,6 +1,6 @@
-"""Train with this project or with a plain loop like CleanRL's ppo_atari_lstm.py.
+"""Train with this project, with a plain loop like CleanRL's ppo_atari_lstm.py, or a bare one.
 
-The two functions that train, `ours` and `clean`, are drivers that peers.py runs.
+The functions `ours`, `clean` and `bare` are drivers that peers.py runs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,15 @@ def ours(task: Task, args: argparse.Namespace) -> None:
         settings = {
             "env": "CartPole-v1" if task.discrete else "turns:StockLike-v0",
             "policy": "lstm",
+        }
+    if task.many or not task.cascade:
+        settings |= {
             "hidden_size": task.hidden_size,
             "num_envs": task.num_envs,
             "num_steps": NUM_STEPS,
             "bptt_steps": BPTT_STEPS,
             "batch_size": task.steps // MINIBATCHES // BPTT_STEPS,
-            "update_epochs": EPOCHS,
+            "update_epochs": task.epochs,
             "learning_rate": LEARNING_RATE,
             "anneal_lr": False,
             "gamma": GAMMA,
@@ -92,6 +96,8 @@ def ours(task: Task, args: argparse.Namespace) -> None:
         }
     if task.pixels:
         settings["env"] = "turns:Frames-v0"
+    if task.many and task.discrete:
+        settings["env"] = "examples.batched_envs:CartPole"
     os.environ[DRIVER] = f"{os.getpid()} {silence()}"
     with tempfile.TemporaryDirectory() as folder:
         train(
@@ -224,3 +230,70 @@ def clean(task: Task, args: argparse.Namespace) -> None:
         updated = time.perf_counter()
         length = task.steps / max(float(rollout["starts"].sum()), 1.0)
         turns.next(collect_s=collected - began, update_s=updated - collected, episode_length=length)
+
+
+# ---- the least work of a recurrent PPO with thousands of environments
+
+
+class BareAgent(nn.Module):
+    """The layers of our trainer's network, without resets inside sequences."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        size = task.hidden_size
+        plain = PlainAgent(task)
+        self.lstm, self.layer, self.critic = plain.lstm, plain.layer, plain.critic
+        self.actor = plain.actor
+        self.deciding = nn.ModuleList(nn.LSTM(size, size) for _ in range(2 * task.cascade))
+
+    def forward(self, obs: Tensor, states: list[Any]) -> tuple[Tensor, Tensor, list[Any]]:
+        """Run L steps of N rows each; return the actor's outputs, values and new states."""
+        outputs, state = self.lstm(obs, states[0])
+        features = self.layer(outputs)
+        parts = [lstm(features, s) for lstm, s in zip(self.deciding, states[1:], strict=True)]
+        actor, critic = [outputs for outputs, _ in parts] or [features, features]
+        return self.actor(actor), self.critic(critic), [state, *(after for _, after in parts)]
+
+
+def bare_env(task: Task, device: str) -> Any:
+    """Return the environments that our trainer uses."""
+    from agents.run.choice import choose_run, parse_training
+    from examples.batched_envs import CartPole
+
+    if task.discrete:
+        return CartPole(task.num_envs, torch.device(device))
+    with ExitStack() as held:
+        config = choose_run(parse_training(["--num_stocks=30", "--device", device]), held).config
+    return config.prepare_task(lambda: None, device).training_env(task.num_envs, 0)
+
+
+def bare(task: Task, args: argparse.Namespace) -> None:
+    """Act and step; then take as many gradient steps as PPO, of the same sizes, with any loss."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # root of the checkout
+    turns = Turns("bare loop")
+    envs, agent = bare_env(task, args.device), BareAgent(task).to(args.device)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=LEARNING_RATE, fused=True)
+    obs = envs.reset(seed=list(range(task.num_envs)))[0].float()
+    zeros = torch.zeros(1, task.num_envs, task.hidden_size, device=args.device)
+    states: list[Any] = [(zeros, zeros)] * (1 + 2 * task.cascade)
+    while True:
+        began = time.perf_counter()
+        steps = []
+        with torch.no_grad():
+            for _ in range(NUM_STEPS):
+                steps.append(obs)
+                outputs, _, states = agent(obs[None], states)
+                actions = outputs[0] + torch.randn_like(outputs[0])
+                obs = envs.step(actions.argmax(-1) if task.discrete else actions)[0].float()
+        collected = time.perf_counter()
+        sequences = torch.stack(steps).unflatten(0, (-1, BPTT_STEPS)).transpose(0, 1).flatten(1, 2)
+        for _ in range(task.epochs):
+            for rows in torch.randperm(sequences.shape[1], device=args.device).chunk(MINIBATCHES):
+                first = zeros[:, : len(rows)]
+                outputs, values, _ = agent(sequences[:, rows], [(first, first)] * len(states))
+                optimizer.zero_grad()
+                (outputs.square().mean() + values.square().mean()).backward()
+                nn.utils.clip_grad_norm_(agent.parameters(), MAX_GRAD_NORM)
+                optimizer.step()
+        del steps, sequences
+        turns.next(collect_s=collected - began, update_s=time.perf_counter() - collected)

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import resource
 import sys
 import time
 from collections.abc import Iterable
@@ -52,7 +53,8 @@ class Task:
     """The sizes of a training job whose network has an LSTM, a tanh layer and two heads.
 
     The job "main" has a cascade of three LSTMs instead. It has the same number of steps as the
-    other jobs, but only our trainer runs it.
+    other jobs, but only our trainer runs it. The jobs whose names begin with "many" have 4,096
+    environments in torch, and only our trainer and the driver "bare" run them.
     """
 
     hidden_size: int
@@ -61,7 +63,13 @@ class Task:
     discrete: bool
     cascade: bool = False
     num_envs: int = NUM_ENVS
+    epochs: int = EPOCHS
     pixels: bool = False  # the input is Frames-v0, and a CNN with 512 outputs precedes the LSTM
+
+    @property
+    def many(self) -> bool:
+        """Whether the environments are a large batch in torch."""
+        return self.num_envs > NUM_ENVS
 
     @property
     def steps(self) -> int:
@@ -75,7 +83,7 @@ class Task:
         lstms = 2 * 4 * size * (self.num_obs + size) + self.cascade * 2 * 2 * 4 * size * 2 * size
         layers = 2 * size * size + 2 * size * (self.num_actions + 1)
         cnn = 2 * self.pixels * 9_343_000  # weights times places, of three convolutions and a layer
-        return self.steps * (cnn + lstms + layers) * (1 + 3 * EPOCHS)
+        return self.steps * (cnn + lstms + layers) * (1 + 3 * self.epochs)
 
 
 TASKS = {
@@ -83,6 +91,8 @@ TASKS = {
     "stocks": Task(256, NUM_OBS, NUM_STOCKS, discrete=False),
     "pixels": Task(128, 512, 6, discrete=True, num_envs=8, pixels=True),
     "main": Task(128, 241, 30, discrete=False, cascade=True),
+    "many_carts": Task(128, 4, 2, discrete=True, num_envs=4096, epochs=1),
+    "many_portfolios": Task(128, 241, 30, discrete=False, cascade=True, num_envs=4096, epochs=1),
 }
 
 
@@ -181,6 +191,7 @@ class Turns:
         ended = time.perf_counter()
         if self._began:
             measured["seconds"] = ended - self._began
+        measured["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         print(json.dumps(measured | self._about), file=self._reports)
         self._about = {}
         if not self._orders.readline():
