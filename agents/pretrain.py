@@ -47,6 +47,7 @@ from rl_dist.process_group.collectives import all_gather_json, check_settings
 from rl_dist.process_group.world import open_world
 from rl_dist.run_dir import RunDir
 from rl_dist.strategies.adam import EagerAdam
+from rl_dist.strategies.precision import cast_copy
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.supervised.fit import FitConfig, fit
 from rl_dist.telemetry import events
@@ -210,6 +211,8 @@ class FeatureTraining(nn.Module):
     next day, and the standardised log volatility of the next VOLATILITY_DAYS days.
     """
 
+    low_precision: torch.dtype | None = None
+
     def __init__(self, config: PretrainRunConfig, inputs: Tensor, num_stocks: int) -> None:
         """Take the feature LSTM of a new policy; compute the normaliser from `inputs`."""
         super().__init__()
@@ -234,10 +237,11 @@ class FeatureTraining(nn.Module):
     def forward(self, obs: Tensor) -> Tensor:
         """Return the predictions [N, days, 2, n] that the class docstring describes."""
         inputs = self.normalizer(obs).to(self.head.weight.dtype).transpose(0, 1)
-        core = self.feature_core
+        core = cast_copy(self.feature_core, self.low_precision)
+        mlp = cast_copy(self.feature_mlp, self.low_precision)
         state = inputs.new_zeros(core.num_states, inputs.shape[1], core.hidden_size)
-        features = self.feature_mlp(core(inputs.contiguous(), state)[0])
-        return self.head(features).transpose(0, 1).unflatten(2, (2, -1))
+        features, _ = mlp(core(inputs.contiguous(), state)[0], state)
+        return self.head(features.to(inputs.dtype)).transpose(0, 1).unflatten(2, (2, -1))
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -133,7 +133,6 @@ def make_training(run: Run, task: Task, world: World) -> Training:
             encoder_problem,
             policy.feature_encoder,
             rows.to(run.config.launch.dtype),
-            policy.low_precision,
         )
     if run.config.validates:
         task.try_evaluation_env(world.rank)

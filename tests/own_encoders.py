@@ -70,6 +70,7 @@ def normed(features, rows):
 
 calls = itertools.count()
 Narrow = changed(lambda features, rows: features[..., 1:])
+Short = changed(lambda features, rows: features.bfloat16())
 Rounded = changed(lambda features, rows: features.long())
 Infinite = changed(lambda features, rows: features + rows.abs().sum(-1, keepdim=True).log())
 Counting = changed(lambda features, rows: features + next(calls))

@@ -183,9 +183,10 @@ class PipelinePPO(PPO):
 
         Each pass of the loop sends one part's features and receives the previous part's gradient.
         """
+        policy = self.policy.cast()
         waiting: list[Tensor] = []  # features of the previous part, still without gradient
         for number in range(len(parts) + 1):
-            new = [self._features(part) for part in parts[number : number + 1]]
+            new = [self._features(policy, part) for part in parts[number : number + 1]]
             gradients = [torch.empty_like(features) for features in waiting]
             self.strategy.swap(new, gradients)
             torch.autograd.backward(waiting, gradients)
@@ -199,14 +200,15 @@ class PipelinePPO(PPO):
         """
         terms: list[Tensor] = []
         gradients: list[Any] = []  # gradient for the features of the previous part
-        size = self.policy.config.hidden_size
+        policy = self.policy.cast()
+        size = policy.config.hidden_size
         for part in parts:
             features = part.lstm_state.new_empty(*part.episode_start.shape, size)
             self.strategy.swap(gradients, [features])
             features.requires_grad_()
-            state = part.lstm_state[:, : self.policy.num_decision_states]
-            outputs = self._run(self.policy.decisions, features, state, part.episode_start)
-            evaluation = self.policy.evaluate(Heads(*outputs), part.actions)
+            state = part.lstm_state[:, : policy.num_decision_states]
+            outputs = self._run(policy.decisions, features, state, part.episode_start)
+            evaluation = policy.evaluate(Heads(*outputs), part.actions)
             losses = ppo_loss(evaluation, part, self.config)
             factor = losses.total.detach() * 0.0 + 1.0  # 1, or NaN if the loss is not finite
             (losses.total * factor).backward()
@@ -215,15 +217,15 @@ class PipelinePPO(PPO):
         self.strategy.swap(gradients, [])
         return torch.stack(terms)
 
-    def _features(self, part: Minibatch) -> Tensor:
+    def _features(self, policy: Policy, part: Minibatch) -> Tensor:
         """Return the features [L, N, H] of a part."""
 
         def half(*inputs: Tensor) -> Any:
-            features, after = self.policy.features(*inputs)
+            features, after = policy.features(*inputs)
             return (features,), after
 
-        state = part.lstm_state[:, self.policy.num_decision_states :]
-        inputs = self.policy.encode(part.obs)
+        state = part.lstm_state[:, policy.num_decision_states :]
+        inputs = policy.encode(part.obs)
         (features,) = self._run(half, inputs, state, part.episode_start)
         return features
 

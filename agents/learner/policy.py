@@ -14,7 +14,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
-from agents.learner.network.cores import CORES, NoCore, State
+from agents.learner.network.cores import CORES, NoCore, State, TanhCore
 from agents.learner.network.inputs import Encoder
 from agents.learner.network.own_modules import make_own
 from agents.learner.network.sequences import (
@@ -27,7 +27,7 @@ from agents.learner.network.sequences import (
 )
 from agents.learner.settings import PolicyConfig
 from envs.vector.layout import Layout
-from rl_dist.strategies.precision import autocast, weights_cast_once
+from rl_dist.strategies.precision import cast_copy, changed_copy
 
 FORBIDDEN = -1e9  # logit of a forbidden action: its probability is exactly 0
 
@@ -69,14 +69,16 @@ class Policy(nn.Module):
     With `feature_window` n, the input is the last n observations of the episode, oldest first,
     flattened to n * F numbers, with zeros for steps before the start of the episode (see
     `agents.learner.rollout.policy_input`). If `low_precision` is set, the encoder, the cores and
-    the tanh layer compute in that type; the parameters and output layers keep their own type.
+    the tanh layer compute in that type, with copies of the weights from `cast`. Parameters, output
+    layers, and what passes from one part to the next, keep their own type; so do a user's encoder
+    and core.
     """
 
     feature_encoder: Any
     feature_core: Any
     actor_core: Any
     critic_core: Any
-    feature_mlp: nn.Module
+    feature_mlp: Any
     low_precision: torch.dtype | None = None
     # Axis of the sequences in each input of `forward`. In the outputs, this axis is 1.
     BATCH_AXES = (1, 1, 0, 1)
@@ -96,6 +98,10 @@ class Policy(nn.Module):
             self.action_sizes = tuple(action_space.nvec.tolist())
         if not self.discrete:
             self.log_std = nn.Parameter(torch.full((self.num_actions,), config.log_std_init))
+
+        # names of the modules that a user wrote
+        self.own_parts = ["feature_encoder"] if config.encoder else []
+        self.own_parts += ["feature_core", "actor_core", "critic_core"] if config.core else []
 
         # the encoder, then the cores, then the output layers
         size = config.hidden_size
@@ -119,21 +125,21 @@ class Policy(nn.Module):
         """Create all three cores."""
         size = self.config.hidden_size
         self.feature_core = self._new_core(self.feature_encoder.num_outputs)
-        self.feature_mlp = tanh_layer(size)
+        self.feature_mlp = TanhCore(size, size, 1)
         self.actor_core = self._new_core(size)
         self.critic_core = self._new_core(size)
 
     def _build_shared_trunk(self) -> None:
         """Create only the feature core."""
         self.feature_core = self._new_core(self.feature_encoder.num_outputs)
-        self.feature_mlp = tanh_layer(self.config.hidden_size)
+        self.feature_mlp = TanhCore(self.config.hidden_size, self.config.hidden_size, 1)
         self.actor_core = NoCore()
         self.critic_core = NoCore()
 
     def _build_separate_trunks(self) -> None:
         """Create only the actor core and the critic core."""
         self.feature_core = NoCore()
-        self.feature_mlp = nn.Identity()
+        self.feature_mlp = NoCore()
         self.actor_core = self._new_core(self.feature_encoder.num_outputs)
         self.critic_core = self._new_core(self.feature_encoder.num_outputs)
 
@@ -147,12 +153,10 @@ class Policy(nn.Module):
 
         The weights of a user's encoder and core are not changed.
         """
-        for module in self.children():
-            if self.config.core and module in self.cores:
+        for name, module in self.named_children():
+            if name in self.own_parts:
                 continue
-            if self.config.encoder and module is self.feature_encoder:
-                continue
-            feeds_activation = module in (self.feature_encoder, self.feature_mlp)
+            feeds_activation = name in ("feature_encoder", "feature_mlp")
             for parameter in module.parameters():
                 if parameter.ndim >= 2:
                     nn.init.orthogonal_(parameter, math.sqrt(2.0) if feeds_activation else 1.0)
@@ -172,6 +176,21 @@ class Policy(nn.Module):
             "action_sizes": list(self.action_sizes),
             "layout": self.layout.to_json(),
         }
+
+    def cast(self) -> "Policy":
+        """Return a policy that computes in low precision, with weights that are cast here, once.
+
+        Gradients flow to the parameters of this policy.
+        """
+        if self.low_precision is None:
+            return self
+        kept = *self.own_parts, "actor_head", "critic_head"
+        parts = {
+            name: cast_copy(part, self.low_precision)
+            for name, part in self.named_children()
+            if name not in kept
+        }
+        return changed_copy(self, {**parts, "low_precision": None})
 
     @property
     def num_decision_states(self) -> int:
@@ -209,12 +228,12 @@ class Policy(nn.Module):
     def encode(self, obs: Tensor) -> Tensor:
         """Encode obs [L, N, F] as inputs of the cores [L, N, E]; each row of a window alone."""
         window = max(self.config.feature_window, 1)
+        dtype = self.critic_head.weight.dtype
         if self.config.encoder:  # a user's encoder need not know that pixels are bytes
-            obs = obs.to(self.critic_head.weight.dtype)
-        with autocast(self.low_precision, obs.device):
-            if window == 1:
-                return self.feature_encoder(obs)
-            return self.feature_encoder(obs.unflatten(-1, (window, -1))).flatten(-2)
+            obs = obs.to(dtype)
+        if window == 1:
+            return self.feature_encoder(obs).to(dtype)
+        return self.feature_encoder(obs.unflatten(-1, (window, -1))).flatten(-2).to(dtype)
 
     def network(self, inputs: Tensor, state: Tensor, *resets: Tensor) -> NetworkResult:
         """Run L steps of N sequences.
@@ -248,18 +267,17 @@ class Policy(nn.Module):
         and the state after the last step.
         """
         window = self.config.feature_window
-        with autocast(self.low_precision, inputs.device):
-            if window:  # run every window as n steps that start from a zero state
-                rows = inputs.flatten(0, 1).unflatten(1, (window, -1)).transpose(0, 1)
-                zeros = state.new_zeros(
-                    self.feature_core.num_states, rows.shape[1], self.config.hidden_size
-                )
-                hidden, _ = self.feature_core(rows, zeros)
-                outputs = hidden[-1].unflatten(0, inputs.shape[:2])
-                after = state
-            else:
-                outputs, after = self.feature_core(inputs, state, *resets)
-            return self.feature_mlp(outputs).to(state.dtype), after
+        if window:  # run every window as n steps that start from a zero state
+            rows = inputs.flatten(0, 1).unflatten(1, (window, -1)).transpose(0, 1)
+            zeros = state.new_zeros(
+                self.feature_core.num_states, rows.shape[1], self.config.hidden_size
+            )
+            hidden, _ = self.feature_core(rows, zeros)
+            outputs = hidden[-1].unflatten(0, inputs.shape[:2])
+            after = state
+        else:
+            outputs, after = self.feature_core(inputs, state, *resets)
+        return self.feature_mlp(outputs, state)[0].to(state.dtype), after
 
     def decisions(
         self, features: Tensor, state: Tensor, *resets: Tensor
@@ -270,9 +288,8 @@ class Policy(nn.Module):
         Returns the outputs, and the states of actor and critic after the last step.
         """
         split = self.actor_core.num_states
-        with autocast(self.low_precision, features.device):
-            actor, actor_state = self.actor_core(features, state[:split], *resets)
-            critic, critic_state = self.critic_core(features, state[split:], *resets)
+        actor, actor_state = self.actor_core(features, state[:split], *resets)
+        critic, critic_state = self.critic_core(features, state[split:], *resets)
         dtype = self.critic_head.weight.dtype
         values = self.critic_head(critic.to(dtype)).squeeze(-1)
         return Heads(self.actor_head(actor.to(dtype)), values), (actor_state, critic_state)
@@ -307,7 +324,8 @@ class Policy(nn.Module):
         if not self.config.memory:
             episode_start = torch.ones_like(episode_start)
         state = state.masked_fill(episode_start[:, None, None], 0.0)
-        result = self.network(self.encode(obs[None]), state)
+        policy = self.cast()
+        result = policy.network(policy.encode(obs[None]), state)
         actor_outputs, values = (output[0] for output in result.outputs)
         actor_outputs = self.masked(actor_outputs, obs)
         actions = actor_outputs if scaled_noise is None else actor_outputs + scaled_noise
@@ -332,14 +350,14 @@ class Policy(nn.Module):
         [N, S, H] before the first step, episode_start [L, N] bool, and optionally the result of
         `plan` for these starts.
         """
-        with weights_cast_once(self.low_precision, obs.device):
-            inputs = self.encode(obs)
-            if self.config.stateless:  # run every step as a sequence
-                steps = inputs.flatten(0, 1)[None]
-                outputs = self.network(steps, self.initial_state(steps.shape[1])).outputs
-                heads = Heads(*(output[0].unflatten(0, obs.shape[:2]) for output in outputs))
-            else:
-                heads = Heads(*run_sequence(self.network, inputs, state, episode_start, plan))
+        policy = self.cast()
+        inputs = policy.encode(obs)
+        if self.config.stateless:  # run every step as a sequence
+            steps = inputs.flatten(0, 1)[None]
+            outputs = policy.network(steps, self.initial_state(steps.shape[1])).outputs
+            heads = Heads(*(output[0].unflatten(0, obs.shape[:2]) for output in outputs))
+        else:
+            heads = Heads(*run_sequence(policy.network, inputs, state, episode_start, plan))
         masked = self.masked(heads.actor_outputs, obs)
         return self.evaluate(heads._replace(actor_outputs=masked), actions)
 
@@ -367,11 +385,6 @@ class Policy(nn.Module):
 def entropy_of(choices: Tensor) -> Tensor:
     """Return the entropy [...] of actions whose choices have log probabilities [..., D, K]."""
     return -(choices.exp() * choices).sum((-2, -1))
-
-
-def tanh_layer(size: int) -> nn.Sequential:
-    """Return a linear layer with `size` inputs and outputs, followed by tanh."""
-    return nn.Sequential(nn.Linear(size, size), nn.Tanh())
 
 
 def split_choices(logits: Tensor, sizes: Sequence[int]) -> Tensor:

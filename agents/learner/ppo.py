@@ -16,7 +16,6 @@ from rl_dist.errors import UserError
 from rl_dist.process_group.clock import StepClock, section
 from rl_dist.process_group.collectives import all_reduce_sum
 from rl_dist.strategies.adam import EagerAdam
-from rl_dist.strategies.precision import autocast_dtype
 from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry import events
 
@@ -186,6 +185,7 @@ def refreshed_states(policy: Policy, batch: Batch) -> Tensor:
     The first sequence of each environment keeps its recorded initial state, because the steps
     before this sequence belong to the previous rollout.
     """
+    policy = policy.cast()
     states = [batch.initial_states[0]]
     for obs, starts in zip(batch.steps["obs"][:-1], batch.steps["episode_start"], strict=False):
         encoded = policy.encode(obs)
@@ -210,7 +210,6 @@ class PPO:
         self.strategy = strategy
         self.world = strategy.world
         self.num_microbatches = num_microbatches
-        policy.low_precision = autocast_dtype(strategy.config.precision)
         self.wrapped = strategy.wrap(policy)
         self.bad_in_a_row = 0  # steps with NaN or inf since the last step that was taken
         self.clock = StepClock(self.world.device)

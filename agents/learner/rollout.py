@@ -15,7 +15,6 @@ from agents.learner.network.sequences import to_device
 from agents.learner.policy import Policy, PolicyStep
 from envs.vector.layout import StepResult, TorchEnv
 from rl_dist.process_group.clock import section
-from rl_dist.strategies.precision import weights_cast_once
 
 # The host reads the truncations of this many steps together, because a read waits for all GPU work.
 STEPS_PER_READ = {"cpu": 1, "cuda": 8}
@@ -181,27 +180,27 @@ def collect(
     Groups of environments take turns: while the policy acts for one group, the others step.
     """
     num_steps = len(noise)
-    with weights_cast_once(policy.low_precision, noise.device):
-        # each group of environments has an actor, with the group's rows of the carry and the noise
-        actors = [
-            Actor(policy, normalizer, carry.rows(rows), noise[:, rows], bptt_steps)
-            for rows in env.groups
-        ]
+    policy = policy.cast()
+    # each group of environments has an actor, with the group's rows of the carry and the noise
+    actors = [
+        Actor(policy, normalizer, carry.rows(rows), noise[:, rows], bptt_steps)
+        for rows in env.groups
+    ]
+    for group, actor in enumerate(actors):
+        env.send(actor.act(), group)
+
+    # receive the answers of a group, then send the actions for its next step
+    for t in range(num_steps):
         for group, actor in enumerate(actors):
-            env.send(actor.act(), group)
+            with section("environment"):
+                answers = env.recv(group)
+            on_step()
+            actor.observe(answers)
+            if t < num_steps - 1:
+                env.send(actor.act(), group)
 
-        # receive the answers of a group, then send the actions for its next step
-        for t in range(num_steps):
-            for group, actor in enumerate(actors):
-                with section("environment"):
-                    answers = env.recv(group)
-                on_step()
-                actor.observe(answers)
-                if t < num_steps - 1:
-                    env.send(actor.act(), group)
-
-        # join the groups
-        results = [actor.finish(gamma) for actor in actors]
+    # join the groups
+    results = [actor.finish(gamma) for actor in actors]
     rollouts, carries = zip(*results, strict=True)
     return joined(rollouts, dim=1), joined(carries, dim=0)
 

@@ -38,7 +38,7 @@ from rl_dist.errors import UserError, one_line
 from rl_dist.process_group.collectives import all_gather_json, broadcast_bytes
 from rl_dist.process_group.world import World
 from rl_dist.run_dir import RunDir
-from rl_dist.strategies.precision import autocast_dtype
+from rl_dist.strategies.precision import low_precision
 
 FEATURES = "feature LSTM"  # marks checkpoints written by agents.pretrain
 FEATURE_PARTS = ("feature_core.", "feature_mlp.")
@@ -184,7 +184,7 @@ def load_agent(
     check_shapes(state, config)
     layout, action_space = spaces_of(state)
     policy = Policy(config.policy, layout, action_space).to(config.launch.dtype)
-    policy.low_precision = autocast_dtype(config.launch.precision)
+    policy.low_precision = low_precision(config.launch.precision)
     policy.load_state_dict(state["policy"])
     normalizers = Normalizers(layout, scale_obs=config.train.normalize_obs, scale_rewards=False)
     normalizers.load_state_dict(state["normalizers"])

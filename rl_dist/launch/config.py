@@ -61,9 +61,9 @@ class LaunchConfig:
     """If the strategy does not work on this machine, print a note and use a simpler strategy (ddp
     instead of hybrid, then none) instead of exiting with an error."""
     precision: Precision = "fp32"
-    """tf32: fp32, but GPUs round the inputs of matrix products; bf16, fp16: autocast with fp32
-    parameters; fp64: for exact comparisons; auto: the first of fp32, tf32 (only on GPUs) and bf16
-    whose gradient steps take at most 1.1 times as long as the shortest ones."""
+    """tf32: fp32, but GPUs round the inputs of matrix products; bf16, fp16: matrix products in this
+    type, with fp32 parameters; fp64: for exact comparisons; auto: the first of fp32, tf32 (only on
+    GPUs) and bf16 whose gradient steps take at most 1.1 times as long as the shortest ones."""
     gradient_compression: Compression = "none"
     """bf16: halve the bytes sent for gradients, for slow connections; only with strategy ddp."""
     max_restarts: int = Field(0, ge=0, le=10**6)

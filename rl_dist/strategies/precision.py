@@ -1,27 +1,28 @@
-"""Apply a precision: dtypes of parameters and matrix products, autocast, TF32.
+"""Apply a precision: types of parameters and matrix products, copies with cast weights, TF32.
 
 Parameters, optimizer state, losses and statistics are fp64 with precision fp64, and fp32 with all
-other precisions. Precisions bf16 and fp16 use torch's autocast. fp16 also needs a loss scale,
-because gradients below 6e-8 would become zero.
+other precisions. With bf16 and fp16, matrix products use copies of the weights that are cast once
+per gradient step (`cast_copy`). fp16 also needs a loss scale, because gradients below 6e-8 would
+become zero.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch import Tensor, nn
+
+Module = TypeVar("Module", bound=nn.Module)
 
 # auto: the most precise of fp32, tf32 (only on GPUs) and bf16 that is about as fast as the fastest
 Precision = Literal["auto", "fp32", "fp64", "tf32", "bf16", "fp16"]
 
 
 def parameter_dtype(precision: str) -> torch.dtype:
-    """Return the dtype of the parameters, and of the network's computations outside autocast."""
+    """Return the dtype of the parameters, and of all that is not in `low_precision`."""
     return torch.float64 if precision == "fp64" else torch.float32
 
 
-def autocast_dtype(precision: str) -> torch.dtype | None:
+def low_precision(precision: str) -> torch.dtype | None:
     """Return the dtype of matrix products, or None if it is the dtype of the parameters."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
 
@@ -35,47 +36,28 @@ def set_tf32(precision: str) -> None:
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
 
 
-@contextmanager
-def autocast(dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
-    """Use `dtype` for matrix products inside the `with` block; None: change nothing.
+def cast_copy(module: Module, dtype: torch.dtype | None) -> Module:
+    """Return a copy of a module and its children with weights of type `dtype`; None: the module.
 
-    If oneDNN's LSTM does not work with this dtype on this CPU, torch's slower LSTM is used.
+    Gradients flow to the parameters of the module. The weights must not change while the copy is in
+    use. Torch's autocast is not used, because it would let LSTMs on GPUs compute in fp16 instead of
+    bf16, and LSTMs on some CPUs raise an error.
     """
     if dtype is None:
-        yield
-        return
-    onednn = torch.backends.mkldnn
-    avoids_onednn = device.type == "cpu" and onednn.is_available() and not _onednn_has_lstm(dtype)
-    with torch.autocast(device.type, dtype=dtype):
-        enabled = onednn.set_flags(_enabled=False)[0] if avoids_onednn else None
-        try:
-            yield
-        finally:
-            if avoids_onednn:
-                onednn.set_flags(_enabled=enabled)
+        return module
+    # replicas of DataParallel hold their weights as plain attributes
+    attributes = {**vars(module), **dict(module.named_parameters(recurse=False))}
+    changes = {n: value.to(dtype) for n, value in attributes.items() if isinstance(value, Tensor)}
+    children = {name: cast_copy(child, dtype) for name, child in module.named_children()}
+    return changed_copy(module, {**changes, "_modules": children})
 
 
-def weights_cast_once(
-    dtype: torch.dtype | None, device: torch.device
-) -> AbstractContextManager[object]:
-    """Cast each weight only once for all `autocast` blocks inside this context.
+def changed_copy(module: Module, changes: dict[str, Any]) -> Module:
+    """Return a shallow copy of a module with other values of some attributes.
 
-    The weights must not change inside the context. Torch keeps cast weights in a cache until the
-    outermost autocast context ends. The context that this function returns is this outermost
-    context; it casts nothing itself.
+    The copy can be used, but it cannot be trained: it lists the parameters of the module.
     """
-    return nullcontext() if dtype is None else torch.autocast(device.type, enabled=False)
-
-
-@lru_cache
-def _onednn_has_lstm(dtype: torch.dtype) -> bool:
-    """Return True if oneDNN's LSTM works with this dtype on this CPU.
-
-    Torch calls oneDNN's LSTM on every CPU, although the call raises an error on some CPUs.
-    """
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]), torch.autocast("cpu", dtype=dtype):
-        try:
-            torch.nn.LSTM(8, 8)(torch.zeros(2, 2, 8))[0].float().sum().backward()
-        except RuntimeError:
-            return False
-    return True
+    copy = object.__new__(type(module))
+    # an attribute in this dict hides a parameter or child of the same name
+    copy.__dict__ = vars(module) | changes
+    return copy

@@ -29,7 +29,7 @@ from rl_dist.process_group.collectives import devices_differ
 from rl_dist.process_group.world import World, destroy_group
 from rl_dist.strategies.adam import step_if
 from rl_dist.strategies.config import StrategyConfig, check_strategy
-from rl_dist.strategies.precision import autocast, autocast_dtype, set_tf32
+from rl_dist.strategies.precision import low_precision, set_tf32
 from rl_dist.strategies.replicas import DataParallel, with_ddp
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Strategy:
         self.overflowed = torch.tensor(False)
         # The attributes below are set by `wrap`.
         self.bare: Any = None  # the module before it is wrapped
+        self.casts_itself = False  # True if the module has an attribute `low_precision`
         self.module: Any = None  # the wrapped module
         # the parameters that the optimizer trains; in mode hybrid, only this rank's shards
         self.parameters: list[nn.Parameter] = []
@@ -98,6 +99,9 @@ class Strategy:
             reduced: parameters whose gradients are reduced over ranks.
         """
         self.module = self.bare = module
+        self.casts_itself = hasattr(module, "low_precision")
+        if self.casts_itself:
+            self.bare.low_precision = low_precision(self.config.precision)
         self.parameters = reduced
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in reduced)
         self.unequal_devices = devices_differ(self.world)
@@ -114,8 +118,24 @@ class Strategy:
         return nullcontext()
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Use the strategy's precision for matrix products inside the `with` block."""
-        return autocast(autocast_dtype(self.config.precision), self.world.device)
+        """Use the strategy's precision for matrix products inside the `with` block.
+
+        If the module has an attribute `low_precision`, `wrap` sets it to a type or None, the module
+        casts its weights and inputs to this type itself, and this method changes nothing.
+
+        Raises:
+            UserError: with bf16, the module has an LSTM or GRU of torch. Torch's autocast would let
+                it compute in fp16 on GPUs, without a loss scale, and would fail on some CPUs.
+        """
+        dtype = low_precision(self.config.precision)
+        if dtype is None or self.casts_itself:
+            return nullcontext()
+        if dtype == torch.bfloat16 and any(isinstance(m, nn.RNNBase) for m in self.bare.modules()):
+            raise UserError(
+                "torch's autocast does not compute LSTMs and GRUs in bf16: use precision fp16, or "
+                "cast weights and inputs in the module, as agents/pretrain.py does"
+            )
+        return torch.autocast(self.world.device.type, dtype)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a loss to the `grad` attributes of the parameters.

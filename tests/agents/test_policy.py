@@ -76,7 +76,7 @@ def test_a_window_is_read_from_oldest_to_newest_observation_starting_with_zero_s
     for row in window.view(4, 1, 1, VECTOR.size):
         output, (hidden, cells) = policy.feature_core(row, state)
         state = torch.stack([hidden, cells])
-    torch.testing.assert_close(features, policy.feature_mlp(output))
+    torch.testing.assert_close(features, policy.feature_mlp(output, state)[0])
 
 
 @pytest.mark.parametrize("form", ["no memory", "mlp", "clstm"])

@@ -1,8 +1,8 @@
-"""Training on two ranks with accumulated, compressed or fp16 gradients."""
+"""Training on two ranks with accumulated, compressed, bf16 or fp16 gradients."""
 
 import pytest
 import torch
-from speed_ranks import trained
+from speed_ranks import FORMS, first_gradient, trained
 
 
 def test_two_ranks_that_accumulate_train_like_one_and_reduce_once_per_step(ranks, world):
@@ -25,6 +25,15 @@ def test_an_overflow_on_one_rank_is_skipped_by_both_and_halves_the_scale_of_both
         assert [each["optim/skipped_steps"] for each in losses] == [1, 0]
         assert [each["optim/loss_scale"] for each in losses] == [2**15] * 2
         assert rank["bad_in_a_row"] == 0  # overflows do not count as bad steps
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_two_ranks_in_bf16_have_the_gradient_of_one(form, ranks, world):
+    alone = first_gradient(world)
+    for rank in ranks:
+        for part, whole in zip(rank["bf16"][form], alone, strict=True):
+            # each rank rounds its gradients to 8 bits
+            assert (part - whole).norm() < 0.01 * whole.norm()
 
 
 def test_compressed_gradients_take_half_the_bytes_and_leave_all_ranks_equal(ranks):

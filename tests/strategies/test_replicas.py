@@ -1,5 +1,7 @@
 """Replicas: DDP's bucket order, devices that round differently, DataParallel."""
 
+import sys
+
 import ordered_ranks
 import pytest
 import torch
@@ -101,6 +103,24 @@ def test_ranks_whose_devices_round_differently_stay_equal(ranks):
     assert first["True"] == second["True"]
     # if the ranks do not agree on one gradient norm, their weights drift apart
     assert first["False"] != second["False"]
+
+
+def test_replicas_cast_their_weights_and_pass_gradients_to_the_parameters(monkeypatch):
+    """Make the replicas of DataParallel on a CPU, without copies of the weights."""
+    monkeypatch.setattr(
+        sys.modules["torch.nn.parallel.replicate"],  # a function hides this module
+        "_broadcast_coalesced_reshape",
+        lambda tensors, devices, detach: [[x.view_as(x) for x in tensors] for _ in devices],
+    )
+    policy = make_policy(FORMS["clstm"], BOX).float()
+    policy.low_precision = torch.bfloat16
+    obs, state, starts, actions = make_inputs(policy)
+    inputs = obs.float(), actions.float(), state.float(), starts
+    gradients = []
+    for module in (policy, nn.parallel.replicate(policy, [0, 1])[1]):
+        loss = sum(part.sum() for part in module(*inputs))
+        gradients.append(torch.autograd.grad(loss, list(policy.parameters())))
+    assert all(map(torch.equal, *gradients))
 
 
 def test_a_batch_split_over_devices_is_evaluated_like_the_whole_batch(monkeypatch):

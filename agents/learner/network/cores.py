@@ -1,5 +1,8 @@
 """Cores with a common interface: LSTM, GRU, minGRU, and memoryless tanh layers.
 
+Every core computes matrix products in the type of its weights, to which it casts its inputs. The
+state of LSTM and GRU also has this type between the steps of a call.
+
 A core is a module with the constructor arguments (num_inputs, hidden_size, num_layers). Its
 `num_states` is the number S of vectors [H] in its state. It takes inputs [L, N, F] and the state
 [S, N, H] that precedes the first step; it returns outputs [L, N, H] and the state after the last
@@ -45,18 +48,20 @@ class LSTMCore(nn.LSTM, RememberingCore):
         self, inputs: Tensor, state: Tensor, resets: Tensor | None = None
     ) -> tuple[Tensor, State]:
         """Run the core; the module docstring describes inputs and outputs."""
-        before = state.chunk(2)  # h and c of every layer
+        layers: Any = self.all_weights  # of each layer, 2 weights and 2 biases
+        inputs = inputs.to(layers[0][0].dtype)
+        before = state.to(inputs.dtype).chunk(2)  # h and c of every layer
         if resets is None and len(inputs) == 1 and not torch.is_grad_enabled():
             # for a single step, torch.lstm_cell is faster
             outputs = inputs[0]
             hidden = []
             cells = []
-            for h, c, layer in zip(*before, self.all_weights, strict=True):
+            for h, c, layer in zip(*before, layers, strict=True):
                 outputs, cell = torch.lstm_cell(outputs, (h, c), *layer)
                 hidden.append(outputs)
                 cells.append(cell)
             return outputs[None], hidden + cells
-        weights: list[Tensor] = [weight for layer in self.all_weights for weight in layer]
+        weights: list[Tensor] = sum(layers, [])
         if resets is not None:
             # pass resets as an extra input whose weights shut the input, forget and output gates
             shut = weights[0].new_full((4, self.hidden_size), SHUT)
@@ -75,13 +80,19 @@ class GRUCore(nn.GRU, RememberingCore):
 
     def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, State]:  # type: ignore[override]
         """Run the core; the module docstring describes inputs and outputs."""
+        layers: Any = self.all_weights  # of each layer, 2 weights and 2 biases
+        inputs = inputs.to(layers[0][0].dtype)
+        state = state.to(inputs.dtype)
         if len(inputs) > 1 or torch.is_grad_enabled():
-            return super().forward(inputs, state)
+            weights: list[Tensor] = sum(layers, [])
+            return torch.gru(  # the other arguments are as in `LSTMCore`
+                inputs, state, weights, True, self.num_layers, 0.0, self.training, False, False
+            )
         # for a single step, torch.gru_cell is faster
         outputs = inputs[0]
         after = []
-        for hidden, weights in zip(state, self.all_weights, strict=True):
-            outputs = torch.gru_cell(outputs, hidden, *weights)
+        for hidden, layer in zip(state, layers, strict=True):
+            outputs = torch.gru_cell(outputs, hidden, *layer)
             after.append(outputs)
         return outputs[None], after
 
@@ -91,7 +102,7 @@ class MinGRUCore(nn.Module):
 
     Source: Feng et al., "Were RNNs all we needed?", https://arxiv.org/abs/2410.01201. The paper
     runs its scan on logarithms, which requires positive states; `scan` needs neither logarithms nor
-    divisions.
+    divisions. The scan computes in the type of the state.
     """
 
     LONGEST = 64.0  # number of steps that the slowest units of a new core remember
@@ -107,7 +118,8 @@ class MinGRUCore(nn.Module):
         outputs = inputs
         after = []
         for layer, before in zip(self.layers, state, strict=True):
-            gates, candidates = layer(outputs).to(state.dtype).chunk(2, dim=-1)  # each [L, N, H]
+            products = layer(outputs.to(layer.weight.dtype)).to(state.dtype)
+            gates, candidates = products.chunk(2, dim=-1)  # each [L, N, H]
             outputs = scan(torch.sigmoid(-gates), torch.sigmoid(gates) * candidates, before)
             after.append(outputs[-1])
         return outputs, torch.stack(after)
@@ -157,7 +169,8 @@ class TanhCore(nn.Sequential):
 
     def forward(self, inputs: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Run the core; the module docstring describes inputs and outputs."""
-        return super().forward(inputs), state
+        layer: Any = self[0]
+        return super().forward(inputs.to(layer.weight.dtype)), state
 
 
 class NoCore(nn.Module):

@@ -218,6 +218,6 @@ class Encoder(nn.Module):
                 pixels = values.reshape(-1, *part.shape)
                 if is_large(part) and pixels.is_cpu:  # a gradient step then takes 3/4 of the time
                     pixels = pixels.contiguous(memory_format=torch.channels_last)
-                values = image(pixels.to(dtype) / 255.0).to(dtype).unflatten(0, rows.shape[:-1])
+                values = image(pixels.to(dtype) / 255.0).unflatten(0, rows.shape[:-1])
             encoded.append(values)
         return torch.cat(encoded, dim=-1)
