@@ -323,7 +323,9 @@ class Policy(nn.Module):
         """
         if not self.config.memory:
             episode_start = torch.ones_like(episode_start)
-        state = state.masked_fill(episode_start[:, None, None], 0.0)
+        # `network` works on [S, B, H]. Its last result has this layout in memory, so resetting the
+        # transposed state gives a contiguous tensor, and `network` need not copy it again.
+        state = state.transpose(0, 1).masked_fill(episode_start[:, None], 0.0).transpose(0, 1)
         policy = self.cast()
         result = policy.network(policy.encode(obs[None]), state)
         actor_outputs, values = (output[0] for output in result.outputs)

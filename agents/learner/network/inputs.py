@@ -108,8 +108,9 @@ class Normalizer(nn.Module):
             return lambda values: values
         shift = self.moments.mean.to(dtype) if self.center else 0.0
         scale = (self.moments.variance + 1e-8).rsqrt().to(dtype)
-        limit = self.limit.to(dtype)
-        return lambda values: ((values - shift) * scale).clamp(-limit, limit)
+        high = self.limit.to(dtype)
+        low = -high
+        return lambda values: ((values - shift) * scale).clamp(low, high)
 
 
 class Normalizers(nn.Module):
