@@ -48,10 +48,13 @@ class UserCallbacks:
     stop: tuple[str, float] = ("", 0.0)  # metric, and the value that ends the run
     stop_requested: bool = False  # True after a callback has returned False
 
-    def on_iteration(self, metrics: Mapping[str, Any]) -> str:
+    def on_iteration(self, metrics: Mapping[str, Any], decisive: Mapping[str, Any]) -> str:
         """Call the callbacks after an iteration; return the reason to stop, or "".
 
         Every rank must call this, and all ranks get the same reason.
+
+        Args:
+            decisive: the same metrics, but with means of the last 100 episodes.
         """
         name, limit = self.stop
         if not name and not any(self.functions.values()):
@@ -61,7 +64,7 @@ class UserCallbacks:
         self._call("iteration", metrics)
         if any(name.startswith("valid/") for name in metrics):
             self._call("evaluation", metrics)
-        value = metrics.get(name)
+        value = decisive.get(name)
         reason = "a callback asked to stop" if self.stop_requested else ""
         if not reason and isinstance(value, int | float) and value >= limit:
             reason = f"{name} {value:.6g} has reached {limit:g}"

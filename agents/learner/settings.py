@@ -64,7 +64,8 @@ class TrainConfig:
     iteration, at the end of training and after a stop signal."""
     stop_at: Text = Field("", json_schema_extra={"nargs": "+"})
     """Metric and value, such as valid/return 475. Training stops after the first iteration in which
-    the metric reaches the value; valid/ metrics exist only every validate_every iterations."""
+    the metric reaches the value; valid/ metrics exist only every validate_every iterations, and
+    episode/return and episode/length count as means of the last 100 training episodes."""
     callback: Text = ""
     """Function to call on every rank after each iteration, evaluation and checkpoint, given as
     module:function. If it returns False, training stops."""
@@ -73,7 +74,8 @@ class TrainConfig:
     keep_best: Text = "auto"
     """Keep the checkpoint with the highest value of this metric, such as episode/return, as
     checkpoints/best.pt; auto: use valid/sharpe or valid/return, whichever the run reports; off:
-    do not write best.pt."""
+    do not write best.pt. As in stop_at, episode/return is a mean of the last 100 episodes, so a run
+    in which fewer end has no best.pt, and its newest checkpoint is used."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """What to do if a checkpoint cannot be written, for example because the disk is full: end the
     run, or continue without this checkpoint."""

@@ -43,6 +43,7 @@ from rl_dist.strategies.strategy import Strategy
 from rl_dist.telemetry.metrics import NullWriter
 from rl_dist.telemetry.monitor import Monitor, sources_of
 from rl_dist.telemetry.profiler import NullProfiler, Profiler
+from rl_dist.telemetry.progress import RecentMeans
 
 logger = logging.getLogger(__name__)
 COUNTERS = ("iteration", "global_step", "episodes")  # attributes of Training, saved in checkpoints
@@ -313,6 +314,7 @@ def train(
         writer.update_state(phase="warm_up")
         training.warm_up_normalizers()
     best = Best(config.best_metrics(scored_by), training.run.directory.checkpoints, world)
+    recent = RecentMeans(training.run.directory.records() if world.is_main_process else ())
     signum = 0  # number of a stop signal that a rank has received; 0: none
     reason = ""  # why a callback or --stop_at stops the run; "": neither does
     while training.progress < 1.0 and not signum and not reason:
@@ -338,12 +340,13 @@ def train(
         if validate and is_due(training, config.validation_interval, finished):
             writer.update_state(phase="validation")
             metrics |= validate(training)
-        improved = best.update(metrics)
+        decisive = recent.decisive(metrics)  # a mean of few episodes decides nothing
+        improved = best.update(decisive)
         world.set_phase("loggers")
         writer.write(metrics, done=training.done)
 
         # stop early, and save
-        reason = callbacks.on_iteration(metrics)
+        reason = callbacks.on_iteration(metrics, decisive)
         last = bool(signum or reason) or finished
         is_first = training.iteration == 1
         if improved or is_due(training, config.checkpoint_every, last or is_first):

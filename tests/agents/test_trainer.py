@@ -271,5 +271,6 @@ def test_metrics_of_the_warm_up_are_not_in_the_first_record(world, tmp_path):
 
 def test_training_stops_at_a_metric_that_equals_the_limit(world, tmp_path):
     callbacks = UserCallbacks({}, RunDir(tmp_path), None, world, ("valid/return", 500.0))
-    reasons = [callbacks.on_iteration({"valid/return": value}) for value in (499.0, 500.0)]
+    decisive = [{"valid/return": value} for value in (499.0, 500.0)]
+    reasons = [callbacks.on_iteration({}, metrics) for metrics in decisive]
     assert reasons == ["", "valid/return 500 has reached 500"]

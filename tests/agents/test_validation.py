@@ -8,6 +8,7 @@ from train_runs import RECALL, records, train_here
 from agents.learner.trainer import Training
 from envs.gym_task import episode_limit
 from envs.task import Counts
+from rl_dist.checkpoint.store import load_checkpoint
 from rl_dist.files import read_object
 
 ITERATION = 64  # environment steps in an iteration with the sizes of RECALL
@@ -92,6 +93,15 @@ def test_a_resumed_run_has_the_same_validations_as_an_uninterrupted_one(trained)
     parts = trained(*flags, "--stop_at", f"global_step {30 * 512}")
     assert train_here("--resume", parts, "--stop_at", "") == 0
     assert valid(parts) == whole and len(whole) > 1
+
+
+def test_a_mean_of_training_episodes_decides_only_once_100_have_ended(trained):
+    flags = [*RECALL, "--total_steps=6400", "--eval_episodes=0", "--keep_best=episode/return"]
+    run_dir = trained(*flags, "--stop_at", "episode/return -9")
+    *_, before, last = records(run_dir)
+    assert before["episode/total"] < 100 <= last["episode/total"]
+    best = load_checkpoint(run_dir / "checkpoints" / "best.pt")
+    assert best["iteration"] == last["iteration"]
 
 
 def test_the_number_of_ranks_does_not_change_the_episodes_of_a_validation(trained):

@@ -3,16 +3,17 @@
 import pytest
 
 from rl_dist.telemetry import progress
-from rl_dist.telemetry.progress import Progress, RecentReturns, stalled
+from rl_dist.telemetry.progress import Progress, RecentMeans, stalled
 
 
 def iteration(number, count, mean, **metrics):
-    return {"iteration": number, "episode/count": count, "episode/return": mean, **metrics}
+    means = {"episode/return": mean, "episode/length": mean}
+    return {"iteration": number, "episode/count": count, **means, **metrics}
 
 
-def means(pairs):
-    recent = RecentReturns()
-    return [recent.add(iteration(1, *pair)) for pair in pairs]
+def means(pairs, method=RecentMeans.add):
+    recent = RecentMeans()
+    return [method(recent, iteration(1, *pair)).get("episode/return") for pair in pairs]
 
 
 def test_the_mean_covers_the_last_100_episodes_in_whole_iterations():
@@ -21,6 +22,15 @@ def test_the_mean_covers_the_last_100_episodes_in_whole_iterations():
 
 def test_an_iteration_without_an_end_keeps_the_mean():
     assert means([(10, 4.0), (0, None)]) == [4.0, 4.0]
+
+
+def test_a_mean_decides_only_once_100_episodes_have_ended():
+    assert means([(99, 1.0), (1, 2.0)], RecentMeans.decisive) == [None, 1.01]
+
+
+def test_a_resumed_run_decides_by_the_episodes_of_its_earlier_records():
+    recent = RecentMeans([iteration(1, 99, 1.0)])
+    assert recent.decisive(iteration(2, 1, 2.0))["episode/length"] == 1.01
 
 
 @pytest.mark.parametrize(
@@ -38,6 +48,11 @@ def test_half_a_run_is_stalled_if_returns_stay_in_the_range_of_its_first_tenth(r
     assert bool(stalled(records)) == is_stalled
 
 
+def test_a_peak_of_few_episodes_does_not_make_a_run_stalled():
+    rising = [iteration(n, 100, n / 50) for n in range(50)]
+    assert not stalled([iteration(0, 1, 9.0), *rising])
+
+
 def test_a_validation_is_shown_once(monkeypatch, capsys):
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
     display = Progress(10, "steps", 0)
@@ -46,6 +61,16 @@ def test_a_validation_is_shown_once(monkeypatch, capsys):
     display.close()
     shown = capsys.readouterr().err.splitlines()
     assert ["valid/return" in line for line in shown] == [True, False]
+
+
+def test_a_line_says_how_many_episodes_a_mean_has(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    display = Progress(10, "steps", 0)
+    for number in (1, 2):
+        display.show(iteration(number, 3, 2.0), number)
+    display.close()
+    one, two = capsys.readouterr().err.splitlines()
+    assert "return=2 of 3 episodes" in one and "return=2 of 6 episodes" in two
 
 
 def test_a_line_shows_the_part_done_the_speed_and_the_time_left(monkeypatch, capsys):
