@@ -146,6 +146,33 @@ def pixels(num_envs, dtype, value):
     return walk
 
 
+def changed(num_envs, outputs, maker="Walk"):
+    """Make a batch whose `step` returns other outputs, given as a Python expression."""
+    batch = globals()[maker](num_envs)
+    step = batch.step
+
+    def other_step(actions):
+        names = ("obs", "rewards", "terminated", "truncated", "info")
+        return eval(f"({outputs})", globals() | dict(zip(names, step(actions), strict=True)))
+
+    batch.step = other_step
+    return batch
+
+
+def with_attributes(num_envs, **attributes):
+    """Make a batch of arrays with other attributes."""
+    batch = SameStepArrays(num_envs)
+    vars(batch).update(attributes)
+    return batch
+
+
+def with_state(num_envs, shape):
+    """Make a batch with a part of its state that has no row per environment."""
+    walk = Walk(num_envs)
+    walk.get_state = lambda: {"place": walk.place, "part": torch.zeros(shape)}
+    return walk
+
+
 def deaf(num_envs):
     """Make a batch whose `reset` has the argument `options`, but does not read it."""
     walk = NextStep(num_envs)
@@ -226,6 +253,13 @@ class ArrayWalk(VectorEnv):
         *arrays, info = self.walk.step(torch.from_numpy(actions))
         finals = {k: v.numpy() for k, v in info.items() if k == "final_observation"}
         return *(array.numpy() for array in arrays), finals
+
+
+class SameStepArrays(ArrayWalk):
+    """A batch of arrays that starts episodes in the step that ends others."""
+
+    def __init__(self, num_envs):
+        super().__init__(num_envs, AutoresetMode.SAME_STEP)
 
 
 class MaskWalk(ArrayWalk):

@@ -18,7 +18,7 @@ from torch import Tensor
 from envs.vector.batched import has_snapshots
 from envs.vector.guards import EnvironmentFaultError, HangWatch, end_process
 from envs.vector.layout import Layout, Metrics, Part, StepResult
-from envs.vector.same_step import MISSING_FINALS, SameStep, row_of
+from envs.vector.same_step import SameStep, row_of
 from envs.vector.space_json import to_json
 from envs.vector.spaces import (
     MASK_KEY,
@@ -29,8 +29,7 @@ from envs.vector.spaces import (
     check_masks,
     check_rows,
 )
-from envs.vector.tensors import LIFE, ArrayEnv, Snapshot, step_result
-from rl_dist.files import log_once
+from envs.vector.tensors import LIFE, MISSING_RESETS, RESETS, ArrayEnv, Snapshot, step_result
 
 _LOGGER = logging.getLogger(__name__)
 LAST_ROW = "life/last_row"  # entry of a snapshot of `OneByOne`: the last observation rows
@@ -39,11 +38,11 @@ Arrays = tuple[ndarray, ...]  # in the order of STEP_FIELDS
 T = TypeVar("T")
 
 
-def _guarded(method: Callable[..., T]) -> Callable[..., T]:
+def guarded(method: Callable[..., T]) -> Callable[..., T]:
     """Decorate a method of an adapter so that its HangWatch watches the calls."""
 
-    def watched(self: "TorchVectorEnv", *args: object) -> T:
-        return self.watch.call(None, method, self, *args)
+    def watched(self: Any, *args: object, **kwargs: object) -> T:
+        return self.watch.call(None, partial(method, self, *args, **kwargs))
 
     return watched
 
@@ -73,6 +72,8 @@ class TorchVectorEnv(ArrayEnv):
         env = self.env
         self._set_up(env.num_envs, env.single_observation_space, env.single_action_space)
         self.can_snapshot = has_snapshots(env)
+        if isinstance(env, SameStep):
+            env.mark = self.mark
 
     def _set_up(self, num_envs: int, observations: Space, actions: Space) -> None:
         self.num_envs = num_envs
@@ -137,7 +138,7 @@ class TorchVectorEnv(ArrayEnv):
     def get_arrays(self) -> Snapshot:
         """Return a snapshot as arrays [B, ...] of float64 or int64."""
         columns = {f"life/{name}": self.lives[name] for name, _ in LIFE} | self._get_env_states()
-        stacked = {name: np.stack(values) for name, values in columns.items()}
+        stacked = {name: np.asarray(values) for name, values in columns.items()}
         return {
             name: array.astype("f8" if array.dtype.kind == "f" else "i8", casting="safe")
             for name, array in stacked.items()
@@ -163,12 +164,12 @@ class TorchVectorEnv(ArrayEnv):
 
     # ---- calls into the vector environment
 
-    @_guarded
+    @guarded
     def _reset_envs(self, seeds: Sequence[int]) -> ndarray:
         self._before = self.encoder(self.env.reset(seed=seeds)[0], self.num_envs)
         return self._before
 
-    @_guarded
+    @guarded
     def _step_envs(self, actions: object) -> Arrays:
         raw_obs, raw_rewards, *flags, info = self.env.step(actions)
         obs = self.encoder(raw_obs, self.num_envs)
@@ -179,28 +180,29 @@ class TorchVectorEnv(ArrayEnv):
         ended = np.flatnonzero(terminated | truncated)
         if len(ended):
             try:
-                final_obs[ended] = self._last_rows_of(info, ended, truncated & ~terminated)
+                final_obs[ended] = self._last_rows_of(info, ended)
             except RowFaultError as fault:
                 raise RowFaultError(None, f"final {fault}") from None
+            if isinstance(self.env, SameStep) and "final_obs" in info:
+                self.mark(MISSING_RESETS, terminated | truncated)
+                self.mark(RESETS, (obs != final_obs).any(axis=1))
         self._before = obs
         return rewards, obs, final_obs, terminated, truncated
 
-    def _last_rows_of(self, info: dict, ended: ndarray, only_truncated: ndarray) -> ndarray:
+    def _last_rows_of(self, info: dict, ended: ndarray) -> ndarray:
         """Return the last observations [N, F] of the N environments whose episodes ended."""
         if "final_obs" in info:
             finals = [row_of(info["final_obs"], row) for row in ended]
             return self.encoder(finals, len(ended), is_last=True)
         if self.can_snapshot:  # `_before` is not part of a snapshot
             raise ValueError("it has get_state, so it must return last observations (final_obs)")
-        if only_truncated.any():  # after a termination, the value is 0
-            log_once(MISSING_FINALS.format(self.env_id))
         return self._before[ended]
 
-    @_guarded
+    @guarded
     def _get_env_states(self) -> dict:
         return self.env.get_state()
 
-    @_guarded
+    @guarded
     def _set_env_states(self, state: Snapshot) -> None:
         self.env.set_state(state)
 
@@ -338,13 +340,13 @@ class OneByOne(TorchVectorEnv):
 
     # ---- snapshots
 
-    @_guarded
+    @guarded
     def _get_env_states(self) -> dict:
         states = [env.get_state() for env in self.env]
         columns = {name: [state[name] for state in states] for name in states[0]}
         return columns | {LAST_ROW: self._last_rows}
 
-    @_guarded
+    @guarded
     def _set_env_states(self, state: Snapshot) -> None:
         self._last_rows = list(state.pop(LAST_ROW).astype(self.row_type))
         for row, env in enumerate(self.env):

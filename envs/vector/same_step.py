@@ -5,6 +5,7 @@ the next one. The adapters in `envs.vector` read only the form of `SameStep`.
 """
 
 import inspect
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from envs.vector.layout import Metrics
 from envs.vector.spaces import MASK_KEY
+from envs.vector.tensors import MISSING_FINALS, MISSING_TIME_OUTS
 from rl_dist.files import log_once
 
 # Simulators return groups of observations, such as one for the policy and one for the critic.
@@ -33,10 +35,8 @@ TIME_OUT_KEYS = ("time_outs", "truncation")  # of rsl_rl and of Brax
 SeedForm = Callable[[Sequence[int]], Any]
 SEED_FORMS: tuple[SeedForm, ...] = (list, partial(np.array, dtype=np.int32))
 TRIAL_STEPS = 5
-MISSING_FINALS = (
-    "{} returns no last observations (final_obs): after a time limit, the value of the observation "
-    "before the last step stands in"
-)
+OUTPUTS = "(obs, rewards, terminated, truncated, info) or (obs, rewards, dones, extras)"
+OTHER_FLAGS = f"a flag is neither 0 nor 1: does step return {OUTPUTS}?"
 
 
 class SameStep:
@@ -48,6 +48,7 @@ class SameStep:
 
     single_observation_space: spaces.Space
     single_action_space: spaces.Space
+    mark: Callable[[str, Any], None]  # the adapter's `ArrayEnv.mark`
 
     def __init__(
         self,
@@ -100,14 +101,25 @@ class SameStep:
         info["final_obs"], if known, has the last observations of the episodes that ended; its other
         rows have no meaning.
         """
-        raw, rewards, *raw_flags, info = self.env.step(actions)
+        outputs = self.env.step(actions)
+        if len(outputs) not in (4, 5):
+            raise ValueError(f"step returned {len(outputs)} values, not {OUTPUTS}")
+        raw, raw_rewards, *raw_flags, info = outputs
         info = plain(info) if hasattr(info, "items") else {}
-        flags = [(flag != 0).reshape(self.num_envs) for flag in raw_flags]
-        if len(flags) == 1:  # as in rsl_rl: ended episodes, some of them because of a time limit
-            time_outs = [info[key] != 0 for key in TIME_OUT_KEYS if key in info]
-            timed_out = flags[0] & (time_outs or [~flags[0]])[0].reshape(self.num_envs)
-            flags = [flags[0] & ~timed_out, timed_out]
         obs = plain(raw)
+        column = partial(column_of, self.num_envs, tree_leaves(obs)[0])
+        rewards = column("rewards", raw_rewards)
+        numbers = [column("terminated, truncated or dones", flag) for flag in raw_flags]
+        for flag in numbers:
+            if "bool" not in str(flag.dtype):
+                self.mark(OTHER_FLAGS, (flag != 0) & (flag != 1))
+        flags = [flag != 0 for flag in numbers]
+        if len(flags) == 1:  # as in rsl_rl: ended episodes, some of them because of a time limit
+            time_outs = [column(key, info[key]) != 0 for key in TIME_OUT_KEYS if key in info]
+            if not time_outs:
+                self.mark(MISSING_TIME_OUTS, flags[0])
+            timed_out = flags[0] & (time_outs or [~flags[0]])[0]
+            flags = [flags[0] & ~timed_out, timed_out]
         finals = [info[key] for key in FINAL_KEYS if info.get(key) is not None]
         ended = flags[0] | flags[1]
         if self.starts_by_mask and ended.any():
@@ -120,6 +132,8 @@ class SameStep:
                 mean = torch.as_tensor(value).double().mean()
                 self.logged[name][0] += mean
                 self.logged[name][1] += 1
+        if not finals:
+            self.mark(MISSING_FINALS, flags[1] & ~flags[0])  # after a termination, the value is 0
         last = {"final_obs": self.part(finals[0])} if finals else {}
         return self.part(obs), rewards, *flags, last
 
@@ -140,6 +154,8 @@ class SameStep:
 
 def autoreset_mode(env: Any, default: AutoresetMode) -> AutoresetMode:
     """Return when a batch starts the next episode; `default` if it does not say."""
+    if getattr(env, "emulated", False):  # PufferLib resets single environments in the next step
+        default = AutoresetMode.NEXT_STEP
     metadata = getattr(env, "metadata", None) or {}
     return AutoresetMode(metadata.get("autoreset_mode", default))
 
@@ -224,6 +240,29 @@ def actor_part(obs: Any) -> Any:
     unread = ", ".join(name for name in groups if name not in kept)
     log_once(f"the policy reads the observations {group!r}; it never reads {unread}")
     return spaces.Dict(kept) if isinstance(obs, spaces.Dict) else kept
+
+
+def kind_of(values: Any) -> str:
+    """Return the type and the shape of an array or tensor as text."""
+    return f"{type(values).__name__} {[*getattr(values, 'shape', [])]}"
+
+
+def column_of(num_envs: int, like: object, name: str, values: Any) -> Any:
+    """Return an output of `step` as one value per environment, [B].
+
+    Args:
+        like: the observations. If they are a tensor, so must be `values`.
+        name: name of the output, for the error.
+    """
+    kind: Any = Tensor
+    if not isinstance(like, Tensor):
+        kind = np.ndarray
+        values = np.asarray(values)
+    if not (isinstance(values, kind) and math.prod(values.shape) == num_envs):
+        raise ValueError(
+            f"step returned {name} as {kind_of(values)}, not {kind.__name__} [{num_envs}]"
+        )
+    return values.reshape(num_envs)
 
 
 def row_of(nested: Any, row: int) -> Any:

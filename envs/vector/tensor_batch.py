@@ -8,17 +8,16 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from envs.vector.adapter import MAX_REWARD
+from envs.vector.adapter import MAX_REWARD, guarded
 from envs.vector.batched import has_snapshots
-from envs.vector.guards import EnvironmentFaultError, HangWatch, end_process
+from envs.vector.guards import HangWatch, end_process
 from envs.vector.layout import Layout, Metrics, StepResult
-from envs.vector.same_step import MISSING_FINALS, SameStep
+from envs.vector.same_step import SameStep, kind_of
 from envs.vector.space_json import to_json
 from envs.vector.spaces import ActionDecoder, Leaf, ObservationEncoder
-from envs.vector.tensors import LIFE, ArrayEnv, random_int63, seed_keys
-from rl_dist.files import log_once
+from envs.vector.tensors import LIFE, MISSING_RESETS, RESETS, ArrayEnv, random_int63, seed_keys
 
 LAST_ROWS = "batch/last_rows"  # entry of a snapshot
 
@@ -27,8 +26,8 @@ LAST_ROWS = "batch/last_rows"  # entry of a snapshot
 class TensorBatch(ArrayEnv):
     """Adapts a batch of tensors to the TorchEnv interface.
 
-    A step reads nothing from the device. Therefore, NaN and other unusable values are found only by
-    `check`, which the trainer calls once per rollout.
+    A step reads nothing from the device. Therefore, NaN and other unusable values are only noted;
+    `check`, which the trainer calls once per rollout, raises an error.
     """
 
     env: SameStep
@@ -37,6 +36,7 @@ class TensorBatch(ArrayEnv):
 
     def __post_init__(self) -> None:
         env = self.env
+        env.mark = self.mark
         self.num_envs = env.num_envs
         self.device = torch.device(self.device)
         self.lives = np.zeros(self.num_envs, LIFE)
@@ -60,74 +60,57 @@ class TensorBatch(ArrayEnv):
             numbers = (decoder.scale, decoder.offset, *decoder.bounds)
         dtype = torch.int64 if decoder.mask_size else torch.float32
         self.numbers = [torch.as_tensor(v, dtype=dtype, device=self.device) for v in numbers]
-        self.is_faulty = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
-        # whether a last observation was missing when an episode was truncated
-        self.misses_finals = torch.zeros(1, dtype=torch.bool, device=self.device)
 
+    @guarded
+    @torch.no_grad()  # a simulator may be differentiable
     def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict]:
         """Start all environments with new seeds; return observations [B, F] and {}."""
-        self.rows = self.watch.call(None, self._reset, seed)
-        return self.rows, {}
-
-    def _reset(self, seeds: Sequence[int]) -> Tensor:
-        obs, _ = self.env.reset(seed=seeds)
+        self.lives["lifetime_step"] = 0
+        obs, _ = self.env.reset(seed=seed)
         ages = getattr(self.env, "episode_length_buf", None)
         if self.spreads and isinstance(ages, Tensor):
             # Otherwise, all episodes would end in the same step: rsl_rl/runners/on_policy_runner.py
             limit = int(torch.as_tensor(self.env.max_episode_length).max())
-            spread = random_int63(seed_keys(seeds), torch.zeros(self.num_envs).long()) % limit
+            spread = random_int63(seed_keys(seed), torch.zeros(self.num_envs).long()) % limit
             ages.copy_(spread)
         self.env_device = tree_leaves(obs)[0].device
-        return self._rows(obs)
+        self.rows = self._rows(obs)
+        return self.rows, {}
 
+    @guarded
+    @torch.no_grad()
     def step(self, actions: Tensor) -> StepResult:
         """Step all environments; return newly allocated tensors, see `TorchEnv.step`."""
         self.lives["lifetime_step"] += 1
-        return self.watch.call(None, self._step, actions)
-
-    def _step(self, actions: Tensor) -> StepResult:
         obs, raw_rewards, terminated, truncated, info = self.env.step(self._decoded(actions))
         self.watch.is_limited = True
+        rows = self._rows(obs)
         terminated = terminated.to(self.device)
         truncated = truncated.to(self.device)
         ended = terminated | truncated
-        rewards = raw_rewards.reshape(self.num_envs).to(self.device, torch.float64, copy=True)
-        rows = self._rows(obs)
+        rewards = raw_rewards.to(self.device, torch.float64, copy=True)
+        self.mark(f"reward is NaN, infinite or above {MAX_REWARD}", ~(rewards.abs() <= MAX_REWARD))
+        last_rows = self.rows  # the observation before the step, as in rsl_rl/algorithms/ppo.py
         if "final_obs" in info:
             last_rows = self._rows(info["final_obs"], ended)
-        else:  # the observation before the step, as in rsl_rl/algorithms/ppo.py
-            last_rows = self.rows
-            self.misses_finals |= (truncated & ~terminated).any()  # else, the value is 0
+            self.mark(MISSING_RESETS, ended)
+            self.mark(RESETS, (rows != last_rows).any(dim=1) & ended)
         final_obs = torch.where(ended[:, None], last_rows, rows)
-        for values in (rows, final_obs):
-            self.is_faulty |= ~values.isfinite().all(dim=1)
-        self.is_faulty |= ~(rewards.abs() <= MAX_REWARD)
         self.rows = rows
         return rows, rewards, terminated, truncated, {"final_obs": final_obs}
-
-    def check(self) -> None:
-        """Raise an EnvironmentFaultError if a value since the last call was not usable."""
-        *is_faulty, misses_finals = torch.cat([self.is_faulty, self.misses_finals]).tolist()
-        if any(is_faulty):
-            problem = "observation or reward was NaN, infinite or outside its space"
-            if self.layout.columns("mask"):
-                problem += (
-                    ", or its action_mask forbade every action, or held other numbers than 0 and 1"
-                )
-            row = is_faulty.index(True)
-            raise EnvironmentFaultError(self.describe(row, f"{problem} in this rollout"))
-        if misses_finals:
-            log_once(MISSING_FINALS.format(self.env_id))
 
     def take_metrics(self) -> Metrics:
         """Return sum and count of the values that the batch has logged."""
         return self.env.take_metrics()
 
+    @guarded
     def get_state(self) -> dict[str, Tensor]:
         """Return a complete snapshot, see `TorchEnv.get_state`."""
-        state = self.env.get_state() | {LAST_ROWS: self.rows}
+        state = tree_map(torch.as_tensor, self.env.get_state() | {LAST_ROWS: self.rows})
         wide = {True: torch.float64, False: torch.int64}
-        return {name: v.to("cpu", wide[v.is_floating_point()]) for name, v in state.items()}
+        return {
+            name: v.detach().to("cpu", wide[v.is_floating_point()]) for name, v in state.items()
+        }
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore a snapshot; the batch gets float64 and int64 tensors on the CPU."""
@@ -152,15 +135,17 @@ class TensorBatch(ArrayEnv):
                 ones = torch.ones(self.num_envs, leaf.part.size, device=self.device)
                 columns.append(ones.to(self.dtype))
                 continue
+            name = leaf.part.name if ended is None else f"final {leaf.part.name}"
             values = leaf.pick(obs)
-            if values.shape != (self.num_envs, *leaf.space.shape):
-                raise ValueError(
-                    f"{leaf.part.name} has shape {tuple(values.shape)}, not "
-                    f"{(self.num_envs, *leaf.space.shape)}"
-                )
+            shape = (self.num_envs, *leaf.space.shape)
+            if not isinstance(values, Tensor) or values.shape != shape:
+                raise ValueError(f"{name} is {kind_of(values)}, not Tensor {list(shape)}")
             part, usable = self._columns(leaf, values.to(self.device))
-            columns.append(part.to(self.dtype))
-            self.is_faulty |= ~usable if ended is None else ~usable & ended
+            columns.append(part)
+            problem = "is NaN, infinite or outside its space"
+            if leaf.masked:
+                problem = "forbids every action, or holds other numbers than 0 and 1"
+            self.mark(f"{name} {problem}", ~usable if ended is None else ~usable & ended)
         return torch.cat(columns, dim=1)  # a copy, because a batch may use its tensors again
 
     def _columns(self, leaf: Leaf, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,14 +153,13 @@ class TensorBatch(ArrayEnv):
         if leaf.axes:
             values = values.permute(0, *(axis + 1 for axis in leaf.axes))
         flat = values.flatten(1) if values.ndim > 1 else values[:, None]
-        usable = torch.ones_like(self.is_faulty)
         if leaf.axes and (leaf.scale > 1 or values.dtype != torch.uint8):
             if values.is_floating_point():  # probably in [0, 1], not in [0, 255]
                 raise ValueError(
                     f"{leaf.part.name} has type {values.dtype}, not {leaf.space.dtype}"
                 )
             usable = ((flat >= 0) & (flat <= leaf.space.high.max().item())).all(dim=1)
-        if leaf.masked:
+        elif leaf.masked:
             choices = flat.split(leaf.masked.sizes.tolist(), dim=1)
             usable = torch.stack([choice.any(dim=1) for choice in choices]).all(dim=0)
             usable &= ((flat == 0) | (flat == 1)).all(dim=1)
@@ -187,8 +171,10 @@ class TensorBatch(ArrayEnv):
                 for i, size in enumerate(leaf.sizes)
             ]
             usable = torch.stack([chosen.any(dim=1) for chosen in options]).all(dim=0)
-            return torch.cat(options, dim=1), usable
-        return flat * leaf.scale if leaf.scale > 1 else flat, usable
+            flat = torch.cat(options, dim=1)
+        else:
+            usable = flat.to(self.dtype).isfinite().all(dim=1)
+        return (flat * leaf.scale if leaf.scale > 1 else flat).to(self.dtype), usable
 
     def _decoded(self, actions: Tensor) -> Tensor:
         """Return actions in the units and the shape of the batch."""

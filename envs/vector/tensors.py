@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from envs.vector.guards import EnvironmentFaultError
 from envs.vector.layout import StepResult, TorchEnv
+from rl_dist.files import log_once
 
 # Names of the arrays of one step, ordered from the largest item size to the smallest, because
 # `to_tensors` requires this order.
@@ -22,6 +24,21 @@ LIFE = [
     ("age", "i8"),  # steps in the current episode, counted by `OneByOne`
 ]
 Snapshot = dict[str, np.ndarray]  # arrays [B, ...] of float64 or int64
+# Lines to log, because the batch may be right as it is; see `ArrayEnv.mark`.
+MISSING_FINALS = (
+    "{} returns no last observations (final_obs): after a time limit, the value of the observation "
+    "before the last step stands in"
+)
+MISSING_TIME_OUTS = (
+    "{} returns no time_outs: every end of an episode counts as a termination, so if it was a time "
+    "limit, values are too low"
+)
+MISSING_RESETS = (
+    "{}: step returns the last observation of ended episodes as the first of the next: does it "
+    "reset them?"
+)
+RESETS = "{} resets"  # marks rows where the next episode begins with another observation
+NEVER = 2**62  # place of what has not occurred
 GOLDEN_STEP = 0x9E3779B97F4A7C15 - 2**64  # splitmix64's increment, as int64
 
 
@@ -39,6 +56,8 @@ class ArrayEnv(TorchEnv):
     env_restarts: int = 0
 
     lives: Any = field(init=False)  # structured array [B] with the fields LIFE
+    # for each text since the last `check`: step * B + row of its first occurrence; see `mark`
+    marks: dict[str, Tensor] = field(init=False, default_factory=dict)
     # methods that subclasses define
     reset_arrays: ClassVar[Callable[..., np.ndarray]]  # returns new observations [B, F]
     get_arrays: ClassVar[Callable[..., Snapshot]]
@@ -61,6 +80,37 @@ class ArrayEnv(TorchEnv):
             number = f"{number}..{self.env_offset + rows.stop - 1} (one of these)"
         step = self.lives["lifetime_step"][first]
         return f"environment {self.env_id} number {number} at its step {step}: {problem}"
+
+    def mark(self, text: str, rows: Any) -> None:
+        """Remember, for `check`, the first step and row where something occurs.
+
+        No value is read from the device.
+
+        Args:
+            text: one of the lines above; any other text is a fault.
+            rows: bool array or tensor [B], True where it occurs in this step.
+        """
+        rows = torch.as_tensor(rows)
+        # argmax returns the first of equal numbers
+        place = self.lives["lifetime_step"][0] * self.num_envs + rows.byte().argmax()
+        first = torch.where(rows.any(), place, NEVER)
+        self.marks[text] = torch.minimum(first, self.marks.get(text, first))
+
+    def check(self) -> None:
+        """Log or raise what was marked since the last call; see `TorchEnv.check`."""
+        if not self.marks:
+            return
+        firsts = torch.stack([*self.marks.values()]).tolist()
+        pairs = sorted(zip(firsts, self.marks, strict=True))
+        places = {text: place for place, text in pairs if place < NEVER}
+        self.marks = {}
+        if RESETS in places:
+            del places[RESETS], places[MISSING_RESETS]
+        for text, place in places.items():
+            if "{}" not in text:
+                self.lives["lifetime_step"], row = divmod(place, self.num_envs)
+                raise EnvironmentFaultError(self.describe(row, text))
+            log_once(text.format(self.env_id))
 
     def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict]:
         """Start all environments, store their seeds, and set their step counts to 0."""

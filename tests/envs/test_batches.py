@@ -202,6 +202,69 @@ def test_a_wrapped_reset_gets_the_seeds():
     assert torch.equal(env.reset(seed=SEEDS)[0], batch_of("Walk").reset(seed=SEEDS)[0])
 
 
+# ---- outputs that a batch may not return
+
+
+def changed(outputs, maker="Walk"):
+    """Make a batch whose `step` returns other outputs, given as a Python expression."""
+    return batch_of("changed", json.dumps({"outputs": outputs, "maker": maker}))
+
+
+@pytest.mark.parametrize(
+    "outputs, problem",
+    [
+        ("obs, torch.stack([rewards, rewards]), terminated, truncated, info", "rewards.*[2, 6]"),
+        ("obs, 1.0, terminated, truncated, info", "rewards.*float"),
+        ("obs, rewards.numpy(), terminated, truncated, info", "rewards.*ndarray"),
+        ("obs, rewards, terminated[1:], truncated, info", "terminated.*[5], not Tensor [6]"),
+        ("obs, rewards, terminated", "3 values"),
+        ("obs, rewards, terminated, truncated, {'final_obs': obs[:, 1:]}", "final.*[6, 2], not"),
+        ("obs, rewards, terminated, truncated, {'final_obs': obs.numpy()}", "final.*ndarray"),
+        ("*(out.numpy() for out in (obs, rewards, terminated, truncated)), {}", "obs.*ndarray"),
+    ],
+)
+def test_an_output_of_another_shape_or_type_is_refused_by_name(outputs, problem):
+    pattern = problem.replace("[", r"\[")
+    with pytest.raises(EnvironmentFaultError, match=pattern):
+        play(changed(outputs), 20)
+
+
+@pytest.mark.parametrize("maker", ["Walk", "SameStepArrays"])
+def test_flags_with_other_values_than_0_and_1_are_refused(maker):
+    env = changed("obs, terminated, rewards, truncated, info", maker)
+    play(env, 20)
+    with pytest.raises(EnvironmentFaultError, match="flag is neither 0 nor 1"):
+        env.check()
+
+
+@pytest.mark.parametrize("maker", ["Walk", "SameStepArrays"])
+@pytest.mark.parametrize(
+    "outputs, line",
+    [
+        ("obs, rewards, terminated | truncated, {}", "no time_outs"),
+        ("[*info.values()][-1], rewards, terminated, truncated, info", "does it reset"),
+        ("obs, rewards, terminated, truncated, info", ""),
+    ],
+)
+def test_a_line_says_what_a_batch_seems_to_forget(outputs, line, maker, caplog):
+    env = changed(outputs, maker)
+    with caplog.at_level(logging.WARNING):
+        play(env, 20)
+        env.check()
+    assert line in caplog.text and bool(line) == bool(caplog.text)
+
+
+def test_the_graph_of_a_differentiable_simulator_is_not_kept():
+    grows = "*(out.clone().requires_grad_() for out in (obs, rewards)), terminated, truncated, info"
+    assert not any(values.requires_grad for values in played(changed(grows)))
+
+
+def test_a_line_says_how_a_batch_of_arrays_without_a_mode_is_read(caplog):
+    with caplog.at_level(logging.WARNING):
+        batch_of("with_attributes", '{"metadata": {}}')
+    assert "SAME_STEP" in caplog.text
+
+
 # ---- values
 
 
@@ -232,7 +295,7 @@ def test_a_value_that_is_not_finite_is_named_once_per_iteration():
     play(env, 3)
     env.check()
     play(env, 3, first=3)
-    with pytest.raises(EnvironmentFaultError, match="fake_batches:Walk number 12 .*NaN"):
+    with pytest.raises(EnvironmentFaultError, match="Walk number 12 at its step 4: reward is NaN"):
         env.check()
 
 
@@ -301,6 +364,8 @@ def test_flags_that_need_single_environments_are_refused_by_name(flag):
         ("short", "", "5 rows, not num_envs 6"),
         ("legal", "", "'legal' looks like a mask"),
         ("deaf", "", "NEXT_STEP.*reset_mask"),
+        # as in PufferLib
+        ("with_attributes", '{"metadata": {}, "emulated": {"a": 1}, "masks": 0}', "NEXT_STEP"),
         ("nested_actions", "", "plain actions"),
     ],
 )
