@@ -114,6 +114,7 @@ class Training:
         # for all validations so far: number of environment steps, and length of the longest episode
         self.validated = {"steps": 0, "longest": 0}
         self.carry = self._reset()
+        self._snapshot()  # refuses at the start what no checkpoint can hold
         self.monitor = Monitor(sources_of(world.device), train.monitor_every)
 
     def _reset(self, resumed_at: int = 0) -> Carry:
@@ -247,8 +248,8 @@ class Training:
         """
         shared = self.checked_state()
         carry = gather_dicts(vars(self.carry), self.world)
-        can_save = self.env.can_snapshot
-        environments = gather_dicts(self.env.get_state(), self.world) if can_save else None
+        snapshot = self._snapshot()
+        environments = gather_dicts(snapshot, self.world) if self.env.can_snapshot else None
         if not self.world.is_main_process:
             return None
         return {
@@ -259,6 +260,17 @@ class Training:
             "carry": carry,
             "environments": environments,
         }
+
+    def _snapshot(self) -> dict[str, Tensor]:
+        """Return the state of this rank's environments, {} if they cannot return it."""
+        snapshot = self.env.get_state() if self.env.can_snapshot else {}
+        for name, values in snapshot.items():
+            if values.shape[:1] != (self.env.num_envs,):
+                raise UserError(
+                    f"get_state: {name} has shape {list(values.shape)}, not "
+                    f"[{self.env.num_envs}, ...]: every entry needs one row per environment"
+                )
+        return snapshot
 
     def restore(self, state: dict) -> None:
         """Load the state of a checkpoint, which any number of ranks may have saved."""

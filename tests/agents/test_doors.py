@@ -79,6 +79,11 @@ def test_a_fault_of_the_batch_ends_the_run_and_names_the_environment(tmp_path, c
 @pytest.mark.parametrize(
     "flags, named",
     [
+        (
+            ["--env=fake_batches:with_state", '--env_kwargs={"shape": [5056]}'],
+            "part has shape [5056]",
+        ),
+        (["--env=fake_batches:with_state", '--env_kwargs={"shape": []}'], "part has shape []"),
         (["--batch_size=auto"], "batch_size"),
         (["--stop_at", "valid/return", "1"], "valid/return"),
         (["--env_workers=2"], "env_workers"),
