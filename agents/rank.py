@@ -108,6 +108,7 @@ def run_rank(run: Run, callbacks: Callbacks = MappingProxyType({})) -> int:
 def make_training(run: Run, task: Task, world: World) -> Training:
     """Create the training state; for a resumed run, restore it from the checkpoint."""
     state = load_checkpoint(run.resume_from, RunSchema) if run.resume_from else None
+    encoder = run.config.policy.encoder
 
     def make_env(num_envs: int, env_offset: int) -> TorchEnv:
         env = task.training_env(num_envs, env_offset)
@@ -123,8 +124,10 @@ def make_training(run: Run, task: Task, world: World) -> Training:
         saved_num_envs=len(state["carry"]["obs"]) if state else 0,
     )
     if world.is_main_process:
-        print(f"observation: {training.policy.layout.describe()}", flush=True)
-    if encoder := run.config.policy.encoder:
+        layout = training.policy.layout
+        reader = f"; {encoder or 'a CNN'} reads images" if "image" in layout.kinds() else ""
+        print(f"observation: {layout.describe()}{reader}", flush=True)
+    if encoder:
         policy, carry = training.policy, training.carry
         rows = policy_input(training.normalizers.obs, carry.history[:, :0], carry.obs)
         try_own(

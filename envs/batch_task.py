@@ -155,6 +155,13 @@ def make_batch(settings: TaskSettings, num_envs: int, env_offset: int) -> TorchE
                 "it starts episodes a step late (autoreset mode NEXT_STEP), and its reset knows no "
                 "reset_mask: make it with SAME_STEP"
             )
+        if isinstance(first, np.ndarray) and "autoreset_mode" not in (
+            getattr(env, "metadata", None) or {}
+        ):
+            log_once(
+                f"{config.env} has no metadata with an autoreset_mode, so it is read as SAME_STEP: "
+                "the next episode must start in the step that ends one"
+            )
         if not batch.seed_form:
             log_once(
                 f"{config.env}: the environments of a rank share one seed, so results depend on "

@@ -134,6 +134,11 @@ class Leaf:
             *channels, height, width = (space.shape[axis] for axis in self.axes)
             shape = (math.prod(channels), height, width)
             self.scale = WHITE / max(int(space.high.max()), 1)
+        elif len(space.shape) > 2 and space.dtype.kind == "f":
+            log_once(
+                f"observations {space.shape} of {space.dtype} are read as {shape[0]:,} numbers, "
+                "without a CNN; images must be uint8 (docs/own_environment.md, Spaces)"
+            )
         # Vectors that float32 cannot represent exactly, such as float64 or int64, remain float64.
         # They are converted to float32 after they have been normalised.
         is_wide = kind == "vector" and not np.can_cast(space.dtype, np.float32)

@@ -1,5 +1,7 @@
 """Observations are flattened to rows, actions converted back, masks checked."""
 
+import logging
+
 import gymnasium
 import numpy as np
 import pytest
@@ -10,8 +12,9 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from envs.vector.adapter import OneByOne, TorchVectorEnv
 from envs.vector.guards import EnvironmentFaultError
 from envs.vector.layout import Layout
-from envs.vector.spaces import ActionDecoder
+from envs.vector.spaces import ActionDecoder, ObservationEncoder
 from rl_dist.errors import UserError
+from rl_dist.files import log_once
 
 NESTED = spaces.Dict(
     camera=spaces.Box(0, 255, (10, 8, 3), np.uint8),
@@ -54,6 +57,14 @@ def batch_of(*envs, **options):
     """Return a batch of the environments, and environment 0's first observation."""
     env = OneByOne(list(envs), env_id="Given-v0", **options)
     return env, env.reset(seed=list(range(len(envs))))[0][0]
+
+
+@pytest.mark.parametrize("dtype, line", [(np.float32, "1,200 numbers"), (np.uint8, "")])
+def test_a_line_says_that_images_of_floats_are_not_read_as_images(dtype, line, caplog):
+    log_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        ObservationEncoder(spaces.Box(0, 1, (20, 20, 3), dtype), "Given-v0", None)
+    assert line in caplog.text and bool(line) == bool(caplog.text)
 
 
 def test_a_nested_observation_becomes_a_row_of_named_parts():
