@@ -140,7 +140,7 @@ def native_batch(
     if isinstance(trial, BatchedEnv):
         return lambda num_envs: make_vec(num_envs=num_envs)
     seed_form = find_seed_form(trial, 2)
-    starts_by_mask = autoreset_mode(trial, AutoresetMode.NEXT_STEP) != AutoresetMode.SAME_STEP
+    starts_by_mask = autoreset_mode(trial) != AutoresetMode.SAME_STEP
     fits = seed_form and (not starts_by_mask or resets_by_mask(trial, 2))
     trial.close()
     if not seed_form:
@@ -219,4 +219,6 @@ def making(env_id: str) -> Iterator[None]:
         if not is_own_fault(error):
             raise
         reason = f"{one_line(error)}{place_of(error)}"
+        if isinstance(error, ModuleNotFoundError):
+            reason += "; if the module is yours, run in its folder, or set PYTHONPATH to the folder"
         raise ValueError(f"environment {env_id!r} cannot be made: {reason}") from error

@@ -134,7 +134,8 @@ def make_batch(settings: TaskSettings, num_envs: int, env_offset: int) -> TorchE
     with making(config.env):
         seed_generators(seed)  # the function may draw from them
         env: Any = maker(num_envs=num_envs, **arguments | config.kwargs())  # type: ignore[misc]
-        starts_by_mask = autoreset_mode(env, AutoresetMode.SAME_STEP) != AutoresetMode.SAME_STEP
+        mode = autoreset_mode(env)
+        starts_by_mask = mode not in (None, AutoresetMode.SAME_STEP)
         form = list if getattr(env, "seeds_each", False) else None
         batch = SameStep(env, num_envs, form, starts_by_mask, actor_part)
         obs, _ = batch.reset(seed=list(range(num_envs)))
@@ -155,9 +156,7 @@ def make_batch(settings: TaskSettings, num_envs: int, env_offset: int) -> TorchE
                 "it starts episodes a step late (autoreset mode NEXT_STEP), and its reset knows no "
                 "reset_mask: make it with SAME_STEP"
             )
-        if isinstance(first, np.ndarray) and "autoreset_mode" not in (
-            getattr(env, "metadata", None) or {}
-        ):
+        if isinstance(first, np.ndarray) and not mode:
             log_once(
                 f"{config.env} has no metadata with an autoreset_mode, so it is read as SAME_STEP: "
                 "the next episode must start in the step that ends one"

@@ -123,8 +123,10 @@ def make_gymnax(num_envs, task="CartPole-v1"):
     Arrays go from JAX to torch and back through dlpack, without a copy. Every environment has its
     own random key, made from its own seed. The same pattern fits other libraries in JAX.
 
-    Install: `pip install gymnax` (run with 1.0.1 and jax 0.10.2 on a CPU). On a GPU, also install
-    `jax[cuda12]` and set XLA_PYTHON_CLIENT_PREALLOCATE=false, so that JAX leaves memory to torch.
+    Install: `pip install 'gymnax>=1.0'` (run with 1.0.1 and jax 0.10.2 on a CPU), which needs a
+    Gymnasium below 1.4, such as 1.3.0; with constraints.txt, pip chooses a gymnax that is too old.
+    On a GPU, also install `jax[cuda12]` and set XLA_PYTHON_CLIENT_PREALLOCATE=false, so that JAX
+    leaves memory to torch.
     Training is the same on any number of ranks, because `seeds_each` is True. A resume starts new
     episodes; to make it exact, return the leaves of the keys and the state in `get_state`.
     """

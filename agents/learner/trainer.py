@@ -114,7 +114,7 @@ class Training:
         # for all validations so far: number of environment steps, and length of the longest episode
         self.validated = {"steps": 0, "longest": 0}
         self.carry = self._reset()
-        self._snapshot()  # refuses at the start what no checkpoint can hold
+        self.env.snapshot()  # refuses at the start what no checkpoint can hold
         self.monitor = Monitor(sources_of(world.device), train.monitor_every)
 
     def _reset(self, resumed_at: int = 0) -> Carry:
@@ -242,14 +242,10 @@ class Training:
         return state
 
     def state(self) -> dict | None:
-        """Return the complete, checked state on rank 0, and None on other ranks.
-
-        Every rank must call this.
-        """
+        """Return the complete state on rank 0, None on others; every rank must call this."""
         shared = self.checked_state()
         carry = gather_dicts(vars(self.carry), self.world)
-        snapshot = self._snapshot()
-        environments = gather_dicts(snapshot, self.world) if self.env.can_snapshot else None
+        environments = gather_dicts(self.env.snapshot(), self.world) or None
         if not self.world.is_main_process:
             return None
         return {
@@ -260,17 +256,6 @@ class Training:
             "carry": carry,
             "environments": environments,
         }
-
-    def _snapshot(self) -> dict[str, Tensor]:
-        """Return the state of this rank's environments, {} if they cannot return it."""
-        snapshot = self.env.get_state() if self.env.can_snapshot else {}
-        for name, values in snapshot.items():
-            if values.shape[:1] != (self.env.num_envs,):
-                raise UserError(
-                    f"get_state: {name} has shape {list(values.shape)}, not "
-                    f"[{self.env.num_envs}, ...]: every entry needs one row per environment"
-                )
-        return snapshot
 
     def restore(self, state: dict) -> None:
         """Load the state of a checkpoint, which any number of ranks may have saved."""

@@ -179,6 +179,21 @@ class TorchEnv:
         """Return a complete snapshot: tensors [B, ...] of float64 or int64, on any device."""
         raise NotImplementedError
 
+    def snapshot(self) -> Mapping[str, Tensor]:
+        """Return `get_state`, or {} if the environments have no snapshots.
+
+        Raises:
+            UserError: an entry has another number of rows.
+        """
+        state = self.get_state() if self.can_snapshot else {}
+        for name, values in state.items():
+            if values.shape[:1] != (self.num_envs,):
+                raise UserError(
+                    f"get_state: {name} has shape {list(values.shape)}, not [{self.num_envs}, "
+                    "...]: every entry needs one row per environment"
+                )
+        return state
+
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore a snapshot taken from a batch with the same size and settings."""
         raise NotImplementedError

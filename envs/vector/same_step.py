@@ -35,8 +35,8 @@ TIME_OUT_KEYS = ("time_outs", "truncation")  # of rsl_rl and of Brax
 SeedForm = Callable[[Sequence[int]], Any]
 SEED_FORMS: tuple[SeedForm, ...] = (list, partial(np.array, dtype=np.int32))
 TRIAL_STEPS = 5
-OUTPUTS = "(obs, rewards, terminated, truncated, info) or (obs, rewards, dones, extras)"
-OTHER_FLAGS = f"a flag is neither 0 nor 1: does step return {OUTPUTS}?"
+OUTPUTS = "(obs, rewards, terminated, truncated, info) or (obs, rewards, ended, extras)"
+OTHER_FLAGS = f"an end flag is neither 0 nor 1: does step return {OUTPUTS}?"
 
 
 class SameStep:
@@ -109,7 +109,7 @@ class SameStep:
         obs = plain(raw)
         column = partial(column_of, self.num_envs, tree_leaves(obs)[0])
         rewards = column("rewards", raw_rewards)
-        numbers = [column("terminated, truncated or dones", flag) for flag in raw_flags]
+        numbers = [column("an end flag", flag) for flag in raw_flags]
         for flag in numbers:
             if "bool" not in str(flag.dtype):
                 self.mark(OTHER_FLAGS, (flag != 0) & (flag != 1))
@@ -152,12 +152,12 @@ class SameStep:
 # ---- properties of a batch
 
 
-def autoreset_mode(env: Any, default: AutoresetMode) -> AutoresetMode:
-    """Return when a batch starts the next episode; `default` if it does not say."""
+def autoreset_mode(env: Any) -> AutoresetMode | None:
+    """Return when a batch starts the next episode, or None if it does not say."""
     if getattr(env, "emulated", False):  # PufferLib resets single environments in the next step
-        default = AutoresetMode.NEXT_STEP
-    metadata = getattr(env, "metadata", None) or {}
-    return AutoresetMode(metadata.get("autoreset_mode", default))
+        return AutoresetMode.NEXT_STEP
+    mode = (getattr(env, "metadata", None) or {}).get("autoreset_mode")
+    return mode and AutoresetMode(mode)
 
 
 def argument_names(function: Any, others: Sequence[str] = ()) -> set[str]:

@@ -37,8 +37,8 @@ MISSING_RESETS = (
     "{}: step returns the last observation of ended episodes as the first of the next: does it "
     "reset them?"
 )
-RESETS = "{} resets"  # marks rows where the next episode begins with another observation
-NEVER = 2**62  # place of what has not occurred
+RESETS = "resets"  # marks rows where the next episode begins with another observation
+NEVER = 2**40  # step of what has not occurred
 GOLDEN_STEP = 0x9E3779B97F4A7C15 - 2**64  # splitmix64's increment, as int64
 
 
@@ -56,7 +56,7 @@ class ArrayEnv(TorchEnv):
     env_restarts: int = 0
 
     lives: Any = field(init=False)  # structured array [B] with the fields LIFE
-    # for each text since the last `check`: step * B + row of its first occurrence; see `mark`
+    # for each text, NEVER minus the step [B] of its first occurrence since the last `check`
     marks: dict[str, Tensor] = field(init=False, default_factory=dict)
     # methods that subclasses define
     reset_arrays: ClassVar[Callable[..., np.ndarray]]  # returns new observations [B, F]
@@ -82,33 +82,30 @@ class ArrayEnv(TorchEnv):
         return f"environment {self.env_id} number {number} at its step {step}: {problem}"
 
     def mark(self, text: str, rows: Any) -> None:
-        """Remember, for `check`, the first step and row where something occurs.
-
-        No value is read from the device.
+        """Remember, for `check`, when something occurs first; read nothing from the device.
 
         Args:
             text: one of the lines above; any other text is a fault.
             rows: bool array or tensor [B], True where it occurs in this step.
         """
-        rows = torch.as_tensor(rows)
-        # argmax returns the first of equal numbers
-        place = self.lives["lifetime_step"][0] * self.num_envs + rows.byte().argmax()
-        first = torch.where(rows.any(), place, NEVER)
-        self.marks[text] = torch.minimum(first, self.marks.get(text, first))
+        steps_left = NEVER - int(self.lives["lifetime_step"][0])
+        new = torch.as_tensor(rows, device=self.device) * steps_left  # 0 where it does not occur
+        self.marks[text] = torch.maximum(new, self.marks.get(text, new))
 
     def check(self) -> None:
         """Log or raise what was marked since the last call; see `TorchEnv.check`."""
         if not self.marks:
             return
-        firsts = torch.stack([*self.marks.values()]).tolist()
-        pairs = sorted(zip(firsts, self.marks, strict=True))
-        places = {text: place for place, text in pairs if place < NEVER}
+        steps_left = torch.stack([*self.marks.values()])  # [texts, B]
+        largest, rows = torch.stack(steps_left.max(1)).tolist()
+        firsts = sorted(zip(largest, self.marks, rows, strict=True), reverse=True)
+        places = {text: (NEVER - left, row) for left, text, row in firsts if left}
         self.marks = {}
         if RESETS in places:
             del places[RESETS], places[MISSING_RESETS]
-        for text, place in places.items():
+        for text, (step, row) in places.items():
             if "{}" not in text:
-                self.lives["lifetime_step"], row = divmod(place, self.num_envs)
+                self.lives["lifetime_step"] = step
                 raise EnvironmentFaultError(self.describe(row, text))
             log_once(text.format(self.env_id))
 

@@ -216,7 +216,7 @@ def changed(outputs, maker="Walk"):
         ("obs, torch.stack([rewards, rewards]), terminated, truncated, info", "rewards.*[2, 6]"),
         ("obs, 1.0, terminated, truncated, info", "rewards.*float"),
         ("obs, rewards.numpy(), terminated, truncated, info", "rewards.*ndarray"),
-        ("obs, rewards, terminated[1:], truncated, info", "terminated.*[5], not Tensor [6]"),
+        ("obs, rewards, terminated[1:], truncated, info", "end flag.*[5], not Tensor [6]"),
         ("obs, rewards, terminated", "3 values"),
         ("obs, rewards, terminated, truncated, {'final_obs': obs[:, 1:]}", "final.*[6, 2], not"),
         ("obs, rewards, terminated, truncated, {'final_obs': obs.numpy()}", "final.*ndarray"),
@@ -233,7 +233,7 @@ def test_an_output_of_another_shape_or_type_is_refused_by_name(outputs, problem)
 def test_flags_with_other_values_than_0_and_1_are_refused(maker):
     env = changed("obs, terminated, rewards, truncated, info", maker)
     play(env, 20)
-    with pytest.raises(EnvironmentFaultError, match="flag is neither 0 nor 1"):
+    with pytest.raises(EnvironmentFaultError, match="an end flag is neither 0 nor 1"):
         env.check()
 
 
