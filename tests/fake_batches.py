@@ -2,6 +2,7 @@
 
 import time
 from collections import UserDict
+from functools import partial
 from types import SimpleNamespace
 
 import gymnasium
@@ -360,3 +361,7 @@ gymnasium.register("Walk-v0", entry_point=OneWalk, vector_entry_point=ArrayWalk)
 gymnasium.register("MaskWalk-v0", entry_point=OneWalk, vector_entry_point=MaskWalk)
 gymnasium.register("GroupWalk-v0", vector_entry_point=GroupWalk)
 gymnasium.register("OnlyWalks-v0", vector_entry_point=MaskWalk)
+SWAPPED = partial(
+    changed, outputs="obs, terminated, rewards, truncated, info", maker="SameStepArrays"
+)
+gymnasium.register("SwappedWalks-v0", vector_entry_point=SWAPPED)

@@ -82,8 +82,9 @@ class TensorBatch(ArrayEnv):
     def step(self, actions: Tensor) -> StepResult:
         """Step all environments; return newly allocated tensors, see `TorchEnv.step`."""
         self.lives["lifetime_step"] += 1
+        # not at the end of the first step, where the watch would still see its start
+        self.watch.is_limited |= self.lives["lifetime_step"][0] > 1
         obs, raw_rewards, terminated, truncated, info = self.env.step(self._decoded(actions))
-        self.watch.is_limited = True
         rows = self._rows(obs)
         terminated = terminated.to(self.device)
         truncated = truncated.to(self.device)

@@ -172,6 +172,10 @@ class WorkerEnv(ArrayEnv):
         self._answers(workers)
         return step_result([self._rows[name][rows].copy() for name in STEP_FIELDS], self.device)
 
+    def check(self) -> None:
+        """Let the workers check what their environments have returned."""
+        self._ask_all("check")
+
     def take_metrics(self) -> Metrics:
         """Return (sum, count) of every metric that was reported since the last call."""
         metrics: Metrics = defaultdict(lambda: (0.0, 0))

@@ -116,7 +116,7 @@ class Worker:
         self._rows = shared_rows(self._rows_file, num_rows, row_type)[rows]
         env.lives = self._rows["life"]
         self._env = env
-        for name in ("take_metrics", "get_arrays", "set_arrays", "close"):
+        for name in ("check", "take_metrics", "get_arrays", "set_arrays", "close"):
             self._handlers[name] = getattr(env, name)
         return MadeEnv(env.layout, actions, env.spaces_json, env.can_snapshot, row_type)
 

@@ -215,7 +215,7 @@ UNMADE = f"{__name__}:Unmade-v0"
     "env_id, kwargs, message",
     [
         ("CartPol-v1", {}, "'CartPol-v1' .* Did you mean: `CartPole`"),
-        ("no_such_module:Task-v0", {}, "No module named 'no_such_module'"),
+        ("no_such_module:Task-v0", {}, "No module named 'no_such_module'.*PYTHONPATH"),
         ("broken_module:Task-v0", {}, r"KeyError: 'seven' \(broken_module.py:1\)"),
         ("ALE/Nowhere-v5", {}, "module:id"),
         ("my_module", {}, "module:id"),

@@ -103,6 +103,13 @@ def test_faults_and_restarts_are_the_same_as_in_one_process(make, caplog):
     assert len(logged[0]) == 2 and logged[0] == logged[1]
 
 
+def test_workers_check_what_their_batches_return(make):
+    env = make(2, env_id="fake_batches:SwappedWalks-v0")
+    play(env, 20)
+    with pytest.raises(EnvironmentFaultError, match="an end flag is neither 0 nor 1"):
+        env.check()
+
+
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_killed_worker_is_named_once_its_restarts_are_used_up(restarts, make):
     env = make(3, env_restarts=restarts)
