@@ -242,26 +242,17 @@ def actor_part(obs: Any) -> Any:
     return spaces.Dict(kept) if isinstance(obs, spaces.Dict) else kept
 
 
-def kind_of(values: Any) -> str:
-    """Return the type and the shape of an array or tensor as text."""
-    return f"{type(values).__name__} {[*getattr(values, 'shape', [])]}"
-
-
-def column_of(num_envs: int, like: object, name: str, values: Any) -> Any:
+def column_of(num_envs: int, like: Any, name: str, values: Any) -> Any:
     """Return an output of `step` as one value per environment, [B].
 
     Args:
-        like: the observations. If they are a tensor, so must be `values`.
+        like: the observations: the output becomes a tensor on their device, or also an array.
         name: name of the output, for the error.
     """
-    kind: Any = Tensor
-    if not isinstance(like, Tensor):
-        kind = np.ndarray
-        values = np.asarray(values)
-    if not (isinstance(values, kind) and math.prod(values.shape) == num_envs):
-        raise ValueError(
-            f"step returned {name} as {kind_of(values)}, not {kind.__name__} [{num_envs}]"
-        )
+    is_tensor = isinstance(like, Tensor)
+    values = torch.as_tensor(values, device=like.device) if is_tensor else np.asarray(values)
+    if math.prod(values.shape) != num_envs:
+        raise ValueError(f"step returned {name} of shape {[*values.shape]}, not [{num_envs}]")
     return values.reshape(num_envs)
 
 

@@ -14,7 +14,7 @@ from envs.vector.adapter import MAX_REWARD, guarded
 from envs.vector.batched import has_snapshots
 from envs.vector.guards import HangWatch, end_process
 from envs.vector.layout import Layout, Metrics, StepResult
-from envs.vector.same_step import SameStep, kind_of
+from envs.vector.same_step import SameStep
 from envs.vector.space_json import to_json
 from envs.vector.spaces import ActionDecoder, Leaf, ObservationEncoder
 from envs.vector.tensors import LIFE, MISSING_RESETS, RESETS, ArrayEnv, random_int63, seed_keys
@@ -137,11 +137,11 @@ class TensorBatch(ArrayEnv):
                 columns.append(ones.to(self.dtype))
                 continue
             name = leaf.part.name if ended is None else f"final {leaf.part.name}"
-            values = leaf.pick(obs)
-            shape = (self.num_envs, *leaf.space.shape)
-            if not isinstance(values, Tensor) or values.shape != shape:
-                raise ValueError(f"{name} is {kind_of(values)}, not Tensor {list(shape)}")
-            part, usable = self._columns(leaf, values.to(self.device))
+            values = torch.as_tensor(leaf.pick(obs), device=self.device)
+            shape = [self.num_envs, *leaf.space.shape]
+            if [*values.shape] != shape:
+                raise ValueError(f"{name} has shape {[*values.shape]}, not {shape}")
+            part, usable = self._columns(leaf, values)
             columns.append(part)
             problem = "is NaN, infinite or outside its space"
             if leaf.masked:

@@ -59,12 +59,11 @@ def batch_of(*envs, **options):
     return env, env.reset(seed=list(range(len(envs))))[0][0]
 
 
-@pytest.mark.parametrize("dtype, line", [(np.float32, "1,200 numbers"), (np.uint8, "")])
-def test_a_line_says_that_images_of_floats_are_not_read_as_images(dtype, line, caplog):
+def test_a_line_says_that_images_of_floats_are_not_read_as_images(caplog):
     log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
-        ObservationEncoder(spaces.Box(0, 1, (20, 20, 3), dtype), "Given-v0", None)
-    assert line in caplog.text and bool(line) == bool(caplog.text)
+        ObservationEncoder(spaces.Box(0, 1, (20, 20, 3)), "Given-v0", None)
+    assert "1,200 numbers" in caplog.text
 
 
 def test_a_nested_observation_becomes_a_row_of_named_parts():

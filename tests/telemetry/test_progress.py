@@ -63,16 +63,6 @@ def test_a_validation_is_shown_once(monkeypatch, capsys):
     assert ["valid/return" in line for line in shown] == [True, False]
 
 
-def test_a_line_says_how_many_episodes_a_mean_has(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
-    display = Progress(10, "steps", 0)
-    for number in (1, 2):
-        display.show(iteration(number, 3, 2.0), number)
-    display.close()
-    one, two = capsys.readouterr().err.splitlines()
-    assert "return=2 of 3 episodes" in one and "return=2 of 6 episodes" in two
-
-
 def test_a_line_shows_the_part_done_the_speed_and_the_time_left(monkeypatch, capsys):
     now_s = 0.0
     monkeypatch.setattr("tqdm.std.time", lambda: now_s)
@@ -82,5 +72,6 @@ def test_a_line_shows_the_part_done_the_speed_and_the_time_left(monkeypatch, cap
     display.close()
     line = capsys.readouterr().err
     # This process has taken 50 steps in 10 s; 50 steps are left.
-    for part in ("iteration 3 | 150/200 steps (75%)", "time/sps=1,234", "00:10 left"):
+    figures = ("time/sps=1,234", "return=2 of 1 episodes")
+    for part in ("iteration 3 | 150/200 steps (75%)", *figures, "00:10 left"):
         assert part in line
