@@ -110,38 +110,20 @@ class Policy(nn.Module):
             if config.encoder
             else Encoder(layout, size)
         )
-        if config.policy in ("clstm", "mlp"):
-            self._build_cascade()
-        elif config.separate_trunks:
-            self._build_separate_trunks()
-        else:
-            self._build_shared_trunk()
+        cascade = config.policy in ("clstm", "mlp")
+        num_inputs = self.feature_encoder.num_outputs
+        self.feature_core = self.feature_mlp = self.actor_core = self.critic_core = NoCore()
+        if cascade or not config.separate_trunks:
+            self.feature_core = self._new_core(num_inputs)
+            self.feature_mlp = TanhCore(size, size, 1)
+            num_inputs = size
+        if cascade or config.separate_trunks:
+            self.actor_core = self._new_core(num_inputs)
+            self.critic_core = self._new_core(num_inputs)
         self.cores = (self.feature_core, self.actor_core, self.critic_core)
         self.actor_head = nn.Linear(size, self.num_actions)
         self.critic_head = nn.Linear(size, 1)
         self._initialise()
-
-    def _build_cascade(self) -> None:
-        """Create all three cores."""
-        size = self.config.hidden_size
-        self.feature_core = self._new_core(self.feature_encoder.num_outputs)
-        self.feature_mlp = TanhCore(size, size, 1)
-        self.actor_core = self._new_core(size)
-        self.critic_core = self._new_core(size)
-
-    def _build_shared_trunk(self) -> None:
-        """Create only the feature core."""
-        self.feature_core = self._new_core(self.feature_encoder.num_outputs)
-        self.feature_mlp = TanhCore(self.config.hidden_size, self.config.hidden_size, 1)
-        self.actor_core = NoCore()
-        self.critic_core = NoCore()
-
-    def _build_separate_trunks(self) -> None:
-        """Create only the actor core and the critic core."""
-        self.feature_core = NoCore()
-        self.feature_mlp = NoCore()
-        self.actor_core = self._new_core(self.feature_encoder.num_outputs)
-        self.critic_core = self._new_core(self.feature_encoder.num_outputs)
 
     def _new_core(self, num_inputs: int) -> nn.Module:
         config = self.config
