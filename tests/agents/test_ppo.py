@@ -56,6 +56,18 @@ def test_returns_are_advantages_plus_values(opposites):
     assert torch.equal(returns, advantages + values)
 
 
+def test_advantages_of_long_rollouts_equal_those_of_a_loop_over_the_steps():
+    rewards, values, next_values = torch.randn(3, 100, 4)
+    ends = torch.rand(100, 4) < 0.1
+    advantages, expected = torch.zeros(4), []
+    for t in reversed(range(100)):
+        delta = rewards[t] + 0.99 * next_values[t] - values[t]
+        advantages = delta + 0.99 * 0.95 * advantages * ~ends[t]
+        expected.insert(0, advantages)
+    found, _ = gae(rewards, values, next_values, ends, gamma=0.99, gae_lambda=0.95)
+    torch.testing.assert_close(found, torch.stack(expected))
+
+
 @pytest.mark.parametrize("least, deviation", [(0.0, 3.5**0.5), (7.0, 7.0)])
 def test_advantages_are_normalised_by_their_deviation_or_its_lower_bound(least, deviation):
     advantages, zeros = torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.zeros(2, 2)

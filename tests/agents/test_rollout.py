@@ -6,7 +6,7 @@ from policies import make_policy, small
 from scripted_env import BOTH, TERMINATED, TRUNCATED, ScriptedEnv
 
 from agents.learner.network.inputs import Normalizer
-from agents.learner.rollout import collect, fresh_carry
+from agents.learner.rollout import STEPS_PER_READ, collect, fresh_carry
 
 SCRIPTS = [
     [(3, TERMINATED), (5, TRUNCATED)],
@@ -107,6 +107,16 @@ def test_episode_sums_continue_over_rollouts_and_restart_with_each_episode(rollo
     for age, value in enumerate(discounted[:, 3].tolist()):
         total = GAMMA * total + 300.0 + age
         assert value == pytest.approx(total)
+
+
+@pytest.mark.parametrize("steps", [3, 8])
+def test_values_do_not_depend_on_how_often_the_host_reads_truncations(
+    normalizer, rollouts, steps, monkeypatch
+):
+    monkeypatch.setitem(STEPS_PER_READ, "cpu", steps)
+    (first, second), _, _ = collected(make_policy(small()), normalizer)
+    expected = [rollout.next_values for rollout in rollouts[0]]
+    torch.testing.assert_close([first.next_values, second.next_values], expected)
 
 
 def states_after(policy, rollout, column):

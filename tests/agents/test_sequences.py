@@ -1,11 +1,19 @@
 """Compare `run_sequence`, which cuts and packs sequences, with single steps."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from policies import FORMS, SEVERAL, make_inputs, make_policy, planned, run_stepwise
 
-from agents.learner.network.sequences import run_sequence, state_after
+from agents.learner.network.sequences import (
+    cut_sequences,
+    overhead_steps,
+    plan_pieces,
+    run_sequence,
+    state_after,
+)
 
 SHAPES = [(1, 1), (1, 7), (2, 1), (5, 4), (17, 3), (32, 5)]
 
@@ -71,3 +79,20 @@ def test_a_reset_clears_the_state_whatever_is_observed():
     torch.testing.assert_close(run_packed(*given), run_stepwise(*given), rtol=1e-5, atol=1e-6)
     inside, cut = (state_after(*given, way) for way in (True, False))
     torch.testing.assert_close(inside, cut, rtol=1e-5, atol=1e-6)
+
+
+def test_pieces_of_some_sequences_are_those_of_these_sequences_alone():
+    starts = patterns(17, 9)["random 0.2"].numpy()
+    chosen = np.array([7, 0, 3, 4])
+    some, alone = cut_sequences(starts).of(chosen), cut_sequences(starts[:, chosen])
+    for name, values in vars(alone).items():
+        np.testing.assert_array_equal(getattr(some, name), values)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_gpu_computes_large_minibatches_of_long_episodes_in_one_call(device):
+    policy = make_policy(replace(FORMS["clstm"], hidden_size=128))
+    starts = np.random.default_rng(0).random((32, 8192)) < 1 / 252
+    overhead = overhead_steps(policy.cores, 1, torch.device(device))
+    plan = plan_pieces(cut_sequences(starts), torch.device("cpu"), overhead)
+    assert (len(plan.calls) == 1) == (device == "cuda")
