@@ -89,7 +89,9 @@ class ArrayEnv(TorchEnv):
             rows: bool array or tensor [B], True where it occurs in this step.
         """
         steps_left = NEVER - int(self.lives["lifetime_step"][0])
-        new = torch.as_tensor(rows, device=self.device) * steps_left  # 0 where it does not occur
+        # Arrays stay on the CPU: copying them to a GPU in every step would take time.
+        places = rows.to(self.device) if isinstance(rows, Tensor) else torch.from_numpy(rows)
+        new = places * steps_left  # 0 where it does not occur
         self.marks[text] = torch.maximum(new, self.marks.get(text, new))
 
     def check(self) -> None:
