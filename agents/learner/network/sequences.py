@@ -255,7 +255,7 @@ def run_sequence(
     block_sizes = [steps * rows for steps, rows in plan.calls]
     places = plan.places(episode_start)
     cells = inputs.new_zeros(sum(block_sizes), inputs.shape[-1])
-    cells = cells.index_copy(0, places, inputs.flatten(0, 1))
+    cells.index_copy_(0, places, inputs.flatten(0, 1))
     before = state.index_select(0, plan.columns) * plan.stateful[:, None, None]
     resets = []
     if plan.packed:
