@@ -19,45 +19,48 @@ STATE = ("keys", "episode", "row", "end_row", "cash", "value", "shares", "risk")
 RUIN_SHARE = 0.1  # an episode terminates if the value is below this fraction of the initial cash
 # One call draws the starts of this many later episodes. It takes as long as drawing one start.
 AHEAD = 32
+# An offer is minus an action times this number. If its order is at least one share, an offer is
+# larger than all prices in USD. Multiplying by a power of two is exact.
+OFFER_SCALE = 2.0**60
 
 
 def fill_orders(
-    cash: Tensor,  # [B, 1] USD, not negative
-    shares: Tensor,  # [B, n] whole shares held, not negative
-    orders: Tensor,  # [B, n] whole shares wanted, negative to sell
-    priority: Tensor,  # [B, n] float32, at least 0 for buys
-    sell_price: Tensor,  # [B, n] USD received per share, without the fee
-    buy_price: Tensor,  # [B, n] USD paid per share, with the fee
+    cash: Tensor,  # [B, 1] USD
+    sales: Tensor,  # [B, n] whole shares to sell, at most those held; negative to buy
+    offers: Tensor,  # [B, n] float32, positive to sell, negative to buy, see OFFER_SCALE
+    minus_sell: Tensor,  # [B, n] minus the USD received per share, without the fee
+    minus_buy: Tensor,  # [B, n] minus the USD paid per share, with the fee
+    earlier: Tensor,  # [n, n] 1 above the diagonal, else 0
 ) -> tuple[Tensor, Tensor]:
-    """Sell at most the shares held, then fill buys as long as the cash lasts.
+    """Sell shares, then fill buys as long as the cash lasts.
 
-    Buys are filled from the highest priority to the lowest; buys of equal priority are filled in
-    the order of the stocks. The first buy that costs more than the remaining cash is cut to the
+    Buys are filled from the largest offer to the smallest; buys of equal offers are filled in the
+    order of the stocks. The first buy that costs more than the remaining cash is cut to the
     affordable number of whole shares, and all later buys are skipped. If prices are multiples of
-    1 / GRID, all sums are exact: rounding never makes cash negative, and a loop over the stocks
-    would give exactly the same result.
+    1 / GRID, sums below 2**33 USD are exact, whatever their order: cash never becomes negative, and
+    a loop over the stocks would give exactly the same result. Above 2**33 USD, a rounding error can
+    make cash negative; such cash buys nothing.
 
     Returns:
-        Cash after the fills [B, 1], and shares traded [B, n], negative if sold.
+        Cash after the fills [B, 1], and shares sold [B, n], negative if bought.
     """
-    orders = torch.maximum(orders, -shares)
-    sold = orders.clamp_max(0.0)
-    funds = cash - (sold * sell_price).sum(1, keepdim=True)
-    # Sort buys from the highest priority to the lowest. Floats >= 0 have the same order as the
-    # integers with the same bits, and sorting integers is 20 % faster. Sells need no cash, so their
-    # place in the order does not matter.
-    ranking = torch.sort(priority.view(torch.int32), dim=1, descending=True, stable=True).indices
-    flow = (sold - orders).mul_(buy_price)  # [B, n] USD: minus the cost of a buy; 0 for a sell
-    flow_so_far = flow.gather(1, ranking).cumsum(1)  # running sums in order of priority
-    # A buy can spend the funds minus the full cost of all buys ranked before it. If one of them had
-    # to be cut, this amount is negative, so the clamp below sets the buy to 0.
-    spendable = (funds - flow).scatter_add_(1, ranking, flow_so_far)
-    affordable = spendable.div_(buy_price, rounding_mode="trunc")
-    trades = torch.clamp(affordable, min=sold, max=orders)  # for a sell, both bounds are equal
-    spent = trades.clamp_min(0.0).mul_(buy_price).sum(1, keepdim=True)
-    # Amounts below 2**33 USD are exact, so the clamp does not change them. For larger amounts, it
-    # prevents rounding errors from making cash negative.
-    return funds.sub_(spent).clamp_min_(0.0), trades
+    # Rank the sales, then the buys from the largest to the smallest. Floats have the same order as
+    # the integers with the same bits, except that negative floats (buys) have the reverse order.
+    # Sorting integers is 20 % faster.
+    ranking = torch.sort(offers.view(torch.int32), dim=1, descending=True, stable=True).indices
+    # What selling a share costs: minus its price. Offers lie beyond both prices, so the clamp
+    # chooses one of them; on a CPU this takes a third of the time of torch.where.
+    cost = torch.clamp(offers, min=minus_buy, max=minus_sell)  # [B, n]
+    spent = sales * cost  # [B, n] USD, negative for a sale
+    # cash that remains after all orders that rank before an order
+    cash_left = torch.addmm(cash, spent.gather(1, ranking), earlier, alpha=-1.0)
+    cash_left = spent.scatter_(1, ranking, cash_left)  # in the order of the stocks
+    # The sale that uses up this cash is a buy, hence negative. If the cash is negative because an
+    # earlier buy was cut, nothing is bought.
+    affordable = cash_left.div_(cost, rounding_mode="trunc").clamp_max_(0.0)
+    sold = torch.maximum(sales, affordable)  # sales are positive, so this changes only buys
+    cash = torch.baddbmm(cash.unsqueeze(2), sold.unsqueeze(1), cost.unsqueeze(2), alpha=-1.0)
+    return cash.squeeze(2), sold
 
 
 class TradingVectorEnv(TorchEnv):
@@ -83,7 +86,14 @@ class TradingVectorEnv(TorchEnv):
     Evaluation (`evaluation=True`, one environment per market): every episode is one pass from
     span.first to span.last.
 
-    All data are tensors on `device`. A step never waits for a GPU or loops over environments.
+    The state of the environments is a clock [B, 4] (row of the current day in the tables, days
+    left, index of the next start, market) and a book [B, n + 4] (shares, cash and their worth at
+    the last close). Worth [B, 3] means the value and two prospects: at the end of a day, and at the
+    start of the next one. A prospect is value plus potential minus later penalties for risk. The
+    training reward of a day is the prospect at its end minus the prospect at its start.
+
+    All data are tensors on `device`. A step never waits for a GPU or loops over environments. On a
+    GPU it takes as long as launching its operators, so it has few of them.
     """
 
     can_snapshot = True
@@ -111,37 +121,86 @@ class TradingVectorEnv(TorchEnv):
         self.evaluation = evaluation
         self.span = span
         self.device = torch.device(device)
-        # Reading a value from a GPU would make the CPU wait, so `step` does it only on a CPU.
-        self.reads_steps = self.device.type == "cpu"
         self.markets = markets
         self.tickers = markets[0].tickers
         self._episode_days = self.num_days - 1 if evaluation else config.episode_days
-        # tables that `step` reads
         num_stocks = len(self.tickers)
         features, prices, turbulent = market_tables(
             markets, span, config, train_span or span, discount
         )
         self._portfolio = portfolio_columns(config.observation, num_stocks)
-        self._features = features.to(self.device)  # [rows, F]
-        self._prices = prices.to(self.device)  # [rows, 6, n]
-        self._turbulent = None if turbulent is None else turbulent.to(self.device)
+        self._reward = "plain" if evaluation else config.reward
         self._initial_usd = round(config.initial_cash_usd * GRID) / GRID
-        returns = prices[:, 3] / prices[:, 0] - 1.0  # from close to close, [rows, n]
+        close, sell, buy, next_close, gains, next_gains = prices.unbind(1)  # each [rows, n]
+        returns = next_close / close - 1.0  # from close to close
+        # tables that `step` reads
+        self._features = features.to(self.device)  # [rows, F]
+        # worth of a share at the next close
+        worth = [next_close] * 3
+        if self._reward == "attributed":
+            worth = [next_close, next_close + next_gains, next_close + gains.roll(-1, 0)]
+        # [rows, 6, n]
+        self._prices = torch.stack([close, -sell, -buy, *worth], 1).to(self.device)
+        self._turbulent = None if turbulent is None else turbulent.to(self.device)
         # reward that an equal-weight portfolio earns on each day, [rows]
         self._baseline = (REWARD_SCALE * self._initial_usd * returns.mean(1)).to(self.device)
-        if config.risk_aversion and not evaluation:
+        # book at the start of an episode, change of the clock in a day, matrix for `fill_orders`
+        first_book = [0.0] * num_stocks + [self._initial_usd] * 4
+        self._first_book = self._prices.new_tensor(first_book)
+        self._day = torch.tensor([1, -1, 0, 0], device=self.device)
+        self._earlier = self._prices.new_ones(num_stocks, num_stocks).triu(1)
+        self._has_risk = bool(config.risk_aversion) and not evaluation
+        if self._has_risk:
             if discount >= 1.0:
                 raise ValueError(
                     f"gamma {discount:g} is too large for risk_aversion: use a --gamma below 1"
                 )
-            # multiplied by value * variance: the discounted sum of a constant risk, in rewards
-            self._risk_scale = 0.5 * config.risk_aversion * REWARD_SCALE / (1.0 - discount)
             by_market = returns.unflatten(0, (-1, self.num_days))[:, :-1]  # [M, days - 1, n]
             centred = by_market - by_market.mean(1, keepdim=True)
             covariance = centred.transpose(1, 2) @ centred / max(centred.shape[1] - 1, 1)
+            # times value: the discounted sum of the penalties for a constant risk, in USD
+            covariance *= 0.5 * config.risk_aversion / (1.0 - discount)
             self._covariance = covariance.to(self.device)  # [M, n, n]
         self.layout = Layout.vector(self._features.shape[1])
         self.single_action_space = Box(-1.0, 1.0, (num_stocks,), np.float32)
+
+    @property
+    def shares(self) -> Tensor:
+        """Whole shares held, [B, n]."""
+        return self._book[:, :-4]
+
+    @property
+    def cash(self) -> Tensor:
+        """USD, [B, 1]."""
+        return self._book[:, -4:-3]
+
+    @property
+    def value(self) -> Tensor:
+        """Value of cash and shares at the last close in USD, [B, 1]."""
+        return self._book[:, -3:-2]
+
+    @property
+    def row(self) -> Tensor:
+        """Row of the current day in the tables, [B]: market * num_days + day - span.first."""
+        return self._clock[:, 0]
+
+    @property
+    def end_row(self) -> Tensor:
+        """Row of the last day of the episode, [B]."""
+        return self.row + self._clock[:, 1]
+
+    @property
+    def episode(self) -> Tensor:
+        """Number of the current episode, [B]."""
+        return self._drawn_from + self._clock[:, 2] // self.num_envs - 1
+
+    @property
+    def risk(self) -> Tensor:
+        """Discounted sum of the penalties for risk if it stays as it is, in rewards, [B]."""
+        if not self._has_risk:
+            return torch.zeros_like(self.value[:, 0])
+        variance = self._scaled_variance(self.weights * self.value, self._clock[:, 3])
+        return (REWARD_SCALE * variance / self.value).squeeze(1)
 
     @property
     def weights(self) -> Tensor:
@@ -152,33 +211,34 @@ class TradingVectorEnv(TorchEnv):
     def reset(self, *, seed: Sequence[int]) -> tuple[Tensor, dict]:
         """Start the first episode of every environment; `seed` holds one seed for each."""
         self.keys = seed_keys(seed).to(self.device)  # [B]
-        self.episode = torch.zeros_like(self.keys)
-        self._draw_starts()
-        # row of the current day in the market tables: market * num_days + day - span.first
-        self.row = self._starts[0]
-        self.end_row = self.row + self._episode_days
+        episode = torch.zeros_like(self.keys)
+        self._clock = self._draw_starts(episode).clone()
         if not self.evaluation:
-            age = random_int63(self.keys, ~self.episode) % self._episode_days
-            self.end_row = self.row + 1 + age
-        self.risk = self._prices.new_zeros(self.num_envs)
-        # USD at the last close, [B, 1]
-        self.cash = self.value = self.risk[:, None] + self._initial_usd
-        self.shares = self._prices.new_zeros(self.num_envs, len(self.tickers))
+            self._clock[:, 1] = 1 + random_int63(self.keys, ~episode) % self._episode_days
+        self._book = self._first_book.repeat(self.num_envs, 1)
         return self._features.index_select(0, self.row), {}
 
-    def _draw_starts(self) -> None:
-        """Determine the start rows of the current and the next AHEAD episodes."""
-        self._drawn_from = self.episode
-        self._restarts_left = AHEAD
+    def _draw_starts(self, episode: Tensor) -> Tensor:
+        """Determine the starts of `episode` [B] and of the AHEAD episodes after it.
+
+        Returns:
+            The clocks at the start of `episode`, [B, 4].
+        """
+        self._drawn_from = episode
+        self._starts_left = AHEAD
         num_starts = self.num_days - self._episode_days
         later = torch.arange(AHEAD + 1, device=self.device)[:, None]
         # A draw is the number of a possible start: market * num_starts + day. The row of this start
         # in the tables is market * num_days + day, which is larger by market * _episode_days.
-        draws = random_int63(self.keys, self.episode + later) % (num_starts * len(self.markets))
+        draws = random_int63(self.keys, episode + later) % (num_starts * len(self.markets))
         if self.evaluation:  # environment i always starts on the first day of market i
             draws[:] = torch.arange(self.num_envs, device=self.device)
         market = draws // num_starts
-        self._starts = draws + market * self._episode_days  # [AHEAD + 1, B]
+        days = torch.full_like(draws, self._episode_days)
+        index = torch.arange(draws.numel(), device=self.device).view_as(draws)
+        columns = [draws + market * self._episode_days, days, index + self.num_envs, market]
+        self._starts = torch.stack(columns, 2).flatten(0, 1)  # [(AHEAD + 1) * B, 4]
+        return self._starts[: self.num_envs]
 
     def step(self, actions: Tensor) -> StepResult:
         """Trade one day in every environment; where an episode ended, start the next one.
@@ -190,118 +250,106 @@ class TradingVectorEnv(TorchEnv):
             and info["raw_rewards"] [B] holds the plain rewards. In evaluation, rewards are plain,
             and info also holds the result of `_report`.
         """
+        row, days_left, next_start, market = self._clock.unbind(1)
         with torch.inference_mode():  # autograd's bookkeeping would take 1/8 of a step's time
-            prices = self._prices.index_select(0, self.row)
-            close, sell, buy, next_close, gains, next_gains = prices.unbind(1)  # each [B, n]
-            # turn actions into orders of whole shares, truncated toward zero
-            actions = actions.clamp(-1.0, 1.0).to(torch.float32)
-            if self.config.order_unit == "value":
-                limit_usd = self.value * self.config.max_order
-                orders = (actions * limit_usd).div_(close, rounding_mode="trunc")
-            else:
-                orders = (actions.to(torch.float64) * self.config.max_order).trunc_()
+            prices = self._prices.index_select(0, row)
+            close, minus_sell, minus_buy = prices[:, :3].unbind(1)  # each [B, n]
+            held = self.shares
+            # Turn actions into offers, and offers into orders of whole shares, truncated toward
+            # zero. Nobody sells more than the shares held.
+            offers = actions.clamp(-1.0, 1.0).to(torch.float32) * -OFFER_SCALE
             if self._turbulent is not None:
-                sell_all = self._turbulent.index_select(0, self.row).unsqueeze(1)
-                orders = torch.where(sell_all, -self.shares, orders)
+                sell_all = self._turbulent.index_select(0, row).unsqueeze(1)
+                offers = offers.masked_fill_(sell_all, torch.inf)
+            max_order = self.config.max_order / OFFER_SCALE
+            if self.config.order_unit == "value":
+                sales = (offers * (self.value * max_order)).div_(close, rounding_mode="trunc")
+            else:
+                sales = (offers.to(torch.float64) * max_order).trunc_()
+            sales = torch.minimum(sales, held)
             # fill the orders and value the portfolio at the next close
-            self.cash, trades = fill_orders(self.cash, self.shares, orders, actions, sell, buy)
-            # Loss of potential: today's potential; the next potential is subtracted below.
-            lost_usd = self.shares * gains
-            self.shares = self.shares + trades
-            position_usd = self.shares * next_close  # [B, n]
-            value_before = self.value
-            self.value = self.cash + position_usd.sum(1, keepdim=True)
-            # Ruin ends the episode, so the next potential is 0 then.
-            solvent = self.value >= RUIN_SHARE * self._initial_usd  # [B, 1]
-            lost_usd.addcmul_(self.shares * next_gains, solvent, value=-1.0)
-            lost_usd = lost_usd.sum(1)
-        rewards = (self.value - value_before).squeeze(1).mul_(REWARD_SCALE)
+            cash, sold = fill_orders(self.cash, sales, offers, minus_sell, minus_buy, self._earlier)
+            shares = held - sold
+            position_usd, value, worth = self._appraise(shares, cash, prices, market)
+            # Ruin ends the episode, and nothing counts but the value then.
+            ruined = value < RUIN_SHARE * self._initial_usd  # [B, 1]
+            earned_usd = torch.where(ruined, value, worth[:, :2]) - self._book[:, -3::2]
+            # look up the market's features and fill in the portfolio columns
+            clock = self._clock + self._day
+            final_obs = self._features.index_select(0, clock[:, 0])
+            if self.config.observation == "relative":
+                torch.div(cash, value, out=final_obs[:, :1])
+                torch.div(position_usd, value, out=final_obs[:, self._portfolio])
+            else:
+                final_obs[:, :1] = cash
+                final_obs[:, self._portfolio] = shares
+            # start the next episode in environments whose episode ended
+            terminated = ruined.squeeze(1)
+            truncated = days_left == 1
+            ended = (terminated | truncated).unsqueeze(1)
+            start = self._starts.index_select(0, next_start)  # [B, 4]
+            first_obs = self._features.index_select(0, start[:, 0])
+            self._clock = torch.where(ended, start, clock)
+            book = torch.cat([shares, cash, worth], 1)
+            self._book = torch.where(ended, self._first_book, book)
+            self._starts_left -= 1
+            if not self._starts_left:
+                self._clock[:, 2] = self._draw_starts(self.episode)[:, 2]
+        obs = torch.where(ended, first_obs, final_obs)
+        raw_rewards, rewards = (earned_usd * REWARD_SCALE).unbind(1)
+        if self._reward == "excess":
+            rewards = rewards - self._baseline.index_select(0, row)
+        info = {"raw_rewards": raw_rewards}
         if self.evaluation:
-            info = self._report(trades, sell, buy, position_usd)
-        else:
-            info = {"raw_rewards": rewards}
-            rewards = self._training_rewards(rewards, lost_usd, position_usd, solvent)
-        # look up the market's features and fill in the portfolio columns
-        self.row = self.row + 1
-        info["final_obs"] = final_obs = self._features.index_select(0, self.row)
-        relative = self.config.observation == "relative"
-        final_obs[:, :1] = self.cash / self.value if relative else self.cash
-        final_obs[:, self._portfolio] = position_usd / self.value if relative else self.shares
-        # start the next episode in environments whose episode ended
-        terminated = ~solvent.squeeze(1)
-        truncated = self.row == self.end_row
-        ended = terminated | truncated
-        # On a CPU, skipping _restart when no episode ended saves 1/7 of a step's time.
-        if self.reads_steps and not ended.any():
-            obs = final_obs.clone()
-        else:
-            obs = self._restart(ended, final_obs)
+            info = self._report(cash, sold, position_usd, value, prices)
+        info["final_obs"] = final_obs
         return obs, rewards, terminated, truncated, info
 
+    def _appraise(
+        self, shares: Tensor, cash: Tensor, prices: Tensor, market: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return positions in USD [B, n], value [B, 1] and worth [B, 3] at the next close."""
+        position_usd = shares * prices[:, 3]
+        worth = torch.baddbmm(cash.unsqueeze(2), prices[:, 3:], shares.unsqueeze(2)).squeeze(2)
+        value = worth[:, :1]
+        if self._has_risk:
+            variance = self._scaled_variance(position_usd, market)
+            worth[:, 1:].addcdiv_(variance, value, value=-1.0)
+        return position_usd, value, worth
+
+    def _scaled_variance(self, position_usd: Tensor, market: Tensor) -> Tensor:
+        """Return the discounted sum of the penalties for risk in USD, times the value, [B, 1].
+
+        The risk of a day is risk_aversion / 2 * value * variance. The variance of the portfolio's
+        return follows from the covariance of the stocks' returns over the span. If the risk stayed
+        the same on all later days, its discounted sum would be risk / (1 - discount).
+        """
+        row = position_usd.unsqueeze(1)  # [B, 1, n]
+        if len(self._covariance) == 1:
+            covariance = row @ self._covariance[0]
+        else:
+            covariance = torch.bmm(row, self._covariance.index_select(0, market))
+        return torch.bmm(covariance, position_usd.unsqueeze(2)).squeeze(2)
+
     def _report(
-        self, trades: Tensor, sell: Tensor, buy: Tensor, position_usd: Tensor
+        self, cash: Tensor, sold: Tensor, position_usd: Tensor, value: Tensor, prices: Tensor
     ) -> dict[str, Tensor]:
         """Return one day's results as float64: [B], or [B, n] per stock.
 
         "weights" are fractions of the portfolio's value; "trades_usd" are negative for sales.
         """
-        trades_usd = trades * (sell + buy) / 2  # the mean of both prices is the price without fees
+        _, minus_sell, minus_buy = prices[:, :3].unbind(1)
+        # the mean of both prices is the price without fees
+        trades_usd = sold * (minus_sell + minus_buy) / 2
         return {
-            "portfolio_value": self.value.squeeze(1),
+            "portfolio_value": value.squeeze(1),
             "traded_usd": trades_usd.abs().sum(1),
-            "fees_usd": (trades.abs() * (buy - sell)).sum(1) / 2,
-            "num_trades": (trades != 0).sum(1).to(torch.float64),
-            "exposure": (1.0 - self.cash / self.value).squeeze(1),
-            "weights": position_usd / self.value,
+            "fees_usd": (sold.abs() * (minus_sell - minus_buy)).sum(1) / 2,
+            "num_trades": (sold != 0).sum(1).to(torch.float64),
+            "exposure": (1.0 - cash / value).squeeze(1),
+            "weights": position_usd / value,
             "trades_usd": trades_usd,
         }
-
-    def _training_rewards(
-        self, plain: Tensor, lost_usd: Tensor, position_usd: Tensor, solvent: Tensor
-    ) -> Tensor:
-        """Return the training rewards [B], computed from the plain rewards.
-
-        With `risk_aversion`, the risk of a day is risk_aversion / 2 * value * variance. The
-        variance of the portfolio's return follows from the covariance of the stocks' returns over
-        the span. If the risk stayed the same on all later days, its discounted sum would be
-        risk / (1 - discount). Each day's reward is reduced by the increase of this sum since the
-        day before.
-        """
-        if self.config.reward == "attributed":
-            rewards = torch.sub(plain, lost_usd, alpha=REWARD_SCALE)
-        elif self.config.reward == "excess":
-            rewards = plain - self._baseline.index_select(0, self.row)
-        else:
-            rewards = plain.clone()
-        if self.config.risk_aversion:
-            if len(self._covariance) == 1:
-                covariance_usd = position_usd @ self._covariance[0]
-            else:
-                market = self.row // self.num_days
-                covariance = self._covariance.index_select(0, market)  # [B, n, n]
-                covariance_usd = torch.bmm(position_usd.unsqueeze(1), covariance).squeeze(1)
-            risk_before = self.risk
-            variance_usd = (covariance_usd * position_usd).sum(1) / self.value.squeeze(1)
-            self.risk = variance_usd * self._risk_scale
-            # After ruin no risk remains: `solvent` is 0 then, otherwise 1, so the product is exact.
-            rewards += torch.addcmul(risk_before, self.risk, solvent.squeeze(1), value=-1.0)
-        return rewards
-
-    def _restart(self, ended: Tensor, final_obs: Tensor) -> Tensor:
-        """Start the next episode where `ended` [B] is True; return observations [B, F]."""
-        if not self._restarts_left:
-            self._draw_starts()
-        self._restarts_left -= 1
-        self.episode = self.episode + ended
-        start = self._starts.gather(0, (self.episode - self._drawn_from)[None])[0]  # [B]
-        self.row = torch.where(ended, start, self.row)
-        self.end_row = torch.where(ended, start + self._episode_days, self.end_row)
-        self.risk = self.risk.masked_fill(ended, 0.0)
-        ended = ended.unsqueeze(1)
-        self.cash = self.cash.masked_fill(ended, self._initial_usd)
-        self.value = self.value.masked_fill(ended, self._initial_usd)
-        self.shares = self.shares.masked_fill(ended, 0.0)
-        return torch.where(ended, self._features.index_select(0, start), final_obs)
 
     def get_state(self) -> dict[str, Tensor]:
         """Return a complete snapshot: tensors with one row per environment."""
@@ -309,6 +357,12 @@ class TradingVectorEnv(TorchEnv):
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore a snapshot; the markets must be the same as when it was taken."""
-        for name in STATE:
-            setattr(self, name, state[name].to(self.device, copy=True))
-        self._draw_starts()
+        copies = (state[name].to(self.device, copy=True) for name in STATE)
+        # Value and risk follow from the rest, because yesterday's prices include today's close.
+        self.keys, episode, row, end_row, cash, _, shares, _ = copies
+        market = row // self.num_days
+        next_start = self._draw_starts(episode)[:, 2]
+        self._clock = torch.stack([row, end_row - row, next_start, market], 1)
+        yesterday = self._prices.index_select(0, (row - 1) % len(self._prices))
+        *_, worth = self._appraise(shares, cash, yesterday, market)
+        self._book = torch.cat([shares, cash, worth], 1)

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from env_steps import same
+from operators import counted_operators, counted_reads
 
 from envs.trading.config import TradingConfig
-from envs.trading.environment import TradingVectorEnv, fill_orders
+from envs.trading.environment import OFFER_SCALE, TradingVectorEnv, fill_orders
 from envs.trading.features import (
     GRID,
     feature_blocks,
@@ -51,12 +52,12 @@ def scaled(market, day, factor):
 MARKETS = [random_market(1), random_market(2)]
 
 
-def make_env(num_envs=3, markets=MARKETS[:1], seeds=(), evaluation=False, **options):
+def make_env(num_envs=3, markets=MARKETS[:1], seeds=(), evaluation=False, first=FIRST, **options):
     """Return a small trading environment that has been reset."""
     env = TradingVectorEnv(
         num_envs,
         markets=markets,
-        span=Span(FIRST, NUM_DAYS - 1),
+        span=Span(first, NUM_DAYS - 1),
         config=TradingConfig(**{"episode_days": 20, "risk_aversion": 0.0, **options}),
         evaluation=evaluation,
     )
@@ -186,8 +187,12 @@ def test_fills_equal_a_greedy_loop_to_the_last_bit(n):
     proceeds = torch.minimum(-orders, shares).clamp_min(0) * sell
     cost = orders.clamp_min(0) * buy * draw(2)
     cash = (cost - proceeds).sum(1) - draw(3)[:, 0] / GRID
-    case = cash.clamp_min(0.0), shares, orders, draw([0, 0.25, 0.5, 1]).float(), sell, buy
-    cash_after, trades = fill_orders(case[0][:, None], *case[1:])
+    case = cash.clamp_min(0.0), shares, orders, draw([0.25, 0.5, 1]), sell, buy
+    sales = torch.minimum(-orders, shares)
+    offers = (torch.where(orders < 0, 1.0, -case[3]) * OFFER_SCALE).float()
+    earlier = torch.ones(n, n, dtype=torch.float64).triu(1)
+    cash_after, sold = fill_orders(case[0][:, None], sales, offers, -sell, -buy, earlier)
+    trades = -sold
     expected = [
         fill_one_by_one(*row) for row in zip(*(part.tolist() for part in case), strict=True)
     ]
@@ -316,6 +321,32 @@ def test_paper_observation_of_30_stocks_has_181_numbers():
 def test_trading_settings_that_cannot_work_are_refused_with_a_fix(options, message):
     with pytest.raises(ValueError, match=message):
         make_env(**options)
+
+
+OPERATORS = {  # most operators of a step
+    "default": ({}, 40),
+    "excess": ({"reward": "excess"}, 42),
+    "no risk": ({"risk_aversion": 0.0}, 36),
+    "turbulence": ({"turbulence_quantile": 0.9}, 42),
+    "paper": (PAPER, 40),
+}
+
+
+@pytest.mark.parametrize("options, most", OPERATORS.values(), ids=OPERATORS)
+def test_a_step_launches_few_operators(options, most):
+    """On a GPU, a step takes as long as launching its operators."""
+    options = {"risk_aversion": 20.0, **options}
+    env, actions = make_env(markets=MARKETS, first=254, **options), torch.ones(3, 4)
+    with counted_operators() as counts:
+        env.step(actions)
+    assert counts.total() <= most, +counts
+
+
+def test_a_step_reads_nothing_from_the_device():
+    env = make_env()
+    with counted_reads() as reads:
+        env.step(torch.ones(3, 4))
+    assert not +reads
 
 
 # ---- episodes
