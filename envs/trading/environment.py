@@ -15,7 +15,7 @@ from envs.vector.tensors import random_int63, seed_keys
 
 REWARD_SCALE = 1e-4  # reward per USD
 # names of the attributes that make up a snapshot
-STATE = ("keys", "episode", "row", "end_row", "cash", "value", "shares", "risk")
+STATE = ("keys", "episode", "row", "end_row", "cash", "value", "shares")
 RUIN_SHARE = 0.1  # an episode terminates if the value is below this fraction of the initial cash
 # One call draws the starts of this many later episodes. It takes as long as drawing one start.
 AHEAD = 32
@@ -195,14 +195,6 @@ class TradingVectorEnv(TorchEnv):
         return self._drawn_from + self._clock[:, 2] // self.num_envs - 1
 
     @property
-    def risk(self) -> Tensor:
-        """Discounted sum of the penalties for risk if it stays as it is, in rewards, [B]."""
-        if not self._has_risk:
-            return torch.zeros_like(self.value[:, 0])
-        variance = self._scaled_variance(self.weights * self.value, self._clock[:, 3])
-        return (REWARD_SCALE * variance / self.value).squeeze(1)
-
-    @property
     def weights(self) -> Tensor:
         """Fraction of the portfolio's value in each stock at the last close, [B, n]."""
         closes = self._prices[:, 0].index_select(0, self.row)
@@ -308,28 +300,24 @@ class TradingVectorEnv(TorchEnv):
     def _appraise(
         self, shares: Tensor, cash: Tensor, prices: Tensor, market: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return positions in USD [B, n], value [B, 1] and worth [B, 3] at the next close."""
-        position_usd = shares * prices[:, 3]
-        worth = torch.baddbmm(cash.unsqueeze(2), prices[:, 3:], shares.unsqueeze(2)).squeeze(2)
-        value = worth[:, :1]
-        if self._has_risk:
-            variance = self._scaled_variance(position_usd, market)
-            worth[:, 1:].addcdiv_(variance, value, value=-1.0)
-        return position_usd, value, worth
-
-    def _scaled_variance(self, position_usd: Tensor, market: Tensor) -> Tensor:
-        """Return the discounted sum of the penalties for risk in USD, times the value, [B, 1].
+        """Return positions in USD [B, n], value [B, 1] and worth [B, 3] at the next close.
 
         The risk of a day is risk_aversion / 2 * value * variance. The variance of the portfolio's
         return follows from the covariance of the stocks' returns over the span. If the risk stayed
         the same on all later days, its discounted sum would be risk / (1 - discount).
         """
-        row = position_usd.unsqueeze(1)  # [B, 1, n]
-        if len(self._covariance) == 1:
-            covariance = row @ self._covariance[0]
-        else:
-            covariance = torch.bmm(row, self._covariance.index_select(0, market))
-        return torch.bmm(covariance, position_usd.unsqueeze(2)).squeeze(2)
+        position_usd = shares * prices[:, 3]
+        worth = torch.baddbmm(cash.unsqueeze(2), prices[:, 3:], shares.unsqueeze(2)).squeeze(2)
+        value = worth[:, :1]
+        if self._has_risk:
+            position = position_usd.unsqueeze(1)  # [B, 1, n]
+            if len(self._covariance) == 1:
+                covariance = position @ self._covariance[0]
+            else:
+                covariance = torch.bmm(position, self._covariance.index_select(0, market))
+            variance = torch.bmm(covariance, position_usd.unsqueeze(2)).squeeze(2)  # [B, 1]
+            worth[:, 1:].addcdiv_(variance, value, value=-1.0)
+        return position_usd, value, worth
 
     def _report(
         self, cash: Tensor, sold: Tensor, position_usd: Tensor, value: Tensor, prices: Tensor
@@ -358,8 +346,8 @@ class TradingVectorEnv(TorchEnv):
     def set_state(self, state: Mapping[str, Tensor]) -> None:
         """Restore a snapshot; the markets must be the same as when it was taken."""
         copies = (state[name].to(self.device, copy=True) for name in STATE)
-        # Value and risk follow from the rest, because yesterday's prices include today's close.
-        self.keys, episode, row, end_row, cash, _, shares, _ = copies
+        # The value follows from the rest, because yesterday's prices include today's close.
+        self.keys, episode, row, end_row, cash, _, shares = copies
         market = row // self.num_days
         next_start = self._draw_starts(episode)[:, 2]
         self._clock = torch.stack([row, end_row - row, next_start, market], 1)
