@@ -21,11 +21,11 @@ MAX_LEARNER = 65  # most lines of a method `update` or `collect` in agents/
 # A limit is the count at the end of the last larger piece of work, plus 2 %. Code is counted in
 # tokens, because longer lines would lower a count of lines, but not a count of tokens.
 MAX_SIZES = {
-    "tokens of source": 127_100,
-    "tokens of tests": 128_200,
-    "tokens of benchmarks": 16_900,
+    "tokens of source": 129_800,
+    "tokens of tests": 134_500,
+    "tokens of benchmarks": 18_050,
     "lines of README.md": 150,
-    "tokens of the files that lead to loss.backward()": 19_250,
+    "tokens of the files that lead to loss.backward()": 20_150,
 }
 # The files that one has to read to get from the main function of a rank to loss.backward().
 READING_PATH = (
