@@ -75,7 +75,8 @@ class TrainConfig:
     """Keep the checkpoint with the highest value of this metric, such as episode/return, as
     checkpoints/best.pt; auto: use valid/sharpe or valid/return, whichever the run reports; off:
     do not write best.pt. As in stop_at, episode/return is a mean of the last 100 episodes, so a run
-    in which fewer end has no best.pt, and its newest checkpoint is used."""
+    in which fewer end has no best.pt, and its newest checkpoint is used. While the metric rises,
+    every iteration that reports it saves a checkpoint."""
     on_save_error: Literal["stop", "continue"] = "stop"
     """What to do if a checkpoint cannot be written, for example because the disk is full: end the
     run, or continue without this checkpoint."""

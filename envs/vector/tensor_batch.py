@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from envs.vector.adapter import MAX_REWARD, guarded
 from envs.vector.batched import has_snapshots
@@ -107,7 +107,8 @@ class TensorBatch(ArrayEnv):
     @guarded
     def get_state(self) -> dict[str, Tensor]:
         """Return a complete snapshot, see `TorchEnv.get_state`."""
-        state = tree_map(torch.as_tensor, self.env.get_state() | {LAST_ROWS: self.rows})
+        state = self.env.get_state() | {LAST_ROWS: self.rows}
+        state = {name: torch.as_tensor(values) for name, values in state.items()}
         wide = {True: torch.float64, False: torch.int64}
         return {
             name: v.detach().to("cpu", wide[v.is_floating_point()]) for name, v in state.items()

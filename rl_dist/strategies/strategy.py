@@ -124,18 +124,21 @@ class Strategy:
         casts its weights and inputs to this type itself, and this method changes nothing.
 
         Raises:
-            UserError: with bf16, the module has an LSTM or GRU of torch. Torch's autocast would let
-                it compute in fp16 on GPUs, without a loss scale, and would fail on some CPUs.
+            UserError: the module has an LSTM or GRU of torch, and autocast cannot run it: on GPUs,
+                bf16 would become fp16 without a loss scale; on CPUs, oneDNN may raise an error.
         """
         dtype = low_precision(self.config.precision)
         if dtype is None or self.casts_itself:
             return nullcontext()
-        if dtype == torch.bfloat16 and any(isinstance(m, nn.RNNBase) for m in self.bare.modules()):
+        device_type = self.world.device.type
+        recurrent = any(isinstance(module, nn.RNNBase) for module in self.bare.modules())
+        if recurrent and (device_type == "cpu" or dtype == torch.bfloat16):
             raise UserError(
-                "torch's autocast does not compute LSTMs and GRUs in bf16: use precision fp16, or "
-                "cast weights and inputs in the module, as agents/pretrain.py does"
+                f"torch's autocast does not compute LSTMs and GRUs in {self.config.precision} on "
+                f"{device_type}: use precision fp32, or cast weights and inputs in the module, as "
+                "agents/pretrain.py does"
             )
-        return torch.autocast(self.world.device.type, dtype)
+        return torch.autocast(device_type, dtype)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of a loss to the `grad` attributes of the parameters.
