@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from gymnasium import spaces
 from torch import Tensor, nn
@@ -179,8 +180,12 @@ class Policy(nn.Module):
         """Number of state vectors of actor and critic, which precede those of the feature core."""
         return int(self.actor_core.num_states + self.critic_core.num_states)
 
-    def plan(self, pieces: Pieces) -> Plan | None:
-        """Return a plan of core calls for the pieces of N sequences; None if stateless."""
+    def plan(self, pieces: Pieces, sequences: np.ndarray) -> Plan | None:
+        """Return a plan of core calls for some sequences [N]; None if stateless.
+
+        Args:
+            pieces: the pieces of all sequences of the rollout.
+        """
         if self.config.stateless:
             return None
         device = self.critic_head.weight.device
@@ -188,7 +193,7 @@ class Policy(nn.Module):
         overhead = overhead_steps(cores, self.config.num_layers, device)
         if self.config.feature_window:  # a step takes so long that the overhead does not matter
             overhead = 0.0
-        return plan_pieces(pieces, device, overhead, self.resets_inside)
+        return plan_pieces(pieces.of(sequences), device, overhead, self.resets_inside)
 
     @property
     def resets_inside(self) -> bool:

@@ -292,7 +292,7 @@ class PPO:
     def plans(self, pieces: Pieces, sequences: np.ndarray) -> Plans:
         """Plan the network calls of each microbatch of a minibatch with these sequences [N]."""
         parts = np.split(sequences, self.num_microbatches)
-        return [self.policy.plan(pieces.of(part)) for part in parts]
+        return [self.policy.plan(pieces, part) for part in parts]
 
     def step(self, minibatch: Minibatch, plans: Plans) -> StepRecord:
         """Take one gradient step; clip the gradient after its reduction over ranks.

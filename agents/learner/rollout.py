@@ -283,7 +283,10 @@ class Actor:
         needed[-1] |= at_end
         if needed.any():
             cells = to_device(np.flatnonzero(needed), self.inputs.device)
-            rows = [torch.cat(tensors)[cells] for tensors in zip(*self.successors, strict=True)]
+            rows = [
+                (torch.cat(tensors) if len(newest) > 1 else tensors[0]).index_select(0, cells)
+                for tensors in zip(*self.successors, strict=True)
+            ]
             first = (len(self.steps) - len(newest)) * needed.shape[1]
             self.needed.append((cells + first, *rows))
         self.successors.clear()
