@@ -21,13 +21,29 @@ BLOCK_DAYS = 21
 NO_RISK = 1e-12  # a standard deviation below this value is a rounding error
 EQUAL_WEIGHT = "equal weight"  # buy and hold with equal weights: the baseline
 AGAINST = "against_equal_weight"
-ACCOUNTS = ("traded_usd", "fees_usd", "num_trades", "exposure")  # values per day
+# values per day; the last two are those of `concentration`
+ACCOUNTS = (
+    "traded_usd", "fees_usd", "num_trades", "exposure", "largest_weight", "effective_stocks",
+)  # fmt: skip
 # Values per day and stock: key in the environment's info, and prefix of the CSV column.
 STOCKS = {"weights": "weight", "trades_usd": "usd"}
-COLUMNS = (  # columns of the printed table; simulated markets use only the first five
-    "gap_closed", "sharpe", "max_drawdown", "turnover", "exposure",
-    "cumulative_return", "annual_return", "annual_volatility", "fees_usd",
-)  # fmt: skip
+# Lines of the printed table: statistic, its name there, and its format
+ON_ALL_MARKETS = (
+    ("sharpe", "Sharpe ratio", "{:.2f}"),
+    ("max_drawdown", "largest loss from a peak", "{:.1%}"),
+    ("turnover", "turnover a year", "{:.1f}"),
+    ("exposure", "share invested", "{:.1%}"),
+    ("largest_weight", "largest weight of a stock", "{:.1%}"),
+    ("effective_stocks", "effective number of stocks", "{:.1f}"),
+)
+ON_SIMULATED_MARKETS = (("gap_closed", "share of the gap closed", "{:.0%}"),)
+# Returns on simulated markets depend mainly on the simulated drift, so their table omits them.
+ON_REAL_PRICES = (
+    ("cumulative_return", "return", "{:.1%}"),
+    ("annual_return", "annual return", "{:.1%}"),
+    ("annual_volatility", "annual volatility", "{:.1%}"),
+    ("fees_usd", "fees", "${:,.0f}"),
+)
 
 # The record of one pass over M markets of D + 1 days has these arrays:
 # - "values" [M, D+1]: portfolio values in USD;
@@ -54,6 +70,7 @@ def run_markets(
     days: dict[str, list[Tensor]] = {name: [] for name in names}
     for _ in range(env.num_days - 1):
         obs, _, terminated, truncated, info = env.step(agent(env, obs, start))
+        info |= concentration(info["weights"])
         heartbeat()
         values.append(torch.where(alive, info["portfolio_value"], values[-1]))
         for name in names:
@@ -65,6 +82,24 @@ def run_markets(
 
 
 # ---- statistics and intervals
+
+
+def concentration(weights: Tensor) -> dict[str, Tensor]:
+    """Return how concentrated portfolios are.
+
+    Args:
+        weights: [M, n] fractions of the portfolio's value, of n stocks.
+
+    Returns:
+        largest_weight: [M] weight of the largest position.
+        effective_stocks: [M] number of stocks, of equal weight, with the same concentration: the
+            square of the sum of the weights, divided by the sum of their squares; 0 without stocks.
+    """
+    squares = weights.square().sum(1)
+    return {
+        "largest_weight": weights.amax(1),
+        "effective_stocks": weights.sum(1).square() / squares.clamp(min=NO_RISK),
+    }
 
 
 def period_days(num_days: int, year: int) -> int:
@@ -112,6 +147,8 @@ def performance(record: Record, year: int = TRADING_DAYS) -> dict[str, ndarray]:
         "num_trades": record["num_trades"].sum(1),
         "fees_usd": record["fees_usd"].sum(1),
         "exposure": record["exposure"].mean(1),
+        "largest_weight": record["largest_weight"].mean(1),
+        "effective_stocks": record["effective_stocks"].mean(1),
     }
 
 
@@ -170,17 +207,23 @@ def summarize(records: Records, dates: ndarray) -> dict:
 def text_table(summary: dict, simulated: bool) -> str:
     """Format the summary of a span as a table to print."""
     entries = summary["policies"]
-    # Returns on simulated markets depend mainly on the simulated drift, so the table omits them.
-    columns = COLUMNS[:5] if simulated else COLUMNS[1:]
-    table = pd.DataFrame.from_dict(entries, orient="index").reindex(columns=columns)
-    form = "{mean:+.2f} [{low:+.2f}, {high:+.2f}]".format
-    table["Sharpe above equal weight"] = [
-        form(**entry[AGAINST]["sharpe"]) if AGAINST in entry else "-" for entry in entries.values()
+    own = ON_SIMULATED_MARKETS if simulated else ON_REAL_PRICES
+    lines = {
+        heading: [
+            "-" if entry.get(name) is None else form.format(entry[name])
+            for entry in entries.values()
+        ]
+        for name, heading, form in (*own, *ON_ALL_MARKETS)
+    }
+    form = "{mean:+.2f} [{low:+.2f}, {high:+.2f}]"
+    lines["Sharpe ratio above equal weight"] = [
+        form.format(**entry[AGAINST]["sharpe"]) if AGAINST in entry else "-"
+        for entry in entries.values()
     ]
     heading = f"{' to '.join(summary['days'])}, {summary['num_days']} days"
     if summary["num_days"] < MIN_ANNUAL_DAYS:
         heading += f"; fewer than {MIN_ANNUAL_DAYS} days, so nothing is annualised"
-    return f"{heading}\n{table.to_string(float_format='{:.2f}'.format, na_rep='-')}"
+    return f"{heading}\n{pd.DataFrame.from_dict(lines, 'index', columns=[*entries]).to_string()}"
 
 
 def write_daily(

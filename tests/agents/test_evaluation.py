@@ -25,6 +25,7 @@ from envs.task import Trial
 from envs.trading.evaluation import (
     ACCOUNTS,
     EQUAL_WEIGHT,
+    concentration,
     difference,
     performance,
     run_markets,
@@ -54,7 +55,8 @@ class Paths:
         self.day += 1
         value = self.paths[:, self.day]
         info = dict.fromkeys(ACCOUNTS, torch.full_like(value, self.day)) | {
-            "portfolio_value": value
+            "portfolio_value": value,
+            "weights": torch.full((self.num_envs, 1), float(self.day)),
         }
         return actions, value, value < 10.0, value == self.paths[:, -1], info
 
@@ -95,8 +97,9 @@ def test_every_market_counts_once_on_any_number_of_ranks_and_ruin_ends_trading(s
         assert list(records) == ["one", "two"]
         for record in records.values():
             assert record["values"].tolist() == [[100, 5, 5, 5], *paths[1:]]
-            for account in ACCOUNTS:  # the day of ruin still counts
+            for account in ACCOUNTS[:-1]:  # the day of ruin still counts
                 assert record[account].tolist() == [[1, 0, 0], *[[1, 2, 3]] * 4]
+            assert record["effective_stocks"].tolist() == [[1, 0, 0], *[[1, 1, 1]] * 4]
 
 
 class Numbered(ScriptedEnv):
@@ -191,11 +194,21 @@ def test_figures_are_annual_or_below_60_days_those_of_the_span(repeats, period):
         "num_trades": 0.5 * days,
         "fees_usd": 0.5 * days,
         "exposure": 0.5,
+        "largest_weight": 0.5,
+        "effective_stocks": 0.5,
     }
     figures = {name: value.item() for name, value in performance(record).items()}
     assert figures == pytest.approx(expected)
     # Constant returns have a Sharpe ratio of 0, not infinity.
     assert performance(record_of(np.full((1, days), 2.0**-10)))["sharpe"] == 0.0
+
+
+def test_concentration_counts_stocks_of_equal_weight():
+    weights = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.5, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    found = {name: values.tolist() for name, values in concentration(weights).items()}
+    assert found == {"largest_weight": [0.25, 0.5, 0.0], "effective_stocks": [4.0, 1.0, 0.0]}
+    uneven = concentration(torch.tensor([[0.6, 0.2]]))["effective_stocks"]
+    assert uneven.item() == pytest.approx(0.64 / 0.4)
 
 
 def test_figures_are_annual_in_the_calendar_of_the_file():
