@@ -1,5 +1,6 @@
 """Define the settings of a training run and their presets."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -90,6 +91,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "risk_aversion": 0.0,
     },
 }
+PURPOSES = {  # the tasks for which a preset is chosen
+    "trading": "StockTrading-v0",
+    "small": "discrete actions",
+    "control": "continuous actions",
+    "memory": "memory tasks",
+    "pixels": "images of at least 64 x 64 pixels",
+    "massive": "a batch on a GPU or of at least 1,024 environments",
+    "paper": "the settings of arXiv 2212.02721",
+}
+MEMORY_NAMES = re.compile(f"{'|'.join(MEMORY_IDS)}|.*popgym.*")  # environments of memory tasks
 MASSIVE_ENVS = 1024  # from this number on, the preset for a user's batch is massive
 MASSIVE_MINIBATCHES = 4  # per epoch, with the preset massive and any num_envs
 QUICK = {  # settings of --quick, which override those of the preset
@@ -235,24 +246,29 @@ def is_massive(config: RunConfig) -> bool:
     return on_gpu or config.train.num_envs >= MASSIVE_ENVS
 
 
-def preset_of(kind: str, config: RunConfig, layout: Callable[[], Layout]) -> str:
+def preset_of(kind: str, config: RunConfig, make_env: Callable[[], TorchEnv | None]) -> str:
     """Return the name of the preset to use.
 
     Args:
         kind: the value of --preset.
         config: the flags of the command line and, for the others, their defaults.
-        layout: returns the layout of observations; called only if the task's name decides nothing.
+        make_env: returns a closed environment, or None if only ranks can make one; called only if
+            the task's name decides nothing.
     """
     task = config.task
     if kind == "auto":
         if task.is_trading:
             kind = "trading"
-        elif task.env in MEMORY_IDS:
+        elif MEMORY_NAMES.fullmatch(task.env):
             kind = "memory"
-        elif makes_batch(task.env):
-            kind = "massive" if is_massive(config) else "small"
+        elif makes_batch(task.env) and is_massive(config):
+            kind = "massive"
         else:
-            kind = "pixels" if any(map(is_large, layout().parts)) else "small"
+            env = make_env()
+            is_box = env and isinstance(env.single_action_space, spaces.Box)
+            kind = "control" if is_box else "small"
+            if env and any(map(is_large, env.layout.parts)):
+                kind = "pixels"
     if (kind in ("trading", "paper")) != task.is_trading:
         raise UserError(f"preset {kind} does not fit env {task.env}: omit --preset")
     return kind

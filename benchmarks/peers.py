@@ -3,8 +3,8 @@
     python benchmarks/peers.py DRIVER [TASK] [--threads 1] [--ranks 1]
 
 A driver is a function that runs one trainer. It imports only this trainer, because no Python
-environment has all trainers installed. against_peers.py runs all drivers except `sb3_solve`, which
-time_to_solve.py runs.
+environment has all trainers installed. against_peers.py runs all drivers except `sb3_cartpole` and
+`sb3_lander`, which return_by_seconds.py runs.
 """
 
 from __future__ import annotations
@@ -226,15 +226,9 @@ def sb3(task: Task, args: argparse.Namespace) -> None:
     model.learn(total_timesteps=10**9, callback=Iterations())
 
 
-def sb3_solve(task: Task, args: argparse.Namespace) -> None:
-    """Train RecurrentPPO for time_to_solve.py; write metrics after each rollout.
-
-    Source of the settings: CartPoleNoVel-v1 in rl-baselines3-zoo, hyperparams/ppo_lstm.yml.
-    """
-    from sb3_contrib import RecurrentPPO
+def sb3_learn(model: Any, args: argparse.Namespace) -> None:
+    """Train a model of stable-baselines3 for return_by_seconds.py; write metrics per rollout."""
     from stable_baselines3.common.callbacks import BaseCallback
-    from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.vec_env import VecNormalize
 
     returns: list[float] = []
 
@@ -249,6 +243,19 @@ def sb3_solve(task: Task, args: argparse.Namespace) -> None:
             record = {"global_step": self.num_timesteps, "episode/return": mean}
             print(json.dumps(record | {"episode/count": len(returns)}), file=file, flush=True)
             returns.clear()
+
+    with args.metrics.open("w") as file:
+        model.learn(args.total_steps, callback=Episodes())
+
+
+def sb3_cartpole(task: Task, args: argparse.Namespace) -> None:
+    """Train sb3-contrib's RecurrentPPO on CartPole without velocities.
+
+    Source of the settings: CartPoleNoVel-v1 in rl-baselines3-zoo, hyperparams/ppo_lstm.yml.
+    """
+    from sb3_contrib import RecurrentPPO
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import VecNormalize
 
     def positions(env: gymnasium.Env) -> gymnasium.Env:
         assert isinstance(env.observation_space, gymnasium.spaces.Box)
@@ -277,8 +284,30 @@ def sb3_solve(task: Task, args: argparse.Namespace) -> None:
         seed=args.seed,
         device=args.device,
     )
-    with args.metrics.open("w") as file:
-        model.learn(args.total_steps, callback=Episodes())
+    sb3_learn(model, args)
+
+
+def sb3_lander(task: Task, args: argparse.Namespace) -> None:
+    """Train stable-baselines3's PPO on LunarLander-v3.
+
+    Source of the settings: LunarLander-v2 in rl-baselines3-zoo, hyperparams/ppo.yml.
+    """
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.env_util import make_vec_env
+
+    model = PPO(
+        "MlpPolicy",
+        make_vec_env("LunarLander-v3", n_envs=16, seed=args.seed),
+        n_steps=1024,
+        batch_size=64,
+        gae_lambda=0.98,
+        gamma=0.999,
+        n_epochs=4,
+        ent_coef=0.01,
+        seed=args.seed,
+        device=args.device,
+    )
+    sb3_learn(model, args)
 
 
 # ---- skrl
@@ -379,7 +408,9 @@ def skrl(task: Task, args: argparse.Namespace) -> None:
     SequentialTrainer(env=env, agents=agent, cfg=steps).train()
 
 
-DRIVERS = {run.__name__: run for run in (ours, clean, bare, rl_games, sb3, sb3_solve, skrl)}
+DRIVERS = {
+    run.__name__: run for run in (ours, clean, bare, rl_games, sb3, sb3_cartpole, sb3_lander, skrl)
+}
 
 
 def main() -> None:
@@ -389,7 +420,7 @@ def main() -> None:
     parser.add_argument("task", choices=TASKS, nargs="?", default="cartpole")
     for name, value in {"threads": 1, "ranks": 1, "seed": 1, "total_steps": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--metrics", type=Path, help="metrics file that sb3_solve writes")
+    parser.add_argument("--metrics", type=Path, help="metrics file for return_by_seconds.py")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(1)

@@ -26,6 +26,7 @@ from agents.evaluate import command as evaluate
 from agents.run.choice import ALL_SECTIONS, CHANGEABLE
 from agents.run.metric_table import METRIC_TABLE
 from agents.run.saved import load_agent
+from benchmarks import task_table
 from rl_dist import resume_check, status
 from rl_dist.checkpoint import __main__ as checkpoint
 from rl_dist.flags import allowed, fields_of, shown
@@ -93,6 +94,7 @@ def generate(name: str) -> str:
         "changeable": lambda: ", ".join(f"`--{name}`" for name in sorted(CHANGEABLE)),
         "metrics": lambda: _stacked("metrics", metric_table()),
         "signals": signal_rows,
+        "results": results,
         "help": help_texts,
         "api": lambda: "\n\n".join(_documented(API[name]) for name in rest.split()),
         "home": lambda: f"from {API[rest].__module__} import {rest}",
@@ -146,6 +148,12 @@ def metric_table() -> str:
         for name, metric in METRIC_TABLE.items()
     ]
     return _table(("key", "unit", "in", "meaning"), rows)
+
+
+def results() -> str:
+    """Return the tables of what the presets reach, from the stored results."""
+    rows, sources = task_table.read_rows()
+    return task_table.page(rows, task_table.read_results(rows, task_table.RESULTS), sources)
 
 
 def signal_rows() -> str:

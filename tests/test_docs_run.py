@@ -113,7 +113,7 @@ ELSEWHERE = {  # first words of a command -> reason why this test does not run i
     "make docs": "continuous integration runs it",
     "torchrun --nnodes 2": "needs two machines; tests/hosts tests it",
     "python examples/ray_train.py": "needs Ray; tests/hosts/test_ray_train.py tests it",
-    "python benchmarks/memory_table.py": "takes half an hour; see tests/test_memory_table.py",
+    "python benchmarks/task_table.py": "takes hours; see tests/test_task_table.py",
 }
 REFUSED = {"--interactive": "terminal"}  # flag -> a word in the expected error
 if not torch.cuda.is_available():

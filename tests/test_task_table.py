@@ -1,22 +1,34 @@
-"""Test the commands, figures and saved results of benchmarks/memory_table.py."""
+"""Test the commands, figures and stored results of benchmarks/task_table.py."""
 
 import json
 
 import pytest
+import task_table
 
+from agents.config import PRESETS
 from agents.run.choice import parse_training
-from benchmarks import memory_table
+
+ROWS, SOURCES = task_table.read_rows()
 
 
-@pytest.mark.parametrize("row", memory_table.ROWS, ids=lambda row: row.name)
-def test_every_row_is_a_command_with_flags_that_exist(row):
+def result_of(row, seed, score, **changes):
+    """Return a stored result whose training mean is twice the return."""
+    result = {"row": row.name, "seed": seed, "command": row.command(seed), "device": "cpu"}
+    result |= {"preset": "small", "settings": PRESETS["small"], "cpu_minutes": 1.5}
+    result |= {"return": score, "training": 2 * score, "end": score, "cut": 0.0}
+    return result | {"curve": [[step, score] for step in (row.steps // 2, row.steps)]} | changes
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_every_row_is_a_command_with_flags_and_sources_that_exist(row):
     script, *flags = row.command(3)
     assert script == "train_distributed.py" and flags[-2:] == ["--seed", "3"]
     parse_training(flags)
-    assert [other.name for other in memory_table.ROWS].count(row.name) == 1
+    assert [other.name for other in ROWS].count(row.name) == 1
+    assert {figure["source"] for figure in row.published} <= SOURCES.keys()
 
 
-def test_the_best_window_is_the_highest_mean_over_enough_steps():
+def test_windows_contain_enough_steps_and_only_windows_with_episodes_count():
     records = [
         (10_000, 1.0, 1),
         (20_000, 0.0, 3),  # end of window 1: mean 1 / 4
@@ -27,20 +39,45 @@ def test_the_best_window_is_the_highest_mean_over_enough_steps():
     ]
     names = "global_step", "episode/return", "episode/count"
     metrics = [dict(zip(names, record, strict=True)) for record in records]
-    assert memory_table.best_window(metrics) == pytest.approx(0.4)
+    assert task_table.windows(metrics, 16_384) == [(20_000, 0.25), (60_000, pytest.approx(0.4))]
+    assert task_table.windows(metrics[:1], 16_384) == [(10_000, 1.0)]
 
 
-def test_the_table_shows_means_and_ranges_over_runs_of_the_same_command(tmp_path, capsys):
-    row = memory_table.ROWS[0]
-    scores = {1: 0.5, 2: 0.25, 3: 0.9}
-    for seed, score in scores.items():
-        # The table ignores the result of seed 3, because a different command produced it.
-        command = row.command(seed) + ["--gamma", "0"] * (seed == 3)
-        result = {"command": command, "without_noise": score, "training": 0.5, "minutes": 1.25}
-        memory_table.result_path(tmp_path, row, seed).write_text(json.dumps(result))
-    memory_table.main(["--out", str(tmp_path), "--print_only"])
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+def store(path, results):
+    path.write_text("".join(json.dumps(result) + "\n" for result in results))
+
+
+def test_results_of_another_command_or_of_other_preset_values_do_not_count(tmp_path):
+    row = ROWS[0]
+    old = PRESETS["small"] | {"learning_rate": 1.0}
+    results = [
+        result_of(row, 1, 0.5),
+        result_of(row, 2, 0.25, settings=old),
+        result_of(row, 3, 0.9, command=row.command(3) + ["--gamma", "0"]),
+    ]
+    store(tmp_path / "results", results)
+    found = task_table.read_results(ROWS, tmp_path / "results")
+    assert [result["seed"] for result in found[row.name]] == [1]
+
+
+def test_the_page_shows_means_intervals_and_notes_on_low_rows(tmp_path, capsys):
+    row = next(row for row in ROWS if row.published)
+    best = max(figure["value"] for figure in row.published)
+    path, picture = tmp_path / "results", tmp_path / "curves.png"
+    store(path, [result_of(row, seed, (0.4 + 0.1 * seed) * best) for seed in (1, 2, 3)])
+    task_table.main(["--print_only", "--results", str(path), "--picture", str(picture)])
+    printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if line.startswith("|")]
     assert len(lines) == 3, "the table must not show rows without results"
     cells = [cell.strip() for cell in lines[2].split("|")[1:-1]]
-    assert cells[0] == row.task and row.published in cells
-    assert {"2", "0.375 (0.25 to 0.5)", "0.5", "1.2"} <= set(cells)
+    assert cells[0] == row.task and cells[2] == "3" and cells[-1] == "1.5"
+    # 4.303 * 0.1 / sqrt(3) = 0.248
+    low, high = (float(text.replace(",", "")) for text in cells[3].split("[")[1][:-1].split(","))
+    assert (low, high) == pytest.approx((0.352 * best, 0.848 * best), rel=0.01)
+    assert f"- **{row.name}**: {row.note}" in printed
+    assert picture.stat().st_size > 1000
+
+
+def test_every_low_row_of_the_stored_results_has_a_note():
+    results = task_table.read_results(ROWS, task_table.RESULTS)
+    assert [row.name for row in task_table.low_rows(ROWS, results, SOURCES) if not row.note] == []

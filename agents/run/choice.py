@@ -28,7 +28,7 @@ from agents.learner.policy import Policy
 from agents.run.saved import check_shapes, differences, load_newest, spaces_of
 from envs.task import TaskConfig
 from envs.vector.adapter import LAST_ROW
-from envs.vector.layout import Layout, TorchEnv
+from envs.vector.layout import TorchEnv
 from rl_dist.checkpoint.store import LoadedCheckpoint, find_latest_run
 from rl_dist.checkpoint.trust import check_named, import_from_here
 from rl_dist.errors import UserError
@@ -107,9 +107,10 @@ class RunFlags:
         "auto", "trading", "small", "control", "memory", "pixels", "massive", "paper"
     ] = "auto"
     """Defaults for a kind of task, which replace the defaults listed here; auto: trading for
-    StockTrading-v0, memory for the memory tasks, massive for your own batches on a GPU or of at
-    least 1,024 environments, pixels for other tasks with images of at least 64 x 64 pixels, small
-    for the rest; control: the same as small; paper: the settings of arXiv 2212.02721."""
+    StockTrading-v0, memory for the memory tasks of this project and of POPGym, massive for your own
+    batches on a GPU or of at least 1,024 environments, pixels for other tasks with images of at
+    least 64 x 64 pixels, control for continuous actions, small for the rest; paper: the settings of
+    arXiv 2212.02721. A run prints its preset."""
     seeds: Text = Field("", json_schema_extra={"nargs": "+"})
     """Train once with each of these seeds; report the mean score and its 95 % interval."""
     interactive: bool = False
@@ -213,14 +214,13 @@ def fresh_config(parsed: ParsedFlags, probed: Probed) -> RunConfig:
     config = RunConfig().changed(given)
     import_from_here(*config.named_code)
 
-    def layout() -> Layout:
+    def make_env() -> TorchEnv | None:
         env = probed.get(config.task) or probe(config.prepare_task())
-        if env is None:
-            return Layout(())
-        probed[config.task] = env
-        return env.layout
+        if env:
+            probed[config.task] = env
+        return env
 
-    kind = preset_of(flags.preset, config, layout)
+    kind = preset_of(flags.preset, config, make_env)
     preset = PRESETS[kind] | {"chosen_preset": kind}
     # Drop preset sizes that may conflict with the given flags.
     is_massive = kind == "massive"  # its batch_size follows the other sizes

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from agents.config import RunConfig, empty_policy, probe, with_threads
+from agents.config import PURPOSES, RunConfig, empty_policy, probe, with_threads
 from agents.learner.network.own_modules import core_problem, make_own, try_own
 from agents.learner.settings import AUTO_SIZE, TrainConfig
 from agents.learner.sizes import shard_sizes
@@ -158,7 +158,8 @@ def check_and_announce(
     if state:
         announce_length(state, config)
     else:
-        print(f"preset {train.chosen_preset} (--preset chooses another)")
+        purpose = PURPOSES[train.chosen_preset]
+        print(f"preset {train.chosen_preset}, for {purpose} (--preset chooses another)")
     if train.callback:
         import_own("callback", train.callback)
     print(f"{resolved.message}\n{task.describe()}")

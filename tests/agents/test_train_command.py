@@ -440,7 +440,8 @@ def test_help_shows_the_fifteen_flags_that_matter(capsys):
         ("", "trading", {}),
         ("--preset paper --quick", "paper", QUICK),
         ("--env CartPole-v1", "small", {}),
-        ("--env Pendulum-v1 --total_steps 9", "small", {"total_steps": 9}),
+        ("--env Pendulum-v1 --total_steps 9", "control", {"total_steps": 9}),
+        ("--env popgym:popgym-RepeatFirstEasy-v0", "memory", {}),
         ("--env Recall-v0 --num_episodes 9", "memory", {"total_steps": 0, "num_episodes": 9}),
         (
             "--env Recall-v0 --quick --policy mlp",
