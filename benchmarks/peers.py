@@ -4,7 +4,7 @@
 
 A driver is a function that runs one trainer. It imports only this trainer, because no Python
 environment has all trainers installed. against_peers.py runs all drivers except `sb3_cartpole` and
-`sb3_lander`, which return_by_seconds.py runs.
+`sb3_lander`, which task_table.py runs.
 """
 
 from __future__ import annotations
@@ -227,8 +227,9 @@ def sb3(task: Task, args: argparse.Namespace) -> None:
 
 
 def sb3_learn(model: Any, args: argparse.Namespace) -> None:
-    """Train a model of stable-baselines3 for return_by_seconds.py; write metrics per rollout."""
+    """Train and evaluate a model of stable-baselines3; write metrics and a summary as we do."""
     from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.evaluation import evaluate_policy
 
     returns: list[float] = []
 
@@ -244,8 +245,14 @@ def sb3_learn(model: Any, args: argparse.Namespace) -> None:
             print(json.dumps(record | {"episode/count": len(returns)}), file=file, flush=True)
             returns.clear()
 
-    with args.metrics.open("w") as file:
+    args.run_dir.mkdir(parents=True, exist_ok=True)
+    with (args.run_dir / "metrics.jsonl").open("w") as file:
         model.learn(args.total_steps, callback=Episodes())
+    if env := model.get_vec_normalize_env():
+        env.training = False
+    mean, _ = evaluate_policy(model, model.get_env(), n_eval_episodes=100)
+    summary = {"test": {"return": mean, "episodes_cut": 0.0}}
+    (args.run_dir / "summary.json").write_text(json.dumps(summary))
 
 
 def sb3_cartpole(task: Task, args: argparse.Namespace) -> None:
@@ -420,7 +427,9 @@ def main() -> None:
     parser.add_argument("task", choices=TASKS, nargs="?", default="cartpole")
     for name, value in {"threads": 1, "ranks": 1, "seed": 1, "total_steps": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--metrics", type=Path, help="metrics file for return_by_seconds.py")
+    parser.add_argument(
+        "--run_dir", type=Path, help="folder for the files of sb3_cartpole and sb3_lander"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(1)

@@ -2,11 +2,12 @@
 
     pip install -e '.[tasks]'
     python benchmarks/task_table.py [--rows Hopper LunarLander] [--seeds 1 2 3 4 5] [--jobs 2]
-    python benchmarks/task_table.py --print_only --picture curves.png
+    python benchmarks/task_table.py --print_only --pictures docs/images
 
 tasks.toml lists the rows: a task, its steps, and published figures. For each row and seed, one
-train_distributed.py command is printed and run. Its result is appended to task_results.jsonl and
-used until the command or the values of its preset change, so a table can be made in several calls.
+command is printed and run. Its result is appended to task_results.jsonl and used until the command
+or the values of its preset change, so a table can be made in several calls. The rows of a task take
+turns, seed by seed; minutes and seconds are CPU time, so other programs change them little.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from statistics import mean, stdev
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # can be started from any directory
+
+import numpy as np
 
 from agents.config import PRESETS
 
@@ -53,6 +56,7 @@ class Row:
     env: str = ""  # Gymnasium id, if it is not the name of the task
     steps: int
     flags: str = ""
+    trainer: str = ""  # driver of peers.py, for rows of another trainer
     # Published figures: value, source (a key of `sources`), and, if they differ from ours, the
     # version of the task and the number of steps
     published: list[dict[str, Any]] = field(default_factory=list)
@@ -61,21 +65,22 @@ class Row:
     @property
     def name(self) -> str:
         """Name of the row; --rows selects rows by parts of this name."""
-        return f"{self.task} {self.flags}".strip()
+        return " ".join(filter(None, (self.task, self.flags, self.trainer)))
 
     def command(self, seed: int, device: str = "cpu") -> list[str]:
         """Return the training command without --run_dir."""
-        flags = f"--env {self.env or self.task} --total_steps {self.steps} {self.flags}"
-        return shlex.split(
-            f"train_distributed.py {flags} {FLAGS.format(device=device)} --seed {seed}"
-        )
+        if self.trainer:
+            text = f"benchmarks/peers.py {self.trainer} --threads 1 --device {device}"
+        else:
+            text = f"train_distributed.py --env {self.env or self.task} {self.flags} "
+            text += FLAGS.format(device=device)
+        return shlex.split(f"{text} --total_steps {self.steps} --seed {seed}")
 
     def is_current(self, result: Result) -> bool:
         """Return whether today's command and preset would give this result."""
-        return (
-            result["command"] == self.command(result["seed"], result["device"])
-            and result["settings"] == PRESETS[result["preset"]]
-        )
+        return result["command"] == self.command(result["seed"], result["device"]) and result[
+            "settings"
+        ] == PRESETS.get(result["preset"])
 
 
 def read_rows() -> tuple[list[Row], dict[str, dict[str, str]]]:
@@ -115,11 +120,11 @@ def train(row: Row, seed: int, device: str, run_dir: Path) -> Result:
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"error: {row.name}, seed {seed}: the training failed (status {status})")
-    summary, config = (
-        json.loads((run_dir / name).read_text()) for name in ("summary.json", "config.json")
-    )
+    summary = json.loads((run_dir / "summary.json").read_text())
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    preset = config["train"]["chosen_preset"]
+    preset = row.trainer
+    if not preset:
+        preset = json.loads((run_dir / "config.json").read_text())["train"]["chosen_preset"]
     points = windows(metrics, row.steps / CURVE_POINTS)
     curve = [(step, round(value, 4)) for step, value in points]
     return {
@@ -128,7 +133,7 @@ def train(row: Row, seed: int, device: str, run_dir: Path) -> Result:
         "command": command,
         "device": device,
         "preset": preset,
-        "settings": PRESETS[preset],
+        "settings": PRESETS.get(preset),
         "date": time.strftime("%Y-%m-%d"),
         "return": summary["test"]["return"],
         "training": max((value for _, value in windows(metrics, WINDOW)), default=None),
@@ -196,7 +201,7 @@ def table_of(rows: Sequence[Row], results: dict[str, list[Result]]) -> str:
             about += [f"{figure['steps']:,} steps"] if "steps" in figure else []
             text = f"{figure['value']:,} {figure['source']}"
             figures.append(f"{text} ({', '.join(about)})" if about else text)
-        task = row.task + (f" `{row.flags}`" if row.flags else "")
+        task = row.trainer or row.task + (f" `{row.flags}`" if row.flags else "")
         minutes = f"{mean(result['cpu_minutes'] for result in found):.1f}"
         ours = (shown(found, name) for name in ("return", "training", "end"))
         cells = (task, f"{row.steps:,}", str(len(found)), *ours)
@@ -210,7 +215,7 @@ def page(rows: Sequence[Row], results: dict[str, list[Result]], sources: dict[st
     for group in dict.fromkeys(row.group for row in rows):
         members = [row for row in rows if row.group == group]
         if any(results[row.name] for row in members):
-            presets = {r["preset"] for row in members for r in results[row.name]}
+            presets = {r["preset"] for row in members for r in results[row.name] if r["settings"]}
             parts += [f"### {group}", f"Preset {' and '.join(sorted(presets))}."]
             parts.append(table_of(members, results))
     parts += [f"- **{row.name}**: {row.note}" for row in low_rows(rows, results, sources)]
@@ -220,35 +225,41 @@ def page(rows: Sequence[Row], results: dict[str, list[Result]], sources: dict[st
     )
 
 
-def draw(rows: Sequence[Row], results: dict[str, list[Result]], path: Path) -> None:
-    """Draw the learning curves: per task the mean over seeds, and a band from lowest to highest."""
-    import matplotlib
-    import numpy as np
+def draw(
+    path: Path, rows: Sequence[Row], results: dict[str, list[Result]], by_seconds: bool
+) -> None:
+    """Draw learning curves, by steps or seconds: the mean over seeds, in a band of all seeds.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    Each task has a plot of its own, in which trainers are compared. The dotted line is the best
+    published figure after the same number of steps.
+    """
+    from matplotlib.figure import Figure
 
-    drawn = [row for row in rows if any(len(r["curve"]) > 1 for r in results[row.name])]
-    columns = 5
-    figure, axes = pyplot.subplots(
-        -(-len(drawn) // columns),
-        columns,
-        figsize=(12, 1.9 * -(-len(drawn) // columns)),
-        squeeze=False,
-    )
-    for axis in axes.flat[len(drawn) :]:
+    tasks = list(dict.fromkeys(f"{row.task} {row.flags}".strip() for row in rows))
+    columns = min(5, len(tasks))
+    height = -(-len(tasks) // columns)
+    figure = Figure(figsize=(2.5 * columns, 1.9 * height) if columns > 2 else (10, 3.6))
+    axes = dict(zip(tasks, figure.subplots(height, columns, squeeze=False).flat, strict=False))
+    for axis in figure.axes[len(tasks) :]:
         axis.axis("off")
-    for row, axis in zip(drawn, axes.flat, strict=False):
-        steps = np.linspace(0, row.steps, CURVE_POINTS + 1)[1:]
-        curves = [np.interp(steps, *np.transpose(r["curve"])) for r in results[row.name]]
-        axis.fill_between(steps, np.min(curves, 0), np.max(curves, 0), alpha=0.3, linewidth=0)
-        axis.plot(steps, np.mean(curves, 0))
-        figures = [p["value"] for p in row.published if "steps" not in p]
+    for row in rows:
+        axis = axes[f"{row.task} {row.flags}".strip()]
+        share = np.linspace(0, 1, CURVE_POINTS + 1)[1:]
+        curves = [
+            np.interp(share * row.steps, *np.transpose(r["curve"])) for r in results[row.name]
+        ]
+        seconds = mean(result["cpu_minutes"] for result in results[row.name]) * 60
+        places = share * (seconds if by_seconds else row.steps / 1e6)
+        axis.fill_between(places, np.min(curves, 0), np.max(curves, 0), alpha=0.3, linewidth=0)
+        axis.plot(places, np.mean(curves, 0), label=row.trainer or "this project")
+        figures = [figure["value"] for figure in row.published if "steps" not in figure]
         if figures:
             axis.axhline(max(figures), color="grey", linestyle=":", linewidth=1)
-        axis.set_title(row.name, fontsize=8)
+        axis.set_title(row.name if not row.trainer else axis.get_title(), fontsize=8)
         axis.tick_params(labelsize=7)
-        axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1e6:g} M" if x else "0")
+        if by_seconds:
+            axis.set(xscale="log", xlabel="CPU seconds", ylabel="mean return of training episodes")
+            axis.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -268,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="file with the results")
     parser.add_argument("--print_only", action="store_true", help="only print the stored results")
-    parser.add_argument("--picture", type=Path, help="file to draw the learning curves to")
+    parser.add_argument("--pictures", type=Path, help="folder for pictures of the learning curves")
     args = parser.parse_args(argv)
     every, sources = read_rows()
     rows = [row for row in every if any(part in row.name for part in args.rows)]
@@ -288,8 +299,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             list(pool.map(lambda job: run(*job), missing))
     results = read_results(rows, args.results)
     print(page(rows, results, sources))
-    if args.picture:
-        draw(rows, results, args.picture)
+    compared = {row.task for row in rows if row.trainer}
+    drawn = [row for row in rows if results[row.name] and results[row.name][0]["curve"]]
+    pictures = {
+        "tasks.png": [row for row in drawn if not row.trainer],
+        "seconds.png": [row for row in drawn if row.task in compared],
+    }
+    for name, members in pictures.items() if args.pictures else ():
+        if members:
+            draw(args.pictures / name, members, results, by_seconds=name == "seconds.png")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 """Test the commands, figures and stored results of benchmarks/task_table.py."""
 
 import json
+import re
+from dataclasses import replace
 
+import peers
 import pytest
 import task_table
 
@@ -22,8 +25,11 @@ def result_of(row, seed, score, **changes):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_every_row_is_a_command_with_flags_and_sources_that_exist(row):
     script, *flags = row.command(3)
-    assert script == "train_distributed.py" and flags[-2:] == ["--seed", "3"]
-    parse_training(flags)
+    assert flags[-2:] == ["--seed", "3"]
+    if row.trainer:
+        assert flags[0] in peers.DRIVERS
+    else:
+        assert script == "train_distributed.py" and parse_training(flags)
     assert [other.name for other in ROWS].count(row.name) == 1
     assert {figure["source"] for figure in row.published} <= SOURCES.keys()
 
@@ -63,9 +69,9 @@ def test_results_of_another_command_or_of_other_preset_values_do_not_count(tmp_p
 def test_the_page_shows_means_intervals_and_notes_on_low_rows(tmp_path, capsys):
     row = next(row for row in ROWS if row.published)
     best = max(figure["value"] for figure in row.published)
-    path, picture = tmp_path / "results", tmp_path / "curves.png"
+    path, picture = tmp_path / "results", tmp_path / "tasks.png"
     store(path, [result_of(row, seed, (0.4 + 0.1 * seed) * best) for seed in (1, 2, 3)])
-    task_table.main(["--print_only", "--results", str(path), "--picture", str(picture)])
+    task_table.main(["--print_only", "--results", str(path), "--pictures", str(tmp_path)])
     printed = capsys.readouterr().out
     lines = [line for line in printed.splitlines() if line.startswith("|")]
     assert len(lines) == 3, "the table must not show rows without results"
@@ -76,6 +82,20 @@ def test_the_page_shows_means_intervals_and_notes_on_low_rows(tmp_path, capsys):
     assert (low, high) == pytest.approx((0.352 * best, 0.848 * best), rel=0.01)
     assert f"- **{row.name}**: {row.note}" in printed
     assert picture.stat().st_size > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["CartPole without velocities"])
+def test_rows_of_both_trainers_are_trained_once_and_drawn(task, tmp_path, monkeypatch, capsys):
+    rows = [replace(row, steps=2048) for row in ROWS if row.task == task]
+    monkeypatch.setattr(task_table, "read_rows", lambda: (rows, SOURCES))
+    flags = ["--seeds", "1", "2", "--out", str(tmp_path), "--results", str(tmp_path / "results")]
+    for number_of_runs in (4, 0):
+        task_table.main([*flags, "--pictures", str(tmp_path)])
+        printed = capsys.readouterr().out
+        assert len(re.findall("^python ", printed, re.M)) == number_of_runs
+    assert "| sb3_cartpole | 2,048 | 2 |" in printed
+    assert (tmp_path / "seconds.png").stat().st_size > 1000
 
 
 def test_every_low_row_of_the_stored_results_has_a_note():
