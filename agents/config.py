@@ -39,9 +39,16 @@ _SMALL = {
 PRESETS: dict[str, dict[str, Any]] = {
     "trading": {"learning_rate": 1e-3, "gamma": 0.8, "gae_lambda": 0.5},
     "small": _SMALL,
-    "control": _SMALL,
+    # Pink noise finds rare rewards (Hollenstein et al., https://arxiv.org/abs/2312.11091).
+    "control": _SMALL | {"learning_rate": 3e-4, "noise_color": 1.0},
     "memory": _SMALL
-    | {"num_envs": 32, "gae_lambda": 0.9, "refresh_states": True, "min_adv_std": 0.2},
+    | {
+        "num_envs": 32,
+        "gae_lambda": 0.9,
+        "refresh_states": True,
+        "min_adv_std": 0.2,
+        "noise_color": 1.0,
+    },
     # As CleanRL's ppo_atari_lstm.py and the settings for Atari in RL Baselines3 Zoo.
     "pixels": {
         "total_steps": 10_000_000,

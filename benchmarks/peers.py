@@ -3,18 +3,15 @@
     python benchmarks/peers.py DRIVER [TASK] [--threads 1] [--ranks 1]
 
 A driver is a function that runs one trainer. It imports only this trainer, because no Python
-environment has all trainers installed. against_peers.py runs all drivers except `sb3_cartpole` and
-`sb3_lander`, which task_table.py runs.
+environment has all trainers installed. against_peers.py runs the drivers.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -226,97 +223,6 @@ def sb3(task: Task, args: argparse.Namespace) -> None:
     model.learn(total_timesteps=10**9, callback=Iterations())
 
 
-def sb3_learn(model: Any, args: argparse.Namespace) -> None:
-    """Train and evaluate a model of stable-baselines3; write metrics and a summary as we do."""
-    from stable_baselines3.common.callbacks import BaseCallback
-    from stable_baselines3.common.evaluation import evaluate_policy
-
-    returns: list[float] = []
-
-    class Episodes(BaseCallback):
-        def _on_step(self) -> bool:
-            infos = self.locals["infos"]
-            returns.extend(info["episode"]["r"] for info in infos if "episode" in info)
-            return True
-
-        def _on_rollout_end(self) -> None:
-            mean = float(np.mean(returns)) if returns else None
-            record = {"global_step": self.num_timesteps, "episode/return": mean}
-            print(json.dumps(record | {"episode/count": len(returns)}), file=file, flush=True)
-            returns.clear()
-
-    args.run_dir.mkdir(parents=True, exist_ok=True)
-    with (args.run_dir / "metrics.jsonl").open("w") as file:
-        model.learn(args.total_steps, callback=Episodes())
-    if env := model.get_vec_normalize_env():
-        env.training = False
-    mean, _ = evaluate_policy(model, model.get_env(), n_eval_episodes=100)
-    summary = {"test": {"return": mean, "episodes_cut": 0.0}}
-    (args.run_dir / "summary.json").write_text(json.dumps(summary))
-
-
-def sb3_cartpole(task: Task, args: argparse.Namespace) -> None:
-    """Train sb3-contrib's RecurrentPPO on CartPole without velocities.
-
-    Source of the settings: CartPoleNoVel-v1 in rl-baselines3-zoo, hyperparams/ppo_lstm.yml.
-    """
-    from sb3_contrib import RecurrentPPO
-    from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.vec_env import VecNormalize
-
-    def positions(env: gymnasium.Env) -> gymnasium.Env:
-        assert isinstance(env.observation_space, gymnasium.spaces.Box)
-        low, high = env.observation_space.low[::2], env.observation_space.high[::2]
-        space = gymnasium.spaces.Box(low, high)
-        return gymnasium.wrappers.TransformObservation(env, lambda obs: obs[::2], space)
-
-    env = make_vec_env("CartPole-v1", n_envs=8, seed=args.seed, wrapper_class=positions)
-    model = RecurrentPPO(
-        "MlpLstmPolicy",
-        VecNormalize(env, norm_reward=False),
-        n_steps=32,
-        batch_size=256,
-        gae_lambda=0.8,
-        gamma=0.98,
-        n_epochs=20,
-        ent_coef=0.0,
-        learning_rate=lambda left: left * 0.001,
-        clip_range=lambda left: left * 0.2,
-        policy_kwargs={
-            "lstm_hidden_size": 64,
-            "ortho_init": False,
-            "activation_fn": nn.ReLU,
-            "net_arch": {"pi": [64], "vf": [64]},
-        },
-        seed=args.seed,
-        device=args.device,
-    )
-    sb3_learn(model, args)
-
-
-def sb3_lander(task: Task, args: argparse.Namespace) -> None:
-    """Train stable-baselines3's PPO on LunarLander-v3.
-
-    Source of the settings: LunarLander-v2 in rl-baselines3-zoo, hyperparams/ppo.yml.
-    """
-    from stable_baselines3 import PPO
-    from stable_baselines3.common.env_util import make_vec_env
-
-    model = PPO(
-        "MlpPolicy",
-        make_vec_env("LunarLander-v3", n_envs=16, seed=args.seed),
-        n_steps=1024,
-        batch_size=64,
-        gae_lambda=0.98,
-        gamma=0.999,
-        n_epochs=4,
-        ent_coef=0.01,
-        seed=args.seed,
-        device=args.device,
-    )
-    sb3_learn(model, args)
-
-
 # ---- skrl
 
 
@@ -415,9 +321,7 @@ def skrl(task: Task, args: argparse.Namespace) -> None:
     SequentialTrainer(env=env, agents=agent, cfg=steps).train()
 
 
-DRIVERS = {
-    run.__name__: run for run in (ours, clean, bare, rl_games, sb3, sb3_cartpole, sb3_lander, skrl)
-}
+DRIVERS = {run.__name__: run for run in (ours, clean, bare, rl_games, sb3, skrl)}
 
 
 def main() -> None:
@@ -425,11 +329,8 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("driver", choices=DRIVERS)
     parser.add_argument("task", choices=TASKS, nargs="?", default="cartpole")
-    for name, value in {"threads": 1, "ranks": 1, "seed": 1, "total_steps": 0}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument(
-        "--run_dir", type=Path, help="folder for the files of sb3_cartpole and sb3_lander"
-    )
+    for name in ("threads", "ranks"):
+        parser.add_argument(f"--{name}", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(1)

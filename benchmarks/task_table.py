@@ -56,7 +56,7 @@ class Row:
     env: str = ""  # Gymnasium id, if it is not the name of the task
     steps: int
     flags: str = ""
-    trainer: str = ""  # driver of peers.py, for rows of another trainer
+    trainer: str = ""  # arguments of tuned_sb3.py, for rows of another trainer
     # Published figures: value, source (a key of `sources`), and, if they differ from ours, the
     # version of the task and the number of steps
     published: list[dict[str, Any]] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Row:
     def command(self, seed: int, device: str = "cpu") -> list[str]:
         """Return the training command without --run_dir."""
         if self.trainer:
-            text = f"benchmarks/peers.py {self.trainer} --threads 1 --device {device}"
+            text = f"benchmarks/tuned_sb3.py {self.trainer} --device {device}"
         else:
             text = f"train_distributed.py --env {self.env or self.task} {self.flags} "
             text += FLAGS.format(device=device)
@@ -156,19 +156,17 @@ def read_results(rows: Sequence[Row], path: Path) -> dict[str, list[Result]]:
     return {name: [by_seed[seed] for seed in sorted(by_seed)] for name, by_seed in results.items()}
 
 
-def shown(results: Sequence[Result], name: str) -> str:
-    """Return the mean over seeds of one value, with its 95 % interval (Student's t)."""
+def shown(results: Sequence[Result], name: str, with_interval: bool = False) -> str:
+    """Return the mean over seeds of one value, and its 95 % interval (Student's t)."""
     values = [result[name] for result in results if result[name] is not None]
     if not values:
         return "-"
-    middle = mean(values)
+    middle, half = mean(values), 0.0
+    if with_interval and len(values) > 1:
+        half = STUDENT_T[len(values)] * stdev(values) / len(values) ** 0.5
     digits = 0 if abs(middle) >= 100 else 1 if abs(middle) >= 10 else 2
-    if len(values) == 1:
-        return f"{middle:,.{digits}f}"
-    half = STUDENT_T[len(values)] * stdev(values) / len(values) ** 0.5
-    if half < 0.5 * 10**-digits:
-        return f"{middle:,.{digits}f}"
-    return f"{middle:,.{digits}f} [{middle - half:,.{digits}f}, {middle + half:,.{digits}f}]"
+    low, center, high = (f"{x:,.{digits}f}" for x in (middle - half, middle, middle + half))
+    return center if low == high else f"{center} [{low}, {high}]"
 
 
 def low_rows(
@@ -189,7 +187,10 @@ def low_rows(
 
 def table_of(rows: Sequence[Row], results: dict[str, list[Result]]) -> str:
     """Return the rows that have results as a table in Markdown."""
-    heads = ("task", "steps", "seeds", "without noise", "training", "end", "published", "minutes")
+    heads = (
+        "task", "steps", "seeds", "return [95 %]", "best window", "end of training", "published",
+        "minutes",
+    )  # fmt: skip
     lines = [heads, ("---",) * len(heads)]
     for row in rows:
         found = results[row.name]
@@ -201,11 +202,12 @@ def table_of(rows: Sequence[Row], results: dict[str, list[Result]]) -> str:
             about += [f"{figure['steps']:,} steps"] if "steps" in figure else []
             text = f"{figure['value']:,} {figure['source']}"
             figures.append(f"{text} ({', '.join(about)})" if about else text)
-        task = row.trainer or row.task + (f" `{row.flags}`" if row.flags else "")
+        task = row.task + (f" `{row.flags}`" if row.flags else "")
+        task += ", by stable-baselines3" if row.trainer else ""
         minutes = f"{mean(result['cpu_minutes'] for result in found):.1f}"
-        ours = (shown(found, name) for name in ("return", "training", "end"))
-        cells = (task, f"{row.steps:,}", str(len(found)), *ours)
-        lines.append((*cells, "; ".join(figures) or "-", minutes))
+        cells = (task, f"{row.steps:,}", str(len(found)), shown(found, "return", True))
+        training = (shown(found, "training"), shown(found, "end"))
+        lines.append((*cells, *training, "; ".join(figures) or "-", minutes))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -251,7 +253,9 @@ def draw(
         seconds = mean(result["cpu_minutes"] for result in results[row.name]) * 60
         places = share * (seconds if by_seconds else row.steps / 1e6)
         axis.fill_between(places, np.min(curves, 0), np.max(curves, 0), alpha=0.3, linewidth=0)
-        axis.plot(places, np.mean(curves, 0), label=row.trainer or "this project")
+        axis.plot(
+            places, np.mean(curves, 0), label="stable-baselines3" if row.trainer else "this project"
+        )
         figures = [figure["value"] for figure in row.published if "steps" not in figure]
         if figures:
             axis.axhline(max(figures), color="grey", linestyle=":", linewidth=1)
@@ -294,7 +298,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             file.write(json.dumps(result) + "\n")
 
     if not args.print_only:
-        missing = [(r, s) for r in rows for s in args.seeds if (r.name, s) not in stored]
+        tasks = dict.fromkeys(row.task for row in rows)
+        turns = [(r, s) for task in tasks for s in args.seeds for r in rows if r.task == task]
+        missing = [(row, seed) for row, seed in turns if (row.name, seed) not in stored]
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(lambda job: run(*job), missing))
     results = read_results(rows, args.results)
