@@ -37,9 +37,8 @@ from agents.config import PRESETS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).with_name("task_results.jsonl")
-FLAGS = (
-    "--num_gpus 1 --device {device} --threads 1 --validate_every 0"  # do not change what is learned
-)
+# These flags do not change what is learned.
+FLAGS = "--num_gpus 1 --device {device} --threads 1 --validate_every 0"
 WINDOW = 16_384  # number of steps over which the column "training" averages
 CURVE_POINTS = 50
 # 0.975 quantiles of Student's t distribution for 2 to 10 seeds
@@ -78,9 +77,9 @@ class Row:
 
     def is_current(self, result: Result) -> bool:
         """Return whether today's command and preset would give this result."""
-        return result["command"] == self.command(result["seed"], result["device"]) and result[
-            "settings"
-        ] == PRESETS.get(result["preset"])
+        settings = PRESETS.get(result["preset"])
+        command = self.command(result["seed"], result["device"])
+        return (result["command"], result["settings"]) == (command, settings)
 
 
 def read_rows() -> tuple[list[Row], dict[str, dict[str, str]]]:
@@ -138,7 +137,6 @@ def train(row: Row, seed: int, device: str, run_dir: Path) -> Result:
         "return": summary["test"]["return"],
         "training": max((value for _, value in windows(metrics, WINDOW)), default=None),
         "end": curve[-1][1] if curve else None,
-        "cut": summary["test"]["episodes_cut"],
         "cpu_minutes": round((usage.ru_utime + usage.ru_stime) / 60, 2),
         "curve": curve,
     }
@@ -162,7 +160,7 @@ def shown(results: Sequence[Result], name: str, with_interval: bool = False) -> 
     if not values:
         return "-"
     middle, half = mean(values), 0.0
-    if with_interval and len(values) > 1:
+    if with_interval and len(values) in STUDENT_T:
         half = STUDENT_T[len(values)] * stdev(values) / len(values) ** 0.5
     digits = 0 if abs(middle) >= 100 else 1 if abs(middle) >= 10 else 2
     low, center, high = (f"{x:,.{digits}f}" for x in (middle - half, middle, middle + half))

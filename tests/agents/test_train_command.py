@@ -27,7 +27,7 @@ from train_runs import (
     train_here,
 )
 
-from agents.config import DEFAULTS, OWNERS, PRESETS, QUICK
+from agents.config import DEFAULTS, OWNERS, PRESETS, PURPOSES, QUICK
 from agents.learner.settings import AUTO_INTERVAL
 from agents.learner.sizes import shard_sizes
 from agents.learner.trainer import Training
@@ -432,6 +432,10 @@ def test_help_shows_the_fifteen_flags_that_matter(capsys):
         parse_training(["--help"])
     shown = OWNERS.keys() & re.findall(r"^  --(\w+)", capsys.readouterr().out, re.MULTILINE)
     assert len(shown) == 15 and shown > {"env", "num_gpus", "num_episodes", "batch_size"}
+
+
+def test_a_run_can_print_what_each_preset_is_for():
+    assert PURPOSES.keys() == PRESETS.keys()
 
 
 @pytest.mark.parametrize(
