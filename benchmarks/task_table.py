@@ -33,16 +33,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # can be started f
 
 import numpy as np
 
-from agents.config import PRESETS
+from agents.config import PRESETS, RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).with_name("task_results.jsonl")
 FLAGS = "--num_gpus 1 --device {device} --threads 1"  # they concern the machine only
-WINDOW = 16_384  # number of steps over which the column "training" averages
+SEEDS = (1, 2, 3, 4, 5)
 CURVE_POINTS = 50
-# 0.975 quantiles of Student's t distribution for 2 to 10 seeds
-STUDENT_T = dict(enumerate((12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), 2))
+EPISODES = 100  # number of training episodes at the end of a run whose mean return is shown
+# 0.975 quantiles of Student's t distribution for 1 (no interval) to 10 seeds
+STUDENT_T = (0, 12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 Result = dict[str, Any]  # a line of task_results.jsonl
+Results = dict[str, list[Result]]  # by name of the row
+Sources = dict[str, dict[str, str]]  # text and compared figure of a source, by its letter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,7 @@ class Row:
     task: str
     env: str = ""  # Gymnasium id, if it is not the name of the task
     steps: int
+    preset: str = ""  # preset that a run must choose
     flags: str = ""
     trainer: str = ""  # arguments of tuned_sb3.py, for rows of another trainer
     # Published figures: value, source (a key of `sources`), and, if they differ from ours, the
@@ -75,24 +79,34 @@ class Row:
         return shlex.split(f"{text} --total_steps {self.steps} --seed {seed}")
 
     def is_current(self, result: Result) -> bool:
-        """Return whether today's command and preset would give this result."""
-        settings = PRESETS.get(result["preset"])
-        command = self.command(result["seed"], result["device"])
-        return (result["command"], result["settings"]) == (command, settings)
+        """Return whether today's command and settings are those of the result."""
+        values = settings_of(self.preset)
+        return (
+            result["preset"] == (self.preset or self.trainer)
+            and result["command"] == self.command(result["seed"], result["device"])
+            and all(values.get(name) == value for name, value in result["settings"].items())
+        )
 
 
-def read_rows() -> tuple[list[Row], dict[str, dict[str, str]]]:
+def settings_of(preset: str) -> dict[str, Any]:
+    """Return the settings of a preset that affect learning; none for other trainers."""
+    if not preset:
+        return {}
+    config = RunConfig().changed(PRESETS[preset])
+    return PRESETS[preset] | vars(config.ppo) | vars(config.policy)
+
+
+def read_rows() -> tuple[list[Row], Sources]:
     """Return the rows of tasks.toml and the sources of published figures, by letter."""
     tables = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text())
     return [Row(**row) for row in tables["row"]], tables["sources"]
 
 
-def windows(metrics: Sequence[dict[str, Any]], size: float) -> list[tuple[int, float]]:
-    """Divide a run into windows of at least `size` steps.
+def curve_of(metrics: Sequence[dict[str, Any]], steps: int) -> list[tuple[int, float]]:
+    """Return a learning curve of at most CURVE_POINTS points, [step, mean return].
 
-    Return for each window its last step and the mean return of the training episodes that ended in
-    it. Windows without episodes are omitted; an incomplete window at the end counts only if it is
-    the only one.
+    A point is the mean of the training episodes that ended in a window of `steps` / CURVE_POINTS
+    steps or slightly more; windows in which no episode ended are omitted.
     """
     points: list[tuple[int, float]] = []
     first_step, total, count = 0, 0.0, 0.0
@@ -100,12 +114,21 @@ def windows(metrics: Sequence[dict[str, Any]], size: float) -> list[tuple[int, f
         step = record["global_step"]
         total += (record["episode/return"] or 0.0) * record["episode/count"]
         count += record["episode/count"]
-        is_whole = step - first_step >= size
-        if count and (is_whole or (not points and record is metrics[-1])):
-            points.append((step, total / count))
-        if is_whole:
+        if step - first_step >= steps / CURVE_POINTS:
+            if count:
+                points.append((step, round(total / count, 4)))
             first_step, total, count = step, 0.0, 0.0
     return points
+
+
+def end_of(metrics: Sequence[dict[str, Any]]) -> float | None:
+    """Return the mean return of the last EPISODES training episodes; None if none ended."""
+    total, count = 0.0, 0.0
+    for record in reversed(metrics):
+        if count < EPISODES and record["episode/count"]:
+            total += record["episode/return"] * record["episode/count"]
+            count += record["episode/count"]
+    return total / count if count else None
 
 
 def train(row: Row, seed: int, device: str, run_dir: Path) -> Result:
@@ -117,117 +140,141 @@ def train(row: Row, seed: int, device: str, run_dir: Path) -> Result:
     process = subprocess.Popen(arguments, cwd=ROOT, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     if status:
-        raise SystemExit(f"error: {row.name}, seed {seed}: the training failed (status {status})")
+        code = os.waitstatus_to_exitcode(status)
+        raise RuntimeError(f"{row.name}, seed {seed}: the training ended with exit code {code}")
     summary = json.loads((run_dir / "summary.json").read_text())
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    preset = row.trainer
+    preset, best = row.trainer, None
     if not preset:
         preset = json.loads((run_dir / "config.json").read_text())["train"]["chosen_preset"]
-    points = windows(metrics, row.steps / CURVE_POINTS)
-    curve = [(step, round(value, 4)) for step, value in points]
+        best = summary.get("best", summary["test"])["return"]  # omitted if it is the last
     return {
         "row": row.name,
         "seed": seed,
         "command": command,
         "device": device,
         "preset": preset,
-        "settings": PRESETS.get(preset),
+        "settings": settings_of(row.preset),
         "date": time.strftime("%Y-%m-%d"),
         "return": summary["test"]["return"],
-        "best": summary.get("best", {}).get("return"),
-        "training": max((value for _, value in windows(metrics, WINDOW)), default=None),
-        "end": curve[-1][1] if curve else None,
+        "best": best,
+        "end": end_of(metrics),
         "cpu_minutes": round((usage.ru_utime + usage.ru_stime) / 60, 2),
-        "curve": curve,
+        "curve": curve_of(metrics, row.steps),
     }
 
 
-def read_results(rows: Sequence[Row], path: Path) -> dict[str, list[Result]]:
-    """Return the current results by name of the row, in the order of their seeds."""
+def read_results(
+    rows: Sequence[Row], path: Path, seeds: Sequence[int] = SEEDS, device: str = "cpu"
+) -> Results:
+    """Return the current results of these seeds and this device, by name of the row."""
     lines = path.read_text().splitlines() if path.exists() else []
-    results: dict[str, dict[int, Result]] = {row.name: {} for row in rows}
+    found: dict[tuple[str, int], Result] = {}
     by_name = {row.name: row for row in rows}
     for result in map(json.loads, lines):
         row = by_name.get(result["row"])
-        if row and row.is_current(result):
-            results[row.name][result["seed"]] = result
-    return {name: [by_seed[seed] for seed in sorted(by_seed)] for name, by_seed in results.items()}
+        if row and result["device"] == device and row.is_current(result):
+            found[row.name, result["seed"]] = result
+    return {
+        name: [found[name, seed] for seed in sorted(seeds) if (name, seed) in found]
+        for name in by_name
+    }
 
 
-def shown(results: Sequence[Result], name: str, with_interval: bool = False) -> str:
-    """Return the mean over seeds of one value, and its 95 % interval (Student's t)."""
-    values = [result[name] for result in results if result[name] is not None]
-    if not values:
+def mean_curve(results: Sequence[Result]) -> np.ndarray:
+    """Return the mean over seeds of the learning curves, at CURVE_POINTS steps, and the extremes.
+
+    Returns:
+        Array [4, CURVE_POINTS]: share of the steps, mean, lowest and highest value.
+    """
+    share = np.linspace(0, 1, CURVE_POINTS + 1)[1:]
+    curves = []
+    for result in results:
+        steps, returns = np.transpose(result["curve"])
+        curves.append(np.interp(share, steps / steps[-1], returns))
+    return np.stack([share, np.mean(curves, 0), np.min(curves, 0), np.max(curves, 0)])
+
+
+def figures_of(results: Sequence[Result]) -> dict[str, tuple[float, float]]:
+    """Return the means over seeds of a row's figures, with half of the 95 % interval (Student's t).
+
+    "peak" is the highest point of the mean learning curve; it has no interval.
+    """
+    figures = {}
+    for name in ("return", "best", "end", "cpu_minutes"):
+        values = [result[name] for result in results if result[name] is not None]
+        if values:
+            spread = stdev(values) if len(values) > 1 else 0.0
+            quantile = STUDENT_T[min(len(values), len(STUDENT_T)) - 1]
+            figures[name] = mean(values), quantile * spread / len(values) ** 0.5
+    if curves := [result for result in results if result["curve"]]:
+        figures["peak"] = float(mean_curve(curves)[1].max()), 0.0
+    return figures
+
+
+def shown(figure: tuple[float, float] | None, with_interval: bool = False) -> str:
+    """Return a figure as text, with its 95 % interval if it is asked for and not empty."""
+    if figure is None:
         return "-"
-    middle, half = mean(values), 0.0
-    if with_interval and len(values) in STUDENT_T:
-        half = STUDENT_T[len(values)] * stdev(values) / len(values) ** 0.5
+    middle, half = figure
     digits = 0 if abs(middle) >= 100 else 1 if abs(middle) >= 10 else 2
     low, center, high = (f"{x:,.{digits}f}" for x in (middle - half, middle, middle + half))
-    return center if low == high else f"{center} [{low}, {high}]"
+    return f"{center} [{low}, {high}]" if with_interval and low != high else center
 
 
-def low_rows(
-    rows: Sequence[Row], results: dict[str, list[Result]], sources: dict[str, dict[str, str]]
-) -> list[Row]:
+def low_rows(rows: Sequence[Row], results: Results, sources: Sources) -> list[Row]:
     """Return the rows that are more than 10 % below a published figure after as many steps."""
     low = []
     for row in rows:
+        ours = figures_of(results[row.name])
         for figure in row.published:
-            name = sources[figure["source"]]["compare"]
-            values = [r[name] for r in results[row.name] if r[name] is not None]
-            least = figure["value"] - 0.1 * abs(figure["value"])
-            if values and figure.get("steps", 0) <= row.steps and mean(values) < least:
+            name, least = sources[figure["source"]]["compare"], figure["value"]
+            least -= 0.1 * abs(least)
+            comparable = name in ours and figure.get("steps", 0) <= row.steps
+            if comparable and ours[name][0] < least and row not in low:
                 low.append(row)
-                break
     return low
 
 
-def table_of(rows: Sequence[Row], results: dict[str, list[Result]]) -> str:
+def table_of(rows: Sequence[Row], results: Results) -> str:
     """Return the rows that have results as a table in Markdown."""
     heads = (
-        "task", "steps", "seeds", "return [95 %]", "best checkpoint", "best window",
-        "end of training", "published", "minutes",
+        "task", "steps", "seeds", "return [95 %]", "best checkpoint", "peak", "end of training",
+        "published", "minutes",
     )  # fmt: skip
     lines = [heads, ("---",) * len(heads)]
     for row in rows:
-        found = results[row.name]
-        if not found:
-            continue
-        figures = []
+        published = []
         for figure in row.published:
-            about = [figure[name] for name in ("about",) if name in figure]
+            about = [figure["about"]] if "about" in figure else []
             about += [f"{figure['steps']:,} steps"] if "steps" in figure else []
             text = f"{figure['value']:,} {figure['source']}"
-            figures.append(f"{text} ({', '.join(about)})" if about else text)
+            published.append(f"{text} ({', '.join(about)})" if about else text)
         task = row.task + (f" `{row.flags}`" if row.flags else "")
         task += ", by stable-baselines3" if row.trainer else ""
-        minutes = f"{mean(result['cpu_minutes'] for result in found):.1f}"
-        cells = (task, f"{row.steps:,}", str(len(found)), shown(found, "return", True))
-        others = (shown(found, name) for name in ("best", "training", "end"))
-        lines.append((*cells, *others, "; ".join(figures) or "-", minutes))
+        ours = figures_of(results[row.name])
+        cells = (task, f"{row.steps:,}", str(len(results[row.name])), shown(ours["return"], True))
+        others = (shown(ours.get(name)) for name in ("best", "peak", "end"))
+        minutes = f"{ours['cpu_minutes'][0]:.1f}"
+        lines.append((*cells, *others, "; ".join(published) or "-", minutes))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def page(rows: Sequence[Row], results: dict[str, list[Result]], sources: dict[str, Any]) -> str:
+def page(rows: Sequence[Row], results: Results, sources: Sources) -> str:
     """Return the tables of all groups, the notes on low rows, and the sources."""
     parts = []
+    rows = [row for row in rows if results[row.name]]
     for group in dict.fromkeys(row.group for row in rows):
         members = [row for row in rows if row.group == group]
-        if any(results[row.name] for row in members):
-            presets = {r["preset"] for row in members for r in results[row.name] if r["settings"]}
-            parts += [f"### {group}", f"Preset {' and '.join(sorted(presets))}."]
-            parts.append(table_of(members, results))
+        presets = sorted({row.preset for row in members if row.preset})
+        parts += [f"### {group}", f"Preset {' and '.join(presets)}.", table_of(members, results)]
     parts += [f"- **{row.name}**: {row.note}" for row in low_rows(rows, results, sources)]
-    used = {p["source"] for row in rows if results[row.name] for p in row.published}
-    return "\n\n".join(
-        parts + [f"{key}: {sources[key]['text']}." for key in sources if key in used]
-    )
+    used = {figure["source"] for row in rows for figure in row.published}
+    parts += [f"{key}: {sources[key]['text']}." for key in sources if key in used]
+    return "\n\n".join(parts)
 
 
-def draw(
-    path: Path, rows: Sequence[Row], results: dict[str, list[Result]], by_seconds: bool
-) -> None:
+def draw(path: Path, rows: Sequence[Row], results: Results, by_seconds: bool) -> None:
     """Draw learning curves, by steps or seconds: the mean over seeds, in a band of all seeds.
 
     Each task has a plot of its own, in which trainers are compared. The dotted line is the best
@@ -235,29 +282,24 @@ def draw(
     """
     from matplotlib.figure import Figure
 
-    tasks = list(dict.fromkeys(f"{row.task} {row.flags}".strip() for row in rows))
+    tasks = list(dict.fromkeys(row.task for row in rows))
     columns = min(5, len(tasks))
     height = -(-len(tasks) // columns)
-    figure = Figure(figsize=(2.5 * columns, 1.9 * height) if columns > 2 else (10, 3.6))
+    figure = Figure(figsize=(10, 3.6) if by_seconds else (2.5 * columns, 1.9 * height))
     axes = dict(zip(tasks, figure.subplots(height, columns, squeeze=False).flat, strict=False))
     for axis in figure.axes[len(tasks) :]:
         axis.axis("off")
     for row in rows:
-        axis = axes[f"{row.task} {row.flags}".strip()]
-        share = np.linspace(0, 1, CURVE_POINTS + 1)[1:]
-        curves = [
-            np.interp(share * row.steps, *np.transpose(r["curve"])) for r in results[row.name]
-        ]
-        seconds = mean(result["cpu_minutes"] for result in results[row.name]) * 60
+        axis = axes[row.task]
+        share, middle, low, high = mean_curve(results[row.name])
+        seconds = figures_of(results[row.name])["cpu_minutes"][0] * 60
         places = share * (seconds if by_seconds else row.steps / 1e6)
-        axis.fill_between(places, np.min(curves, 0), np.max(curves, 0), alpha=0.3, linewidth=0)
-        axis.plot(
-            places, np.mean(curves, 0), label="stable-baselines3" if row.trainer else "this project"
-        )
-        figures = [figure["value"] for figure in row.published if "steps" not in figure]
-        if figures:
-            axis.axhline(max(figures), color="grey", linestyle=":", linewidth=1)
-        axis.set_title(row.name if not row.trainer else axis.get_title(), fontsize=8)
+        axis.fill_between(places, low, high, alpha=0.3, linewidth=0)
+        axis.plot(places, middle, label="stable-baselines3" if row.trainer else "this project")
+        published = [figure["value"] for figure in row.published if "steps" not in figure]
+        if published:
+            axis.axhline(max(published), color="grey", linestyle=":", linewidth=1)
+        axis.set_title(row.task, fontsize=8)
         axis.tick_params(labelsize=7)
         if by_seconds:
             axis.set(xscale="log", xlabel="CPU seconds", ylabel="mean return of training episodes")
@@ -271,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS])
     parser.add_argument(
         "--rows", nargs="+", default=[""], help="rows with any of these in their name; default: all"
     )
@@ -285,9 +327,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     every, sources = read_rows()
     rows = [row for row in every if any(part in row.name for part in args.rows)]
-    stored = {
-        (name, r["seed"]) for name, found in read_results(rows, args.results).items() for r in found
-    }
+    if not rows:
+        parser.error(f"no row has {' or '.join(args.rows)} in its name")
+    choice = (rows, args.results, args.seeds, args.device)
+    stored = {(name, r["seed"]) for name, found in read_results(*choice).items() for r in found}
+    failures: list[BaseException] = []
 
     def run(row: Row, seed: int) -> None:
         folder = args.out / f"{re.sub('[^a-zA-Z0-9]+', '_', row.name)}.{seed}"
@@ -295,23 +339,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         with args.results.open("a") as file:
             file.write(json.dumps(result) + "\n")
 
+    for folder in filter(None, (args.results.parent, args.pictures)):
+        folder.mkdir(parents=True, exist_ok=True)
     if not args.print_only:
         tasks = dict.fromkeys(row.task for row in rows)
         turns = [(r, s) for task in tasks for s in args.seeds for r in rows if r.task == task]
-        missing = [(row, seed) for row, seed in turns if (row.name, seed) not in stored]
         with ThreadPoolExecutor(args.jobs) as pool:
-            list(pool.map(lambda job: run(*job), missing))
-    results = read_results(rows, args.results)
+            missing = [turn for turn in turns if (turn[0].name, turn[1]) not in stored]
+            runs = [pool.submit(run, *turn) for turn in missing]
+        failures = [error for future in runs if (error := future.exception())]
+    results = read_results(*choice)
     print(page(rows, results, sources))
-    compared = {row.task for row in rows if row.trainer}
-    drawn = [row for row in rows if results[row.name] and results[row.name][0]["curve"]]
+    drawn = [
+        row for row in rows if results[row.name] and all(r["curve"] for r in results[row.name])
+    ]
+    compared = {row.task for row in drawn if row.trainer}
     pictures = {
-        "tasks.png": [row for row in drawn if not row.trainer],
-        "seconds.png": [row for row in drawn if row.task in compared],
+        "tasks.png": [row for row in drawn if not (row.trainer or row.flags)],
+        "seconds.png": [row for row in drawn if row.task in compared and not row.flags],
     }
     for name, members in pictures.items() if args.pictures else ():
         if members:
             draw(args.pictures / name, members, results, by_seconds=name == "seconds.png")
+    if failures:
+        raise SystemExit("error: " + "; ".join(map(str, failures)))
 
 
 if __name__ == "__main__":

@@ -7,18 +7,17 @@ from dataclasses import replace
 import pytest
 import task_table
 
-from agents.config import PRESETS
 from agents.run.choice import parse_training
 
 ROWS, SOURCES = task_table.read_rows()
 
 
 def result_of(row, seed, score, **changes):
-    """Return a stored result whose training mean is twice the return."""
+    """Return a stored result whose learning curve rises to twice the return."""
     result = {"row": row.name, "seed": seed, "command": row.command(seed), "device": "cpu"}
-    result |= {"preset": "small", "settings": PRESETS["small"], "cpu_minutes": 1.5}
-    result |= {"return": score, "best": score, "training": 2 * score, "end": score}
-    return result | {"curve": [[step, score] for step in (row.steps // 2, row.steps)]} | changes
+    result |= {"preset": row.preset, "settings": task_table.settings_of(row.preset)}
+    result |= {"return": score, "best": score, "end": score, "cpu_minutes": 1.5}
+    return result | {"curve": [[row.steps // 2, score], [row.steps, 2 * score]]} | changes
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -33,7 +32,7 @@ def test_every_row_is_a_command_with_flags_and_sources_that_exist(row):
     assert {figure["source"] for figure in row.published} <= SOURCES.keys()
 
 
-def test_windows_contain_enough_steps_and_only_windows_with_episodes_count():
+def test_a_curve_has_windows_of_enough_steps_and_only_those_with_episodes():
     records = [
         (10_000, 1.0, 1),
         (20_000, 0.0, 3),  # end of window 1: mean 1 / 4
@@ -44,25 +43,45 @@ def test_windows_contain_enough_steps_and_only_windows_with_episodes_count():
     ]
     names = "global_step", "episode/return", "episode/count"
     metrics = [dict(zip(names, record, strict=True)) for record in records]
-    assert task_table.windows(metrics, 16_384) == [(20_000, 0.25), (60_000, pytest.approx(0.4))]
-    assert task_table.windows(metrics[:1], 16_384) == [(10_000, 1.0)]
+    curve = task_table.curve_of(metrics, steps=50 * 16_384)
+    assert curve == [(20_000, 0.25), (60_000, pytest.approx(0.4))]
+    assert task_table.end_of(metrics) == pytest.approx(11.2 / 16)  # fewer than 100 episodes
+    assert task_table.end_of([*metrics, metrics[-1] | {"episode/count": 200}]) == 1.0
+    assert task_table.end_of(metrics[2:3]) is None
+
+
+def test_the_peak_is_that_of_the_mean_curve():
+    row = ROWS[0]
+    curves = [[[1, 0.0], [2, 8.0]], [[1, 6.0], [2, 0.0]]]
+    results = [result_of(row, seed, 1.0, curve=curve) for seed, curve in enumerate(curves)]
+    figures = task_table.figures_of(results)
+    assert figures["peak"][0] == pytest.approx(4.0)  # the mean of both peaks is 7
+    assert figures["return"] == (1.0, 0.0)
+    assert "peak" not in task_table.figures_of([result_of(row, 1, 1.0, curve=[])])
 
 
 def store(path, results):
     path.write_text("".join(json.dumps(result) + "\n" for result in results))
 
 
-def test_results_of_another_command_or_of_other_preset_values_do_not_count(tmp_path):
+def test_results_of_another_command_preset_setting_seed_or_device_do_not_count(tmp_path):
     row = ROWS[0]
-    old = PRESETS["small"] | {"learning_rate": 1.0}
+    settings = task_table.settings_of(row.preset)
     results = [
         result_of(row, 1, 0.5),
-        result_of(row, 2, 0.25, settings=old),
+        result_of(row, 2, 0.2, settings=settings | {"gamma": 0.5}),
         result_of(row, 3, 0.9, command=row.command(3) + ["--gamma", "0"]),
+        result_of(row, 4, 0.4, preset="massive"),
+        result_of(row, 5, 0.1, device="cuda", command=row.command(5, "cuda")),
+        result_of(row, 6, 0.3),
     ]
     store(tmp_path / "results", results)
-    found = task_table.read_results(ROWS, tmp_path / "results")
-    assert [result["seed"] for result in found[row.name]] == [1]
+
+    def found(*choice):
+        stored = task_table.read_results(ROWS, tmp_path / "results", *choice)
+        return [result["seed"] for result in stored[row.name]]
+
+    assert found() == [1] and found((6, 1)) == [1, 6] and found((5,), "cuda") == [5]
 
 
 def test_the_page_shows_means_intervals_and_notes_on_low_rows(tmp_path, capsys):
@@ -79,8 +98,20 @@ def test_the_page_shows_means_intervals_and_notes_on_low_rows(tmp_path, capsys):
     # 4.303 * 0.1 / sqrt(3) = 0.248
     low, high = (float(text.replace(",", "")) for text in cells[3].split("[")[1][:-1].split(","))
     assert (low, high) == pytest.approx((0.352 * best, 0.848 * best), rel=0.01)
+    assert cells[5] == f"{1.2 * best:.0f}"  # peak
     assert f"- **{row.name}**: {row.note}" in printed
     assert picture.stat().st_size > 1000
+
+
+def test_a_training_that_fails_is_reported_after_the_others(tmp_path, monkeypatch, capsys):
+    rows = [replace(ROWS[0], flags="--no_such_flag 1"), replace(ROWS[0], steps=256)]
+    monkeypatch.setattr(task_table, "read_rows", lambda: (rows, SOURCES))
+    flags = ["--seeds", "1", "--out", str(tmp_path), "--results", str(tmp_path / "new" / "results")]
+    with pytest.raises(SystemExit, match="seed 1: .* exit code 2"):
+        task_table.main(flags)
+    assert "| CartPole-v1 | 256 | 1 |" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        task_table.main([*flags, "--rows", "no such row"])
 
 
 @pytest.mark.slow
