@@ -98,16 +98,17 @@ PRESETS: dict[str, dict[str, Any]] = {
         "risk_aversion": 0.0,
     },
 }
-PURPOSES = {  # the tasks for which a preset is chosen
+PURPOSES = {  # what each preset was made for
     "trading": "StockTrading-v0",
-    "small": "discrete actions",
+    "small": "discrete actions, and tasks that fit no other preset",
     "control": "continuous actions",
     "memory": "memory tasks",
     "pixels": "images of at least 64 x 64 pixels",
-    "massive": "a batch on a GPU or of at least 1,024 environments",
-    "paper": "the settings of arXiv 2212.02721",
+    "massive": "batches on a GPU or of at least 1,024 environments",
+    "paper": "StockTrading-v0 as in arXiv 2212.02721",
 }
-MEMORY_NAMES = re.compile(f"{'|'.join(MEMORY_IDS)}|.*popgym.*")  # environments of memory tasks
+# ids of memory tasks, with or without the module that registers them
+MEMORY_TASKS = re.compile(rf"(.*:)?({'|'.join(MEMORY_IDS)}|popgym-.*)")
 MASSIVE_ENVS = 1024  # from this number on, the preset for a user's batch is massive
 MASSIVE_MINIBATCHES = 4  # per epoch, with the preset massive and any num_envs
 QUICK = {  # settings of --quick, which override those of the preset
@@ -266,16 +267,17 @@ def preset_of(kind: str, config: RunConfig, make_env: Callable[[], TorchEnv | No
     if kind == "auto":
         if task.is_trading:
             kind = "trading"
-        elif MEMORY_NAMES.fullmatch(task.env):
+        elif MEMORY_TASKS.fullmatch(task.env):
             kind = "memory"
         elif makes_batch(task.env) and is_massive(config):
             kind = "massive"
         else:
             env = make_env()
-            is_box = env and isinstance(env.single_action_space, spaces.Box)
-            kind = "control" if is_box else "small"
+            kind = "small"
             if env and any(map(is_large, env.layout.parts)):
                 kind = "pixels"
+            elif env and isinstance(env.single_action_space, spaces.Box):
+                kind = "control"
     if (kind in ("trading", "paper")) != task.is_trading:
         raise UserError(f"preset {kind} does not fit env {task.env}: omit --preset")
     return kind

@@ -159,7 +159,7 @@ def check_and_announce(
         announce_length(state, config)
     else:
         purpose = PURPOSES[train.chosen_preset]
-        print(f"preset {train.chosen_preset}, for {purpose} (--preset chooses another)")
+        print(f"preset {train.chosen_preset}, made for {purpose} (--preset chooses another)")
     if train.callback:
         import_own("callback", train.callback)
     print(f"{resolved.message}\n{task.describe()}")

@@ -1,5 +1,6 @@
 """Let policies and rules trade; compare them with an equal-weight portfolio."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -207,9 +208,10 @@ def summarize(records: Records, dates: ndarray) -> dict:
 def text_table(summary: dict, simulated: bool) -> str:
     """Format the summary of a span as a table to print."""
     entries = summary["policies"]
+    is_short = summary["num_days"] < MIN_ANNUAL_DAYS
     own = ON_SIMULATED_MARKETS if simulated else ON_REAL_PRICES
     lines = {
-        heading: [
+        re.sub("annual | a year", "", heading) if is_short else heading: [
             "-" if entry.get(name) is None else form.format(entry[name])
             for entry in entries.values()
         ]
@@ -221,7 +223,7 @@ def text_table(summary: dict, simulated: bool) -> str:
         for entry in entries.values()
     ]
     heading = f"{' to '.join(summary['days'])}, {summary['num_days']} days"
-    if summary["num_days"] < MIN_ANNUAL_DAYS:
+    if is_short:
         heading += f"; fewer than {MIN_ANNUAL_DAYS} days, so nothing is annualised"
     return f"{heading}\n{pd.DataFrame.from_dict(lines, 'index', columns=[*entries]).to_string()}"
 

@@ -446,6 +446,7 @@ def test_a_run_can_print_what_each_preset_is_for():
         ("--env CartPole-v1", "small", {}),
         ("--env Pendulum-v1 --total_steps 9", "control", {"total_steps": 9}),
         ("--env popgym:popgym-RepeatFirstEasy-v0", "memory", {}),
+        ("--env envs:Recall-v0", "memory", {}),
         ("--env Recall-v0 --num_episodes 9", "memory", {"total_steps": 0, "num_episodes": 9}),
         (
             "--env Recall-v0 --quick --policy mlp",
