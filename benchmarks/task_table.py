@@ -62,7 +62,7 @@ class Row:
     # Published figures: value, source (a key of `sources`), and, if they differ from ours, the
     # version of the task and the number of steps
     published: list[dict[str, Any]] = field(default_factory=list)
-    note: str = ""  # what is known of the reason for a low return
+    note: str = ""  # what is known of the reason for a return that is low or varies much
 
     @property
     def name(self) -> str:
@@ -222,20 +222,6 @@ def shown(figure: tuple[float, float] | None, with_interval: bool = False) -> st
     return f"{center} [{low}, {high}]" if with_interval and low != high else center
 
 
-def low_rows(rows: Sequence[Row], results: Results, sources: Sources) -> list[Row]:
-    """Return the rows that are more than 10 % below a published figure after as many steps."""
-    low = []
-    for row in rows:
-        ours = figures_of(results[row.name])
-        for figure in row.published:
-            name, least = sources[figure["source"]]["compare"], figure["value"]
-            least -= 0.1 * abs(least)
-            comparable = name in ours and figure.get("steps", 0) <= row.steps
-            if comparable and ours[name][0] < least and row not in low:
-                low.append(row)
-    return low
-
-
 def table_of(rows: Sequence[Row], results: Results) -> str:
     """Return the rows that have results as a table in Markdown."""
     heads = (
@@ -268,7 +254,7 @@ def page(rows: Sequence[Row], results: Results, sources: Sources) -> str:
         members = [row for row in rows if row.group == group]
         presets = sorted({row.preset for row in members if row.preset})
         parts += [f"### {group}", f"Preset {' and '.join(presets)}.", table_of(members, results)]
-    parts += [f"- **{row.name}**: {row.note}" for row in low_rows(rows, results, sources)]
+    parts += [f"- **{row.name}**: {row.note}." for row in rows if row.note]
     used = {figure["source"] for row in rows for figure in row.published}
     parts += [f"{key}: {sources[key]['text']}." for key in sources if key in used]
     return "\n\n".join(parts)
