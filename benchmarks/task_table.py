@@ -222,10 +222,10 @@ def shown(figure: tuple[float, float] | None, with_interval: bool = False) -> st
     return f"{center} [{low}, {high}]" if with_interval and low != high else center
 
 
-def table_of(rows: Sequence[Row], results: Results) -> str:
+def table_of(rows: Sequence[Row], results: Results, sources: Sources) -> str:
     """Return the rows that have results as a table in Markdown."""
     heads = (
-        "task", "steps", "seeds", "return [95 %]", "best checkpoint", "peak", "end of training",
+        "task", "steps", "seeds: returns", "mean return [95 %]", "best checkpoint", "peak", "end",
         "published", "minutes",
     )  # fmt: skip
     lines = [heads, ("---",) * len(heads)]
@@ -234,12 +234,17 @@ def table_of(rows: Sequence[Row], results: Results) -> str:
         for figure in row.published:
             about = [figure["about"]] if "about" in figure else []
             about += [f"{figure['steps']:,} steps"] if "steps" in figure else []
-            text = f"{figure['value']:,} {figure['source']}"
+            compared = sources[figure["source"]]["compare"]
+            text = f"{compared} {figure['value']:,} {figure['source']}"
             published.append(f"{text} ({', '.join(about)})" if about else text)
-        task = row.task + (f" `{row.flags}`" if row.flags else "")
+        name = f"`{row.env}`" if row.env else ""
+        flags = f"`{row.flags}`" if row.flags else ""
+        task = " ".join(filter(None, (row.task, name, flags)))
         task += ", by stable-baselines3" if row.trainer else ""
         ours = figures_of(results[row.name])
-        cells = (task, f"{row.steps:,}", str(len(results[row.name])), shown(ours["return"], True))
+        returns = sorted(result["return"] for result in results[row.name])
+        seeds = f"{len(returns)}: {shown((returns[0], 0))} to {shown((returns[-1], 0))}"
+        cells = (task, f"{row.steps:,}", seeds, shown(ours["return"], True))
         others = (shown(ours.get(name)) for name in ("best", "peak", "end"))
         minutes = f"{ours['cpu_minutes'][0]:.1f}"
         lines.append((*cells, *others, "; ".join(published) or "-", minutes))
@@ -253,7 +258,11 @@ def page(rows: Sequence[Row], results: Results, sources: Sources) -> str:
     for group in dict.fromkeys(row.group for row in rows):
         members = [row for row in rows if row.group == group]
         presets = sorted({row.preset for row in members if row.preset})
-        parts += [f"### {group}", f"Preset {' and '.join(presets)}.", table_of(members, results)]
+        parts += [
+            f"### {group}",
+            f"Preset {' and '.join(presets)}.",
+            table_of(members, results, sources),
+        ]
     parts += [f"- **{row.name}**: {row.note}." for row in rows if row.note]
     used = {figure["source"] for row in rows for figure in row.published}
     parts += [f"{key}: {sources[key]['text']}." for key in sources if key in used]
