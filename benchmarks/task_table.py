@@ -234,8 +234,8 @@ def table_of(rows: Sequence[Row], results: Results, sources: Sources) -> str:
         for figure in row.published:
             about = [figure["about"]] if "about" in figure else []
             about += [f"{figure['steps']:,} steps"] if "steps" in figure else []
-            compared = sources[figure["source"]]["compare"]
-            text = f"{compared} {figure['value']:,} {figure['source']}"
+            compare = figure.get("compare", sources[figure["source"]]["compare"])
+            text = f"{compare} {figure['value']:,} {figure['source']}"
             published.append(f"{text} ({', '.join(about)})" if about else text)
         name = f"`{row.env}`" if row.env else ""
         flags = f"`{row.flags}`" if row.flags else ""
