@@ -27,7 +27,7 @@ from train_runs import (
     train_here,
 )
 
-from agents.config import DEFAULTS, OWNERS, PRESETS, PURPOSES, QUICK
+from agents.config import DEFAULTS, MEMORY_TASKS, OWNERS, PRESETS, PURPOSES, QUICK
 from agents.learner.settings import AUTO_INTERVAL
 from agents.learner.sizes import shard_sizes
 from agents.learner.trainer import Training
@@ -438,6 +438,17 @@ def test_a_run_can_print_what_each_preset_is_for():
     assert PURPOSES.keys() == PRESETS.keys()
 
 
+def test_memory_tasks_are_recognised_by_their_ids():
+    ids = (
+        "Recall-v0",
+        "envs:Recall-v0",
+        "popgym-RepeatFirstEasy-v0",
+        "a.b:popgym-StatelessCartPole-v0",
+    )
+    others = ("NoRecall-v0", "my_popgym:make_env", "popgym_arcade:Tetris-v0", "CartPole-v1")
+    assert all(map(MEMORY_TASKS.fullmatch, ids)) and not any(map(MEMORY_TASKS.fullmatch, others))
+
+
 @pytest.mark.parametrize(
     "flags, kind, changes",  # kind: name of a preset; changes: values that differ from it
     [
@@ -445,7 +456,6 @@ def test_a_run_can_print_what_each_preset_is_for():
         ("--preset paper --quick", "paper", QUICK),
         ("--env CartPole-v1", "small", {}),
         ("--env Pendulum-v1 --total_steps 9", "control", {"total_steps": 9}),
-        ("--env popgym:popgym-RepeatFirstEasy-v0", "memory", {}),
         ("--env envs:Recall-v0", "memory", {}),
         ("--env Recall-v0 --num_episodes 9", "memory", {"total_steps": 0, "num_episodes": 9}),
         (
