@@ -252,8 +252,9 @@ def table_of(rows: Sequence[Row], results: Results, sources: Sources) -> str:
 
 
 def page(rows: Sequence[Row], results: Results, sources: Sources) -> str:
-    """Return the tables of all groups, the notes on low rows, and the sources."""
+    """Return the tables of all groups, the notes, the rows without all results, and the sources."""
     parts = []
+    pending = [row.name for row in rows if len(results[row.name]) < len(SEEDS)]
     rows = [row for row in rows if results[row.name]]
     for group in dict.fromkeys(row.group for row in rows):
         members = [row for row in rows if row.group == group]
@@ -264,6 +265,7 @@ def page(rows: Sequence[Row], results: Results, sources: Sources) -> str:
             table_of(members, results, sources),
         ]
     parts += [f"- **{row.name}**: {row.note}." for row in rows if row.note]
+    parts += ["Rows without five results yet: " + "; ".join(pending) + "."] if pending else []
     used = {figure["source"] for row in rows for figure in row.published}
     parts += [f"{key}: {sources[key]['text']}." for key in sources if key in used]
     return "\n\n".join(parts)
