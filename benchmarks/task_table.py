@@ -67,7 +67,8 @@ class Row:
     @property
     def name(self) -> str:
         """Name of the row; --rows selects rows by parts of this name."""
-        return " ".join(filter(None, (self.task, self.flags, self.trainer)))
+        trainer = "by stable-baselines3" if self.trainer else ""
+        return " ".join(filter(None, (self.task, self.flags, trainer)))
 
     def command(self, seed: int, device: str = "cpu") -> list[str]:
         """Return the training command without --run_dir."""
