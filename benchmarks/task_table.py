@@ -323,6 +323,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--print_only", action="store_true", help="only print the stored results")
     parser.add_argument("--pictures", type=Path, help="folder for pictures of the learning curves")
     args = parser.parse_args(argv)
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: must be at least 1")
     every, sources = read_rows()
     rows = [row for row in every if any(part in row.name for part in args.rows)]
     if not rows:

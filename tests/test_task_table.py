@@ -110,8 +110,9 @@ def test_a_training_that_fails_is_reported_after_the_others(tmp_path, monkeypatc
     with pytest.raises(SystemExit, match="seed 1: .* exit code 2"):
         task_table.main(flags)
     assert "| CartPole-v1 | 256 | 1: " in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="2"):
-        task_table.main([*flags, "--rows", "no such row"])
+    for wrong in (("--rows", "no such row"), ("--jobs", "0")):
+        with pytest.raises(SystemExit, match="2"):
+            task_table.main([*flags, *wrong])
 
 
 @pytest.mark.slow
