@@ -1,21 +1,19 @@
 """Check that small jobs give the same results, bit for bit, in two checkouts.
 
     git worktree add ../base COMMIT
-    python benchmarks/same_numbers.py ../base [--jobs NAME ...] [--table]
+    python benchmarks/same_numbers.py ../base [--jobs NAME ...]
 
 Every job runs with the code of the checkout BASE and then with the code of this checkout. The
 script compares the records of metrics.jsonl, the newest checkpoint (parameters and optimizer
 included) and the figures of summary.json. It imports nothing from the project and reads all files
-itself. `--table` prints the options that each job covers.
+itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -91,39 +89,8 @@ JOBS: dict[str, list[str]] = {
         "--max_grad_norm 0.5 --no-progress --run_dir RUN"
     ],
 }
-OPTIONS = (
-    "1 rank, 2 ranks, 3 ranks, ddp, hybrid, pipeline, trading, CSV, CartPole, Recall, workers, "
-    "groups, masks, images, feature window, GRU, minGRU, MLP, LSTM, fp32, fp64, bf16, accumulation,"
-    "target_kl, refreshed states, env restarts, pre-training, kill, resume, other ranks, fit, "
-    "validation, warm-up, floor of advantages, coloured noise"
-)
-PATTERNS = {  # regular expressions for options whose names do not occur in the command
-    "1 rank": "num_gpus 1", "2 ranks": "num_gpus 2", "3 ranks": "num_gpus 3",
-    "ddp": r"num_gpus [23](?!.*hybrid)", "pipeline": "hybrid_form pipeline",
-    "trading": "train_end", "CSV": "--data", "CartPole": "CartPole-v1", "workers": "env_workers",
-    "groups": "env_groups", "masks": "Orders", "images": "PatchRecall",
-    "feature window": "feature_window", "GRU": "policy gru", "minGRU": "mingru",
-    "MLP": "policy mlp", "LSTM": "policy lstm", "fp32": r"train(?!.*precision)",
-    "accumulation": "grad_accumulation", "refreshed states": "refresh_states",
-    "env restarts": "env_restarts", "pre-training": "pretrain", "kill": "^kill",
-    "other ranks": r"resume.*num_gpus", "fit": "pretrain.*RUN",
-    "validation": "validate_every", "warm-up": "warmup", "floor of advantages": "min_adv_std",
-    "coloured noise": "noise_color",
-}  # fmt: skip
-MACHINE = ("time/", "cpu/", "gpu/", "ram/")  # metrics with these prefixes vary from run to run
-# names of values in old checkouts, and their present names
-RENAMED = {
-    "lifetime_step": "life/lifetime_step", "guard/restarts": "life/restarts",
-    "guard/life_seed": "life/life_seed", "guard/last_obs": "life/last_row",
-}  # fmt: skip
-# Keys that are not compared: settings and spaces, which may be renamed; generators, which old
-# checkouts pack differently; figures that old checkouts lack or estimate differently.
-NOT_COMPARED = {
-    "config", "extra", "facts", "spaces", "generator", "rng", "return_with_noise", "guessed",
-    "most_frequent_sign", "measured", "against_equal_weight", "sortino", "ablation",
-    "ablation: policy, state zeroed", "valid/volatility_error", "train/volatility_error",
-}  # fmt: skip
-ROUNDED = re.compile("/summary/|/annual_return$")  # results that may differ by rounding
+# keys with these prefixes vary from run to run
+NOT_COMPARED = ("time/", "cpu/", "gpu/", "ram/", "config")
 FLAKY = """
 import gymnasium, numpy as np
 
@@ -153,13 +120,6 @@ class Flaky(gymnasium.Env):
 
 gymnasium.register("Flaky-v0", entry_point=Flaky)
 """
-
-
-def covered(job: str) -> set[str]:
-    """Return the options that a job covers."""
-    names = {name.strip() for name in OPTIONS.split(",")}
-    lines = JOBS[job]
-    return {n for n in names if any(re.search(PATTERNS.get(n, n), line) for line in lines)}
 
 
 def write_prices(path: Path) -> None:
@@ -226,8 +186,8 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     else:
         yield name, value
     for key, entry in items:
-        if not (str(key) in NOT_COMPARED or str(key).startswith(MACHINE)):
-            yield from flat(entry, f"{name}/{RENAMED.get(str(key), key)}")
+        if not str(key).startswith(NOT_COMPARED):
+            yield from flat(entry, f"{name}/{key}")
 
 
 def result_of(run_dir: Path) -> dict[str, Any]:
@@ -237,14 +197,7 @@ def result_of(run_dir: Path) -> dict[str, Any]:
     summary = run_dir / "summary.json"
     figures = json.loads(summary.read_text()) if summary.exists() else {}
     figures.pop("scaling", None)  # measures speed, which varies
-    leaves = flat({"metrics": read_records(run_dir), "state": state, "summary": figures})
-    # old checkouts save each normaliser as a separate entry
-    return {
-        name.replace("obs_normalizer/", "normalizers/obs.").replace(
-            "reward_normalizer/", "normalizers/rewards."
-        ): value
-        for name, value in leaves
-    }
+    return dict(flat({"metrics": read_records(run_dir), "state": state, "summary": figures}))
 
 
 def differences(base: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -256,33 +209,24 @@ def differences(base: dict[str, Any], now: dict[str, Any]) -> list[str]:
         name
         for name in base.keys() | now.keys()
         if name in base or "/environments/" not in name
-        if name not in base or name not in now or not _equal(name, base[name], now[name])
+        if name not in base or name not in now or not _equal(base[name], now[name])
     )
 
 
-def _equal(name: str, left: Any, right: Any) -> bool:
+def _equal(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         bits = [t.contiguous().view(torch.uint8) for t in (left, right) if t.ndim]
         same = left.dtype == right.dtype and left.shape == right.shape
         return same and (torch.equal(*bits) if bits else left.item() == right.item())
-    if isinstance(left, float) and ROUNDED.search(name):
-        return math.isclose(left, right, rel_tol=1e-9)
     return type(left) is type(right) and (left == right or left != left and right != right)
 
 
 def main() -> int:
     """Compare all jobs; return 1 if any job differs or fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("base", type=Path, nargs="?", help="checkout of the commit to compare with")
+    parser.add_argument("base", type=Path, help="checkout of the commit to compare with")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
-    parser.add_argument("--table", action="store_true", help="print which options each job covers")
     args = parser.parse_args()
-    if missing := {n.strip() for n in OPTIONS.split(",")} - set().union(*map(covered, JOBS)):
-        sys.exit(f"no job covers these options: {', '.join(sorted(missing))}")
-    if args.table or args.base is None:
-        for job in JOBS:
-            print(f"{job}: {', '.join(sorted(covered(job)))}")
-        return 0
     differing = 0
     for job in args.jobs:
         try:
