@@ -1,18 +1,23 @@
-"""Compare the speed of our recurrent trainer with the speed of other trainers.
+"""Measure the speed of our trainer (`make bench`); compare it with other trainers or checkouts.
 
-    python benchmarks/against_peers.py --python /path/to/venv/bin/python [--device cuda]
+    python benchmarks/against_peers.py --peers [--device cuda]
+    python benchmarks/against_peers.py --peers --base ../base
+    python benchmarks/against_peers.py --python /path/to/venv/bin/python
 
---python is the Python interpreter of an environment in which the other trainers are installed:
-rl-games, skrl and sb3-contrib, together with gymnasium and preferably the version of torch that
-this project uses. If a trainer is missing, it is skipped and a line says so. All trainers do the
-same work with the same network: an iteration collects 128 steps of 64 environments and trains an
-LSTM, a tanh layer and two heads for 4 epochs of 4 minibatches. The learning rate is so low that
-policies remain random: learning would change the length of episodes, and thus the speed.
+--base is another checkout of this project, for example `git worktree add ../base COMMIT`. --python
+is the Python interpreter of an environment in which the other trainers are installed: rl-games,
+skrl and sb3-contrib, together with gymnasium and preferably the version of torch that this project
+uses. If a trainer is missing, it is skipped and a line says so. All trainers do the same work with
+the same network: an iteration collects 128 steps of 64 environments and trains an LSTM, a tanh
+layer and two heads for 4 epochs of 4 minibatches. The learning rate is so low that policies remain
+random: learning would change the length of episodes, and thus the speed. The task "main" is our
+default training job; other trainers skip it.
 
 Every trainer is a separate process. A turn is one iteration; between its turns, a trainer waits. In
 a pair of turns, our trainer and another trainer (a peer) take one turn each; the next pair is in
 the opposite order. The ratio of a pair is the time of the peer divided by our time. The output has
-the median of the ratios with a 95 % interval from a bootstrap.
+the median of the ratios with a 95 % interval from a bootstrap. `part_of_product` is the trainer's
+GFLOP/s divided by those of a large matrix product, which is timed before each round of pairs.
 """
 
 from __future__ import annotations
@@ -30,9 +35,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from turns import TASKS, describe, median_interval, parser_of
+import torch
+from turns import TASKS, describe, median_interval, parser_of, product_gflops
 
-SCRIPT = Path(__file__).with_name("peers.py")
+ROOT = Path(__file__).resolve().parents[1]
 PEERS = {  # name of a driver: package that it needs
     "rl_games": "rl_games",
     "skrl": "skrl",
@@ -69,15 +75,17 @@ class Program:
 class Trainer(Program):
     """The process of one trainer, which trains one iteration per turn."""
 
-    def __init__(self, held: ExitStack, python: str, *arguments: str | int) -> None:
+    def __init__(
+        self, held: ExitStack, python: str, *arguments: str | int, root: Path = ROOT
+    ) -> None:
         folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         # a killed driver leaves files in TMPDIR
         environment = os.environ | {"TMPDIR": held.enter_context(folder)}
-        if python != sys.executable:  # it has other packages
-            environment.pop("PYTHONPATH", None)
+        inherited = os.environ.get("PYTHONPATH", "") if python == sys.executable else ""
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), inherited)))
         super().__init__(
             held,
-            [python, str(SCRIPT), *map(str, arguments)],
+            [python, str(root / "benchmarks/peers.py"), *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -112,10 +120,15 @@ def installed(python: str) -> set[str]:
     return {driver for driver, package in PEERS.items() if package in present}
 
 
-def row_of(task: str, about: dict[str, Any], turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a row of medians: steps per second, seconds per phase, length of episodes."""
+def row_of(
+    task: str, about: dict[str, Any], turns: list[dict[str, Any]], product: float
+) -> dict[str, Any]:
+    """Return a row of medians: speeds, seconds per phase, length of episodes."""
+    seconds = median(turn["seconds"] for turn in turns)
+    gflops = TASKS[task].train_flops / seconds / 1e9
     row = {"task": task, **about, "turns": len(turns)}
-    row["steps_per_s"] = round(TASKS[task].steps / median(turn["seconds"] for turn in turns))
+    row |= {"steps_per_s": round(TASKS[task].steps / seconds), "gflops": round(gflops, 1)}
+    row["part_of_product"] = round(gflops / product, 3)
     for name in ("collect_s", "update_s", "episode_length", "peak_gib"):
         values = [turn[name] for turn in turns if turn.get(name) is not None]
         row[name] = round(median(values), 3) if values else None
@@ -126,8 +139,11 @@ def compare(task: str, peers: list[str], args: argparse.Namespace) -> None:
     """Let all trainers take turns on a task, after a warm-up; print the results."""
     with ExitStack() as held:
         flags = (task, "--threads", args.threads, "--device", args.device)
-        ours = Trainer(held, sys.executable, "ours", *flags, "--ranks", args.ranks)
+        of_ours = (sys.executable, "ours", *flags, "--ranks", args.ranks)
+        ours = Trainer(held, *of_ours)
         trainers = {name: Trainer(held, args.python, name, *flags) for name in peers}
+        if args.base:
+            trainers["base"] = Trainer(held, *of_ours, root=args.base.resolve())
         for name, trainer in {"ours": ours, **trainers}.items():
             try:
                 trainer.report()
@@ -139,17 +155,21 @@ def compare(task: str, peers: list[str], args: argparse.Namespace) -> None:
                 print(json.dumps({"task": task, "skipped": name, "reason": str(error)}))
                 del trainers[name]
         until = time.monotonic() + 60.0 * args.minutes / len(args.tasks) - START_UP_S
+        trainers = trainers or {"ours": ours}  # without a peer, ours takes all turns
         pairs: dict[str, list[dict[Trainer, dict[str, Any]]]] = {name: [] for name in trainers}
-        number = 0
-        while trainers and (number < args.fewest or time.monotonic() < until):
+        products: list[float] = []
+        while len(products) < args.fewest or time.monotonic() < until:
+            products.append(product_gflops(args.device))
             for name, trainer in trainers.items():
-                order = [ours, trainer] if number % 2 == 0 else [trainer, ours]
-                pairs[name].append({taking: taking.turn() for taking in order})
-            number += 1
+                order = [ours, trainer] if len(products) % 2 else [trainer, ours]
+                pairs[name].append({taking: taking.turn() for taking in dict.fromkeys(order)})
         our_turns = [pair[ours] for peer_pairs in pairs.values() for pair in peer_pairs]
-        print(json.dumps(row_of(task, ours.about, our_turns)))
+        product = median(products)
+        print(json.dumps(row_of(task, ours.about, our_turns, product)), flush=True)
+        trainers.pop("ours", None)
         for name, trainer in trainers.items():
-            row = row_of(task, trainer.about, [pair[trainer] for pair in pairs[name]])
+            turns = [pair[trainer] for pair in pairs[name]]
+            row = {"peer": name, **row_of(task, trainer.about, turns, product)}
             ratios = (pair[trainer]["seconds"] / pair[ours]["seconds"] for pair in pairs[name])
             print(json.dumps(row | {"ours is faster": median_interval(ratios, 2)}), flush=True)
 
@@ -160,9 +180,12 @@ def main() -> None:
     parser.add_argument(
         "--python", default=sys.executable, help="Python interpreter with the other trainers"
     )
-    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
-    tasks = ["cartpole", "stocks", "pixels", "many_carts", "many_portfolios"]
-    parser.add_argument("--tasks", nargs="+", default=tasks[:2], choices=tasks)
+    parser.add_argument(
+        "--peers", nargs="*", default=list(PEERS), choices=PEERS, help="other trainers"
+    )
+    parser.add_argument("--base", type=Path, help="checkout of this project, compared as a peer")
+    tasks = ["cartpole", "stocks", "main"]
+    parser.add_argument("--tasks", nargs="+", default=tasks, choices=TASKS)
     parser.add_argument(
         "--minutes", type=float, default=7.0, help="duration in minutes, all tasks together"
     )
@@ -177,13 +200,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads % args.ranks:
         parser.error("--threads must be a multiple of --ranks, because ranks share the threads")
+    torch.set_num_threads(args.threads)
     print(json.dumps(describe(args.threads, args.device) | {"ranks": args.ranks}))
     present = installed(args.python)
-    for name in set(PEERS) - present:
+    for name in set(args.peers) - present:
         print(json.dumps({"skipped": name, "reason": f"{PEERS[name]} is not installed"}))
     for task in args.tasks:
         peers = [name for name in args.peers if (name == "bare") == TASKS[task].many]
-        compare(task, [name for name in peers if name in present], args)
+        compare(task, [name for name in peers if name in present and task != "main"], args)
 
 
 if __name__ == "__main__":

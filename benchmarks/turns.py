@@ -34,13 +34,6 @@ LEARNING_RATE = 1e-9  # so low that policies, and thus the lengths of episodes, 
 GAMMA, GAE_LAMBDA, CLIP, MAX_GRAD_NORM = 0.99, 0.95, 0.2, 0.5
 ENT_COEF, VF_COEF = 0.01, 0.5
 
-KIND = (
-    "cpu",
-    "instructions",
-    "torch",
-    "threads",
-    "device",
-)  # results are comparable if these are equal
 SIDE, PRODUCTS = 1024, 8  # size and number of the matrix products that measure the machine's speed
 RESAMPLES = 10_000  # number of bootstrap samples
 

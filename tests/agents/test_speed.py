@@ -1,7 +1,7 @@
 """Run the speed benchmarks with small sizes and check their output."""
 
-import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -14,24 +14,27 @@ from train_runs import run_benchmark as run
 # Python interpreter that can import the trainers with which our trainer is compared.
 PEERS = os.environ.get("PEERS_PYTHON", sys.executable)
 pytestmark = pytest.mark.timeout(1000)
+QUICK = ("--minutes", 0, "--fewest", 1, "--warm_up", 0, "--threads", 2, "--ranks", 2)
 
 
 @pytest.mark.slow
-def test_each_task_is_measured_and_compared_with_the_newest_file_of_this_machine(tmp_path):
-    command = ["throughput.py", "--turns", 1, "--threads", 1, "--folder", tmp_path]
-    machine, *rows = [line for line in run(*command) if isinstance(line, dict)]
+def test_speed_is_measured_without_peers_and_beside_another_checkout(tmp_path):
+    _, *rows = run("against_peers.py", "--peers", *QUICK)
     assert [row["task"] for row in rows] == ["cartpole", "stocks", "main"]
-    assert all(row["steps_per_gflop"][0] > 0 for row in rows)
-    (first,) = tmp_path.iterdir()
-    assert json.loads(first.read_text()) == {"machine": machine, "rows": rows}
-    compared = [line for line in run(*command, "--tasks", "cartpole") if isinstance(line, str)]
-    assert first.name in compared[0]
+    assert all(row["steps_per_s"] > 0 and row["part_of_product"] > 0 for row in rows)
+
+    base, unused = tmp_path / "base", shutil.ignore_patterns(".*", "docs", "runs", "tests")
+    shutil.copytree(REPO, base, ignore=unused)
+    (base / "agents/rank.py").write_text("raise ValueError('the code of the base')")
+    _, skipped, ours = run(
+        "against_peers.py", "--peers", "--base", base, "--tasks", "cartpole", *QUICK
+    )
+    assert "the code of the base" in skipped["reason"] and ours["trainer"] == "ours"
 
 
 @pytest.mark.slow
 def test_every_installed_trainer_is_compared_with_ours():
-    flags = ["--python", PEERS, "--tasks", "cartpole", "--threads", 2, "--ranks", 2]
-    _, *rows = run("against_peers.py", *flags, "--minutes", 0, "--fewest", 1, "--warm_up", 0)
+    _, *rows = run("against_peers.py", "--python", PEERS, "--tasks", "cartpole", *QUICK)
     ours, *peers = [row for row in rows if "skipped" not in row]
     assert ours["trainer"] == "ours" and len(rows) == 5 and peers
     assert all(row["steps_per_s"] > 0 and row["ours is faster"][0] > 0 for row in peers)
@@ -47,4 +50,4 @@ def test_a_driver_trains_on_the_device_that_it_is_given(driver, monkeypatch):
 def test_make_bench_passes_the_device_on():
     command = ["make", "--dry-run", "bench", f"VENV={sys.prefix}", "DEVICE=cuda"]
     printed = subprocess.check_output(command, cwd=REPO, text=True)
-    assert "throughput.py --device cuda" in printed
+    assert "against_peers.py --peers --device cuda" in printed
