@@ -34,8 +34,7 @@ def plot_learning_curve(directory: RunDir, title: str, task: Task) -> None:
         axes.plot(
             steps,
             values,
-            "." if len(values) < 100 else "",
-            linestyle="-",
+            marker="." if len(values) < 100 else "",
             alpha=0.5,
             label="measured",
         )

@@ -284,3 +284,14 @@ def test_the_learning_curve_has_a_dot_for_each_measurement_and_no_other(tmp_path
         if line.get_marker() == "."
     ]
     assert dots == [6, 2]
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("length", [1, 200])
+def test_drawing_a_learning_curve_of_any_length_gives_no_warning(length, tmp_path):
+    run = RunDir(tmp_path)
+    steps = range(length)
+    run.write_records([{"iteration": n, "global_step": n, "episode/return": 1.0} for n in steps])
+    settings = TaskSettings(task=TaskConfig(env="Fading-v0"))
+    pictures.plot_learning_curve(run, "title", GymTask(settings))
+    assert run.picture("learning_curve").exists()
