@@ -11,13 +11,14 @@ uses. If a trainer is missing, it is skipped and a line says so. All trainers do
 the same network: an iteration collects 128 steps of 64 environments and trains an LSTM, a tanh
 layer and two heads for 4 epochs of 4 minibatches. The learning rate is so low that policies remain
 random: learning would change the length of episodes, and thus the speed. The task "main" is our
-default training job; other trainers skip it.
+default training job, which only checkouts of this project run.
 
 Every trainer is a separate process. A turn is one iteration; between its turns, a trainer waits. In
 a pair of turns, our trainer and another trainer (a peer) take one turn each; the next pair is in
-the opposite order. The ratio of a pair is the time of the peer divided by our time. The output has
-the median of the ratios with a 95 % interval from a bootstrap. `part_of_product` is the trainer's
-GFLOP/s divided by those of a large matrix product, which is timed before each round of pairs.
+the opposite order. The ratio of a pair is the time of the peer divided by our time, per environment
+step. The output has the median of the ratios with a 95 % interval from a bootstrap.
+`part_of_product` is the trainer's GFLOP/s divided by those of a large matrix product, which is
+timed before each round of pairs.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,14 +122,19 @@ def installed(python: str) -> set[str]:
     return {driver for driver, package in PEERS.items() if package in present}
 
 
+def step_s(task: str, turn: dict[str, Any]) -> float:
+    """Return the seconds per environment step of a turn."""
+    return turn["seconds"] / turn.get("steps", TASKS[task].steps)
+
+
 def row_of(
     task: str, about: dict[str, Any], turns: list[dict[str, Any]], product: float
 ) -> dict[str, Any]:
     """Return a row of medians: speeds, seconds per phase, length of episodes."""
-    seconds = median(turn["seconds"] for turn in turns)
-    gflops = TASKS[task].train_flops / seconds / 1e9
+    steps_per_s = 1 / median(step_s(task, turn) for turn in turns)
+    gflops = TASKS[task].train_flops / TASKS[task].steps * steps_per_s / 1e9
     row = {"task": task, **about, "turns": len(turns)}
-    row |= {"steps_per_s": round(TASKS[task].steps / seconds), "gflops": round(gflops, 1)}
+    row |= {"steps_per_s": round(steps_per_s), "gflops": round(gflops, 1)}
     row["part_of_product"] = round(gflops / product, 3)
     for name in ("collect_s", "update_s", "episode_length", "peak_gib"):
         values = [turn[name] for turn in turns if turn.get(name) is not None]
@@ -169,8 +176,11 @@ def compare(task: str, peers: list[str], args: argparse.Namespace) -> None:
         trainers.pop("ours", None)
         for name, trainer in trainers.items():
             turns = [pair[trainer] for pair in pairs[name]]
-            row = {"peer": name, **row_of(task, trainer.about, turns, product)}
-            ratios = (pair[trainer]["seconds"] / pair[ours]["seconds"] for pair in pairs[name])
+            if name == "base":
+                trainer.about["trainer"] = str(args.base)
+            row = row_of(task, trainer.about, turns, product)
+            both = [(step_s(task, pair[trainer]), step_s(task, pair[ours])) for pair in pairs[name]]
+            ratios = (peer_s / our_s for peer_s, our_s in both)
             print(json.dumps(row | {"ours is faster": median_interval(ratios, 2)}), flush=True)
 
 
@@ -198,8 +208,16 @@ def main() -> None:
         "--ranks", type=int, default=1, help="number of ranks of our trainer; they share --threads"
     )
     args = parser.parse_args()
-    if args.threads % args.ranks:
-        parser.error("--threads must be a multiple of --ranks, because ranks share the threads")
+    if min(args.threads, args.ranks, args.fewest) < 1 or args.threads % args.ranks:
+        parser.error("--threads, --ranks and --fewest: 1 or more; ranks share the threads equally")
+    parts = ("agents/rank.py", "benchmarks/peers.py")
+    if args.base and not all((args.base / part).exists() for part in parts):
+        # Otherwise, an installed copy of this project would run instead.
+        parser.error(f"--base {args.base}: not a checkout of this project")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU")
+    if not shutil.which(args.python):
+        parser.error(f"--python {args.python}: no such program")
     torch.set_num_threads(args.threads)
     print(json.dumps(describe(args.threads, args.device) | {"ranks": args.ranks}))
     present = installed(args.python)

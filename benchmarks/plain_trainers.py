@@ -63,6 +63,7 @@ def end_of_iteration(moment: Any) -> None:
             collect_s=metrics["time/collect_s"],
             update_s=metrics["time/update_s"],
             episode_length=metrics["episode/length"],
+            steps=metrics["global_step"] // metrics["iteration"],
         )
 
 

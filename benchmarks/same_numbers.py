@@ -5,8 +5,8 @@
 
 Every job runs with the code of the checkout BASE and then with the code of this checkout. The
 script compares the records of metrics.jsonl, the newest checkpoint (parameters and optimizer
-included) and the figures of summary.json. It imports nothing from the project and reads all files
-itself.
+included) and the figures of summary.json. New entries in the states of environments are ignored.
+The script imports nothing from the project and reads all files itself.
 """
 
 from __future__ import annotations
@@ -227,6 +227,8 @@ def main() -> int:
     parser.add_argument("base", type=Path, help="checkout of the commit to compare with")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     args = parser.parse_args()
+    if not (args.base / "agents/pretrain.py").exists():
+        parser.error(f"{args.base}: not a checkout of this project")
     differing = 0
     for job in args.jobs:
         try:

@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack
 
 import pytest
-from against_peers import Trainer
+from against_peers import Trainer, main
 from train_runs import REPO
 from train_runs import run_benchmark as run
 
@@ -30,6 +30,15 @@ def test_speed_is_measured_without_peers_and_beside_another_checkout(tmp_path):
         "against_peers.py", "--peers", "--base", base, "--tasks", "cartpole", *QUICK
     )
     assert "the code of the base" in skipped["reason"] and ours["trainer"] == "ours"
+
+
+@pytest.mark.parametrize("flags", [["--base", "tests"], ["--ranks", "0"], ["--python", "absent"]])
+def test_a_bad_flag_of_the_comparison_is_one_line(flags, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["against_peers.py", *flags])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert last_line.startswith("against_peers.py: error: --") and flags[0] in last_line
 
 
 @pytest.mark.slow
