@@ -179,8 +179,7 @@ def compare(task: str, peers: list[str], args: argparse.Namespace) -> None:
             if name == "base":
                 trainer.about["trainer"] = str(args.base)
             row = row_of(task, trainer.about, turns, product)
-            both = [(step_s(task, pair[trainer]), step_s(task, pair[ours])) for pair in pairs[name]]
-            ratios = (peer_s / our_s for peer_s, our_s in both)
+            ratios = [step_s(task, p[trainer]) / step_s(task, p[ours]) for p in pairs[name]]
             print(json.dumps(row | {"ours is faster": median_interval(ratios, 2)}), flush=True)
 
 

@@ -33,7 +33,9 @@ def supervise(code, before_training=""):
 
     The child runs `code`.
     """
-    job = start("-c", SUPERVISED.format(before_training=before_training) + code, cwd=REPO)
+    program = SUPERVISED.format(before_training=before_training) + code
+    heard = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # nohup makes tests ignore it
+    job = start("-c", program, cwd=REPO, preexec_fn=heard)
     return job, int(job.stdout.readline() or 0)
 
 
